@@ -1,7 +1,7 @@
-"""Who is next where several clients wait for one thing: fair by client, and nobody waits for ever.
+"""A fair queue: waiting items are taken so that clients share by weight, and no item starves.
 
-Self-clocked fair queueing (Golestani, 1994), once among hosts and once among the clients of a host.
-Sans-IO. Knows nothing of what is waited for.
+Self-clocked fair queueing (Golestani, 1994) in two levels: among hosts, and among the clients of a
+host. Sans-IO.
 """
 
 from __future__ import annotations
@@ -13,29 +13,36 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items in the order in which they are to be taken.
+    """Items of several clients, in fair order.
 
-    A client is a text; what stands before its first "/", if there is one, is its host. While two
-    hosts wait, what is taken of both weighs about the same, and so it is for two clients of a host.
-    An item of weight w is overtaken by no more of any other client than w. A name that comes for
-    the first time has no advantage over one that is known.
+    - A client is a text. The part before the first "/" is its host; without "/", the whole text is.
+    - While two hosts have items waiting, the weights taken from both are about the same. The same
+      holds for two clients of one host.
+    - Items that overtake an item of weight w have together a weight of at most w for each other
+      client.
+    - A new client has no advantage over a known one.
     """
 
     def __init__(self) -> None:
-        self._hosts: _Flows[str] = _Flows()  # called so, it is plain data: a snapshot takes it
-        self._clients: dict[str, _Flows[T]] = {}  # of each host that waits
+        # Not `_Flows[str]()`: that sets `__orig_class__`, which is no plain data for a snapshot.
+        self._hosts: _Flows[str] = _Flows()
+        self._clients: dict[str, _Flows[T]] = {}  # by host, of hosts with waiting items
 
     def __len__(self) -> int:
         return len(self._hosts)
 
     def put(self, client: str, weight: int, item: T) -> None:
-        """`item` waits. `weight`: about what it will cost, at least 1."""
+        """Adds `item`.
+
+        client: whose item it is.
+        weight: its estimated cost, at least 1.
+        """
         host = client.partition("/")[0]
-        self._hosts.put(host, weight, host)  # a turn; which of its items has it is decided then
+        self._hosts.put(host, weight, host)  # a turn of the host; `take` picks the client
         self._clients.setdefault(host, _Flows()).put(client, weight, item)
 
     def take(self) -> T:
-        """The next item, which waits no more. IndexError where there is none."""
+        """Removes and returns the next item. Raises IndexError if there is none."""
         host = self._hosts.take()
         clients = self._clients[host]
         item = clients.take()
@@ -45,13 +52,16 @@ class FairQueue(Generic[T]):
 
 
 class _Flows(Generic[T]):
-    """Items by tag: what their flow had before, and their own weight. The clock is the last tag
-    that was taken; who did not wait begins there, without credit or debt."""
+    """Items of several flows, ordered by tag.
+
+    An item's tag is its weight plus the tag of its flow's last item. The clock is the tag that was
+    taken last. A flow without waiting items starts at the clock, without credit or debt.
+    """
 
     def __init__(self) -> None:
         self._clock = self._count = 0
         self._items: list[tuple[int, int, str, T]] = []  # a heap: tag, number, flow, item
-        self._last: dict[str, tuple[int, int]] = {}  # of each flow that waits: last tag, items
+        self._last: dict[str, tuple[int, int]] = {}  # by flow with items: last tag, num items
 
     def __len__(self) -> int:
         return len(self._items)

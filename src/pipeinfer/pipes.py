@@ -1,6 +1,8 @@
-"""Frames on the pipes of a process that does what would hold the one that starts it up.
+"""Frames on the stdin and stdout of a child process.
 
-A frame is 4 bytes of length, little endian, and a body. The process ends with whoever started it.
+The child does work that would block its parent or could crash it. A frame is a length in 4 bytes,
+little endian, and that many bytes of body. The child exits when its stdin ends, so it never
+outlives its parent.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ PIECE = 1024 * 1024  # bytes; a pipe holds 64 KiB
 def start(
     module: str, environment: Mapping[str, str], silent: bool = False
 ) -> subprocess.Popen[bytes]:
-    """`python -m module`, which calls `served`. `silent`: what it prints is dropped."""
+    """Starts `python -m module` as a child process. The module calls `served`.
+
+    environment: variables to add to this process's environment.
+    silent: whether the child's stderr is dropped.
+    """
     home = str(Path(__file__).parents[1])
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
@@ -37,18 +43,21 @@ def start(
 
 
 def served() -> tuple[queue.SimpleQueue[bytes], BinaryIO]:
-    """In the process itself: the frames that come, and where its answers go. The end of stdin ends
-    the process, whatever it is at."""
+    """Called in the child: the incoming frames, and the stream to `write` answers to.
+
+    Redirects stdout to stderr, so that prints do not break a frame; ignores SIGINT. When stdin
+    ends, the process exits at once, whatever its threads are doing.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not break a frame
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started this
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not break a frame
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(frames,), daemon=True).start()
     return frames, cast(BinaryIO, answers)
 
 
 def write(stream: BinaryIO, body: bytes) -> None:
-    """BrokenPipeError if nobody reads."""
+    """Writes `body` as one frame. Raises BrokenPipeError if the other end is closed."""
     for part in (len(body).to_bytes(4, "little"), body):
         rest = memoryview(part)
         while rest:
@@ -56,7 +65,12 @@ def write(stream: BinaryIO, body: bytes) -> None:
 
 
 def read(fd: int, seconds: float | None = None) -> bytes | None:
-    """None if the pipe ends before, or if it has not come after so many seconds."""
+    """The body of the next frame from file descriptor `fd`.
+
+    seconds: how long to wait for the whole frame; None: without limit.
+
+    Returns None if the pipe ends within the frame, or if the time is over.
+    """
     until = None if seconds is None else time.monotonic() + seconds
     head = _read(fd, 4, until)
     return None if head is None else _read(fd, int.from_bytes(head, "little"), until)

@@ -1,12 +1,12 @@
-"""A checkpoint's tokenizer files, the tokens they name, and the tags that models think between.
+"""A checkpoint's tokenizer files, the special tokens they name, and the tags of reasoning parsers.
 
-Gives the same ids as the tokenizer that transformers would load from the folder, without importing
-transformers. Tokens that files add by name, such as `</think>`, are read without the tokenizer, for
-who need not encode anything; where files say different things of a token, those win that win in
-transformers' AutoTokenizer.
+`load_tokenizer` gives the same ids as the tokenizer that transformers loads from the folder,
+without importing transformers. `added_tokens` reads tokens such as `</think>` without building the
+tokenizer, for processes that encode nothing. Where files contradict each other about a token, the
+same file wins as in transformers' AutoTokenizer.
 
-Tags of thoughts are a property of the model: named by --reasoning-parser, or seen in its chat
-template. Whether they are open is a property of each rendered prompt. Knows no request.
+The tags around thoughts (reasoning content) belong to the model: --reasoning-parser names them, or
+the chat template shows them. Whether a prompt leaves them open is found for each rendered prompt.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ SPACE = " \t\r\n"
 
 
 class ThoughtTags(NamedTuple):
-    """Texts around the thoughts. `answer`: those around what the model says behind them, which is
-    content without them; none if it has no such tags. `never`: what a template has only where
-    `answer` stands around something else, such as the results of tools."""
+    """The tags of a reasoning parser.
+
+    opening, closing: tags around the thoughts.
+    answer: tags around the answer behind the thoughts, which the content leaves out; ("", ""): the
+        model has none.
+    never: marks of a chat template in which the `answer` tags stand around something else, such as
+        results of tools; `parser_of` passes over the parser then.
+    """
 
     opening: str
     closing: str
@@ -45,14 +50,13 @@ class ThoughtTags(NamedTuple):
 
     @property
     def pair(self) -> tuple[str, str]:
-        """Around the thoughts."""
+        """(opening, closing)."""
         return self.opening, self.closing
 
 
 THINK = ThoughtTags("<think>", "</think>")
 COHERE = "<|START_THINKING|>", "<|END_THINKING|>"
-# By the names that vLLM has for them. A template shows the first one of which it has all tags of
-# answers, and a tag of thoughts.
+# By vLLM's names of the parsers. The order counts: see `parser_of`.
 REASONING_PARSERS: dict[str, ThoughtTags] = {
     "hunyuan_a13b": ThoughtTags(*THINK.pair, ("<answer>", "</answer>")),
     "ernie45": ThoughtTags(*THINK.pair, ("<response>", "</response>"), ("<minimax:tool_call>",)),
@@ -75,7 +79,11 @@ REASONING_PARSERS: dict[str, ThoughtTags] = {
 
 
 def parser_of(template: str) -> str:
-    """The name of the tags that a chat template shows; none if it shows none."""
+    """The reasoning parser that a chat template implies; "": none.
+
+    It is the first of REASONING_PARSERS with these properties: the template has both `answer` tags,
+    no mark of `never`, and at least one of `opening` and `closing`.
+    """
     for name, tags in REASONING_PARSERS.items():
         answers = all(tag in template for tag in tags.answer)
         others = any(mark in template for mark in tags.never)
@@ -85,13 +93,21 @@ def parser_of(template: str) -> str:
 
 
 def thought_tags(parser: str, template: str) -> ThoughtTags | None:
-    """For a setting that names a parser, "auto" or "none", and the text of a chat template."""
+    """The tags of a reasoning parser; None: there are none.
+
+    parser: the setting: a name of REASONING_PARSERS, "auto" or "none".
+    template: the text of the chat template, which decides for "auto".
+    """
     return REASONING_PARSERS.get(parser_of(template) if parser == "auto" else parser)
 
 
 def thought_state(prompt: str, tags: ThoughtTags) -> ThoughtState:
-    """Where a prompt leaves the thoughts of the answer: open where the opening tag comes last, over
-    where it ends with the closing tag. One that stands further up belongs to another answer."""
+    """The state of the thoughts behind a rendered prompt.
+
+    - "open": the last opening tag stands behind the last closing tag.
+    - "over": the prompt ends with the closing tag, but for white space.
+    - "before": all others. A closing tag further up belongs to an earlier answer.
+    """
     opened, closed = prompt.rfind(tags.opening), prompt.rfind(tags.closing)
     if opened > closed:
         return "open"
@@ -99,7 +115,7 @@ def thought_state(prompt: str, tags: ThoughtTags) -> ThoughtState:
 
 
 def content_text(content: JsonValue) -> str:
-    """The text of a message's content, whose parts go on from each other."""
+    """The text of a message's content: the text parts of a list, joined."""
     if isinstance(content, list):
         return "".join(str(part.get("text")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
@@ -108,9 +124,10 @@ def content_text(content: JsonValue) -> str:
 START, END, MESSAGE = "<|start|>", "<|end|>", "<|message|>"
 CHANNEL, CONSTRAIN = "<|channel|>", "<|constrain|>"
 RETURN, CALL = "<|return|>", "<|call|>"
-# What ends an answer: its last message, or a call that waits for a result. END does not.
+# Tokens that end a harmony answer: its last message is over, or a tool call waits for its result.
+# END only ends one message.
 HARMONY_ENDS = (RETURN, CALL)
-# Of a tokenizer that has the format; <|constrain|> some leave out.
+# A tokenizer that has all of these as special tokens knows harmony. Some lack <|constrain|>.
 HARMONY_TOKENS = frozenset((START, END, MESSAGE, CHANNEL, *HARMONY_ENDS))
 
 
@@ -126,14 +143,16 @@ NAMED_TOKENS = (
 
 
 class AddedId(NamedTuple):
-    """`special`: it controls the model, and has no text of its own."""
+    """id: the token's id.
+    special: whether the token controls the model, and is left out of decoded text.
+    """
 
     id: int
     special: bool
 
 
 class TokenFlags(NamedTuple):
-    """A token with the flags that the tokenizers library knows."""
+    """An added token's text and its flags, as in the tokenizers library's AddedToken."""
 
     content: str
     special: bool
@@ -144,7 +163,7 @@ class TokenFlags(NamedTuple):
 
 
 class _InFile(msgspec.Struct):
-    """One of tokenizer.json's."""
+    """An entry of `added_tokens` in tokenizer.json."""
 
     id: int
     content: str
@@ -160,9 +179,13 @@ class _Tokenizer(msgspec.Struct):
 
 
 def special_tokens(config: JsonObject) -> dict[str, str]:
-    """{"eos_token": "</s>", ...}: the named tokens as text, also the model's own named ones."""
+    """Texts of the named tokens by name, such as {"eos_token": "</s>"}: those of NAMED_TOKENS, and
+    names that only this model has.
+
+    config: as `read_tokenizer_config` returns it.
+    """
     named = {name: config[name] for name in NAMED_TOKENS if config.get(name) is not None}
-    for name, token in config.items():  # image_token, and whatever else a model calls one
+    for name, token in config.items():  # names that only some models have, such as image_token
         if name.endswith("_token") and name not in named and _is_token(token):
             named[name] = token
     extra = config.get("extra_special_tokens")
@@ -174,10 +197,15 @@ def special_tokens(config: JsonObject) -> dict[str, str]:
 def tokens_by_files(
     folder: Path, config: JsonObject, own: Mapping[int, TokenFlags]
 ) -> list[tuple[int, TokenFlags]]:
-    """Every added token with its flags, in the order in which they are to be added to `own`,
-    tokenizer.json's by their ids: those that are there keep their place and take the flags. The ids
-    are those of the files, -1 where they say none. `config`: what read_tokenizer_config gave.
-    Raises ConfigurationError."""
+    """(id, flags) of each token to be added to a tokenizer, in the order of adding.
+
+    folder: of the checkpoint.
+    config: as `read_tokenizer_config` returns it.
+    own: the added tokens of tokenizer.json, by id. They keep their ids, and take the flags returned
+        here.
+
+    The id is -1 where no file says it. Raises ConfigurationError.
+    """
     named = special_tokens(config)
     listed = _listed(config)
     decoder = config.get("added_tokens_decoder")
@@ -205,8 +233,13 @@ def tokens_by_files(
 
 
 def added_tokens(folder: Path, config: JsonObject) -> dict[str, AddedId]:
-    """By their text. `config`: what read_tokenizer_config gave. Raises ConfigurationError for a
-    file that cannot be read."""
+    """The added tokens of a checkpoint, by text.
+
+    folder: of the checkpoint.
+    config: as `read_tokenizer_config` returns it.
+
+    Raises ConfigurationError for a file that cannot be read.
+    """
     path = folder / "tokenizer.json"
     tokens: list[_InFile] = []
     if path.is_file():
@@ -229,12 +262,12 @@ def added_tokens(folder: Path, config: JsonObject) -> dict[str, AddedId]:
 
 
 def text_of(token: JsonValue) -> str:
-    """Of a text, or of an object that has one as its content."""
+    """The text of a token: the token itself, or the `content` of an object."""
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
 def _listed(config: JsonObject) -> list[JsonValue]:
-    """Special tokens without a name."""
+    """The special tokens without a name: `extra_special_tokens` or `additional_special_tokens`."""
     extra = config.get("extra_special_tokens")
     given = extra if extra and isinstance(extra, list) else config.get("additional_special_tokens")
     return list(given) if isinstance(given, list) else []
@@ -245,8 +278,13 @@ def _is_token(token: JsonValue) -> bool:
 
 
 def _token(token: JsonValue, named: Collection[str]) -> TokenFlags:
-    """A text alone is one of the special ones', and so is whatever has a name. Special tokens are
-    looked for before a text is normalized, unless they say otherwise."""
+    """The flags of a token of a file.
+
+    token: a text, which is a special token, or an object with flags.
+    named: texts of the named tokens, which are special, too.
+
+    Special tokens are matched before a text is normalized, unless their flags say otherwise.
+    """
     flags = token if isinstance(token, dict) else JsonObject(special=True)
     special = flags.get("special") is True or text_of(token) in named
     return TokenFlags(
@@ -260,8 +298,11 @@ def _token(token: JsonValue, named: Collection[str]) -> TokenFlags:
 
 
 def read_tokenizer_config(folder: Path) -> JsonObject:
-    """tokenizer_config.json; tokens that it does not name, and flags of those that it only names,
-    come from special_tokens_map.json, unless it says itself which tokens are added."""
+    """The object in tokenizer_config.json, completed by special_tokens_map.json.
+
+    If tokenizer_config.json has `added_tokens_decoder`, it is complete by itself. Otherwise the map
+    adds tokens that it lacks, and the flags of tokens that it names by text alone.
+    """
     config = read_object(folder, "tokenizer_config.json") or {}
     if isinstance(config.get("added_tokens_decoder"), dict):
         return config
@@ -277,9 +318,13 @@ def read_tokenizer_config(folder: Path) -> JsonObject:
 
 
 def template_sources(folder: Path, config: JsonObject, override: str) -> dict[str, str]:
-    """Jinja text by name, of the checkpoint in `folder`, or only that of the file `override` if it
-    is not empty. A file chat_template.jinja goes before the text in `config`, the tokenizer's
-    configuration. Raises ConfigurationError for a file that cannot be read.
+    """The checkpoint's chat templates, Jinja text by name; "default" is the usual one.
+
+    folder: of the checkpoint. chat_template.jinja there replaces the templates of `config`.
+    config: the tokenizer's configuration.
+    override: path of a template file, to be used instead of all others; "": none.
+
+    Raises ConfigurationError for a file that cannot be read.
     """
     if override:
         return {"default": _read_template(Path(override))}
@@ -304,7 +349,8 @@ def _read_template(path: Path) -> str:
         raise ConfigurationError(f"cannot read chat template {path}: {error}") from None
 
 
-# Names of files and folders, of which some are paths on the machine that saved the checkpoint.
+# Fields with names of files. Some are paths on the machine that saved the checkpoint, so
+# `tokenizer_info` leaves them out.
 OF_FILES = (
     "auto_map",
     "merges_file",
@@ -313,12 +359,18 @@ OF_FILES = (
     "tokenizer_file",
     "vocab_file",
 )
-LONGEST = 2**53  # tokens; files say 10**30 where a tokenizer has no bound of its own
+LONGEST = 2**53  # tokens; a larger model_max_length, such as 10**30, means that there is no bound
 
 
 def tokenizer_info(config: JsonObject, templates: Mapping[str, str], context_length: int) -> bytes:
-    """As JSON. `config`: what read_tokenizer_config gave, `templates`: what template_sources gave;
-    `context_length`: tokens, 0 if not known. Named tokens are texts, null where there is none."""
+    """The tokenizer's configuration as a JSON object, for clients.
+
+    config: as `read_tokenizer_config` returns it.
+    templates: as `template_sources` returns them.
+    context_length: tokens; stands for a missing `model_max_length`; 0: not known.
+
+    All names of NAMED_TOKENS are there, as texts; null: the tokenizer has no such token.
+    """
     told: JsonObject = {name: value for name, value in config.items() if name not in OF_FILES}
     told |= dict.fromkeys(NAMED_TOKENS) | special_tokens(config)
     told["tokenizer_class"] = config.get("tokenizer_class") or "PreTrainedTokenizerFast"
@@ -330,10 +382,12 @@ def tokenizer_info(config: JsonObject, templates: Mapping[str, str], context_len
 
 
 def load_tokenizer(folder: Path, config: JsonObject) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, or None where there is no tokenizer.json.
+    """The tokenizer of a checkpoint; None if there is no tokenizer.json.
 
-    `config`: what `read_tokenizer_config` gave; of `add_bos_token` and `add_eos_token` there,
-    tokenizer.json knows better. Raises ConfigurationError for a broken file.
+    config: as `read_tokenizer_config` returns it. Its `add_bos_token` and `add_eos_token` are
+        ignored: tokenizer.json says how a prompt begins and ends.
+
+    Raises ConfigurationError for a broken file.
     """
     tokenizer = _read_tokenizer(folder)
     if tokenizer is None:
@@ -347,7 +401,7 @@ def load_tokenizer(folder: Path, config: JsonObject) -> Tokenizer | None:
 def _read_tokenizer(folder: Path) -> Tokenizer | None:
     if is_gguf(folder):
         return gguf_tokenizer(folder)
-    from tokenizers import Tokenizer  # 0.1 s, which the gateway need not pay
+    from tokenizers import Tokenizer  # takes 0.1 s; the gateway never gets here
 
     path = folder / "tokenizer.json"
     try:
@@ -357,7 +411,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, config: JsonObject) -> None:
-    """Tokens that only other files know, and the flags that they say of those that are there."""
+    """Adds tokens that only files besides tokenizer.json have, and updates the flags of its own."""
     own = {
         n: TokenFlags(t.content, t.special, t.single_word, t.lstrip, t.rstrip, t.normalized)
         for n, t in tokenizer.get_added_tokens_decoder().items()
@@ -370,8 +424,11 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, config: JsonObject) -> None:
 
 
 def read_end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tuple[int, ...]:
-    """The union of what config.json, generation_config.json and the tokenizer say, and of what ends
-    a harmony answer; `config`: what read_tokenizer_config gave."""
+    """Ids of the tokens that end a request: those of config.json and generation_config.json, the
+    tokenizer's eos_token, and the ends of a harmony answer.
+
+    config: as `read_tokenizer_config` returns it.
+    """
     ids = dict.fromkeys(read_generation(folder).eos_ids)
     text = special_tokens(config).get("eos_token")
     token = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
@@ -383,8 +440,12 @@ def read_end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) 
 
 
 def grammar_setup(folder: Path, model_impl: str = "auto") -> VocabularySetup:
-    """For grammars of the checkpoint in `folder`; `model_impl` as in Settings. Raises
-    ConfigurationError where it has no tokenizer or no end."""
+    """What a GrammarVocabulary of the checkpoint in `folder` is built from.
+
+    model_impl: as in Settings.
+
+    Raises ConfigurationError if the checkpoint has no tokenizer or no end token.
+    """
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
     ends = read_end_ids(folder, tokenizer, config)
@@ -394,8 +455,13 @@ def grammar_setup(folder: Path, model_impl: str = "auto") -> VocabularySetup:
 def vocabulary_setup(
     tokenizer: Tokenizer | None, width: int, ends: Sequence[int]
 ) -> VocabularySetup:
-    """For grammars of a model with logits of `width` ids, `ends` of which end a text. Raises
-    ConfigurationError."""
+    """What a GrammarVocabulary of a model is built from.
+
+    width: the model's vocabulary size, the width of its logits.
+    ends: ids that end a request; those outside of the vocabulary are dropped.
+
+    Raises ConfigurationError without a tokenizer or an end token.
+    """
     if tokenizer is None:
         raise ConfigurationError("the checkpoint has no tokenizer")
     ends = tuple(i for i in ends if 0 <= i < width)
@@ -410,8 +476,9 @@ def vocabulary_setup(
 
 
 def _harmony_ends(tokenizer: Tokenizer) -> list[int]:
-    """Ids of ENDS, where the tokenizer has the format's tokens as special ones; else none. Some
-    checkpoints name only one of them, or another token."""
+    """Ids of HARMONY_ENDS if the tokenizer has HARMONY_TOKENS as special tokens, else none. Needed
+    because some checkpoints name only one of them as end token, or another token.
+    """
     added = tokenizer.get_added_tokens_decoder()
     special = {token.content: i for i, token in added.items() if token.special}
     if not special.keys() >= HARMONY_TOKENS:

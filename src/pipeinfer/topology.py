@@ -1,10 +1,16 @@
-"""Topology: which stages there are, where each runs, and under which address others reach it.
+"""Topology: which stages a deployment has, where each runs, and the addresses of its sockets.
 
-Read from a file, made for one host, or said by environment variables, as containers get it from an
-orchestrator. Maps a stage's id to its one address, from which the addresses of its sockets follow:
-a stage binds up to four sockets, its inbox (PULL), its telemetry, a scheduler its plans (PUB), and
-the first rank of several where they meet (REP). With `tcp` they take four ports in a row; with
-`ipc` and `inproc` four names. Opens no sockets, reads no key; docs/topology.md has the format.
+A topology is read from a file, made for one host, or taken from environment variables, as
+containers get them from an orchestrator. A stage has one address. A stage binds up to four sockets,
+whose addresses follow from the stage's:
+
+- inbox (PULL): every stage.
+- telemetry: every stage.
+- plan (PUB): a scheduler.
+- group (REP): rank 0 of a group of several ranks, where the ranks meet.
+
+With `tcp` the sockets take four ports in a row, with `ipc` and `inproc` four names. This module
+opens no socket and reads no key. docs/topology.md has the file's format.
 """
 
 from __future__ import annotations
@@ -24,11 +30,17 @@ from pipeinfer.close_names import none_of
 from pipeinfer.settings import ConfigurationError, Settings
 
 NAMES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
-SUPERVISOR = "supervisor-0"  # no stage, but what command lines ask for what stages cannot do
+SUPERVISOR = "supervisor-0"  # not a stage: command lines ask it for what stages cannot do
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """One process of the pipeline; `index` counts gateways, tokenizers and detokenizers."""
+    """One process of the pipeline.
+
+    name: of NAMES.
+    group: data-parallel group of a scheduler or an engine.
+    rank: of an engine within its group.
+    index: of a gateway, a tokenizer or a detokenizer.
+    """
 
     name: str
     group: int = 0
@@ -37,14 +49,22 @@ class Identity(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """ "gateway-0", "scheduler-<group>", "engine-<group>-<rank>"."""
+        """ "scheduler-GROUP", "engine-GROUP-RANK", or "NAME-INDEX", such as "gateway-0"."""
         if self.name == "engine":
             return f"engine-{self.group}-{self.rank}"
         return f"{self.name}-{self.group if self.name == 'scheduler' else self.index}"
 
 
 class StageEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One [[stage]] table."""
+    """One [[stage]] table of a topology file.
+
+    name, group, rank, index: as in Identity.
+    address: where other stages reach this one, "tcp://HOST:PORT", "ipc://PATH" or "inproc://NAME".
+    host: the name of the host that the stage runs on; "": not said.
+    device: of an engine, "cpu", "cuda", "cuda:1" or "1"; "": see `Topology.gpu`.
+    key: the name of the stage's CURVE key; "": the default one.
+    bind: the host to listen on, where that is not the address's; "": the address's.
+    """
 
     name: str
     address: str
@@ -58,6 +78,7 @@ class StageEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def identity(self) -> Identity:
+        """The stage's name and numbers."""
         return Identity(self.name, self.group, self.rank, self.index)
 
 
@@ -70,10 +91,14 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Topology:
-    """All stages of one deployment, and the settings that its file carries.
+    """All stages of one deployment, and the settings in its file.
 
-    `supervisor`: address of the process that starts them again, "" where nobody does. `keys`: the
-    folder of their CURVE keys; `secret`: that of this process, where it is not in a file.
+    entries: the stages, in the file's order.
+    settings: the file's [settings], by name.
+    supervisor: address of the process that restarts stages; "": there is none.
+    keys: the folder of the CURVE keys; "": there is none.
+    secret: this process's CURVE secret key, where no file has it; "": a file has it, or there are
+        no keys.
     """
 
     entries: tuple[StageEntry, ...]
@@ -84,11 +109,13 @@ class Topology:
 
     @property
     def keyed(self) -> bool:
-        """Whether tcp is encrypted, and open to holders of the keys alone."""
+        """Whether there are CURVE keys: tcp is encrypted then, and only holders of a key are let
+        in.
+        """
         return bool(self.keys or self.secret)
 
     def bind(self, stage: str) -> str:
-        """The host on which stage id `stage` listens, "" for that of its address."""
+        """The host on which stage id `stage` listens; "": the host of its address."""
         return next((e.bind for e in self.entries if e.identity.id == stage), "")
 
     def has_tcp(self) -> bool:
@@ -96,25 +123,30 @@ class Topology:
         return bool(self.over_tcp())
 
     def over_tcp(self) -> list[str]:
-        """Ids of the stages that are reached over tcp."""
+        """Ids of the stages that are reached over tcp, in the file's order."""
         return [e.identity.id for e in self.entries if is_tcp(e.address)]
 
     def address(self, stage: str) -> str:
-        """The address of stage id `stage`; ConfigurationError if there is no such stage."""
+        """The address of stage id `stage`, or of the supervisor. Raises ConfigurationError if there
+        is none.
+        """
         if stage == SUPERVISOR and self.supervisor:
             return self.supervisor
         return self.entry(stage).address
 
     def entry(self, stage: str) -> StageEntry:
-        """What the file says of stage id `stage`; ConfigurationError if there is no such stage."""
+        """The entry of stage id `stage`. Raises ConfigurationError if there is none."""
         for entry in self.entries:
             if entry.identity.id == stage:
                 return entry
         raise ConfigurationError(f"the topology has no stage {stage!r}")
 
     def gpu(self, stage: str) -> int:
-        """Which GPU of its host an engine takes: what `device` says ("1", "cuda:1"), else as many
-        as there are engines before it on that host.
+        """The index of the GPU that engine `stage` uses on its host.
+
+        The number in `device` ("1", "cuda:1") if it has one, else the number of engines on that
+        host that stand before it in the file. Raises ConfigurationError for a device of another
+        kind.
         """
         entry = self.entry(stage)
         number = entry.device.removeprefix("cuda").removeprefix(":")
@@ -126,31 +158,31 @@ class Topology:
         return [e.identity.id for e in engines].index(stage)
 
     def hosts(self) -> list[str]:
-        """The names under `host`, in the file's order."""
+        """The distinct names in `host`, in the file's order."""
         return list(dict.fromkeys(entry.host for entry in self.entries if entry.host))
 
     def ids(self, name: str | None = None) -> list[str]:
-        """Ids of all stages, or of those called `name`, in the file's order."""
+        """Ids of all stages, or of the stages named `name`, in the file's order."""
         return [e.identity.id for e in self.entries if name is None or e.name == name]
 
     def ranks(self, group: int = 0) -> int:
-        """How many engines compute together in `group`; 1 if they are not listed."""
+        """The number of tensor-parallel ranks of `group`; 1 if the topology lists no engines."""
         return max(sum(e.name == "engine" and e.group == group for e in self.entries), 1)
 
     def groups(self) -> int:
-        """How many data-parallel groups there are; 1 if their schedulers are not listed."""
+        """The number of data-parallel groups; 1 if the topology lists no schedulers."""
         return max(len(self.ids("scheduler")), 1)
 
     def defaults(self) -> dict[str, object]:
-        """What the file says of settings, and what follows from its stages."""
+        """Settings by name: `tp` and `dp` as the stages have them, then the file's [settings]."""
         return {"tp": self.ranks(), "dp": self.groups(), **self.settings}
 
     def without(self, name: str) -> Topology:
-        """The same topology with no stage called `name`."""
+        """A copy without the stages named `name`."""
         return replace(self, entries=tuple(e for e in self.entries if e.name != name))
 
     def to_toml(self) -> str:
-        """The file's text; JSON strings are TOML basic strings."""
+        """The text of a topology file. JSON strings are valid TOML basic strings."""
         heads = {"supervisor": self.supervisor, "keys": self.keys}
         lines = [f"{name} = {json.dumps(value)}" for name, value in heads.items() if value]
         lines += [""] * bool(lines)
@@ -168,7 +200,13 @@ class Topology:
 
 
 def local(settings: Settings, prefix: str) -> Topology:
-    """One host: every stage at `prefix` + its id, e.g. "ipc:///tmp/x/" or "inproc://run-1-"."""
+    """The topology of one host: the address of each stage is `prefix` followed by the stage's id.
+
+    settings: `tp` and `dp` are read.
+    prefix: such as "ipc:///tmp/x/" or "inproc://run-1-".
+
+    Raises ConfigurationError for inproc with `tp` above 1, and as `check_topology` does.
+    """
     if settings.tp > 1 and prefix.startswith("inproc"):
         raise ConfigurationError("--in-process is one process, --tp needs one for each rank")
     ranks = range(settings.tp)
@@ -182,7 +220,9 @@ def local(settings: Settings, prefix: str) -> Topology:
 
 
 def load(path: str | Path) -> Topology:
-    """Reads and checks a topology file; ConfigurationError names the file and what is wrong."""
+    """Reads and checks a topology file. Raises ConfigurationError, which names the file and the
+    fault.
+    """
     found = read(path)
     try:
         return check_topology(found)
@@ -191,9 +231,10 @@ def load(path: str | Path) -> Topology:
 
 
 def read(path: str | Path) -> Topology:
-    """What a topology file says, for `checked`. A relative folder of keys is one beside the file.
+    """Reads a topology file without checking it; `check_topology` does that.
 
-    ConfigurationError if it cannot be read, or is no topology at all.
+    A relative folder of keys is relative to the file. Raises ConfigurationError if the file cannot
+    be read or is not a topology.
     """
     try:
         raw = tomllib.loads(Path(path).read_text())
@@ -207,7 +248,9 @@ def read(path: str | Path) -> Topology:
 
 
 def check_topology(topology: Topology) -> Topology:
-    """The topology itself, or ConfigurationError for what could not work."""
+    """Returns `topology`. Raises ConfigurationError if it cannot work: unknown stage names, wrong
+    addresses, two sockets at one address, missing or surplus stages.
+    """
     seen: dict[str, str] = {}
     for entry in topology.entries:
         if entry.name not in NAMES:
@@ -230,7 +273,7 @@ def check_topology(topology: Topology) -> Topology:
 
 
 def _check_hosts(topology: Topology) -> None:
-    """With several hosts, each stage is somewhere where the others can reach it."""
+    """If there are several hosts, every stage must have an address that other hosts can reach."""
     if len(topology.hosts()) < 2:
         return
     for entry in topology.entries:
@@ -241,7 +284,7 @@ def _check_hosts(topology: Topology) -> None:
 
 
 def _check_groups(topology: Topology) -> None:
-    """Every group has one scheduler and the same number of ranks; both count from 0."""
+    """Every group has one scheduler and the same number of ranks; groups and ranks count from 0."""
     groups = sorted(e.group for e in topology.entries if e.name == "scheduler")
     if not groups or groups != list(range(len(groups))):
         raise ConfigurationError(f"schedulers must have groups 0, 1, ..., not {groups}")
@@ -259,7 +302,7 @@ def _check_groups(topology: Topology) -> None:
 
 
 def check_settings(settings: Settings, topology: Topology) -> Settings:
-    """The settings themselves; ConfigurationError if they ask for other engines than there are."""
+    """Returns `settings`. Raises ConfigurationError if `tp` or `dp` is not what `topology` has."""
     if settings.tp != topology.ranks():
         raise ConfigurationError(
             f"--tp {settings.tp}: the topology has {topology.ranks()} engines in group 0"
@@ -269,24 +312,27 @@ def check_settings(settings: Settings, topology: Topology) -> Settings:
     return settings
 
 
-# Environment variables that are no settings.
+# Environment variables that are not settings.
 STAGES_VARIABLE = "PIPEINFER_STAGES"
 KEYS_VARIABLE = "PIPEINFER_KEYS"
-SECRET_VARIABLE = "PIPEINFER_CURVE_KEY"  # the only one that no file can say
+SECRET_VARIABLE = "PIPEINFER_CURVE_KEY"  # the only variable that a topology file cannot replace
 BIND_VARIABLE = "PIPEINFER_BIND"
 VARIABLES = (STAGES_VARIABLE, KEYS_VARIABLE, SECRET_VARIABLE, BIND_VARIABLE)
-STAGE_FIELDS = ("host", "device", "key", "bind")  # of a stage, beside its name and address
+STAGE_FIELDS = ("host", "device", "key", "bind")  # fields that PIPEINFER_STAGES can give a stage
 
 
 def deployed_topology(path: str | None, environ: Mapping[str, str]) -> Topology:
-    """The topology of file `path`, changed by `environ`. Without a file the variables say it all.
+    """The topology of a deployment: the file `path`, overridden by environment variables.
+
+    path: a topology file; None: PIPEINFER_STAGES must list the stages.
+    environ: the environment; the variables in VARIABLES are read.
 
     Raises ConfigurationError.
     """
     stages, keys, secret, bind = (environ.get(name, "") for name in VARIABLES)
     if not path and not stages:
         raise ConfigurationError(f"no topology: name its file, or its stages in {STAGES_VARIABLE}")
-    # A file whose stages, or missing keys, are replaced need not hold for itself.
+    # Only the result is checked: variables may replace what is wrong or missing in the file.
     found = read(path) if path else Topology(())
     entries = parse_stages(stages) if stages else found.entries
     if bind:
@@ -302,9 +348,8 @@ def deployed_topology(path: str | None, environ: Mapping[str, str]) -> Topology:
 
 
 def parse_stages(text: str) -> tuple[StageEntry, ...]:
-    """The stages of PIPEINFER_STAGES: `ID=ADDRESS[,FIELD=VALUE...]`, separated by white space.
-
-    Raises ConfigurationError, which quotes the word that is wrong.
+    """The stages in `text`, the value of PIPEINFER_STAGES: words `ID=ADDRESS[,FIELD=VALUE...]`,
+    separated by white space. Raises ConfigurationError, which quotes the wrong word.
     """
     return tuple(_stage(word) for word in text.split())
 
@@ -339,7 +384,10 @@ LAST_PORT = 65535 - max(PORT_OFFSETS.values())
 
 
 def socket_address(address: str, socket: str) -> str:
-    """The address of `socket` ("inbox", "telemetry", "plan", "group") of the stage at `address`."""
+    """The address of one socket of the stage at `address`.
+
+    socket: "inbox", "telemetry", "plan" or "group".
+    """
     transport, rest = split_address(address)
     if transport != "tcp":
         return f"{address}.{socket}"
@@ -350,7 +398,7 @@ def socket_address(address: str, socket: str) -> str:
 def check_address(address: str, keyed: bool = False) -> None:
     """Raises ConfigurationError for an address that pipeinfer cannot or must not use.
 
-    keyed: there are CURVE keys, so tcp may leave this host.
+    keyed: whether there are CURVE keys; without them tcp must stay on loopback.
     """
     transport, rest = split_address(address)
     if transport == "tcp":
@@ -374,7 +422,9 @@ def check_address(address: str, keyed: bool = False) -> None:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """("tcp", "host:port") of "tcp://host:port"."""
+    """("tcp", "HOST:PORT") for "tcp://HOST:PORT". Raises ConfigurationError for an unknown
+    transport.
+    """
     transport, separator, rest = address.partition("://")
     if not separator or transport not in TRANSPORTS or not rest:
         raise ConfigurationError(
@@ -384,21 +434,27 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def is_tcp(address: str) -> bool:
-    """Whether it can be reached from other hosts, as far as its transport goes."""
+    """Whether the transport of `address` is tcp, the only one that reaches other hosts."""
     return address.startswith("tcp://")
 
 
 def listen_host(address: str) -> str:
-    """Where a stage at `address` listens for TCP beside the bus: loopback unless it is tcp."""
+    """The host on which the stage at `address` opens TCP ports besides those of the bus: the
+    address's host for tcp, else loopback.
+    """
     transport, rest = split_address(address)
     return _host_port(address, rest)[0].strip("[]") if transport == "tcp" else "127.0.0.1"
 
 
 def bind_addresses(address: str, socket: str, bind: str = "") -> list[str]:
-    """Where to bind `socket` of the stage at `address`: for a host name, all that it means.
+    """The addresses to bind `socket` to, for the stage at `address`: one for each IP address of a
+    host name.
 
-    bind: a host to listen on instead, "*" for all; peers reach it under `address` (containers,
-    NAT). Raises ConfigurationError for a name that means nothing.
+    socket: as in `socket_address`.
+    bind: the host to listen on instead of the address's, "*" for all interfaces. Peers still
+        connect to `address` (containers, NAT).
+
+    Raises ConfigurationError if the host cannot be resolved.
     """
     derived = socket_address(address, socket)
     transport, rest = split_address(derived)
@@ -417,7 +473,7 @@ def bind_addresses(address: str, socket: str, bind: str = "") -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """True for localhost and the loopback ranges of IPv4 and IPv6."""
+    """Whether `host` is localhost or in the loopback ranges of IPv4 and IPv6."""
     if host.lower() == "localhost":
         return True
     try:

@@ -1,7 +1,12 @@
-"""config.json as one frozen dataclass, whichever generation of transformers wrote it.
+"""A checkpoint's configuration: config.json and generation_config.json as frozen dataclasses.
 
-Knows no torch and no weights: the tokenizer and the gateway read it too. What an architecture means
-by its fields (sliding windows, defaults, names) is decided here, once.
+- ModelConfig: of a model that pipeinfer builds; FAMILIES has how each architecture reads the fields
+  that architectures disagree on (sliding windows, defaults, names).
+- ModelOutline: of any model, also of one that transformers builds.
+- GenerationDefaults: defaults of sampling.
+
+Files of transformers 4 and 5 are read. Imports no torch, because the tokenizer and the gateway read
+configurations, too.
 """
 
 from __future__ import annotations
@@ -26,23 +31,43 @@ from pipeinfer.gguf.header import is_gguf
 from pipeinfer.settings import ConfigurationError
 
 DTYPES = ("float32", "bfloat16", "float16")
-SLIDING, FULL = "sliding_attention", "full_attention"  # what layer_types has
+SLIDING, FULL = "sliding_attention", "full_attention"  # values of layer_types
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer.
+    """A decoder-only transformer that pipeinfer builds itself. Sizes are those of the whole model,
+    before it is split over ranks.
 
-    expert_groups, top_expert_groups, routed_scale: how some mixtures choose, see layers/moe.py.
-    swiglu: slope and limit of experts with bounds. sinks: of attention, see AttentionShape.
-    shared_intermediate_size: of the expert that every token of a sparse layer goes to; 0: none.
+    architecture: name in config.json, of ARCHITECTURES.
+    vocab_size: rows of the embedding, and width of the logits.
+    hidden_size: of the residual stream.
+    intermediate_size: of a dense MLP.
+    num_layers, num_heads, num_kv_heads, head_dim: of layers and their attention.
+    rms_norm_eps: of all RMS norms.
+    tie_word_embeddings: whether the embedding is the output matrix, too.
     attention_bias, mlp_bias: as config.json says; the model knows which projections they mean.
-    activation: of the gate, "silu" or "gelu_tanh".
-    rope: of all layers, or of those without a window where `window_rope` is that of the others.
-    sliding_windows: per layer, tokens a query sees, itself included, None is all.
-    attention_scale: what scores are multiplied by; None: 1 over the root of head_dim.
-    sparse_layers: per layer, whether its MLP is a mixture of experts.
-    eos_ids: of config.json alone; see generation.py for those of generation_config.json.
+    rope: of all layers; if `window_rope` is given, of the layers without a sliding window.
+    max_position_embeddings: tokens, as config.json says; see `context_length`.
+    sliding_windows: per layer, tokens that a query sees, itself included; None: all up to itself.
+    dtype: of the weights, of DTYPES.
+    eos_ids: of config.json alone; GenerationDefaults has those of generation_config.json, too.
+    num_experts: of a mixture of experts; 0: all layers are dense.
+    num_experts_per_tok: experts that a token is routed to.
+    moe_intermediate_size: of one expert.
+    norm_topk_prob: whether the weights of a token's experts are normalized to a sum of 1.
+    sparse_layers: per layer, whether its MLP is a mixture of experts; empty: none is.
+    activation: of the MLP's gate, "silu" or "gelu_tanh".
+    window_rope: of the layers with a sliding window; None: `rope`.
+    attention_scale: factor of the attention scores; None: head_dim ** -0.5.
+    shared_intermediate_size: of the shared expert of a sparse layer; 0: there is none.
+    qk_norm: whether queries and keys are normalized, for architectures whose config.json decides
+        that.
+    expert_groups, top_expert_groups, routed_scale: groups, top_groups and scale of GroupedTopK in
+        layers/moe.py.
+    swiglu: slope and limit of ClampedExperts in layers/experts.py.
+    sinks: whether attention has sinks, see AttentionShape.
+    quantization: of the weight matrices; None: they are unquantized.
     """
 
     architecture: str
@@ -71,25 +96,25 @@ class ModelConfig:
     window_rope: RopeConfig | None = None
     attention_scale: float | None = None
     shared_intermediate_size: int = 0
-    qk_norm: bool = False  # where config.json decides
+    qk_norm: bool = False
     expert_groups: int = 1
     top_expert_groups: int = 1
     routed_scale: float = 1.0
     swiglu: tuple[float, float] = (1.0, inf)
     sinks: bool = False
-    quantization: Quantization | None = None  # of matrices of layers; None: plain
+    quantization: Quantization | None = None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Of each layer."""
+        """The RoPE of each layer."""
         windowed = self.window_rope or self.rope
         return tuple(self.rope if one is None else windowed for one in self.sliding_windows)
 
     @property
     def context_length(self) -> int:
-        """Tokens that a sequence may have, RoPE scaling included."""
+        """The most tokens of a sequence, with RoPE scaling."""
         limit = self.max_position_embeddings
-        if self.window_rope is not None:  # the limit of such files is the scaled one
+        if self.window_rope is not None:  # such files say the scaled limit
             return limit
         if self.rope.type in ("linear", "dynamic"):
             return int(limit * self.rope.factor)
@@ -100,7 +125,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Activations:
-    """Field `field` of config.json must have one of `values`; `name` is what a ModelConfig says."""
+    """The activation functions that an architecture may name.
+
+    field: the field of config.json.
+    name: ModelConfig.activation for each of `values`.
+    values: supported values of the field; the first one is the default.
+    """
 
     field: str
     name: str
@@ -111,16 +141,21 @@ class Activations:
 class Family:
     """How one architecture reads the fields that architectures disagree on.
 
-    bias: the field about attention's, and what it is where config.json does not say.
-    missing: fields that config.json may leave out, as transformers' configuration of it has them.
-    extra_fields: further fields of the ModelConfig, of (fields, layers).
+    windows: from (fields, number of layers) to ModelConfig.sliding_windows.
+    missing: defaults of fields, by name, as in transformers' configuration class.
+    head_dim: default of head_dim; None: hidden_size / num_attention_heads.
+    bias: the name of the field for the attention's bias, and its default.
+    tied: default of tie_word_embeddings.
+    activations: what the activation may be.
+    rope: reads ModelConfig.rope.
+    extra_fields: from (fields, number of layers) to further fields of the ModelConfig, by name.
     """
 
     windows: Callable[[Fields, int], tuple[int | None, ...]]
     missing: Mapping[str, Any] = field(default_factory=dict)
-    head_dim: int | None = None  # where config.json has none; None: hidden_size / heads
+    head_dim: int | None = None
     bias: tuple[str, bool] = ("attention_bias", False)
-    tied: bool = False  # where config.json does not say
+    tied: bool = False
     activations: Activations = Activations("hidden_act", "silu", ("silu", "swish"))
     rope: Callable[[Fields], RopeConfig] = read_rope
     extra_fields: Callable[[Fields, int], Mapping[str, Any]] = lambda fields, layers: {}
@@ -141,7 +176,9 @@ def _switched_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _layered_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """`layer_types` says which layers slide; before it, all from `max_window_layers` on."""
+    """`layer_types` says which layers have the window. Older files have no such field: there, all
+    layers from `max_window_layers` on have it.
+    """
     window = _switched_window(fields, layers)[0]
     types = fields.raw.get("layer_types")
     if types is None:
@@ -151,7 +188,9 @@ def _layered_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _alternating_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """`layer_types` says which layers slide; without it, each second below `max_window_layers`."""
+    """`layer_types` says which layers have the window; without the field, layers 0, 2, 4 ... below
+    `max_window_layers` do.
+    """
     window = _switched_window(fields, layers)[0]
     types = fields.raw.get("layer_types")
     if types is None:
@@ -161,7 +200,7 @@ def _alternating_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _every_second_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """`layer_types` says which layers slide; without it, the first and each second after it."""
+    """`layer_types` says which layers have the window; without the field, layers 0, 2, 4 ... do."""
     window = fields.optional_integer("sliding_window", missing=128)
     types = fields.raw.get("layer_types")
     types = [FULL if i % 2 else SLIDING for i in range(layers)] if types is None else types
@@ -169,7 +208,9 @@ def _every_second_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _patterned_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """`layer_types` says which layers slide; before it, all but each sixth, or so."""
+    """`layer_types` says which layers have the window. Older files have no such field: there, all
+    but each `sliding_window_pattern`-th layer do.
+    """
     window = fields.optional_integer("sliding_window", missing=4096)
     if window is None:
         raise fields.error("sliding_window is null")
@@ -192,7 +233,9 @@ def _by_type(
 
 
 def _gemma3(fields: Fields, layers: int) -> dict[str, Any]:
-    """Two RoPEs, and a scale of its own; what would compute something else is refused."""
+    """The RoPE of layers with a window, and the scale of attention. Raises ConfigurationError for
+    features that are not implemented.
+    """
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if fields.raw.get(name) is not None:
             raise fields.error(f"{name} {fields.raw[name]!r} is not supported, only null")
@@ -207,13 +250,13 @@ def _gemma3(fields: Fields, layers: int) -> dict[str, Any]:
 def _missing(
     context: int, kv_heads: int | None = None, rms_norm_eps: float = 1e-6
 ) -> Mapping[str, Any]:
-    """kv_heads: None where there are as many as of queries."""
+    """Defaults of fields, for Family.missing. kv_heads: None: as many as attention heads."""
     found = {"max_position_embeddings": context, "rms_norm_eps": rms_norm_eps}
     return found if kv_heads is None else {**found, "num_key_value_heads": kv_heads}
 
 
 class ExpertFields(TypedDict, total=False):
-    """Fields of a ModelConfig, see there."""
+    """The fields of a ModelConfig that mixtures of experts have."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -230,7 +273,10 @@ class ExpertFields(TypedDict, total=False):
 
 
 def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> ExpertFields:
-    """num_experts is called num_local_experts by transformers 5."""
+    """Of Qwen3-MoE. Files of transformers 5 call num_experts num_local_experts.
+
+    chosen: default of num_experts_per_tok.
+    """
     experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.raw.get("mlp_only_layers") or []
@@ -244,13 +290,13 @@ def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> ExpertFields:
 
 
 def qwen2_experts(fields: Fields, layers: int) -> ExpertFields:
-    """The same, and one for all tokens."""
+    """Of Qwen2-MoE: as `qwen_experts`, with a shared expert."""
     size = fields.integer("shared_expert_intermediate_size", 5632)
     return {**qwen_experts(fields, layers, chosen=4), "shared_intermediate_size": size}
 
 
 def mixtral_experts(fields: Fields, layers: int) -> ExpertFields:
-    """Every layer is sparse, and an expert as large as another model's dense block."""
+    """Of Mixtral: every layer is sparse, and `intermediate_size` is that of an expert."""
     experts = fields.integer("num_local_experts", 8)
     return {
         "num_experts": experts,
@@ -262,7 +308,9 @@ def mixtral_experts(fields: Fields, layers: int) -> ExpertFields:
 
 
 def glm4_experts(fields: Fields, layers: int) -> ExpertFields:
-    """Experts in groups, of which the best are looked at; the first layers are dense."""
+    """Of GLM-4-MoE: grouped top-k, shared experts, dense layers at the beginning. Raises
+    ConfigurationError if groups and experts do not fit.
+    """
     experts, (groups, top_groups) = fields.integer("n_routed_experts", 128), _groups(fields)
     if experts % groups or (groups > 1 and experts < 2 * groups):
         raise fields.error(f"n_group {groups} does not fit n_routed_experts {experts}")
@@ -283,7 +331,7 @@ def glm4_experts(fields: Fields, layers: int) -> ExpertFields:
 
 
 def gpt_oss_experts(fields: Fields, layers: int) -> ExpertFields:
-    """As Mixtral's, with bounds; attention has sinks wherever it has such experts."""
+    """Of gpt-oss: as Mixtral's, with clamped activations, and with sinks of attention."""
     return {
         "num_experts": (experts := fields.integer("num_local_experts", 128)),
         "num_experts_per_tok": _chosen(fields, experts, 4),
@@ -365,7 +413,9 @@ FAMILIES = {
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The configuration of the checkpoint in `folder`; raises ConfigurationError in one line."""
+    """The configuration of the checkpoint in `folder`. Raises ConfigurationError, in one line that
+    names the field, for what is missing, wrong or not supported.
+    """
     fields = read_json(folder, "config.json")
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
@@ -435,7 +485,7 @@ def _head_dim(fields: Fields, family: Family, heads: int) -> int:
 
 
 def read_dtype(fields: Fields) -> str:
-    """The dtype of the weights, one of DTYPES; raises ConfigurationError for another."""
+    """The dtype of the weights, one of DTYPES. Raises ConfigurationError for another."""
     given = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
     name = str(given).removeprefix("torch.")
     if name not in DTYPES:
@@ -443,14 +493,21 @@ def read_dtype(fields: Fields) -> str:
     return name
 
 
-# What configurations call the most tokens of a sequence.
+# Names that configurations have for the maximum length of a sequence.
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
-DECODERS = ("ForCausalLM", "LMHeadModel")  # how transformers ends the names of decoders
+DECODERS = ("ForCausalLM", "LMHeadModel")  # suffixes of decoders' names in transformers
 
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """own: what our own implementation goes by; None: transformers builds the model."""
+    """What all stages need to know of a model.
+
+    architecture: name in config.json.
+    vocab_size: width of the logits.
+    context_length: the most tokens of a sequence.
+    dtype: of the weights, of DTYPES.
+    config: the configuration of pipeinfer's implementation; None: transformers builds the model.
+    """
 
     architecture: str
     vocab_size: int
@@ -460,7 +517,13 @@ class ModelOutline:
 
 
 def read_outline(checkpoint: Path, model_impl: str = "auto") -> ModelOutline:
-    """`model_impl` as in Settings. Raises ConfigurationError in one line."""
+    """The outline of a checkpoint, a folder or a GGUF file.
+
+    model_impl: as in Settings. With "auto", transformers builds decoders that are not in
+        ARCHITECTURES.
+
+    Raises ConfigurationError in one line.
+    """
     if model_impl == "transformers" and is_gguf(checkpoint):
         raise ConfigurationError(
             f"--model-impl transformers: {checkpoint} is a GGUF file, read by pipeinfer's own"
@@ -491,7 +554,7 @@ def _transformers_outline(fields: Fields, architecture: str) -> ModelOutline:
     )
 
 
-# Name in config.json -> "module:builder"; a builder takes (ModelConfig, Placement).
+# From names in config.json to "module:builder"; a builder takes (ModelConfig, Placement).
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "pipeinfer.models.gemma3:build_gemma3",
     "Glm4ForCausalLM": "pipeinfer.models.glm:build_glm4",
@@ -510,7 +573,12 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """None where the checkpoint says nothing. eos_ids: config.json's and generation_config's."""
+    """The sampling defaults of a checkpoint; None: the checkpoint does not say.
+
+    eos_ids: end tokens in config.json and in generation_config.json.
+    temperature, top_k, top_p, min_p, repetition_penalty: as in SamplingParams.
+    max_new_tokens: as max_tokens in SamplingParams.
+    """
 
     eos_ids: tuple[int, ...] = ()
     temperature: float | None = None
@@ -521,14 +589,14 @@ class GenerationDefaults:
     max_new_tokens: int | None = None
 
     def sampling(self) -> dict[str, float]:
-        """The sampling defaults that are given, under the names of SamplingParams' fields."""
+        """The defaults that the checkpoint gives, by the names of SamplingParams' fields."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         values = {name: getattr(self, name) for name in names} | {"max_tokens": self.max_new_tokens}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def read_generation(folder: Path) -> GenerationDefaults:
-    """Reads config.json and, if it is there, generation_config.json; raises ConfigurationError."""
+    """Reads config.json and, if there is one, generation_config.json. Raises ConfigurationError."""
     eos = read_json(folder, "config.json").ids("eos_token_id")
     path = folder / "generation_config.json"
     if not path.exists():
@@ -547,6 +615,6 @@ def read_generation(folder: Path) -> GenerationDefaults:
 
 def _number(fields: Fields, name: str) -> float | None:
     value = fields.raw.get(name)
-    if value is None or value == 0:  # a temperature or min_p of zero is a proper default
+    if value is None or value == 0:  # 0 is a valid default of temperature and min_p
         return None if value is None else 0.0
     return fields.number(name)

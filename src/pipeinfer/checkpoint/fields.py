@@ -1,7 +1,4 @@
-"""Typed access to the fields of a checkpoint's JSON files, with errors that name file and field.
-
-Knows no architecture.
-"""
+"""Typed access to the fields of a checkpoint's JSON files, with errors that name file and field."""
 
 from __future__ import annotations
 
@@ -19,17 +16,25 @@ from pipeinfer.settings import ConfigurationError
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object from `path`; every reader raises ConfigurationError for a wrong value."""
+    """A JSON object of a file. All methods that read a field raise ConfigurationError for a wrong
+    value.
+
+    path: of the file, for errors.
+    raw: the object.
+    """
 
     path: Path
     raw: dict[str, Any]
 
     def error(self, message: str) -> ConfigurationError:
-        """To be raised: `message`, with the file in front."""
+        """A ConfigurationError to be raised: `message` behind the file's path."""
         return ConfigurationError(f"{self.path}: {message}")
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`; required if there is no default."""
+        """A whole number of at least `least`.
+
+        default: stands for a missing field and for null; None: the field is required.
+        """
         value = self.optional_integer(name, default, least)
         if value is None:
             value = default
@@ -38,7 +43,10 @@ class Fields:
         return value
 
     def optional_integer(self, name: str, missing: int | None = None, least: int = 1) -> int | None:
-        """As `integer`, but null stays None; `missing` stands for a field that is not there."""
+        """A whole number of at least `least`, or None for null.
+
+        missing: stands for a missing field, not for null.
+        """
         if name not in self.raw:
             return missing
         value = self.raw[name]
@@ -49,7 +57,10 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number; required if there is no default."""
+        """A positive finite number.
+
+        default: stands for a missing field and for null; None: the field is required.
+        """
         value = self.raw.get(name)
         value = default if value is None else value
         if value is None:
@@ -59,7 +70,7 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false; null counts as missing."""
+        """True or false; `default` stands for a missing field and for null."""
         value = self.raw.get(name)
         if value is None:
             return default
@@ -68,7 +79,7 @@ class Fields:
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """Token ids written as one number, as a list or as null."""
+        """Token ids, written as one number or as a list; none for null or a missing field."""
         value = self.raw.get(name)
         if value is None:
             return ()
@@ -79,24 +90,31 @@ class Fields:
 
 
 def read_json(checkpoint: Path, name: str) -> Fields:
-    """As `read_object`, as Fields; raises ConfigurationError if there is no such file, too."""
+    """The object in file `name` of a checkpoint, as `read_object` finds it. Raises
+    ConfigurationError also if there is no such file.
+    """
     raw = read_object(checkpoint, name)
     if raw is None:
         raise ConfigurationError(f"{checkpoint} has no {name}")
     return Fields(checkpoint if is_gguf(checkpoint) else checkpoint / name, raw)
 
 
-LFS_POINTER = "version https://git-lfs"  # what stands in place of a file that Git LFS keeps
+LFS_POINTER = "version https://git-lfs"  # the beginning of a Git LFS pointer
 
 
 def pointer_error(path: Path) -> str:
-    """What is wrong with a checkout without the files of Git LFS."""
+    """The error message for `path`, a Git LFS pointer in place of the file."""
     return f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
 
 
 def read_object(checkpoint: Path, name: str) -> JsonObject | None:
-    """The JSON object in file `name` of a folder, or what a GGUF file says in its place; None if
-    there is no such file. Raises ConfigurationError if it is broken, or not an object."""
+    """The JSON object in file `name` of a checkpoint, or what stands for it in a GGUF file.
+
+    checkpoint: a folder or a GGUF file.
+
+    Returns None if the folder has no such file. Raises ConfigurationError for a file that is broken
+    or has no object.
+    """
     if is_gguf(checkpoint):
         return document(checkpoint, name) or {}
     path = checkpoint / name

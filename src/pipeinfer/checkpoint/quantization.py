@@ -1,7 +1,7 @@
-"""How the matrices of a checkpoint's layers are stored, read from `quantization_config`.
+"""Quantization of a checkpoint's matrices, as `quantization_config` in config.json describes it.
 
-Knows no torch and no file of weights: a format says what lies on disk beside a matrix, layers say
-how they compute with it.
+A format says what is on disk for each matrix; layers decide how to compute with it. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from typing import Any, ClassVar, Literal
 from pipeinfer.checkpoint.fields import Fields
 from pipeinfer.settings import ConfigurationError
 
-GROUPS = (32, 64, 128)  # columns that share a scale of 4 bits, beside all of a row
+GROUPS = (32, 64, 128)  # supported group sizes of INT4, in columns, besides whole rows
 REPEATS = re.compile(r"[*+?{]")
-REPEATED_GROUP = re.compile(r"\)[*+?{]")  # whose matches can take exponential time
+REPEATED_GROUP = re.compile(r"\)[*+?{]")  # a repeated group can take exponential time to match
 MAX_REPEATS = 3
-EXPERTS = (re.compile(r"\.experts"),)  # modules that no product with whole numbers takes
+EXPERTS = (re.compile(r"\.experts"),)  # not quantized by --quantization int8: no kernel for them
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """Eight bits, e4m3, times float32 scales, which are called `scale` on disk.
+    """FP8 weights, e4m3, with float32 scales.
 
-    shared: what has one scale: each row, all that a matrix has on disk, or a `block` of rows and
-    columns. at_load: on disk, weights are plain, and rounded as they are loaded, by row.
+    scale: the suffix of the scales' names on disk.
+    scale_scope: what shares one scale: a row, a matrix as it is on disk, or a `block`.
+    block: rows and columns of a block; (1, 1) for other scopes.
+    quantize_at_load: weights on disk are unquantized, and are quantized by row as they are loaded.
+    bits: of a weight.
     """
 
     scale: str = "weight_scale"
@@ -38,10 +41,14 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Int4:
-    """(n - zero) * scale of whole numbers n, 0 to 15, eight of them in an int32 on disk.
+    """INT4 weights: (n - zero) * scale, where n is a whole number from 0 to 15. An int32 on disk
+    holds eight of them.
 
-    group: columns with one scale and zero, 0: all of a row. zeros: whether zeros are on disk; else
-    they are 8. zero_shift: what is to be added to those on disk.
+    packing: whose layout the files have.
+    group: columns that share a scale and a zero point; 0: whole rows.
+    zeros: whether zero points are on disk; otherwise each is 8.
+    zero_shift: to be added to the zero points on disk.
+    bits: of a weight.
     """
 
     packing: Literal["awq", "gptq", "compressed-tensors"]
@@ -53,16 +60,22 @@ class Int4:
 
 @dataclass(frozen=True)
 class Int8:
-    """Whole numbers of eight bits, times a scale for each row: plain weights, or those of a GGUF
-    file, are rounded so as they are loaded."""
+    """INT8 weights with a scale for each row, quantized as they are loaded from unquantized weights
+    or from a GGUF file.
+
+    bits: of a weight.
+    """
 
     bits: ClassVar[int] = 8
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Experts of four bits, e2m1, 32 in a row with one exponent. Source: OCP Microscaling Formats,
-    version 1.0."""
+    """MXFP4 weights of experts: e2m1, with one exponent for each 32 values of a row. Source: OCP
+    Microscaling Formats, version 1.0.
+
+    bits: of a weight.
+    """
 
     bits: ClassVar[int] = 4
 
@@ -72,9 +85,13 @@ Format = Fp8 | Int4 | Int8 | Mxfp4
 
 @dataclass(frozen=True)
 class Quantization:
-    """`method`: as config.json calls it. kept: patterns of modules that are plain on disk.
+    """The quantization of a model's matrices.
 
-    decoded: weights become plain as they are loaded, for devices without a product for the format.
+    method: `quant_method` of config.json, or the value of --quantization.
+    format: of the quantized matrices.
+    unquantized_modules: patterns of modules that are not quantized, to be searched in their names.
+    dequantize_at_load: weights are dequantized as they are loaded, for devices without a kernel for
+        the format.
     """
 
     method: str
@@ -83,9 +100,9 @@ class Quantization:
     dequantize_at_load: bool = False
 
     def of(self, modules: Iterable[str]) -> Format | None:
-        """The format of `modules`, which are computed with as one; None: plain.
+        """The format of the matrix that `modules` are computed as, together; None: unquantized.
 
-        Raises ConfigurationError if some of them are plain and others are not.
+        Raises ConfigurationError if some of them are quantized and others are not.
         """
         plain = {
             name: any(one.search(name) for one in self.unquantized_modules) for name in modules
@@ -101,8 +118,9 @@ class Quantization:
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """Of a config.json; None where weights are plain. Raises ConfigurationError, naming the field,
-    for whatever would be computed wrongly."""
+    """The quantization in a config.json; None: weights are unquantized. Raises ConfigurationError,
+    which names the field, for anything that would be computed wrongly.
+    """
     given = fields.raw.get("quantization_config", fields.raw.get("compression_config"))
     if not given:
         return None
@@ -112,7 +130,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     method = given.get("quant_method")
     keyed = method == "compressed-tensors" and given.get("kv_cache_scheme")
     if keyed and not given.get("config_groups"):
-        return None  # keys and values alone; see models/loading.py
+        return None  # only the KV cache is quantized; see models/loading.py
     reader = METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise fields.error(
@@ -123,7 +141,13 @@ def read_quantization(fields: Fields) -> Quantization | None:
 
 
 def choose_quantization(stored: Quantization | None, requested: str) -> Quantization | None:
-    """What `--quantization` makes of a checkpoint; raises ConfigurationError if it cannot be."""
+    """The quantization that a model runs with.
+
+    stored: of the checkpoint.
+    requested: value of --quantization: "auto", "none", "fp8", "int8" or the checkpoint's method.
+
+    Raises ConfigurationError if the checkpoint cannot be run so.
+    """
     if requested == "auto" or (stored is not None and requested == stored.method):
         return stored
     if requested == "none":
@@ -139,7 +163,9 @@ def choose_quantization(stored: Quantization | None, requested: str) -> Quantiza
 
 
 def _fine_grained(how: Fields) -> Fp8:
-    """Of DeepSeek's and Qwen's files, blocks; of others, one scale a matrix."""
+    """quant_method "fp8": scales by block in files of DeepSeek and Qwen, one scale a matrix in
+    others.
+    """
     _only(how, "activation_scheme", ("dynamic", "static"), "dynamic")
     _only(how, "fmt", ("e4m3",), "e4m3")
     _only(how, "scale_fmt", ("float",), "float")
@@ -153,7 +179,7 @@ def _fine_grained(how: Fields) -> Fp8:
 
 
 def _compressed(how: Fields) -> Fp8 | Int4:
-    """compressed-tensors' FP8 and its 4 bits for weights alone."""
+    """quant_method "compressed-tensors": FP8, or INT4 for weights alone."""
     kind = how.raw.get("format")
     groups = how.raw.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, dict) else []
@@ -198,7 +224,7 @@ def _awq(how: Fields) -> Int4:
 
 def _gptq(how: Fields) -> Int4:
     _only(how, "bits", (4,), None)
-    _only(how, "desc_act", (False,), False)  # order of activations: columns would be shuffled
+    _only(how, "desc_act", (False,), False)  # with it, the columns of groups are permuted
     _only(how, "lm_head", (False,), False)
     _only(how, "pack_dtype", ("int32",), "int32")
     form = _only(how, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
@@ -222,7 +248,9 @@ METHODS: dict[str, Callable[[Fields], Format]] = {
 
 
 def _only(fields: Fields, name: str, values: tuple[Any, ...], missing: object) -> Any:
-    """The field's value, which must be one of `values`; null is as missing."""
+    """The value of a field, which must be one of `values`; `missing` stands for null and a missing
+    field. Raises ConfigurationError.
+    """
     given = fields.raw.get(name)
     given = missing if given is None else given
     if given not in values or isinstance(given, bool) != isinstance(values[0], bool):
@@ -253,7 +281,9 @@ def _group_size(fields: Fields, value: object) -> int:
 
 
 def _unquantized_modules(how: Fields) -> tuple[re.Pattern[str], ...]:
-    """By any of the names that the list has."""
+    """Patterns of the modules that the file leaves unquantized; methods have different names for
+    the list.
+    """
     modules: list[str] = []
     for name in ("ignore", "modules_to_not_convert", "ignored_layers"):
         given = how.raw.get(name) or []
@@ -264,8 +294,11 @@ def _unquantized_modules(how: Fields) -> tuple[re.Pattern[str], ...]:
 
 
 def _pattern(how: Fields, name: str) -> re.Pattern[str]:
-    """Of a module, of all within it, or of all that end so; "re:" is followed by an expression,
-    simple enough to be tried on thousands of names."""
+    """The pattern for a name in the list of unquantized modules: it matches the module, modules
+    within it, and modules whose path ends with the name; "*" stands for any text. Behind "re:"
+    stands a regular expression. Raises ConfigurationError if it is wrong, or too complex for
+    thousands of names.
+    """
     if not name.startswith("re:"):
         inner = ".*".join(re.escape(part) for part in name.split("*"))
         return re.compile(rf"(?:^|\.){inner}(?:\.|$)")

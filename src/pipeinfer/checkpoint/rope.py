@@ -1,7 +1,8 @@
-"""Reads RoPE out of config.json: `rope_parameters`, or `rope_scaling` and `rope_theta`; one for all
-layers, or one for those with a sliding window and one for the others.
+"""The RoPE of a model, read from config.json: from `rope_parameters`, or from `rope_scaling` and
+`rope_theta`.
 
-Knows no torch; what the numbers do is in layers/rope.py.
+Most models have one RoPE for all layers; some have one for layers with a sliding window and one for
+the others. layers/rope.py computes with the numbers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal, get_args
 from pipeinfer.checkpoint.fields import Fields
 from pipeinfer.json_values import JsonObject
 
-# What a file of gpt-oss means that says nothing.
+# The RoPE of a gpt-oss file that has no object about it.
 GPT_OSS_ROPE: JsonObject = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -25,8 +26,13 @@ GPT_OSS_ROPE: JsonObject = {
 def read_rope(
     fields: Fields, theta: float = 10_000.0, missing: JsonObject | None = None
 ) -> RopeConfig:
-    """`theta`, `missing`: where the file has none, or no object about RoPE. Raises
-    ConfigurationError for an unknown type or a missing number."""
+    """The RoPE of a model that rotates whole heads.
+
+    theta: default of rope_theta.
+    missing: the object about RoPE if the file has none; None: an empty one.
+
+    Raises ConfigurationError for an unknown type, a missing number, or a partial rotation.
+    """
     rope = _rope_fields(fields)
     if not rope.raw and missing is not None:
         rope = Fields(fields.path, missing)
@@ -37,7 +43,13 @@ def read_rope(
 
 
 def read_partial_rope(fields: Fields, interleaved: bool) -> RopeConfig:
-    """Of half of each head, where the file does not say of how much."""
+    """The RoPE of a model that rotates the first part of each head; without partial_rotary_factor,
+    half of it.
+
+    interleaved: as in RopeConfig.
+
+    Raises ConfigurationError as `read_rope` does, and for a factor above 1.
+    """
     rope = _rope_fields(fields)
     given = Fields(fields.path, {"partial_rotary_factor": _partial(fields, rope)})
     rotary = given.number("partial_rotary_factor", 0.5)
@@ -70,11 +82,13 @@ def _read(fields: Fields, rope: Fields, theta: float) -> RopeConfig:
 
 
 def read_two_ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """(of layers that see everything, of layers with a window), default or linear.
+    """(RoPE of layers without a window, RoPE of layers with one), each of type "default" or
+    "linear".
 
-    transformers 5 has an object for each in `rope_parameters`; before it there were `rope_theta`
-    and `rope_scaling` for the former, `rope_local_base_freq` for the latter. The scaling is already
-    in max_position_embeddings. Raises ConfigurationError as `read_rope` does.
+    Files of transformers 5 have an object for each in `rope_parameters`. Older ones have
+    `rope_theta` and `rope_scaling` for the first, `rope_local_base_freq` for the second.
+    max_position_embeddings includes the scaling already. Raises ConfigurationError as `read_rope`
+    does.
     """
     both = fields.raw.get("rope_parameters") or {}
     if not isinstance(both, dict) or not all(isinstance(one, dict) for one in both.values()):
@@ -120,8 +134,9 @@ def _yarn(rope: Fields, scaled: RopeConfig) -> RopeConfig:
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """The object that describes RoPE, empty where there is none; the older one wins, as in
-    transformers."""
+    """The object about RoPE, empty if there is none. `rope_scaling` wins over `rope_parameters`, as
+    in transformers.
+    """
     name = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"
     raw = fields.raw.get(name) or {}
     if not isinstance(raw, dict):
@@ -132,7 +147,7 @@ def _rope_fields(fields: Fields) -> Fields:
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """What cos and sin are multiplied by. Source: https://arxiv.org/abs/2309.00071, eq. 22."""
+    """The factor of cos and sin. Source: https://arxiv.org/abs/2309.00071, eq. 22."""
     if rope.raw.get("attention_factor") is not None:
         return rope.number("attention_factor")
 
@@ -150,12 +165,18 @@ ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """`original_max` is the context of the pretraining, before any scaling, in tokens.
+    """One RoPE.
 
-    rotary: how much of a head is rotated, from its first value on. interleaved: in files, a value
-    is rotated with its neighbour; otherwise with the one half of what is rotated behind it.
-    factor: all types but default. low_freq, high_freq: llama3. beta_fast, beta_slow, truncate,
-    attention_factor (multiplies cos and sin): yarn.
+    type: of the scaling.
+    theta: base of the frequencies.
+    factor: by which the context is extended; for all types but "default".
+    original_max: context length of the pretraining, before any scaling, in tokens.
+    low_freq, high_freq: low_freq_factor and high_freq_factor, for "llama3".
+    beta_fast, beta_slow, truncate: as config.json calls them, for "yarn".
+    attention_factor: factor of cos and sin, for "yarn".
+    rotary: the share of a head that is rotated, from its first value on.
+    interleaved: which values form a pair in the checkpoint's matrices. True: values 2 i and 2 i +
+        1; False: values i and i + half of the rotated ones.
     """
 
     type: RopeType = "default"
@@ -172,5 +193,5 @@ class RopeConfig:
     interleaved: bool = False
 
     def rotated(self, head_dim: int) -> int:
-        """How many values of a head are."""
+        """The number of values of a head that are rotated."""
         return int(head_dim * self.rotary)

@@ -1,6 +1,6 @@
-"""What lies in a checkpoint's safetensors files, read from their headers alone.
+"""The tensors in a checkpoint's safetensors files, read from the files' headers; no weight is read.
 
-Knows no model and no torch. Format: 8 bytes little-endian length, that many bytes of JSON, data.
+Format: length of the header in 8 bytes, little endian; the header, JSON; data. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 MAX_ELEMENTS, MAX_DIMENSIONS = 1 << 48, 16
-# Bytes of a value, by its type. Files may have others, which no model asks for.
+# Bytes of a value, by dtype. Files may have tensors of other dtypes, which no model asks for.
 SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
@@ -30,7 +30,12 @@ SIZES = {
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Tensor `name` of a file; of several matrices in it, number `index` from row `first` on."""
+    """Which part of a tensor in a file a StoredTensor is.
+
+    name: of the tensor in the file.
+    index: into the first dimension of a stack of matrices; None: the tensor is one matrix.
+    first: the first row of the part, in its matrix.
+    """
 
     name: str
     index: int | None = None
@@ -39,7 +44,14 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor on disk: its file, dtype ("F32", "BF16" ...), shape, size in bytes and place."""
+    """A tensor on disk, whole or a part of one.
+
+    file: where it is.
+    dtype: as the file says, such as "F32" or "BF16".
+    shape: of the part.
+    nbytes: of the part.
+    slice: where the part is in the file's tensor.
+    """
 
     file: Path
     dtype: str
@@ -49,9 +61,9 @@ class StoredTensor:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the checkpoint by name; no weight is read.
+    """All tensors of the checkpoint in `folder`, by name in the files.
 
-    Raises ConfigurationError for a missing or truncated file, naming it.
+    Raises ConfigurationError for a missing, truncated or broken file, which it names.
     """
     tensors: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
@@ -60,12 +72,14 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: those of the index, else model.safetensors, else any."""
+    """The files with the weights: those that the index names, else model.safetensors, else all
+    *.safetensors. Raises ConfigurationError if there are none, or if one is missing.
+    """
     if (folder / INDEX).exists():
         return _indexed_files(folder)
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
-    # Mistral's folders hold all weights a second time, under other names, as "consolidated".
+    # Mistral's folders have a second copy of all weights, "consolidated", with other names.
     found = sorted(
         path
         for path in folder.glob("*.safetensors")
@@ -91,7 +105,9 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file; raises ConfigurationError if its size is not what it says."""
+    """The tensors of one file, by name. Raises ConfigurationError if the header is broken, or if
+    the file has another size than the header says.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -113,7 +129,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _end(file: Path, header: dict[str, Any]) -> int:
-    """Where the last tensor ends; they must lie one behind the other, from 0 on."""
+    """The byte behind the last tensor, counted from the first one. Raises ConfigurationError if
+    there are gaps or overlaps between tensors.
+    """
     end = 0
     for start, stop in sorted(tuple(entry["data_offsets"]) for entry in header.values()):
         if start != end:
@@ -166,24 +184,25 @@ def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
     return StoredTensor(file, dtype, shape, stop - start, TensorSlice(name))
 
 
-# As transformers does, where a name means something only with it, or without one of them.
+# Names without the prefix "model.", or with two of them, become names with one, as in transformers.
 WITHOUT_PREFIX = re.compile(r"(?:layers|embed_tokens|norm)\..*")
 TWO_PREFIXES = re.compile(r"model\.((?:model|lm_head)\..*)")
 MIXTRAL = re.compile(r"(.*\.)block_sparse_moe\.(?:(gate)|experts\.(\d+)\.(w[123]))\.(\w+)")
 MERGED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 MIXTRAL_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+# The parts of a merged matrix, in the order of its rows.
 MERGED_PARTS = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
-}  # rows, one below the other
+}
 
 
 def with_model_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`stored` with names as models ask for them, and with each expert's matrices by themselves, as
+    """`stored` under the names that models ask for. Matrices of experts become separate tensors,
     mlp.experts.N.gate_proj and so on.
 
-    Merged experts with biases are left as they are: only gpt-oss has them, its rows are mixed.
-    Raises ConfigurationError if two tensors would have one name.
+    Merged experts with biases stay as they are: only gpt-oss has them, and there the rows of gate
+    and up alternate. Raises ConfigurationError if two tensors get the same name.
     """
     stored = _with_prefixes(stored)
     return dict(
@@ -220,7 +239,9 @@ def _model_names(
 def _experts(
     prefix: str, parts: tuple[str, ...], entry: StoredTensor
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Of a tensor [experts, rows of all parts, columns]."""
+    """(name, tensor) of each part of each expert, in a tensor [experts, rows of all parts,
+    columns].
+    """
     experts, rows, columns = entry.shape if len(entry.shape) == 3 else (0, 0, 0)
     rows //= len(parts)
     for expert in range(experts):

@@ -1,7 +1,7 @@
-"""From the name of a model to where its files are: a folder, a GGUF file, the bundled demo, or the
-hub.
+"""From the name of a model to the path of its files: a folder, a GGUF file, the bundled demo, or a
+download from the hub.
 
-Knows no torch and not what the files say.
+Imports no torch and does not interpret the files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ DUMMY_WEIGHTS = "dummy"  # of --load-format
 
 
 def find_model(settings: Settings, say: Callable[[str], object]) -> Path:
-    """`resolve_model` of `settings`: what everything that loads a model asks."""
+    """`resolve_model` with the model, revision and load format of `settings`.
+
+    say: as in `resolve_model`.
+    """
     return resolve_model(
         settings.model, settings.revision, say, settings.load_format != DUMMY_WEIGHTS
     )
@@ -48,15 +51,18 @@ def resolve_model(
     say: Callable[[str], object] = log.info,
     weights: bool = True,
 ) -> Path:
-    """The folder or GGUF file of model `name`, downloaded if it is a hub id.
+    """The folder or the GGUF file of a model; downloads a model of the hub.
 
-    `revision`: branch, tag or commit on the hub. `say` is told, in words, what takes time.
-    `weights`: whether a model of the hub without any is an error. Raises ConfigurationError that
-    says what was tried.
+    name: a path, an id of the hub, or DEMO; "" is the demo, too.
+    revision: branch, tag or commit on the hub; "": the main branch.
+    say: gets messages about what takes time.
+    weights: whether a model of the hub must have weights.
+
+    Raises ConfigurationError, which says what was tried.
     """
     if name in ("", DEMO):
         return demo_path()
-    folder = Path(os.path.expanduser(name))  # noqa: PTH111 (a Path raises for a user that is none)
+    folder = Path(os.path.expanduser(name))  # noqa: PTH111 (a Path raises for an unknown user)
     if folder.is_dir():
         _check_complete(folder)
         return folder.resolve()
@@ -72,7 +78,7 @@ def resolve_model(
 
 
 def _check_complete(folder: Path) -> None:
-    """ConfigurationError for a folder that has an adapter alone."""
+    """Raises ConfigurationError for a folder that has only an adapter, without its base model."""
     adapter = read_object(folder, "adapter_config.json")
     if adapter is not None and not (folder / "config.json").exists():
         base = adapter.get("base_model_name_or_path") or "its base model"
@@ -89,20 +95,25 @@ UNWANTED = ["original/*", "consolidated*", "onnx/*", "adapter_*"]
 WEIGHTS = ".safetensors"
 OTHER_WEIGHTS = (".gguf", ".bin", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
 
-TOKEN = "HF_TOKEN"  # the client's own variable
-AT_ONCE = 8  # files
-TRIES = 5  # in a row without a new byte
+TOKEN = "HF_TOKEN"  # an environment variable of the hub's client
+AT_ONCE = 8  # files that are downloaded at a time
+TRIES = 5  # tries in a row without a new byte, before a download fails
 PAUSE, LONGEST_PAUSE = 1.0, 16.0  # seconds before the second try; doubled from try to try
-TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses that may pass
-PARTIAL = 206  # of HTTP
-ANSWER = 20.0  # seconds for what the hub says of a model or a file
-LOOK = 1.0  # seconds between two looks at a lock that is waited for
-SHA256 = re.compile("[0-9a-f]{64}")  # an ETag that is the hash of a large file
+TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
+PARTIAL = 206  # the HTTP status of an answer to a Range request
+ANSWER = 20.0  # timeout in seconds of requests for metadata of a model or a file
+LOOK = 1.0  # seconds between two looks at `halt` while waiting for a lock
+SHA256 = re.compile("[0-9a-f]{64}")  # the ETag of a large file is its SHA-256
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A model `name` at commit `revision` of the hub; `sizes`: bytes of its files by name."""
+    """A commit of a model on the hub.
+
+    name: id of the model.
+    revision: the commit.
+    sizes: bytes of the commit's files, by name; 0: the hub does not say.
+    """
 
     name: str
     revision: str
@@ -110,11 +121,16 @@ class Snapshot:
 
 
 def fetch(name: str, revision: str, say: Say, weights: bool = True) -> Path:
-    """The folder of model `name`, with all files that are wanted.
+    """The local folder of a model of the hub, with all files that match FILES_TO_FETCH; downloads
+    what is missing.
 
-    `revision`: branch, tag or commit, "" for the main branch. `say` is told what takes time, and
-    how far it is. `weights`: whether a model without any is an error. Where the hub cannot be
-    asked, the cache has to do. Raises ConfigurationError that names what is missing.
+    name: id of the model.
+    revision: branch, tag or commit; "": the main branch.
+    say: gets messages about what takes time, and about progress.
+    weights: whether the model must have weights.
+
+    If the hub cannot be reached, a complete copy in the cache is used. Raises ConfigurationError,
+    which says what is missing.
     """
     with _no_line_for_each_request():
         return _fetch(name, revision, say, weights)
@@ -126,7 +142,7 @@ def _fetch(name: str, revision: str, say: Say, weights: bool) -> Path:
     wanted: dict[str, Any] = {"allow_patterns": FILES_TO_FETCH, "ignore_patterns": UNWANTED}
     try:
         snapshot = _repository_snapshot(HfApi(), name, revision)
-    except Exception as error:  # the hub, the network and the disk each have their own families
+    except Exception as error:  # hub, network and disk raise exceptions without a common base
         try:
             wanted |= {"revision": revision or None, "local_files_only": True}
             return Path(snapshot_download(name, **wanted))
@@ -138,7 +154,8 @@ def _fetch(name: str, revision: str, say: Say, weights: bool) -> Path:
         if _missing(snapshot):
             with _download_lock(name, say):
                 _download(snapshot, say)
-        # Links, and under which commit the cache knows the revision; nothing large is left.
+        # Makes the cache's links and its reference from the revision to the commit. All large files
+        # are there already.
         wanted |= {"revision": revision or None, "tqdm_class": _NoBar}
         return Path(snapshot_download(name, **wanted))
     except ConfigurationError:
@@ -149,7 +166,9 @@ def _fetch(name: str, revision: str, say: Say, weights: bool) -> Path:
 
 @contextmanager
 def _no_line_for_each_request() -> Iterator[None]:
-    """The client's HTTP libraries log each at the level "info"; with "debug" one sees them."""
+    """Silences the client's HTTP libraries, which log each request at level INFO, unless DEBUG is
+    enabled.
+    """
     loggers = [logging.getLogger(name) for name in ("httpx", "httpx2")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -163,7 +182,7 @@ def _no_line_for_each_request() -> Iterator[None]:
 
 
 def _repository_snapshot(api: HfApi, name: str, revision: str) -> Snapshot:
-    """What the hub has."""
+    """Asks the hub for the commit of a revision and its files."""
     info = api.model_info(name, revision=revision or None, files_metadata=True, timeout=ANSWER)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     return Snapshot(name, info.sha or revision, sizes)
@@ -179,12 +198,12 @@ def _is_needed(snapshot: Snapshot) -> list[str]:
 
 
 def _missing(snapshot: Snapshot) -> list[str]:
-    """Wanted files that the cache lacks, or has with another length, the largest first."""
+    """Wanted files that the cache lacks, or has with another size; the largest first."""
     from huggingface_hub import try_to_load_from_cache
 
     def there(file: str) -> bool:
         found = try_to_load_from_cache(snapshot.name, file, revision=snapshot.revision)
-        size = snapshot.sizes[file]  # 0 where the hub does not say it
+        size = snapshot.sizes[file]  # 0: unknown
         return isinstance(found, str) and size in (0, Path(found).stat().st_size)
 
     lacking = [file for file in _is_needed(snapshot) if not there(file)]
@@ -209,7 +228,9 @@ def _check_weights(snapshot: Snapshot) -> None:
 
 @contextmanager
 def _download_lock(name: str, say: Say) -> Iterator[None]:
-    """Of all processes that use this cache, one downloads a model; the others wait for it here."""
+    """Holds the lock for downloading model `name` to this cache, so that one process downloads and
+    the others wait. Raises ConfigurationError if the cache cannot be written.
+    """
     folder = _cache() / ".locks" / _folder_name(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,12 +256,12 @@ def _cache() -> Path:
 
 
 def _folder_name(name: str) -> str:
-    """As the cache calls a model's folder."""
+    """The name of a model's folder in the cache."""
     return f"models--{name.replace('/', '--')}"
 
 
 def _blobs(name: str) -> Path:
-    """Where the cache keeps a model's files, each under its ETag."""
+    """The folder in which the cache keeps a model's files, each named by its ETag."""
     return _cache() / _folder_name(name) / "blobs"
 
 
@@ -248,10 +269,12 @@ def _blobs(name: str) -> Path:
 
 
 def _download(snapshot: Snapshot, say: Say) -> None:
-    """What is still missing now. Raises what the client raises, and ConfigurationError."""
+    """Downloads the files that are still missing. Raises ConfigurationError and the client's
+    exceptions.
+    """
     files = _missing(snapshot)
     if not files:
-        return  # another process has
+        return  # another process has downloaded them
     sizes = {file: snapshot.sizes[file] for file in files}
     total = sum(sizes.values())
     _check_disk_space(snapshot.name, total)
@@ -286,21 +309,21 @@ def _check_disk_space(name: str, total: int) -> None:
 
 
 def _hub() -> str:
-    """The hub's address, without a password that may stand in it."""
+    """The hub's address, without user and password."""
     from huggingface_hub import constants
 
     return without_password(constants.ENDPOINT)
 
 
 def _takes_chunks() -> bool:
-    """Whether the client can have files of Xet as chunks."""
+    """Whether the client can download files in chunks, by Xet."""
     from huggingface_hub import constants
 
     return not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet") is not None
 
 
 class _NoBar(tqdm):
-    """Shows nothing, whatever the client asks for."""
+    """A tqdm bar that never shows anything."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         more.pop("name", None)
@@ -308,11 +331,17 @@ class _NoBar(tqdm):
 
 
 class _Halted(Exception):
-    """Another file of the model has failed, or the person does not want to wait."""
+    """The download of this file was stopped: another file failed, or the user pressed Ctrl-C."""
 
 
 class _File:
-    """One file on its way, until `halt` is set."""
+    """The download of one file, until `halt` is set.
+
+    snapshot: the commit that has the file.
+    file: its name.
+    transfer: counts the file's bytes.
+    halt: set to stop all downloads of the model.
+    """
 
     def __init__(
         self, snapshot: Snapshot, file: str, transfer: Transfer, halt: threading.Event
@@ -320,10 +349,13 @@ class _File:
         self._snapshot, self._file = snapshot, file
         self._transfer, self._halt = transfer, halt
         self._size = snapshot.sizes[file]
-        self._kept = False  # whether what came of it outlives this process
+        self._kept = False  # whether the bytes received so far remain when this process ends
 
     def fetch(self) -> None:
-        """Until it is in the cache, or TRIES in a row have brought nothing."""
+        """Downloads the file to the cache, with retries. Raises ConfigurationError after TRIES
+        tries in a row without a new byte, _Halted once `halt` is set, and errors that a retry
+        cannot mend.
+        """
         tries, most = 0, 0
         while True:
             try:
@@ -356,7 +388,7 @@ class _File:
             blob = _blobs(name) / about.etag
             with self._locked(about.etag):
                 if blob.exists() and blob.stat().st_size != about.size:
-                    blob.unlink()  # a disk lost its end; the client would take it for whole
+                    blob.unlink()  # truncated on disk; the client would take it for complete
                 if not by_chunks and not blob.exists():
                     self._kept = True
                     self._by_range(url, blob)
@@ -364,7 +396,9 @@ class _File:
 
     @contextmanager
     def _locked(self, etag: str) -> Iterator[None]:
-        """With the lock under which the client, in any program, writes the file."""
+        """Holds the lock under which the hub's client, in any program, writes the file. Raises
+        _Halted.
+        """
         from huggingface_hub.utils import WeakFileLock
 
         path = _cache() / ".locks" / _folder_name(self._snapshot.name) / f"{etag}.lock"
@@ -384,7 +418,9 @@ class _File:
             yield
 
     def _by_range(self, url: str, blob: Path) -> None:
-        """What is missing of `blob`, which is named so when it is whole."""
+        """Downloads what is missing of `blob`, the file's final path. Until it is complete, its
+        name ends with ".incomplete".
+        """
         from huggingface_hub import constants, get_session
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -402,7 +438,7 @@ class _File:
                 limit = constants.HF_HUB_DOWNLOAD_TIMEOUT
                 with get_session().stream("GET", url, headers=headers, timeout=limit) as response:
                     hf_raise_for_status(response)
-                    if here and response.status_code != PARTIAL:  # the whole comes once more
+                    if here and response.status_code != PARTIAL:  # the server sends the whole file
                         target.truncate(0)
                         self._transfer.set(self._file, 0)
                     self._copy(response.iter_bytes(), target)
@@ -412,8 +448,14 @@ class _File:
         part.replace(blob)
 
     def _check_hash(self, part: Path, etag: str, resumed: bool) -> None:
-        """That large files are what the hub names: of what another process left, a disk may have
-        lost something, and then all of it comes once more."""
+        """Checks the SHA-256 of a large file. A mismatch deletes the file.
+
+        part: the downloaded file.
+        etag: its ETag; nothing is checked if that is not a SHA-256.
+        resumed: whether part of the file is from an earlier try, and may have been damaged on disk.
+            Then ConnectionError is raised, and the whole file is downloaded again; otherwise
+            ConfigurationError.
+        """
         if not SHA256.fullmatch(etag):
             return
         with part.open("rb") as file:
@@ -436,7 +478,9 @@ class _File:
             self._transfer.add(self._file, len(piece))
 
     def _counter(self) -> Any:
-        """A class in place of the client's bars, as far as it uses one."""
+        """A class in place of the hub client's progress bars, which counts for `transfer`. It has
+        the methods that the client calls.
+        """
         transfer, file, halt = self._transfer, self._file, self._halt
 
         class Counter:
@@ -477,17 +521,17 @@ class _File:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the same may succeed soon: connections break, hubs are busy."""
+    """Whether a retry may succeed: connections break, and hubs are busy."""
     response = getattr(error, "response", None)
     if response is not None:
         return response.status_code in TRANSIENT
-    if isinstance(error, OSError):  # of files there is a number; a file that came short has none
+    if isinstance(error, OSError):  # errors of the disk have an errno, a short file's has none
         return isinstance(error, (ConnectionError, TimeoutError)) or error.errno is None
     return type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "hf_xet")
 
 
 def _reason(error: Exception) -> str:
-    """In one line."""
+    """The error in one line."""
     response = getattr(error, "response", None)
     if response is not None:
         return f"the hub answered {response.status_code} {response.reason_phrase}".rstrip()
@@ -498,7 +542,12 @@ def _reason(error: Exception) -> str:
 def _refusal(
     name: str, revision: str, error: Exception, local: Exception | None = None
 ) -> ConfigurationError:
-    """Why there is no model, by what the client raised; `local`: when it looked into its cache."""
+    """The ConfigurationError for an exception of the hub's client.
+
+    name, revision: what was asked for.
+    error: what the client raised when it asked the hub.
+    local: what it raised when it looked into its cache after that; None: it did not look.
+    """
     from huggingface_hub import errors, get_token
 
     at = f" at revision {revision!r}" if revision else ""
@@ -540,13 +589,15 @@ def _offline(name: str, at: str, nowhere: str, local: Exception | None) -> str:
 
 
 def _lacking(name: str, local: Exception) -> str:
-    """What the cache has not, by the client's error."""
+    """What the cache lacks of model `name`, in words. `local`: what the client raised about its
+    cache.
+    """
     folder = getattr(local, "snapshot_path", None)
     if folder is None:
         return "is no copy of it"
     import huggingface_hub
 
-    # Only a client that raises this error keeps lists of files.
+    # Only versions of the client that raise this error have this function.
     tree = huggingface_hub.get_cached_repo_tree(name, revision=Path(folder).name)
     files = _is_needed(Snapshot(name, "", {one.path: one.size for one in tree}))
     missing = [file for file in files if not Path(folder, file).exists()]

@@ -1,7 +1,7 @@
-"""How far a transfer of files is: bytes, rate and time left, as one rewritten line on a terminal,
-and as a line now and then where there is none.
+"""Progress of a transfer of files: bytes, rate and time left.
 
-Knows names of files and numbers of bytes; no network.
+On a terminal one line is rewritten; elsewhere a line is logged now and then. Knows names of files
+and numbers of bytes, no network.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ from tqdm import tqdm
 Say = Callable[[str], object]
 
 GIB, MIB = 2**30, 2**20
-LINE_SECONDS, LINE_FRACTION = 10.0, 0.05  # a line is due after so long, or so much more of all
-LINE_PAUSE = 1.0  # seconds between two lines at least
-WINDOW = 30.0  # seconds over which a line's rate is taken
-LOOK = 0.2  # seconds between two looks at the numbers
+# A line is due after LINE_SECONDS, or after LINE_FRACTION more of all bytes.
+LINE_SECONDS, LINE_FRACTION = 10.0, 0.05
+LINE_PAUSE = 1.0  # the least seconds between two lines
+WINDOW = 30.0  # seconds over which a line's rate is averaged
+LOOK = 0.2  # seconds between two updates
 
 
 class Transfer:
-    """Of files with `sizes` (bytes by name).
+    """The progress of several files.
 
-    Files are counted by `set` and `add`, from any thread. As a context manager it shows how far all
-    of them are: on `stream` if that is a terminal, else by lines that `say` gets. `say` also gets a
-    last line, unless the context ends by an exception.
+    name: shown in front of each line.
+    sizes: bytes of the files, by name.
+    say: gets the lines if `stream` is not a terminal, and a last line unless the context ends by an
+        exception.
+    stream: where the bar is shown if that is a terminal; None: stderr.
+
+    A context manager: shows the progress while it is entered. Bytes are counted by `set` and `add`,
+    from any thread.
     """
 
     def __init__(
@@ -53,44 +59,44 @@ class Transfer:
 
     @property
     def total(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files together."""
         with self._lock:
             return sum(self._sizes.values())
 
     @property
     def done(self) -> int:
-        """Bytes that are here, of all files."""
+        """Bytes that are on disk, of all files together."""
         with self._lock:
             return sum(self._done.values())
 
     @property
     def received(self) -> int:
-        """Bytes of those that came in this transfer."""
+        """Bytes of `done` that came in this transfer, and not in an earlier one."""
         with self._lock:
             return sum(self._done.values()) - self._resumed
 
     def of(self, file: str) -> int:
-        """Bytes of `file` that are here."""
+        """Bytes of `file` that are on disk."""
         return self._done.get(file, 0)
 
     def expect(self, file: str, count: int) -> None:
-        """So many bytes `file` has after all."""
+        """Corrects the size of `file` to `count` bytes."""
         with self._lock:
             self._sizes[file] = count
 
     def set(self, file: str, count: int) -> None:
-        """So many bytes of `file` are here, without having come now."""
+        """`count` bytes of `file` are on disk, and the change does not count as received."""
         with self._lock:
             self._resumed += count - self.of(file)
             self._done[file] = count
 
     def add(self, file: str, count: int) -> None:
-        """So many more bytes of `file` have come."""
+        """`count` more bytes of `file` were received."""
         with self._lock:
             self._done[file] = self.of(file) + count
 
     def log(self, text: str) -> None:
-        """Something that happened meanwhile."""
+        """Shows `text`, above the bar or as a line."""
         if self._stream.isatty():
             tqdm.write(text, file=self._stream)
         else:
@@ -125,8 +131,10 @@ class Transfer:
                 self._say(f"{self._name}: {line}")
 
     def _bar(self) -> None:
-        """tqdm's rate is of what `update` says; what was here before is none of that."""
-        columns, rows = os.get_terminal_size(self._stream.fileno())  # some terminals say 0
+        """Runs the bar. tqdm takes the rate from the bytes given to `update`, so what was on disk
+        before is `initial` instead.
+        """
+        columns, rows = os.get_terminal_size(self._stream.fileno())  # 0 on some terminals
         with tqdm(
             desc=self._name,
             total=self.total,
@@ -145,15 +153,23 @@ class Transfer:
 
 
 class ProgressLines:
-    """When a line is due, and what it says. Knows no clock: `began` and `now` are its seconds."""
+    """Decides when a line is due, and writes it. Reads no clock.
+
+    began: seconds of the clock that `due` gets its `now` from.
+    """
 
     def __init__(self, began: float) -> None:
         self._logged_at, self._logged = began, 0
         self._seen: deque[tuple[float, int]] = deque([(began, 0)])
 
     def due(self, done: int, total: int, received: int, now: float) -> str:
-        """Empty if there is no need of one yet. `done` of `total` bytes are here; `received`: of
-        those, in this transfer."""
+        """The line to be logged now; "": none is due.
+
+        done: bytes that are on disk.
+        total: bytes of all files.
+        received: bytes of `done` that came in this transfer.
+        now: seconds.
+        """
         self._seen.append((now, received))
         while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW:
             self._seen.popleft()
@@ -166,7 +182,11 @@ class ProgressLines:
 
 
 def progress(done: int, total: int, rate: float) -> str:
-    """`rate`: bytes a second."""
+    """The text of a line.
+
+    done, total: bytes.
+    rate: bytes a second.
+    """
     share = 100 * done / total if total else 100
     said = f"{size(done)} of {size(total)} ({share:.0f} %)"
     if rate <= 0:
@@ -175,14 +195,14 @@ def progress(done: int, total: int, rate: float) -> str:
 
 
 def size(count: float) -> str:
-    """A number of bytes, for a person."""
+    """`count` bytes as a text for people, such as "1.50 GiB"."""
     if count >= GIB:
         return f"{count / GIB:,.2f} GiB"
     return f"{count / MIB:.1f} MiB" if count >= MIB / 10 else f"{count / 1024:.1f} KiB"
 
 
 def duration(seconds: float) -> str:
-    """For a person."""
+    """`seconds` as a text for people, such as "5 min"."""
     if seconds < 60:
         return f"{max(seconds, 0):.0f} s"
     if seconds < 3600:

@@ -1,7 +1,7 @@
-"""From a GGUF file's key-values to what config.json would say of the same model.
+"""A GGUF file's configuration, in the fields of config.json.
 
-Every value is checked against the file's own tensors before anybody sizes something by it. Knows
-the architectures by llama.cpp's names; what config.json's fields mean is checkpoint/config.py's.
+Every size is checked against a bound or against the file's own tensors before anything is allocated
+by it. checkpoint/config.py reads the fields that are made here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pipeinfer.gguf.tokenizer import MODEL, TokenType, load_tokenizer, tokenizer
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
 
-# Of all sizes: three of them multiplied, in bytes, can be counted in 64 bits.
+# The bound of all sizes but those in MOST. The product of three sizes, in bytes, fits into 64 bits.
 LARGEST = 1 << 19
-# Tokens; what is sized by them are tables of angles. The longest contexts today are 10 million.
+# Bounds in tokens. Tables of angles have such a length; the longest contexts today are 10 million.
 MOST = {"context_length": 1 << 24, "rope.scaling.original_context_length": 1 << 24}
-# Control tokens that end a turn, where the file names only the end of a text: llama.cpp knows them
-# by their text too.
+# Texts of control tokens that end a turn, for files that name only the token that ends a text.
+# llama.cpp finds these tokens by their texts, too.
 END_OF_TURN_TEXTS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -33,8 +33,8 @@ END_OF_TURN_TEXTS = (
     "<EOT>",
 )
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-LOCAL_BASE = 10_000.0  # of RoPE in Gemma 3's local layers
-PATTERN = 6  # each sixth layer of Gemma 3 is global
+LOCAL_BASE = 10_000.0  # theta of RoPE in Gemma 3's layers with a sliding window
+PATTERN = 6  # each sixth layer of Gemma 3 has no sliding window
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -43,7 +43,12 @@ LLAMA3 = {
 
 
 class Keys:
-    """The key-values that count for a model, under the architecture's name."""
+    """The key-values of a model, without the architecture's name that their keys begin with.
+
+    architecture: llama.cpp's name, such as "qwen3moe".
+
+    All methods that read a value raise ConfigurationError, which names the key, for a wrong one.
+    """
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
@@ -53,7 +58,10 @@ class Keys:
         self.architecture = name
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive whole number; required if there is no default."""
+        """A positive whole number, at most the bound in MOST, or LARGEST if there is none.
+
+        default: stands for a missing key; None: the key is required.
+        """
         value = self._header.metadata.get(f"{self.architecture}.{name}", default)
         most = MOST.get(name, LARGEST)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
@@ -61,19 +69,24 @@ class Keys:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive finite number; required if there is no default."""
+        """A positive finite number.
+
+        default: stands for a missing key; None: the key is required.
+        """
         value = self._header.metadata.get(f"{self.architecture}.{name}", default)
         if isinstance(value, (bool, str, list)) or value is None or not 0 < value < math.inf:
             raise self._wrong(name, value, "a positive number")
         return float(value)
 
     def text(self, name: str, default: str) -> str:
+        """The text of a key; `default` if the key is missing."""
         value = self._header.metadata.get(f"{self.architecture}.{name}", default)
         if not isinstance(value, str):
             raise self._wrong(name, value, "a text")
         return value
 
     def has(self, name: str) -> bool:
+        """Whether the file has the key."""
         return f"{self.architecture}.{name}" in self._header.metadata
 
     @property
@@ -91,14 +104,20 @@ class Keys:
 
 @dataclass(frozen=True)
 class Architecture:
-    """`name`: transformers'. `extra_fields`: fields that only this one has."""
+    """An architecture that can be read.
+
+    name: in config.json.
+    extra_fields: makes the fields of config.json that only this architecture has.
+    """
 
     name: str
     extra_fields: Callable[[GgufHeader, Keys], dict[str, object]]
 
 
 def config_json(header: GgufHeader) -> dict[str, object]:
-    """The fields that config.json would have. Raises ConfigurationError that names the key."""
+    """The fields of config.json. Raises ConfigurationError, which names the key, for missing, wrong
+    or unsupported values.
+    """
     keys = Keys(header)
     found = ARCHITECTURES.get(keys.architecture)
     if found is None:
@@ -126,14 +145,14 @@ def config_json(header: GgufHeader) -> dict[str, object]:
         "rope_theta": keys.number("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(header, keys, head_dim),
         "max_position_embeddings": context,
-        "dtype": "bfloat16",  # where it matters, on GPUs; ranges of float16 are too small for some
+        "dtype": "bfloat16",  # used on GPUs; the range of float16 is too small for some models
         "eos_token_id": end_ids(header),
         **found.extra_fields(header, keys),
     }
 
 
 def end_ids(header: GgufHeader) -> list[int]:
-    """Ids that end a request: of the text, of the turn, of the message."""
+    """Ids of the tokens that end a request: the ends of a text, of a turn and of a message."""
     named = [header.metadata.get(f"tokenizer.ggml.{name}") for name in ENDS]
     ids = [value for value in named if isinstance(value, int) and value >= 0]
     if named[1] is None:
@@ -157,7 +176,7 @@ def _head_dim(header: GgufHeader, keys: Keys, hidden: int, heads: int) -> int:
 
 
 def _vocab_size(header: GgufHeader) -> int:
-    """Rows of the embedding, which may be more than there are tokens."""
+    """The rows of the embedding; they may be more than the tokens."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise header.error("token_embd.weight is missing or no matrix")
@@ -180,8 +199,10 @@ def _rope_scaling(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, ob
 
 
 def _llama3(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, object]:
-    """Llama 3.1 and later: the file has what each frequency is divided by, computed from numbers
-    that it does not have. Taken if they follow from the numbers of all these models."""
+    """The RoPE scaling of Llama 3.1 and later. The file has only `rope_freqs.weight`, the divisor
+    of each frequency. The parameters in LLAMA3 are the same in all of these models; raises
+    ConfigurationError if the divisors do not follow from them.
+    """
     tensor = header.tensors["rope_freqs.weight"]
     if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
         raise header.error(f"rope_freqs.weight is {tensor.type} {list(tensor.shape)}")
@@ -198,7 +219,9 @@ def _llama3(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, object]:
 
 
 def _divisor(frequency: float, factor: float) -> float:
-    """What Llama 3 divides a frequency (radians a token) by. Source: Llama 3.1's code."""
+    """The divisor of a frequency (radians a token) in Llama 3's RoPE scaling. Source: Llama 3.1's
+    code.
+    """
     waves = LLAMA3["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     blend = min(max((waves - low) / (high - low), 0.0), 1.0)
@@ -234,7 +257,7 @@ def _experts(header: GgufHeader, keys: Keys) -> dict[str, object]:
 def _gemma3(header: GgufHeader, keys: Keys) -> dict[str, object]:
     layers, heads = keys.integer("block_count"), keys.heads
     head_dim = keys.integer("attention.key_length", 256)
-    # The 27B model alone scales queries by the hidden size's share of a head.
+    # Only the 27B model, which has 62 layers, scales queries by hidden size / heads.
     scalar = keys.integer("embedding_length") // heads if layers == 62 else head_dim
     return {
         "head_dim": head_dim,
@@ -262,16 +285,19 @@ Made = TypeVar("Made")
 
 
 def document(path: Path, name: str) -> JsonObject | None:
-    """The object that file `name` would hold, None where there would be no such file.
+    """The object in JSON file `name` of a checkpoint, made from the GGUF file at `path`; None: a
+    GGUF file has nothing for that name.
 
-    Raises ConfigurationError in one line that names `path`.
+    Raises ConfigurationError, in one line that names `path`.
     """
     make = DOCUMENTS.get(name)
     return None if make is None else cast(JsonObject | None, make(read_header(path)))
 
 
 def tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer of a file, None where it has none. Raises ConfigurationError."""
+    """The tokenizer of the GGUF file at `path`; None: the file has no vocabulary. Raises
+    ConfigurationError.
+    """
     return _of_vocabulary(read_header(path), load_tokenizer)
 
 

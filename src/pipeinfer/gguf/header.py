@@ -1,8 +1,7 @@
-"""What a GGUF file says before its weights: key-values and a list of tensors, checked against its
-size.
+"""A GGUF file's header: key-values, and a list of tensors that is checked against the file's size.
 
-A value is made when somebody asks for it: a vocabulary is megabytes, and most readers want a few
-numbers. Knows no architecture and reads no weights. Source: the format's document, see scalars.py.
+A value is decoded when it is accessed: a vocabulary has megabytes, and most readers need a few
+numbers. Reads no weights. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 from pipeinfer.settings import ConfigurationError
 
 STRING, ARRAY = 8, 9
-# Type of a value -> how numpy reads it; 7 is a truth value in one byte.
+# From a value's type to its NumPy dtype; 7 is a boolean of one byte.
 NUMBERS = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
@@ -35,20 +34,26 @@ NUMBERS = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-# Of an array that somebody asks for. The largest vocabularies have a quarter of a million tokens;
-# as Python objects an entry takes up to ten times its bytes.
+# The most entries of an array that is decoded. The largest vocabularies have 250,000 tokens; as a
+# Python object an entry takes up to ten times its bytes.
 MAX_ENTRIES = 4_000_000
-DEEPEST = 3  # arrays in arrays
+DEEPEST = 3  # the deepest nesting of arrays
 
 Value: TypeAlias = "str | int | float | bool | list[Value]"
 
 
 class InvalidFile(ValueError):
-    """The file is not what it says; the text says how."""
+    """The file contradicts itself or the format; the message says how."""
 
 
 class Cursor:
-    """Reads one value after another from `data`, from `at` on; raises Broken at the end of it."""
+    """Reads values of a file, one after another.
+
+    at: the byte that is read next.
+    remaining: bytes from there to the file's end.
+
+    All methods that read raise InvalidFile if the file ends too early or has a wrong value.
+    """
 
     def __init__(self, data: mmap.mmap | bytes, at: int = 0) -> None:
         self._data = data
@@ -57,7 +62,7 @@ class Cursor:
 
     @property
     def remaining(self) -> int:
-        """Bytes from here to the end of the file."""
+        """Bytes from `at` to the file's end."""
         return self._size - self.at
 
     def u32(self) -> int:
@@ -67,7 +72,9 @@ class Cursor:
         return struct.unpack_from("<Q", self._data, self._skipped(8))[0]
 
     def count(self, least: int) -> int:
-        """A number of things of which each takes `least` bytes or more."""
+        """A number of elements, each of at least `least` bytes. Raises InvalidFile if so many do
+        not fit into the rest of the file.
+        """
         number = self.u64()
         if number * least > self.remaining:
             raise InvalidFile(f"{number:,} things are said to follow in {self.remaining:,} bytes")
@@ -78,7 +85,10 @@ class Cursor:
         return self._text(self._skipped(size), self.at)
 
     def value(self, kind: int) -> Value:
-        """The value of type `kind` that stands here."""
+        """The next value.
+
+        kind: its type: STRING, ARRAY or a key of NUMBERS.
+        """
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
@@ -93,7 +103,11 @@ class Cursor:
         return self._numbers(of, number)
 
     def skip(self, kind: int, depth: int = 0) -> None:
-        """Goes past it, and makes nothing of it."""
+        """Goes past the next value without decoding it.
+
+        kind: its type.
+        depth: arrays around it.
+        """
         if kind == STRING:
             self._skipped(self.count(1))
         elif kind != ARRAY:
@@ -118,7 +132,9 @@ class Cursor:
             raise InvalidFile(f"the string at byte {start} is not UTF-8") from None
 
     def _strings(self, number: int) -> Iterator[tuple[int, int]]:
-        """Where each of them begins and ends. A vocabulary has a quarter of a million."""
+        """The first byte and the end of each of `number` strings. Fast, because a vocabulary has
+        250,000 of them.
+        """
         data, size, length = self._data, self._size, struct.Struct("<Q").unpack_from
         end = self.at
         for _ in range(number):
@@ -137,11 +153,11 @@ class Cursor:
     def _numbers(self, kind: int, number: int) -> list[Value]:
         dtype = _number(kind)
         start = self._skipped(number * dtype.itemsize)
-        # A copy: what looks into the map would hold it open.
+        # A copy, because a view would keep the map from being closed.
         return np.frombuffer(self._data[start : self.at], dtype).tolist()
 
     def _skipped(self, size: int) -> int:
-        """Where the next `size` bytes begin; the cursor is behind them."""
+        """Goes past the next `size` bytes, and returns where they begin."""
         if size > self.remaining:
             raise InvalidFile(
                 f"it ends at byte {self._size:,}, {size - self.remaining:,} bytes too early"
@@ -158,22 +174,22 @@ def _number(kind: int) -> np.dtype:
 
 Metadata = Mapping[str, object]
 
-SHOWN = 60  # characters of a wrong value that an error repeats
+SHOWN = 60  # characters of a wrong value that an error message quotes
 
 
 def metadata_error(key: str, problem: str) -> ConfigurationError:
-    """An error of one line that names the key of the file."""
+    """An error of one line about the value of a key."""
     name = key if key.isprintable() and len(key) <= SHOWN else quote(key)
     return ConfigurationError(f"the GGUF file's {name}: {problem}")
 
 
 def quote(text: str) -> str:
-    """A text of the file as an error may repeat it: short, on one line."""
+    """A text of the file for an error message: at most SHOWN characters, on one line."""
     return ascii(text if len(text) <= SHOWN else text[:SHOWN] + "...")
 
 
 def read_text(metadata: Metadata, key: str) -> str | None:
-    """A text, None where the key is absent. Raises ConfigurationError for anything else."""
+    """The text of a key; None if the key is absent. Raises ConfigurationError for other values."""
     value = metadata.get(key)
     if value is None:
         return None
@@ -184,7 +200,9 @@ def read_text(metadata: Metadata, key: str) -> str | None:
 
 
 def read_flag(metadata: Metadata, key: str, default: bool) -> bool:
-    """True or false, `default` where the key is absent. Raises ConfigurationError."""
+    """The boolean of a key; `default` if the key is absent. Raises ConfigurationError for other
+    values.
+    """
     value = metadata.get(key)
     if value is None:
         return default
@@ -194,7 +212,9 @@ def read_flag(metadata: Metadata, key: str, default: bool) -> bool:
 
 
 def read_index(metadata: Metadata, key: str, size: int) -> int | None:
-    """An id below `size`, None where the key is absent. Raises ConfigurationError."""
+    """The token id of a key, below `size`; None if the key is absent. Raises ConfigurationError for
+    other values.
+    """
     value = metadata.get(key)
     if value is None:
         return None
@@ -206,7 +226,9 @@ def read_index(metadata: Metadata, key: str, size: int) -> int | None:
 
 
 def read_texts(metadata: Metadata, key: str) -> list[str]:
-    """A list of texts. Raises ConfigurationError, also where the key is absent."""
+    """The list of texts of a key. Raises ConfigurationError for other values, or if the key is
+    absent.
+    """
     value = _list(metadata, key)
     texts = [item for item in value if isinstance(item, str)]
     if len(texts) != len(value):
@@ -220,7 +242,9 @@ def read_texts(metadata: Metadata, key: str) -> list[str]:
 
 
 def read_integers(metadata: Metadata, key: str, size: int) -> list[int]:
-    """A list of `size` whole numbers. Raises ConfigurationError, also where the key is absent."""
+    """The list of `size` whole numbers of a key. Raises ConfigurationError for other values, or if
+    the key is absent.
+    """
     value = _list(metadata, key)
     numbers = [item for item in value if isinstance(item, int) and not isinstance(item, bool)]
     if len(numbers) != len(value):
@@ -230,8 +254,9 @@ def read_integers(metadata: Metadata, key: str, size: int) -> list[int]:
 
 
 def read_numbers(metadata: Metadata, key: str, size: int) -> list[float]:
-    """A list of `size` numbers, none of them NaN. Raises ConfigurationError, also where the key
-    is absent."""
+    """The list of `size` numbers of a key, without NaN. Raises ConfigurationError for other values,
+    or if the key is absent.
+    """
     value = _list(metadata, key)
     numbers: list[float] = [
         item for item in value if isinstance(item, float | int) and not isinstance(item, bool)
@@ -271,11 +296,11 @@ SUFFIX = ".gguf"
 
 
 def is_gguf(checkpoint: Path) -> bool:
-    """Whether a checkpoint is such a file; by its name, so that nobody reads it for that."""
+    """Whether a checkpoint is a GGUF file, judged by the name alone: nothing is read."""
     return checkpoint.suffix.lower() == SUFFIX
 
 
-# How the format numbers its types.
+# Names of the tensors' types, by the format's numbers.
 TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
     10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
@@ -283,7 +308,7 @@ TYPES = {
     23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16",
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-# Those that can be decoded -> (values, bytes) of one block; a row is whole blocks.
+# (values, bytes) of a block, by the types that can be decoded. A row consists of whole blocks.
 BLOCKS = {
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20),
     "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "IQ4_NL": (32, 18), "Q2_K": (256, 84),
@@ -293,19 +318,22 @@ BLOCKS = {
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
-DIMENSIONS = 4  # at most, of a tensor
-MAX_VALUES = 1 << 48  # of a tensor: their bytes can be counted in 64 bits
-LONGEST_NAME = 64  # bytes of a tensor's; llama.cpp's own bound
+DIMENSIONS = 4  # the most dimensions of a tensor
+MAX_VALUES = 1 << 48  # the most values of a tensor; their number of bytes fits into 64 bits
+LONGEST_NAME = 64  # the most bytes of a tensor's name, as in llama.cpp
 LEAST_PAIR = 8 + 4 + 1  # bytes of an empty key, a type and the smallest value
-LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # of an empty name, one dimension, type and offset
+LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of an empty name, one dimension, a type and an offset
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as it lies in the file.
+    """A tensor in a GGUF file.
 
-    shape: slowest dimension first, as torch has it. type: "F32", "Q4_K" ...; offset: in bytes, from
-    the file's begin.
+    name: llama.cpp's, such as "blk.0.attn_q.weight".
+    type: such as "F32" or "Q4_K".
+    shape: slowest dimension first, as in torch; the file has it the other way round.
+    offset: in bytes from the file's beginning.
+    nbytes: its size; 0 if the type cannot be decoded.
     """
 
     name: str
@@ -316,10 +344,12 @@ class TensorInfo:
 
 
 class FileMetadata(Mapping[str, Value]):
-    """The key-values; each access reads the file."""
+    """The key-values of a file, by key. Each access decodes the value from the file, and raises
+    ConfigurationError if it is broken.
+    """
 
     def __init__(self, path: Path, data: mmap.mmap, offsets: dict[str, tuple[int, int]]) -> None:
-        """`offsets`: type and byte offset by key."""
+        """offsets: (type, byte offset) of each value, by key."""
         self._path = path
         self._data = data
         self._offsets = offsets
@@ -340,7 +370,13 @@ class FileMetadata(Mapping[str, Value]):
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """`tensors` by name."""
+    """The header of a GGUF file.
+
+    path: of the file.
+    metadata: the key-values.
+    tensors: by name.
+    data: the mapped file.
+    """
 
     path: Path
     metadata: FileMetadata
@@ -348,12 +384,14 @@ class GgufHeader:
     data: mmap.mmap
 
     def error(self, message: str) -> ConfigurationError:
-        """To be raised: `message`, with the file in front."""
+        """A ConfigurationError to be raised: `message` behind the file's path."""
         return ConfigurationError(f"{self.path}: {message}")
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of a file; ConfigurationError in one line if it is none, cut or lies."""
+    """Reads the header of a file. Raises ConfigurationError, in one line, if it is not a GGUF file,
+    truncated or broken.
+    """
     try:
         with path.open("rb") as stream:
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -401,7 +439,9 @@ def _offsets(cursor: Cursor, pairs: int) -> Iterator[tuple[str, tuple[int, int]]
 
 
 def _tensor(cursor: Cursor) -> TensorInfo:
-    """The next of the list; its offset counts from where the weights begin."""
+    """Reads the next entry of the list of tensors. Its offset counts from the beginning of the
+    weights.
+    """
     name = cursor.string()
     if len(name.encode()) > LONGEST_NAME or not name.isprintable():
         raise InvalidFile(f"{quote(name)} is no name of a tensor")
@@ -412,7 +452,7 @@ def _tensor(cursor: Cursor) -> TensorInfo:
     number = cursor.u32()
     offset = cursor.u64()
     kind = TYPES.get(number, f"of type {number}")
-    # Of a type that cannot be decoded the size is not known; who asks for the tensor is told.
+    # The size of a type that cannot be decoded is unknown. Loading such a tensor raises an error.
     values, size = BLOCKS.get(kind, (1, 0))
     if shape[-1] % values or not 0 < math.prod(shape) <= MAX_VALUES:
         raise InvalidFile(f"{name} is {kind} with the shape {list(shape)}")
@@ -420,7 +460,12 @@ def _tensor(cursor: Cursor) -> TensorInfo:
 
 
 def _located(listed: list[TensorInfo], begin: int, size: int) -> dict[str, TensorInfo]:
-    """With offsets from the file's begin. All lie in the file, and none in another."""
+    """The tensors by name, with offsets from the file's beginning. Raises InvalidFile if one is
+    outside of the file or overlaps another.
+
+    begin: where the weights begin.
+    size: of the file, in bytes.
+    """
     located: dict[str, TensorInfo] = {}
     for tensor in listed:
         offset = begin + tensor.offset

@@ -1,7 +1,7 @@
-"""A GGUF file's tokenizer, in the words of tokenizer.json and tokenizer_config.json.
+"""A GGUF file's tokenizer as the objects of tokenizer.json and tokenizer_config.json.
 
-Knows metadata that was read already, and no file. Byte-level BPE ("gpt2") and SentencePiece's BPE
-("llama") are known.
+Supported models are byte-level BPE ("gpt2") and SentencePiece's BPE ("llama"). Takes the metadata,
+reads no file.
 """
 
 from __future__ import annotations
@@ -31,26 +31,31 @@ BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"
 ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
 PREFIX, TRIM = "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_extra_whitespaces"
 TEMPLATE = "tokenizer.chat_template"
-SPACE = "\u2581"  # what SentencePiece writes for a space
-# Ids of SentencePiece files that do not say them.
+SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
+# Ids of SentencePiece's named tokens where the file does not have them.
 SENTENCE_PIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 
 Json = dict[str, object]
 
 
 class _Ends(NamedTuple):
-    """What stands around each prompt: tokens or None."""
+    """The special tokens around each prompt, as texts; None: there is none.
+
+    bos: in front.
+    eos: behind.
+    """
 
     bos: str | None
     eos: str | None
 
 
 def tokenizer_json(metadata: Metadata) -> Json:
-    """What tokenizer.json would hold; `Tokenizer.from_str` reads it as JSON.
+    """The object of tokenizer.json; `Tokenizer.from_str` reads it as JSON.
 
-    `metadata`: the file's keys and values as plain Python. Gives the ids of the model's own
-    tokenizer; lists share the metadata's texts. Raises ConfigurationError for a kind of tokenizer
-    that is not known, and for metadata that is incomplete or contradicts itself.
+    metadata: the file's key-values. Lists in the result share its texts.
+
+    The tokenizer gives the ids of the model's own. Raises ConfigurationError for a model or
+    pre-tokenizer that is not supported, and for metadata that is incomplete or contradicts itself.
     """
     model = _model(metadata)
     vocabulary = _vocabulary(metadata, model)
@@ -60,7 +65,7 @@ def tokenizer_json(metadata: Metadata) -> Json:
 
 
 def tokenizer_config(metadata: Metadata) -> Json:
-    """What tokenizer_config.json would hold: the named tokens' texts, and chat templates.
+    """The object of tokenizer_config.json: texts of the named tokens, and chat templates.
 
     Raises ConfigurationError as `tokenizer_json` does.
     """
@@ -96,9 +101,10 @@ def _vocabulary(metadata: Metadata, model: str) -> GgufVocabulary:
 
 
 def _spelled(vocabulary: GgufVocabulary) -> GgufVocabulary:
-    """Spaces in users' tokens, as in Gemma's tokens for indentation, written as in all others.
+    """Writes the spaces in USER_DEFINED tokens, such as Gemma's tokens for indentation, as SPACE.
 
-    The file has them as spaces; SentencePiece looks for them after it replaced the text's.
+    The file has them as plain spaces, but SentencePiece looks for these tokens after it has
+    replaced the spaces of the text.
     """
     tokens = list(vocabulary.tokens)
     for number in vocabulary.of_kinds(frozenset((TokenType.USER_DEFINED,))):
@@ -110,7 +116,9 @@ def _spelled(vocabulary: GgufVocabulary) -> GgufVocabulary:
 
 
 def _templates(metadata: Metadata) -> dict[str, str]:
-    """Jinja text by name. The name of a template is the rest of its key."""
+    """Chat templates, Jinja text by name: "default", and the rest of each key that begins with
+    TEMPLATE and a dot.
+    """
     templates = {}
     default = read_text(metadata, TEMPLATE)
     if default is not None:
@@ -162,7 +170,7 @@ def _sentence_piece(metadata: Metadata, vocabulary: GgufVocabulary) -> Json:
         model["unk_token"] = vocabulary.tokens[vocabulary.named["unk_token"]]
     return _tokenizer(
         model,
-        # The prefix would be looked for in front of the token, not of the text.
+        # With a prefix, normalizing the tokens would put the prefix in front of each of them.
         _added(vocabulary, replaced=not prefix),
         _template(vocabulary, ends),
         normalizer={"type": "Sequence", "normalizers": _normalizers(prefix, trim)},
@@ -193,7 +201,9 @@ def _replace(pattern: dict[str, str], content: str) -> Json:
 
 
 def _check_bytes(vocabulary: GgufVocabulary) -> None:
-    """What no token spells becomes bytes, which are found by their texts."""
+    """Raises ConfigurationError for a BYTE token with an unexpected text. The tokenizers library
+    finds the tokens of byte fallback by their texts.
+    """
     texts = {f"<0x{byte:02X}>" for byte in range(256)}
     for number in vocabulary.of_kinds(frozenset((TokenType.BYTE,))):
         if vocabulary.tokens[number] not in texts:
@@ -238,8 +248,12 @@ def _tokenizer(
 
 
 def _added(vocabulary: GgufVocabulary, replaced: bool) -> list[Json]:
-    """Tokens that are looked for in the text as it came, and those of users that spell a space
-    after spaces were `replaced`. Only those of users are shown to users."""
+    """The entries of `added_tokens`. All but USER_DEFINED tokens are special: they are left out of
+    decoded text.
+
+    replaced: whether USER_DEFINED tokens that contain SPACE are looked for in the normalized text,
+        where spaces are replaced; all others are looked for in the text as it came.
+    """
     return [
         {
             "id": number,
@@ -257,7 +271,10 @@ def _added(vocabulary: GgufVocabulary, replaced: bool) -> list[Json]:
 
 
 def _ends(metadata: Metadata, vocabulary: GgufVocabulary, add_bos: bool) -> _Ends:
-    """`add_bos`: what the kind of tokenizer does where the file does not say."""
+    """The special tokens around each prompt.
+
+    add_bos: whether there is one in front where the file does not say.
+    """
     return _Ends(
         _end(metadata, vocabulary, ADD_BOS, "bos_token", add_bos),
         _end(metadata, vocabulary, ADD_EOS, "eos_token", False),
@@ -277,7 +294,7 @@ def _end(
 
 
 def _template(vocabulary: GgufVocabulary, ends: _Ends) -> Json | None:
-    """Puts `ends` around a prompt."""
+    """The post-processor that puts `ends` around a prompt; None: there is nothing to put."""
     if ends.bos is None and ends.eos is None:
         return None
     sequence: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -299,45 +316,46 @@ def _special(text: str | None) -> list[Json]:
 
 MERGES = "tokenizer.ggml.merges"
 SCORES = "tokenizer.ggml.scores"
-# Bounds the memory that a lying file can ask for; the known vocabularies have two merges a token.
+# Bounds the memory that a hostile file can ask for; known vocabularies have two merges a token.
 MERGES_A_TOKEN = 32
 
 Merge = tuple[str, str]
 
 
 def listed_merges(metadata: Metadata, vocabulary: GgufVocabulary) -> list[Merge]:
-    """The pairs in the file's list, which spells each as two tokens with a space between.
+    """The merges in the file's list. An entry is two tokens with a space between them.
 
-    Raises ConfigurationError where a part or what they become is no token.
+    Raises ConfigurationError if one of the two, or their concatenation, is not a token.
     """
     tokens, ids = vocabulary.tokens, vocabulary.ids
     merges: dict[Merge, None] = {}
     for number, merge in enumerate(read_texts(metadata, MERGES)):
-        # The space that divides is never the first character: that one belongs to a token.
+        # The separating space is never the first character: a space there belongs to the token.
         split_at = merge.find(" ", 1)
         if split_at < 0:
             raise metadata_error(MERGES, f"entry {number} is not two tokens: {quote(merge)}")
         left_part, right = ids.get(merge[:split_at]), ids.get(merge[split_at + 1 :])
         if left_part is None or right is None or tokens[left_part] + tokens[right] not in ids:
             raise metadata_error(MERGES, f"entry {number} names an unknown token: {quote(merge)}")
-        # Of equal ones the first counts. The vocabulary's own texts take no further memory.
+        # Of equal merges the first counts. The vocabulary's own texts take no further memory.
         merges.setdefault((tokens[left_part], tokens[right]))
     return list(merges)
 
 
 def scored_merges(metadata: Metadata, vocabulary: GgufVocabulary) -> list[Merge]:
-    """All pairs that make a token, in the order in which SentencePiece would join them: higher
-    scores first, then lower ids; among the pairs of a token, those with the longer left part.
+    """All merges of two tokens into a token, in SentencePiece's order: by descending score of the
+    result, then by ascending id; merges with the same result by descending length of the left
+    part.
 
-    Source: SentencePiece's BPE (https://aclanthology.org/D18-2012/), which takes the pair that
-    makes the token with the highest score. Only ordinary tokens take part: text cannot become a
-    control or byte token by merging. Time: linear in the characters of the vocabulary, each
-    copied at most vocabulary.LONGEST times. Raises ConfigurationError.
+    Source: SentencePiece's BPE (https://aclanthology.org/D18-2012/), which joins the pair whose
+        result has the highest score. Only ORDINARY tokens take part: merging cannot make a control
+        or byte token. Takes time linear in the characters of the vocabulary; each is copied at most
+        LONGEST times. Raises ConfigurationError.
     """
     scores = read_numbers(metadata, SCORES, len(vocabulary.tokens))
     order = vocabulary.of_kinds(ORDINARY)
     order.sort(key=scores.__getitem__, reverse=True)
-    # Each text by itself: a part that was cut out is exchanged for the vocabulary's own.
+    # From a text to the same text in the vocabulary, so that merges keep no copies of parts.
     known = {vocabulary.tokens[number]: vocabulary.tokens[number] for number in order}
     most = MERGES_A_TOKEN * len(vocabulary.tokens)
     merges: list[Merge] = []
@@ -356,13 +374,13 @@ def scored_merges(metadata: Metadata, vocabulary: GgufVocabulary) -> list[Merge]
 
 PRE = "tokenizer.ggml.pre"
 
-# Parts of the expressions below.
+# Parts of the regular expressions below.
 _ENDINGS = r"'s|'t|'re|'ve|'m|'ll|'d"
 _ANY_ENDINGS = rf"(?i:{_ENDINGS})"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-# Words in which capitals come first: "camelCase" is two.
+# Words in which upper-case letters come first: "camelCase" is two words.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _CAPITALS = rf"{_LEAD}{_UPPER}*{_LOWER}+%s|{_LEAD}{_UPPER}+{_LOWER}*%s"
@@ -407,9 +425,14 @@ _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
 class PreTokenizer(NamedTuple):
-    """`splits`: expressions in Oniguruma's words; each cuts the pieces that the one before it left
-    into matches and what lies between them. `whole_words`: a piece that is a token needs no merges.
-    `add_bos`: unless the file says otherwise. `nfc`: the model was given composed characters."""
+    """How a text is split before BPE.
+
+    splits: regular expressions of Oniguruma. Each splits the pieces of the one before it into its
+        matches and the text between them.
+    whole_words: whether a piece that is a token needs no merges.
+    add_bos: whether prompts begin with the bos token, where the file does not say.
+    nfc: whether text is normalized to NFC first.
+    """
 
     splits: tuple[str, ...]
     whole_words: bool = False
@@ -446,8 +469,9 @@ PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names
 
 
 def read_pre_tokenizer(metadata: Metadata) -> PreTokenizer:
-    """The rule that the file names. Raises ConfigurationError for a name that is absent or not
-    known: any other rule would give the model tokens that it was not trained on."""
+    """The pre-tokenizer that the file names. Raises ConfigurationError if the name is missing or
+    unknown: another pre-tokenizer would give ids that the model was not trained on.
+    """
     name = read_text(metadata, PRE)
     if name is None:
         raise metadata_error(PRE, "missing")
@@ -459,8 +483,8 @@ def read_pre_tokenizer(metadata: Metadata) -> PreTokenizer:
 
 TOKENS = "tokenizer.ggml.tokens"
 TYPES = "tokenizer.ggml.token_type"
-# What tokenizer_config.json calls a token, and the key of its id. The file format spells
-# "separator" so.
+# Keys of the named tokens' ids, by their names in tokenizer_config.json. "seperator" is the file
+# format's spelling.
 NAMED = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -470,10 +494,10 @@ NAMED = {
     "cls_token": "tokenizer.ggml.cls_token_id",
     "mask_token": "tokenizer.ggml.mask_token_id",
 }
-# Bounds on the work and memory that a lying file can ask for. SentencePiece's tokens have 16
-# characters unless its trainer was told otherwise, and a vocabulary some thousand added tokens.
-LONGEST = 512  # characters of a token that is looked for, or made from others
-MAX_ADDED = 1 << 20  # characters of all tokens that are looked for
+# Bounds on the work and memory that a hostile file can ask for. By default SentencePiece's tokens
+# have at most 16 characters; vocabularies have some thousand added tokens.
+LONGEST = 512  # the most characters of an added token, or of the result of a merge
+MAX_ADDED = 1 << 20  # the most characters of all added tokens together
 
 
 class TokenType(IntEnum):
@@ -488,15 +512,20 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Found in a text before anything else splits it; of these, USER_DEFINED ones are shown to users.
+# Added tokens: looked for in a text before it is split. Only USER_DEFINED ones are shown to users.
 ADDED = frozenset((TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED))
-# Made from shorter ones. Files that give no kind to a token mean an ordinary token.
+# Tokens that merges can make. UNDEFINED means an ordinary token.
 ORDINARY = frozenset((TokenType.UNDEFINED, TokenType.NORMAL))
 
 
 class GgufVocabulary(NamedTuple):
-    """`tokens`: all different, by id. `kinds`: of the same length, each a Kind. `ids`: the id of
-    each token. `named`: ids by the names of tokenizer_config.json, as far as the file has them."""
+    """The tokens of a file.
+
+    tokens: texts by id, all different.
+    kinds: a TokenType for each token.
+    ids: ids by text.
+    named: ids by names of tokenizer_config.json, such as "eos_token", as far as the file has them.
+    """
 
     tokens: list[str]
     kinds: list[int]
@@ -504,12 +533,13 @@ class GgufVocabulary(NamedTuple):
     named: dict[str, int]
 
     def of_kinds(self, kinds: frozenset[TokenType]) -> list[int]:
-        """The ids of all tokens of one of these kinds, ascending."""
+        """Ids of all tokens of these types, ascending."""
         return [number for number, kind in enumerate(self.kinds) if kind in kinds]
 
     def added(self) -> list[int]:
-        """The ids of the tokens that are looked for in a text. Raises ConfigurationError where
-        they are too long to be meant."""
+        """Ids of the added tokens, ascending. Raises ConfigurationError if one of them, or all
+        together, are too long.
+        """
         numbers = self.of_kinds(ADDED)
         for number in numbers:
             self.check_length(number)
@@ -520,19 +550,21 @@ class GgufVocabulary(NamedTuple):
         return numbers
 
     def check_length(self, number: int) -> None:
-        """Raises ConfigurationError for a token of more than LONGEST characters."""
+        """Raises ConfigurationError if token `number` has more than LONGEST characters."""
         size = len(self.tokens[number])
         if size > LONGEST:
             raise metadata_error(TOKENS, f"{number} has {size} characters, more than {LONGEST}")
 
 
 def read_vocabulary(metadata: Metadata) -> GgufVocabulary:
-    """Raises ConfigurationError for keys that are absent, contradict each other or lie."""
+    """Reads the tokens. Raises ConfigurationError for keys that are missing, wrong or contradict
+    each other.
+    """
     tokens = read_texts(metadata, TOKENS)
     if not tokens:
         raise metadata_error(TOKENS, "empty")
     if "" in tokens:
-        # Nothing can be encoded as an empty token, but its id needs some text.
+        # No text is encoded as an empty token, but each id needs a text of its own.
         tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
     ids = {token: number for number, token in enumerate(tokens)}
     if len(ids) != len(tokens):
@@ -558,9 +590,10 @@ class _Added(TypedDict):
 
 
 def load_tokenizer(metadata: Metadata) -> Tokenizer:
-    """What `Tokenizer.from_str` makes of `tokenizer_json`, without writing the vocabulary as JSON,
-    which would take twice as long. Raises ConfigurationError."""
-    from tokenizers import AddedToken, Tokenizer, models  # most readers of a file need none
+    """The tokenizer of the file, equal to `Tokenizer.from_str` of `tokenizer_json`. Does not write
+    the vocabulary as JSON, which would take twice as long. Raises ConfigurationError.
+    """
+    from tokenizers import AddedToken, Tokenizer, models  # here: most readers need no tokenizer
 
     parts = tokenizer_json(metadata)
     model = cast(dict[str, object], parts["model"])

@@ -1,6 +1,10 @@
-"""Decodes parts of a GGUF file's tensors as float32, a few megabytes at a time.
+"""Decodes slices of a GGUF file's tensors as float32, a few megabytes at a time.
 
-Knows how rows lie in the file and which slice of them is wanted; no model and no torch.
+- WeightFile: decodes.
+- GgufTensor, model_tensors: the file's tensors under transformers' names, with what has to be
+  undone in their values.
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,11 +19,11 @@ import numpy as np
 from pipeinfer.gguf.config import Keys
 from pipeinfer.gguf.header import BLOCKS, GgufHeader, TensorInfo
 
-PIECE = 1 << 20  # values that are decoded together; as float32 they fit into a CPU's cache
+PIECE = 1 << 20  # values that are decoded at a time; as float32 they fit into a CPU's cache
 
 
 class WeightFile:
-    """The weights of one file. Pages of it are mapped, and stay the kernel's."""
+    """The weights of one file, which is mapped: the kernel keeps its pages and may drop them."""
 
     def __init__(self, path: Path) -> None:
         self._bytes = np.memmap(path, np.uint8, "r")
@@ -27,8 +31,14 @@ class WeightFile:
     def pieces(
         self, packed: GgufTensor, slices: tuple[slice, ...]
     ) -> Iterator[tuple[slice, np.ndarray]]:
-        """`slices` of a tensor of one or two dimensions: runs along the first dimension, counted
-        from where these begin, with their values, float32."""
+        """Decodes a part of a tensor, piece by piece.
+
+        packed: a tensor of one or two dimensions.
+        slices: the part, one slice for each dimension.
+
+        Yields (rows, values): a slice of the part's first dimension, counted from the part's
+        beginning, and float32 values.
+        """
         columns, size = slices[-1], BLOCKS[packed.dtype][0]
         first, last = columns.start // size, -(-columns.stop // size)
         inner = slice(columns.start - first * size, columns.stop - first * size)
@@ -45,14 +55,14 @@ class WeightFile:
             yield slice(start - begin, stop - begin), _plain(values[:, inner], packed)
 
     def _vector(self, packed: GgufTensor) -> np.ndarray:
-        """A tensor of one dimension, whole: they are small."""
+        """A whole tensor of one dimension, which is small: float32 [values]."""
         values = decode(packed.dtype, self._blocks(packed).reshape(1, -1))[0]
         if packed.interleaved_heads:
             values = values[_order(0, len(values), packed)]
         return _plain(values, packed)
 
     def _blocks(self, packed: GgufTensor) -> np.ndarray:
-        """uint8 [rows, blocks, bytes of a block], a view."""
+        """A view of a tensor, uint8 [rows, blocks of a row, bytes of a block]."""
         raw = self._bytes[packed.offset : packed.offset + packed.nbytes]
         return raw.reshape(
             packed.shape[0] if len(packed.shape) > 1 else 1, -1, BLOCKS[packed.dtype][1]
@@ -64,10 +74,10 @@ def _plain(values: np.ndarray, packed: GgufTensor) -> np.ndarray:
 
 
 def _order(start: int, stop: int, packed: GgufTensor) -> np.ndarray | slice:
-    """Which rows of the file are rows start..stop of the tensor."""
+    """Rows of the file that are rows start .. stop - 1 of the tensor."""
     if not packed.interleaved_heads:
         return slice(start, stop)
-    # A head's rows in the file: 0, half, 1, half + 1 ...; neighbours are rotated together.
+    # The file has a head's rows in the order 0, half, 1, half + 1 ...: RoPE rotates neighbours.
     size = packed.shape[0] // packed.interleaved_heads
     rows = np.arange(start, stop)
     within = rows % size
@@ -97,16 +107,21 @@ SANDWICH = PARTS | {
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 PLAIN = ("F32", "F16", "BF16", "F64")
-UNUSED = ("rope_freqs.weight",)  # read as a configuration, see hyperparameters.py
+UNUSED = ("rope_freqs.weight",)  # part of the configuration, see gguf/config.py
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A checkpoint's tensor in a GGUF file, in the fields of a stored tensor and three more.
+    """A model's tensor in a GGUF file. The first four attributes are those of StoredTensor.
 
-    dtype: its type there. offset: in bytes, from the file's begin. turned_heads: of how many heads
-    the rows stand in the order of neighbours; 0: as they shall. added: what was added to all
-    values.
+    file: where it is.
+    dtype: the file's type, such as "Q4_K".
+    shape: slowest dimension first.
+    nbytes: its size.
+    offset: in bytes from the file's beginning.
+    interleaved_heads: heads whose rows the file has in RoPE's interleaved order; 0: rows are in the
+        model's order.
+    norm_offset: what was added to all values when the file was written, and is subtracted again.
     """
 
     file: Path
@@ -119,8 +134,7 @@ class GgufTensor:
 
 
 def is_low_bit(header: GgufHeader) -> bool:
-    """Whether all matrices have eight bits a value or less, but the small ones that choose
-    experts."""
+    """Whether all matrices but the routers of experts have a type of eight bits or less."""
     return all(
         tensor.type not in PLAIN
         for tensor in header.tensors.values()
@@ -129,7 +143,7 @@ def is_low_bit(header: GgufHeader) -> bool:
 
 
 def model_tensors(header: GgufHeader) -> dict[str, GgufTensor]:
-    """All tensors by transformers' names, those it does not know by their own."""
+    """All tensors by transformers' names. Tensors without one keep the file's name."""
     keys = Keys(header)
     return dict(pair for tensor in header.tensors.values() for pair in _named(header, keys, tensor))
 
@@ -179,10 +193,13 @@ def _expert(header: GgufHeader, tensor: TensorInfo, index: int) -> GgufTensor:
 
 
 def decode(kind: str, raw: np.ndarray) -> np.ndarray:
-    """uint8 [rows, bytes of whole blocks] to float32 [rows, values]."""
+    """float32 [rows, values] of raw uint8 [rows, bytes of whole blocks].
+
+    kind: the type, of BLOCKS.
+    """
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     values = dequantize(raw, GGMLQuantizationType[kind])
-    # What is stored as float32 comes as a view of the file, which nobody may write to.
+    # For float32 tensors dequantize returns a read-only view of the file, so they are copied.
     return np.require(values, np.float32, "W")

@@ -1,5 +1,5 @@
-"""What an output must be: grammars, and which tokens they allow next.
+"""Grammars for structured outputs: which tokens each row may sample next.
 
-Knows no request, no stage and no torch. Only what compiles imports llguidance; gateway, scheduler
-and detokenizer never do.
+No module here imports torch. Only the modules that compile import llguidance; gateway, scheduler
+and detokenizer import none of those.
 """

@@ -1,6 +1,7 @@
-"""How large a grammar may be, checked on its text before anybody compiles it.
+"""Bounds on the size of a grammar, checked on its text before it is compiled.
 
-What passes may still be refused by the compiler. Imports no compiler, so that a gateway may check.
+The compiler may still refuse what passes here. Imports no compiler, so the gateway can check a
+request.
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ import msgspec
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
-# Chains of references recurse in the compiler, and no limit of its own counts them. So much text
-# holds chains of a few thousand, which STACK in compiling.py survives.
+# Chains of references recurse in the compiler, which has no limit for them. A text of this length
+# has room for chains of about 5,900, for which COMPILE_STACK_BYTES in compiling.py suffices.
 MAX_GRAMMAR_BYTES = 64 * 1024
-# Levels of brackets outside of strings in a JSON schema, and of any brackets in the other forms.
-# The compiler refuses objects that are nested 62 deep; each level of objects takes two here.
+# Levels of nested brackets; brackets in strings count except in a JSON schema. The compiler refuses
+# objects that are nested 62 deep, and each level of objects takes two levels of brackets.
 MAX_GRAMMAR_DEPTH = 128
-MAX_GBNF_LETTERS = 16 * 1024  # letters; its translation takes 0.4 s, and grows with the square
-# Why an engine does not take a grammar now, which another time it may.
+# Characters. Translating so much GBNF takes 0.4 s, and the time grows with the square.
+MAX_GBNF_LETTERS = 16 * 1024
+# The error if an engine has no memory for a grammar now; a later request may succeed.
 NO_GRAMMAR_MEMORY = "the grammars in use leave no memory for another one; try again later"
-# Of the stack that a validation has; an engine's thread has twice as much (compiling.py).
+# Bytes of stack for compiling in a validation; an engine's thread has twice as much (compiling.py).
 VALIDATION_STACK_BYTES = 32 * 1024 * 1024
 FORMS = ("json", "regex", "choice", "grammar")
-# Units of work (work.py) from which on a mask is costly: engines report it, and schedulers count
-# it. Of ambiguous rules so many take 0.05 to 0.3 ms, of a lexer that is being built about 10 ms.
+# A mask of at least so many units (MaskCost in compiling.py) is costly: engines report it, and
+# schedulers count it. In ambiguous rules so many units take 0.05 to 0.3 ms, in a lexer that is
+# being built about 10 ms.
 COSTLY_MASK_UNITS = 1_000
 
-# What a JSON schema within a grammar would tell the compiler, which would let white space go on
-# without end. Of schemas by themselves it is replaced.
+# The key of compiler options in a JSON schema; they could allow endless white space. Lark and GBNF
+# grammars must not have it; in a grammar that is a JSON schema it is overwritten.
 COMPILER_OPTIONS = "x-guidance"
 _ESCAPES = re.compile(r"\\u([0-9a-fA-F]{4})")
 
@@ -37,8 +40,14 @@ _OPEN, _CLOSE = "[{(", "]})"
 
 
 class VocabularySetup(msgspec.Struct, frozen=True, array_like=True):
-    """What the vocabulary is made of, see compiling.GrammarVocabulary; `stack`: bytes, to compile
-    with."""
+    """What a GrammarVocabulary is built from.
+
+    tokenizer: tokenizer.json as text.
+    width: of the logits.
+    end_ids: ids that end a request.
+    known_ids: ids that the tokenizer has.
+    stack: bytes of stack to compile with in a validation.
+    """
 
     tokenizer: str
     width: int
@@ -48,11 +57,11 @@ class VocabularySetup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GrammarError(ValueError):
-    """A grammar that is not served; the text says why, for the client."""
+    """A grammar is not served. The message says why, for the client."""
 
 
 def form_of(spec: StructuredOutputs) -> str:
-    """Which of FORMS is given. GrammarError unless it is exactly one."""
+    """Which of FORMS `spec` has. Raises GrammarError unless it has exactly one."""
     given = [form for form in FORMS if getattr(spec, form) is not None]
     if len(given) != 1:
         said = " and ".join(given) or "none"
@@ -61,7 +70,9 @@ def form_of(spec: StructuredOutputs) -> str:
 
 
 def check(spec: StructuredOutputs) -> str:
-    """The form of a grammar that is not too large; else GrammarError."""
+    """The form of a grammar. Raises GrammarError if the grammar is too large or nested too
+    deeply.
+    """
     form = form_of(spec)
     if form == "choice":
         return _check_choice(spec.choice or ())
@@ -79,7 +90,7 @@ def check(spec: StructuredOutputs) -> str:
 
 
 def schema_of(text: str) -> JsonObject | bool:
-    """What the text of a JSON schema says. GrammarError unless that may be a schema."""
+    """The JSON schema in `text`. Raises GrammarError unless it is a JSON object or boolean."""
     try:
         schema: JsonValue = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -106,7 +117,9 @@ def _check_bytes(form: str, size: int) -> None:
 
 
 def _depth(text: str, strings: bool) -> int:
-    """The deepest level of brackets. `strings`: what stands between quotes does not count."""
+    """The deepest level of brackets in `text`. strings: whether brackets between quotes are
+    ignored.
+    """
     level = deepest = 0
     inside = escaping = False
     for letter in text:

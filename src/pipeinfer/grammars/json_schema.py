@@ -1,8 +1,8 @@
-"""JSON schemas in the words that the compiler of grammars knows.
+"""Rewrites JSON schemas for llguidance, which knows only some keywords.
 
-What it has no word for is said in others that allow the same or less: sets, conditions,
-dependencies, negations, unions of which one alone may fit. What cannot be said is left out and
-named. Knows JSON Schema 2020-12 and drafts 4 to 7; compiles nothing.
+A keyword that it does not know is expressed by others that allow the same values, or fewer: sets,
+conditions, dependencies, negations, and oneOf with branches that exclude each other. What cannot be
+expressed is left out and reported. Knows JSON Schema 2020-12 and drafts 4 to 7; compiles nothing.
 Source: https://json-schema.org/draft/2020-12.
 """
 
@@ -34,19 +34,19 @@ from pipeinfer.grammars.schema_facts import (
 )
 from pipeinfer.json_values import JsonObject, JsonValue
 
-# Formats of strings that the compiler knows. JSON Schema lets others be ignored.
+# Formats of strings that the compiler knows. JSON Schema allows to ignore all others.
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
      "unknown")
 )  # fmt: skip
-MAX_SET_ARRAYS = 400  # of a set, written out
-MAX_ALTERNATIVES = 64  # that are compared, each with each
-MAX_BRANCHES = 8  # of dependencies, and items that an array must contain
-EXACT = 2**53  # whole numbers up to here are themselves in the compiler's float64
+MAX_SET_ARRAYS = 400  # the most arrays that a schema with uniqueItems is written out to
+MAX_ALTERNATIVES = 64  # the most branches of oneOf that are compared, each with each
+MAX_BRANCHES = 8  # the most dependencies of a schema, and the most items of minContains
+EXACT = 2**53  # whole numbers up to here are exact in the compiler's float64
 LEAST_INT64, LARGEST_INT64 = -(2**63), 2**63 - 1
-LEAST_COMPILABLE = LEAST_INT64 + 1024  # the next float64: the compiler cannot count to LEAST_INT64
+LEAST_COMPILABLE = LEAST_INT64 + 1024  # the float64 above LEAST_INT64, which does not compile
 
-# What the compiler holds, and where references point to. All else is dealt with here.
+# Keywords that the compiler enforces, and those that references need. The others are removed.
 _SUPPORTED = frozenset(
     ("anyOf", "oneOf", "allOf", "$ref", "const", "enum", "type", "items", "additionalItems",
      "prefixItems", "minItems", "maxItems", "properties", "additionalProperties",
@@ -54,7 +54,7 @@ _SUPPORTED = frozenset(
      "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
      "multipleOf", "$anchor", "$defs", "definitions", "$schema", "$id", "id")
 )  # fmt: skip
-# What is left out where nothing here has found other words for it.
+# Keywords that are reported as unsupported where no rule in this module has replaced them.
 _UNKNOWN = (
     "not", "uniqueItems", "contains", "propertyNames", "dependentRequired", "unevaluatedProperties",
     "unevaluatedItems", "$dynamicRef", "$recursiveRef",
@@ -67,9 +67,13 @@ _DEFINED = re.compile(r"#/(?:\$defs|definitions)/[^/]*$")
 
 @dataclass(frozen=True)
 class CompilableSchema:
-    """`schema`: to be compiled. `left_out`: keywords that it does not hold an answer to, each with
-    its place, such as "uniqueItems at properties.tags". `malformed`: those of them whose values are
-    no JSON Schema."""
+    """A schema for the compiler.
+
+    schema: what is compiled.
+    unsupported: keywords that it does not enforce, each with its place, such as "uniqueItems at
+        properties.tags".
+    malformed: those of `unsupported` whose values are not valid in JSON Schema.
+    """
 
     schema: JsonObject | bool
     unsupported: tuple[str, ...] = ()
@@ -79,9 +83,14 @@ class CompilableSchema:
 def compilable_schema(
     schema: JsonObject | bool, closed: bool = True, narrow: bool = False
 ) -> CompilableSchema:
-    """`schema` in the compiler's words. `closed`: objects have no properties but those that are
-    named, unless `additionalProperties` or its like is given. `narrow`: rather less is allowed than
-    left out. Raises GrammarError if it is too large."""
+    """`schema` with only the keywords that the compiler knows.
+
+    closed: whether objects have no properties but the named ones, unless `additionalProperties` or
+        a similar keyword is given.
+    narrow: whether to allow fewer values rather than to leave a keyword out.
+
+    Raises GrammarError if the schema is too large.
+    """
     if isinstance(schema, bool):
         return CompilableSchema(schema)
     rewriting = _SchemaRewriter(schema, closed, narrow)
@@ -90,7 +99,13 @@ def compilable_schema(
 
 
 class _SchemaRewriter:
-    """Of one schema, part by part. Each part is a copy that is changed."""
+    """Rewrites one schema, subschema by subschema. Each subschema is copied and the copy changed.
+
+    unsupported, malformed: as in CompilableSchema; the keys are an ordered set.
+
+    In the methods, `made` is the copy that is changed, `at` its place in the schema, and `more`
+    collects schemas that must hold beside it.
+    """
 
     def __init__(self, root: JsonObject, closed: bool, narrow: bool) -> None:
         self._facts = SchemaFacts(root)
@@ -98,26 +113,32 @@ class _SchemaRewriter:
         self._narrow = narrow
         self.unsupported: dict[str, None] = {}
         self.malformed: dict[str, None] = {}
-        self._moved: dict[str, str] = {}  # names of definitions, by what refers to them
+        self._moved: dict[str, str] = {}  # new names in $defs, by the references to them
 
     def whole(self, root: JsonObject) -> JsonObject:
-        """The root, with what is referred to elsewhere than among its definitions moved there."""
+        """Rewrites the root. Targets of references outside of its definitions are moved into
+        $defs.
+        """
         made = cast(JsonObject, self.schema(root, ""))
         moved, taken = JsonObject(), named(made, "$defs")
-        while len(moved) < len(self._moved):  # they may refer to more
+        while len(moved) < len(self._moved):  # a moved schema may refer to others
             to, name = list(self._moved.items())[len(moved)]
             moved[name] = self.schema(self._facts.at(to), to.removeprefix("#/"))
         return {**made, "$defs": {**taken, **moved}} if moved else made
 
     def schema(self, given: Schema, at: str, within: bool = False) -> Schema:
-        """`within`: it is about the same value as the schema around it, which closes the object."""
+        """Rewrites the subschema `given` at place `at`.
+
+        within: whether it is about the same value as the schema around it, which then closes the
+            object.
+        """
         if isinstance(given, bool):
             return given
         self._facts.count_visit()
         if not isinstance(given, dict):
             self._note_malformed("schema", at)
             return True
-        made, more = normalized(given), list[Schema]()  # what holds beside it
+        made, more = normalized(given), list[Schema]()
         for key in malformed(made):
             del made[key]
             self._note_malformed(key, at)
@@ -146,7 +167,7 @@ class _SchemaRewriter:
         return made
 
     def _inner(self, made: JsonObject, at: str, within: bool) -> None:
-        """The schemas within it."""
+        """Rewrites the subschemas of `made`."""
         for key in ("properties", "patternProperties", *DEFINITIONS):
             if key in made:
                 made[key] = {
@@ -172,7 +193,9 @@ class _SchemaRewriter:
         self.malformed[f"{key} at {at}" if at else key] = None
 
     def _reference(self, made: JsonObject, at: str) -> None:
-        """To what is not there, or elsewhere."""
+        """Mends references: those outside of the definitions get a moved target, those without a
+        target are removed.
+        """
         to = made.get("$ref")
         if not isinstance(to, str):
             return
@@ -190,7 +213,7 @@ class _SchemaRewriter:
     # ------------------------------------------------------------------------------------- scalars
 
     def _literals(self, made: JsonObject, at: str) -> None:
-        """Constants with whole numbers that the compiler would round."""
+        """Removes const and enum with whole numbers that the compiler would round."""
         for key in ("const", "enum"):
             some = values({key: made[key]}) if key in made else None
             if some is not None and any(map(_rounded, some)):
@@ -199,7 +222,9 @@ class _SchemaRewriter:
                 self._note_unsupported(key, at)
 
     def _numbers(self, made: JsonObject, at: str) -> None:
-        """Limits that are no float64, or beyond what the compiler counts to."""
+        """Removes limits of numbers that are not exact in float64, or beyond what the compiler
+        counts to.
+        """
         whole = made.get("type") == "integer"
         for key in _NUMBERS:
             limit = made.get(key)
@@ -214,7 +239,7 @@ class _SchemaRewriter:
                 self._note_unsupported(key, at)
 
     def _text(self, made: JsonObject, more: list[Schema], at: str) -> None:
-        """Formats that are unknown say nothing; what looks ahead is said by several patterns."""
+        """Removes unknown formats, and replaces a pattern with look-ahead by several patterns."""
         if made.get("format") not in FORMATS:
             made.pop("format", None)
         pattern = made.pop("pattern", None)
@@ -230,7 +255,7 @@ class _SchemaRewriter:
             made["patternProperties"] = self._by_pattern(made, at)
 
     def _by_pattern(self, made: JsonObject, at: str) -> JsonObject:
-        """Properties by patterns of their names, each of which is one that the compiler knows."""
+        """patternProperties with patterns in the compiler's dialect."""
         plain = JsonObject()
         for name, part in named(made, "patternProperties").items():
             patterns, whole = _patterns(name)
@@ -241,7 +266,7 @@ class _SchemaRewriter:
         return plain
 
     def _negation(self, made: JsonObject) -> None:
-        """Of types, of values that are listed, and of a property."""
+        """Replaces `not` with types, with listed values, or with one required property."""
         no = self._facts.resolved(made.get("not"))
         options = values(made)
         if no is False:
@@ -272,8 +297,9 @@ class _SchemaRewriter:
     # ------------------------------------------------------------------------------------ branches
 
     def _one_of(self, made: JsonObject, more: list[Schema], at: str, within: bool) -> None:
-        """As anyOf, if no value fits two branches; where that is so if a property that tells them
-        apart is there, it must be there."""
+        """Replaces oneOf by anyOf, where no value fits two branches. If a property tells the
+        branches apart, the property becomes required in all of them.
+        """
         branches: list[Schema] = listed(made, "oneOf")
         if "oneOf" not in made:
             return
@@ -295,7 +321,9 @@ class _SchemaRewriter:
             made["anyOf"] = branches
 
     def _conditions(self, made: JsonObject, at: str) -> None:
-        """Of the schema and of those that hold beside it, as branches by a property's value."""
+        """Replaces if, then and else, of the schema and of its allOf, by branches for the values of
+        a property.
+        """
         parts = listed(made, "allOf")
         if "if" in made:
             parts = [*parts, {key: made[key] for key in _CONDITION if key in made}]
@@ -318,7 +346,10 @@ class _SchemaRewriter:
             made.pop("allOf", None)
 
     def _branches(self, made: JsonObject, part: JsonObject) -> list[Schema] | None:
-        """None if they cannot be told apart; none where the condition asks for nothing."""
+        """The branches of a condition; [] if it demands nothing; None if they cannot be told apart.
+
+        part: has if, and may have then and else.
+        """
         then, other = part.get("then", True), part.get("else", True)
         if then is True and other is True:
             return []
@@ -345,7 +376,7 @@ class _SchemaRewriter:
     # -------------------------------------------------------------------------------------- arrays
 
     def _set(self, made: JsonObject) -> None:
-        """Arrays of different values, written out where there are few."""
+        """Replaces uniqueItems: few arrays are written out as an enum."""
         if made.get("uniqueItems") is not True:
             made.pop("uniqueItems", None)
             return
@@ -365,7 +396,7 @@ class _SchemaRewriter:
             _list(made, arrays)
 
     def _contains(self, made: JsonObject, at: str) -> None:
-        """The first items are those that must be there."""
+        """Replaces contains by prefixItems: the items that must be there come first."""
         part, least = made.get("contains"), made.get("minContains", 1)
         if part is None:
             return
@@ -383,7 +414,9 @@ class _SchemaRewriter:
     # ------------------------------------------------------------------------------------- objects
 
     def _property_names(self, made: JsonObject, at: str) -> None:
-        """Names that are listed, or that match a pattern."""
+        """Replaces propertyNames with a list, a pattern or lengths, by properties or
+        patternProperties.
+        """
         names = self._facts.resolved(made.get("propertyNames"))
         if names is True or (isinstance(names, dict) and set(names) <= {"type"} | REMARKS):
             del made["propertyNames"]
@@ -407,8 +440,9 @@ class _SchemaRewriter:
         del made["propertyNames"]
 
     def _count(self, made: JsonObject, more: list[Schema], at: str) -> None:
-        """How many properties there are: the compiler counts only where all that are named must be
-        there."""
+        """Removes minProperties and maxProperties where the compiler cannot count: it can only if
+        all named properties are required.
+        """
         known, required = named(made, "properties"), set(listed(made, "required"))
         if not known or set(known) <= required:
             return
@@ -425,7 +459,7 @@ class _SchemaRewriter:
             self._note_unsupported("maxProperties", at)
 
     def _dependencies(self, made: JsonObject, more: list[Schema], at: str) -> None:
-        """What a property asks for is there, or the property is not."""
+        """Replaces dependencies: either the property is absent, or the demanded schema holds."""
         asked: list[tuple[str, Schema]] = []
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             for name, part in named(made, key).items():
@@ -439,7 +473,7 @@ class _SchemaRewriter:
             more.append({"allOf": [{"anyOf": [there, {"properties": {name: False}}]}]})
 
     def _unevaluated(self, made: JsonObject) -> None:
-        """Of properties and items that no other schema is about, as additional ones."""
+        """Replaces unevaluatedProperties and unevaluatedItems by additionalProperties and items."""
         beside = any(key in made for key in ("allOf", "anyOf", "$ref"))
         for key, plain in (
             ("unevaluatedProperties", "additionalProperties"),
@@ -458,7 +492,9 @@ class _SchemaRewriter:
                 self._close(made, names)
 
     def _close(self, made: JsonObject, names: list[str] | None) -> None:
-        """No properties but `names`, which are those of all schemas that are about the object."""
+        """Allows no properties but `names`, which are those of all schemas about the object. None
+        or []: changes nothing.
+        """
         if not names:
             return
         own = named(made, "properties")
@@ -472,7 +508,9 @@ class _SchemaRewriter:
                 made[key] = [self._written_out(part) for part in listed(made, key)]
 
     def _written_out(self, part: Schema, level: int = 0) -> Schema:
-        """Without references: a definition by itself is closed to what stands beside it."""
+        """`part` with its references replaced by their targets: a definition on its own would be
+        closed to the properties beside the reference.
+        """
         target = self._facts.resolved(part)
         if not isinstance(target, dict) or target is part or level > MAX_REFERENCE_STEPS:
             return part
@@ -492,21 +530,21 @@ def _both(one: Schema, other: Schema) -> Schema:
 
 
 def _list(made: JsonObject, some: list[JsonValue]) -> None:
-    """Makes it one of `some`."""
+    """Makes `made` allow the values in `some` alone."""
     made.pop("const", None)
     made.pop("type", None)
     made["enum"] = some
 
 
 def _patterns(pattern: str) -> tuple[list[str], bool]:
-    """As without_lookaround, in the compiler's dialect; perhaps none."""
+    """As `without_lookaround`, in the compiler's dialect; there may be no pattern left."""
     patterns, whole = without_lookaround(pattern)
     each = [to_compiler_dialect(one) for one in patterns]
     return [one for one in each if one is not None], whole and None not in each
 
 
 def _rounded(value: JsonValue) -> bool:
-    """Whether it has a whole number that is another one as a float64."""
+    """Whether `value` has a whole number that float64 would change."""
     if isinstance(value, list):
         return any(map(_rounded, value))
     if isinstance(value, dict):
@@ -517,8 +555,9 @@ def _rounded(value: JsonValue) -> bool:
 
 
 def _arrays(some: list[JsonValue], least: int, most: int) -> list[JsonValue] | None:
-    """All arrays of different values; of more than MOST_ARRAYS those in the order of `some`; None
-    if these are too many as well."""
+    """All arrays of distinct values in `some`, with `least` to `most` items. If they are more than
+    MAX_SET_ARRAYS, those in the order of `some` alone; None if these are too many, too.
+    """
     unique = different(some)
     for ways in (permutations, combinations):
         many = range(least, min(most, len(unique)) + 1)

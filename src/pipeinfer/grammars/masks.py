@@ -1,6 +1,13 @@
 """Which tokens each row of a step may sample: one mask a row, a function of the row's ids alone.
 
-A row's source is transient: it can be rebuilt from the ids at any time, and gives the same masks.
+A row has a MaskSource. It is transient: it can be built again from the row's ids at any time, and
+gives the same masks then.
+
+- GrammarSource: by a grammar.
+- AfterThoughtsSource: by a grammar that begins behind the thoughts.
+- ThinkingBudgetSource: ends the thoughts after a number of tokens.
+- UnconstrainedSource, FailedSource: allow everything, nothing.
+- RowSource: around one of the others, with tokens that are forced ahead (jump-forward decoding).
 """
 
 from __future__ import annotations
@@ -17,40 +24,53 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary, error_message
 from pipeinfer.params import Thoughts, ThoughtState
 
-# Ids that are read again where a row moves to another copy: a millisecond for eight rows.
+# A row moves to another compiled copy only if the copy has at most so many ids to read, which takes
+# a millisecond for eight rows.
 MAX_REFED_IDS = 64
-MAX_FORCED_IDS = 1024  # ids at a time: what is left is forced again
-MAX_SPACE_TOKENS = (
-    4  # tokens before a form: a model that says them without end would not come to it
-)
+MAX_FORCED_IDS = 1024  # the most ids of one `force`; the next call returns the rest
+# The most tokens of white space in front of a grammar's text: a model could repeat them for ever.
+MAX_SPACE_TOKENS = 4
 
 
 class MaskSource(Protocol):
-    """What decides on the next token of one row."""
+    """Decides which tokens one row may sample next."""
 
     @property
     def matcher(self) -> LLMatcher | None:
-        """What fills the next mask, among those of other rows; None: nobody need do so."""
+        """The matcher that fills the next mask, in parallel with those of other rows; None: `check`
+        makes the whole mask.
+        """
         ...
 
     def feed(self, ids: Sequence[int], /) -> str:
-        """The row's next output ids; "" or what is wrong with them."""
+        """Takes the row's next output ids. Returns what is wrong with them; "": nothing."""
         ...
 
     def force(self) -> list[int]:
-        """Ids that come next whatever the model says, as far as that is known; they count as fed
-        from now on."""
+        """The ids that must come next, as far as they are known, without any choice of the model.
+        They count as fed.
+        """
         ...
 
     def check(self, words: np.ndarray, /) -> str:
-        """Sets the bits of allowed ids in `words` int32 [W], which the matcher has filled in; "" or
-        why there are none."""
+        """Completes a mask.
+
+        words: int32 [W], as the matcher has filled it; holds the allowed ids' bits afterwards.
+
+        Returns why no id is allowed; "": some are.
+        """
         ...
 
 
 class GrammarSource:
-    """By a grammar. Ids that end a request are not fed: the grammar is over by then. `place` tells
-    rows apart, so that they spread over the grammar's copies."""
+    """Allows what a grammar allows. Ids that end a request are not fed to the grammar, which is
+    over then.
+
+    grammar: what is allowed.
+    ids: the row's output so far.
+    place: the number of the row, which decides which compiled copy it uses.
+    error: what is wrong; "": nothing.
+    """
 
     def __init__(self, grammar: Grammar, ids: Sequence[int] = (), place: int = 0) -> None:
         self._grammar = grammar
@@ -80,12 +100,13 @@ class GrammarSource:
         return self.error
 
     def allows(self, token: int) -> bool:
-        """Whether the grammar allows it next."""
+        """Whether the grammar allows `token` next."""
         return not self.error and self._matcher.validate_tokens([token]) == 1
 
     def _switch_copy(self) -> None:
-        """To its own copy, once all are there, unless it has read too much; and to that of a
-        renewed grammar."""
+        """Moves the row to another compiled copy: to the row's own, once all are made and unless
+        the row has read too much; to the new one, if the grammar was compiled again.
+        """
         grammar, generation = self._grammar, self._grammar.generation
         copy, renewed = self._row % grammar.num_copies, self._generation != generation
         widened = grammar.has_all_copies and copy != self._copy and len(self._fed) <= MAX_REFED_IDS
@@ -115,9 +136,16 @@ class GrammarSource:
 
 
 class AfterThoughtsSource:
-    """By a grammar that begins behind thoughts, amid which all is free except an end, which would
-    leave the grammar's text out. Before them only the opening tag, where it is one token, and a
-    little white space are free: anything else is the grammar's first token."""
+    """Allows what a grammar allows behind the thoughts.
+
+    - Amid the thoughts all tokens are allowed except those that end the request, and those that
+      complete the closing tag and go on with more than white space.
+    - Before them, these are allowed: the opening tag, if it is one token; a little white space, if
+      it is harmless in front of the grammar's text; the grammar's first tokens.
+
+    grammar, ids, place: as for GrammarSource.
+    thoughts: tags of the thoughts, and their state behind the prompt.
+    """
 
     def __init__(
         self, grammar: Grammar, thoughts: Thoughts, ids: Sequence[int] = (), place: int = 0
@@ -131,7 +159,7 @@ class AfterThoughtsSource:
         self._source = GrammarSource(grammar, place=place)
         self._spaces = (
             MAX_SPACE_TOKENS if grammar.allows_leading_space else 0
-        )  # that may still come before it
+        )  # tokens of white space that may still come before the grammar's text
         self.feed(ids)
 
     @property
@@ -147,10 +175,10 @@ class AfterThoughtsSource:
         return ""
 
     def _read(self, token: int) -> str:
-        """The next one of an answer whose thoughts are not over."""
+        """Takes the next token while the thoughts are not over. Returns an error or ""."""
         thoughts, before = self._thoughts, self._thoughts.state
         thoughts.read(token)
-        if before == "before" and thoughts.state == "open":  # what came before was not the form
+        if before == "before" and thoughts.state == "open":  # the grammar begins anew behind them
             self._source = GrammarSource(self._grammar, place=self._place)
         elif before == "before" and not self._pads(token):
             self._spaces = 0
@@ -160,7 +188,9 @@ class AfterThoughtsSource:
         return ""
 
     def _pads(self, token: int) -> bool:
-        """Whether it is white space that the grammar has not got."""
+        """Whether `token` is white space in front of the grammar's text that the grammar does not
+        allow.
+        """
         padding = (
             self._spaces > 0 and self._thoughts.only_white_space and not self._source.allows(token)
         )
@@ -188,7 +218,7 @@ class AfterThoughtsSource:
 
 
 class UnconstrainedSource:
-    """All that the model has."""
+    """Allows all tokens that the tokenizer has."""
 
     matcher = None
 
@@ -207,8 +237,14 @@ class UnconstrainedSource:
 
 
 class ThinkingBudgetSource:
-    """As the one `behind` it, but after `budget` tokens of thoughts their closing tag comes,
-    whatever the model thinks. `output` was read by the one behind."""
+    """Forces the closing tag after a number of tokens of thoughts; otherwise allows what `behind`
+    allows.
+
+    behind: the source for all other tokens; has read `output` already.
+    budget: tokens of thoughts.
+    thoughts: tags of the thoughts, and their state behind the prompt.
+    output: the row's output ids so far.
+    """
 
     def __init__(
         self,
@@ -222,7 +258,7 @@ class ThinkingBudgetSource:
         self._inner = behind
         self._thoughts = ThoughtTracker(vocabulary, thoughts)
         self._budget_left = budget
-        self._closing_tokens = 0  # of the closing tag, since the budget is spent
+        self._closing_tokens = 0  # tokens of the closing tag since the budget was used up
         self._count(output)
 
     @property
@@ -257,7 +293,10 @@ class ThinkingBudgetSource:
 
 
 class FailedSource:
-    """In place of one whose grammar does not compile any more."""
+    """Allows nothing: the row's grammar does not compile any more.
+
+    error: why.
+    """
 
     matcher = None
 
@@ -276,9 +315,13 @@ class FailedSource:
 
 
 class RowSource:
-    """Of one row, by `source`. What is forced may be said ahead, where the row `jumps`: then
-    nothing else is allowed until the row has it, sampled or told. `at`: the position of the next
-    output id."""
+    """The source of one row, with tokens forced ahead of sampling.
+
+    source: decides which tokens are allowed, or forced.
+    at: the position of the next output id.
+    jumps: whether ids may be forced ahead. Once ids are forced, `feed` must get them before any
+        other id, whether they were sampled or passed by the scheduler.
+    """
 
     def __init__(self, source: MaskSource, at: int, jumps: bool = True) -> None:
         self._source = source
@@ -292,7 +335,7 @@ class RowSource:
         return None if self._forced else self._source.matcher
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The next output ids; "" or what is wrong with them."""
+        """Takes the next output ids. Returns what is wrong with them; "": nothing."""
         self._position += len(ids)
         said = min(len(self._forced), len(ids))
         for token in ids[:said]:
@@ -301,11 +344,13 @@ class RowSource:
         return self._error or (self._source.feed(ids[said:]) if said < len(ids) else "")
 
     def feed_from(self, first: int, ids: Sequence[int]) -> str:
-        """The output has `ids` from position `first` on, of which some have been fed."""
+        """Takes `ids`, the output from position `first` on; skips those that were fed already."""
         return self.feed(ids[self._position - first :])
 
     def force(self) -> list[int]:
-        """What is said ahead from now on; empty if it is not the time."""
+        """Ids that are forced ahead from now on; none while earlier ones are left, or if the row
+        may not jump.
+        """
         if self._forced or not self._may_jump:
             return []
         ids = self._source.force()
@@ -323,7 +368,7 @@ class RowSource:
 
 
 def _allow_only(token: int, words: np.ndarray) -> None:
-    """Makes `words` int32 [W] the mask of that one."""
+    """Makes `words` int32 [W] the mask of `token` alone."""
     words[:] = 0
     words.view(np.uint32)[token >> 5] = 1 << (token & 31)
 
@@ -331,16 +376,27 @@ def _allow_only(token: int, words: np.ndarray) -> None:
 def make_source(
     grammar: Grammar, output: Sequence[int], thoughts: Thoughts | None, place: int = 0
 ) -> MaskSource:
-    """Of a request with so much `output`, ids: a grammar begins behind the thoughts, if there may
-    be any."""
+    """The source of a request with a grammar.
+
+    grammar: what is allowed.
+    output: the request's output ids so far.
+    thoughts: behind which the grammar begins; None: there are none.
+    place: as for GrammarSource.
+    """
     if thoughts is None or thoughts.state == "over":
         return GrammarSource(grammar, output, place)
     return AfterThoughtsSource(grammar, thoughts, output, place)
 
 
 def fill_masks(executor: LLExecutor, sources: Sequence[MaskSource], masks: np.ndarray) -> list[str]:
-    """Fills row i of `masks` int32 [R, W] for source i, all in one parallel call; what went wrong
-    for each, or "". A row that failed allows nothing; the others are not touched by it."""
+    """Fills the masks of all rows in one parallel call.
+
+    sources: of R rows.
+    masks: int32 [R, W], row i for source i.
+
+    Returns what went wrong for each row; "": nothing. A row with an error allows nothing; the other
+    rows are not affected.
+    """
     by_grammar = [(m, i) for i, source in enumerate(sources) if (m := source.matcher) is not None]
     if by_grammar:
         fill_next_token_bitmask_par(executor, by_grammar, masks)
@@ -348,18 +404,22 @@ def fill_masks(executor: LLExecutor, sources: Sequence[MaskSource], masks: np.nd
 
 
 class ThoughtTracker:
-    """Of one answer. `where`: its thoughts. `rest`: bytes behind the closing tag, of the token that
-    ended it."""
+    """Follows the thoughts of one answer, token by token.
+
+    state: "before", "open" or "over", as ThoughtState.
+    text_after_closing: bytes behind the closing tag, in the token that completed the tag.
+    """
 
     def __init__(self, vocabulary: GrammarVocabulary, thoughts: Thoughts) -> None:
         self._vocabulary = vocabulary
         self._opening, self._closing = thoughts.opening.encode(), thoughts.closing.encode()
-        self._tail = b""  # before: all of it; open: what the closing tag may begin with
+        # The end of the text so far. "before": all of it; "open": what may begin the closing tag.
+        self._tail = b""
         self.state: ThoughtState = thoughts.state
         self.text_after_closing = b""
 
     def read(self, token: int) -> None:
-        """The next one of the answer."""
+        """Takes the answer's next token."""
         if self.state == "over":
             return
         self._tail += self._vocabulary.bytes_of(token)
@@ -378,15 +438,16 @@ class ThoughtTracker:
 
     @property
     def only_white_space(self) -> bool:
-        """Whether nothing but white space has come so far."""
+        """Whether the thoughts have not begun, and the answer has only white space so far."""
         return self.state == "before" and not self._tail.strip()
 
     def closing_and_more(self) -> np.ndarray | None:
-        """Tokens that would end the thoughts and go on with something else at once: int32 [words]
-        of a mask. None if there are none."""
+        """A mask int32 [words] of the tokens that would complete the closing tag and go on with
+        more than white space; None: there are none.
+        """
         begun = next(n for n in range(len(self._closing), -1, -1) if self._ends_with(n))
         return self._vocabulary.tokens_completing(self._closing, begun)
 
     def _ends_with(self, many: int) -> bool:
-        """Whether the text ends with so many bytes of the closing tag."""
+        """Whether the text ends with the first `many` bytes of the closing tag."""
         return self._tail.endswith(self._closing[:many]) if many else True

@@ -1,30 +1,32 @@
-"""Regular expressions as the compiler of grammars takes them.
+"""Translates regular expressions into the dialect of llguidance.
 
-It knows no look-around: what looks ahead becomes several that do not and must all match. Patterns
-of the wild look ahead at their beginning: pydantic's of decimal numbers, zod's of addresses, rules
-for passwords. And its digits are those of all scripts.
+- Look-around is missing there. A look-ahead at the beginning of a pattern becomes patterns of their
+  own, all of which must match. Common patterns have such look-aheads: pydantic's for decimal
+  numbers, zod's for addresses, rules for passwords.
+- `\\d` matches digits of all scripts there.
 """
 
 from __future__ import annotations
 
 import re
 
-# One letter or class of letters, at the end of a look-ahead's body.
+# One character, or a class of characters.
 _ONE = r"(?P<one>\[(?:\\.|[^\]\\])+\]|\\[dDsSwW]|\\[^A-Za-z0-9]|[^\\.*+?()\[\]{}|^$])"
 _ALL_OF = re.compile(rf"\^?{_ONE}[*+]\$")
 _SOMEWHERE = re.compile(rf"\.\*{_ONE}")
 _TWICE = re.compile(rf"\.\*{_ONE}(?P=one)")
 _FIRST = re.compile(_ONE)
-# An escaped letter, the beginning of a class with a bracket that is one of its letters, its end.
+# An escaped character; the beginning of a class, with a "]" that is a member; the end of a class.
 _DIGITS_AND_CLASSES = re.compile(r"\\.|\[\^?\]?|\]|[^\\\[\]]+|\\", re.DOTALL)
 _LOOKS = re.compile(r"\(\?(?:=|!|<=|<!)")
 
 
 def with_plain_digits(pattern: str) -> str:
-    """`\\d` as 0 to 9, which every engine takes for digits, also within classes. Where it says what
-    does not match it stays: then digits of other scripts match neither."""
+    """`pattern` with 0 to 9 in place of `\\d`, also within classes. Within negated classes `\\d`
+    stays: `[^\\d]` excludes digits of all scripts.
+    """
     parts: list[str] = []
-    negated: list[bool] = []  # by class around the place
+    negated: list[bool] = []  # for each class around the place
     for piece in _DIGITS_AND_CLASSES.findall(pattern):
         if piece == "\\d" and not any(negated):
             piece = "0-9" if negated else "[0-9]"
@@ -37,8 +39,10 @@ def with_plain_digits(pattern: str) -> str:
 
 
 def without_lookaround(pattern: str) -> tuple[list[str], bool]:
-    """(patterns that must all match, whether together they say all that `pattern` says: else they
-    allow more). At least one pattern."""
+    """(patterns, exact): patterns without look-around that must all match, at least one.
+
+    exact: whether together they mean the same as `pattern`. If not, they allow more.
+    """
     if not _LOOKS.search(pattern):
         return [pattern], True
     found, whole, anchored = list[str](), True, pattern.startswith("^")
@@ -60,9 +64,11 @@ def without_lookaround(pattern: str) -> tuple[list[str], bool]:
 
 
 def _never(body: str) -> str | None:
-    """A pattern of the texts at whose beginning `body` does not match."""
+    """A pattern for the texts at whose beginning `body` does not match; None: there is no rule for
+    it.
+    """
     if found := _ALL_OF.fullmatch(body):
-        # Of texts that have such letters alone; with + the empty one is none of them.
+        # `body` matches texts of such characters alone; with +, not the empty text.
         other = _other(found["one"])
         return other if "*$" in body[-2:] else f"^$|{other}"
     if found := _TWICE.fullmatch(body):
@@ -76,7 +82,7 @@ def _never(body: str) -> str | None:
 
 
 def _other(one: str) -> str:
-    """A class of all letters but those of `one`."""
+    """A class of all characters but those of `one`, a character or a class."""
     if one.startswith("[^"):
         return f"[{one[2:]}"
     if one.startswith("["):
@@ -85,7 +91,7 @@ def _other(one: str) -> str:
 
 
 def _bare(pattern: str, at: int) -> str:
-    """From there on, without what looks around, which allows more."""
+    """The pattern from position `at` on, without look-around; it may allow more."""
     parts: list[str] = []
     while found := _LOOKS.search(pattern, at):
         end = _closing(pattern, found.start())
@@ -97,7 +103,7 @@ def _bare(pattern: str, at: int) -> str:
 
 
 def _closing(pattern: str, at: int) -> int:
-    """Where the group ends that begins `at`; -1 if it does not."""
+    """The position of the bracket that closes the group at position `at`; -1: there is none."""
     level, inside, i = 0, False, at
     while i < len(pattern):
         letter = pattern[i]
@@ -123,18 +129,20 @@ _PIECE = re.compile(
     r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\c[A-Za-z]|\\[pPux]\{[^}]*\}|\\.|\{\d+(?:,\d*)?\}|\(\?.|\{,\d|.",
     re.S,
 )
-# No boundaries of words, no references to groups, no atomic groups.
+# Not in the dialect: word boundaries, references to groups, atomic groups.
 _UNKNOWN = re.compile(r"\\[1-9bBGkZ]|\(\?[>#(]|\{,\d")
 _BEGINS = re.compile(r"(?:^|[(|]|\(\?:|\(\?P?<\w+>)$")
-# Letters that are themselves within classes, but not to the compiler: it knows [a&&b] and [[a]b].
+# Characters that are literal within classes of other dialects, but operators for the compiler,
+# which has [a&&b] and [[a]b].
 _CLASS = re.compile(
     r"(?<=.)(?:\\.|\[|&(?=&)|~(?=~)|-(?=-|\\[dDsSwW])|(?<=\\[dDsSwW])-(?!\]$))", re.S
 )
 
 
 def to_compiler_dialect(pattern: str) -> str | None:
-    """The same in the compiler's dialect, where it has no look-around; None if there are no words
-    for it there. Patterns of JSON Schema are those of ECMA-262, and in practice Python's and Go's.
+    """A pattern without look-around in llguidance's dialect; None: it cannot be expressed there.
+
+    Patterns of JSON Schema are those of ECMA-262; in practice they are often Python's or Go's.
     """
     parts: list[str] = []
     for found in _PIECE.finditer(pattern):

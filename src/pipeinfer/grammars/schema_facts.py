@@ -1,7 +1,4 @@
-"""What a JSON schema says of the values that it allows, as far as that is plain to see.
-
-Knows JSON Schema's words; changes nothing.
-"""
+"""What a JSON schema demands of values, as far as it is easily seen. Changes no schema."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from urllib.parse import unquote
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.json_values import JsonObject, JsonValue
 
-# What says nothing about a value.
+# Keywords that demand nothing of a value.
 REMARKS = frozenset(
     ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly",
      "writeOnly")
@@ -23,26 +20,28 @@ REMARKS = frozenset(
 VALUES = REMARKS | {"const", "enum", "type"}
 DEFINITIONS = ("$defs", "definitions")
 ALTERNATIVES = ("anyOf", "oneOf")
-MAX_REFERENCE_STEPS = 16  # from one reference to the next, and of schemas within schemas
-MAX_SCHEMAS_VISITED = 20_000  # at a schema, each of 3 microseconds
+MAX_REFERENCE_STEPS = 16  # the longest chain of references, and the deepest nesting of allOf
+MAX_SCHEMAS_VISITED = 20_000  # for one root; each visit takes 3 microseconds
 
 Schema = JsonValue
 
 
 def listed(schema: JsonObject, key: str) -> list[JsonValue]:
-    """The list that stands there; an empty one where there is none."""
+    """The list at `key`; [] if there is none."""
     found = schema.get(key)
     return found if isinstance(found, list) else []
 
 
 def named(schema: JsonObject, key: str) -> JsonObject:
-    """The object that stands there; an empty one where there is none."""
+    """The object at `key`; {} if there is none."""
     found = schema.get(key)
     return found if isinstance(found, dict) else {}
 
 
 def type_of(value: JsonValue) -> str:
-    """JSON Schema's name of its type; whole numbers are integers."""
+    """The type of `value` in JSON Schema; a whole number is an "integer", also if it is written as
+    1.0.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -53,13 +52,13 @@ def type_of(value: JsonValue) -> str:
 
 
 def fits(value: JsonValue, types: set[str]) -> bool:
-    """Whether a value is of one of the types."""
+    """Whether `value` is of one of `types`."""
     kind = type_of(value)
     return kind in types or (kind == "integer" and "number" in types)
 
 
 def types(schema: Schema) -> set[str]:
-    """Those that a schema names by itself, or that its listed values have; else none."""
+    """The types that `schema` names, or those of the values that it lists; empty: it names none."""
     if not isinstance(schema, dict):
         return set()
     given = schema.get("type")
@@ -68,7 +67,9 @@ def types(schema: Schema) -> set[str]:
 
 
 def values(schema: Schema) -> list[JsonValue] | None:
-    """All that a schema allows, where it lists them."""
+    """The values that `schema` lists, by enum, const, or the types boolean and null; None: it lists
+    none.
+    """
     if not isinstance(schema, dict):
         return None
     options = schema.get("enum")
@@ -82,7 +83,9 @@ def values(schema: Schema) -> list[JsonValue] | None:
 
 
 def exactly(schema: Schema) -> list[JsonValue] | None:
-    """The values that a schema allows, if it says nothing but which they are."""
+    """The values that `schema` allows, if it demands nothing but to be one of them;
+    otherwise None.
+    """
     for key in ALTERNATIVES:
         if isinstance(schema, dict) and key in schema and set(schema) <= REMARKS | {key}:
             each = [exactly(part) for part in listed(schema, key)]
@@ -97,8 +100,9 @@ def exactly(schema: Schema) -> list[JsonValue] | None:
 def split(
     some: list[JsonValue], others: list[JsonValue]
 ) -> tuple[list[JsonValue], list[JsonValue]]:
-    """Those of `some` that are among `others`, and the rest. JSON's equality: true is not 1, and
-    1.0 is."""
+    """(values of `some` that are in `others`, the rest), by JSON's equality: true is not 1,
+    1.0 is.
+    """
     texts = set(map(_text, others))
     inside: list[JsonValue] = []
     outside: list[JsonValue] = []
@@ -108,7 +112,7 @@ def split(
 
 
 def different(some: list[JsonValue]) -> list[JsonValue]:
-    """Each value once."""
+    """The distinct values of `some`, by JSON's equality."""
     return list({_text(value): value for value in some}.values())
 
 
@@ -124,20 +128,27 @@ def _text(value: JsonValue) -> str:
 
 
 class SchemaFacts:
-    """Of schemas within one, `root`, in which references are looked up."""
+    """Facts about the subschemas of one schema.
+
+    root: the schema, in which references are looked up.
+    """
 
     def __init__(self, root: JsonObject) -> None:
         self._root = root
         self._looks = 0
 
     def count_visit(self) -> None:
-        """Counts. Raises GrammarError where schemas within schemas are too many."""
+        """Counts the visit of a subschema. Raises GrammarError if there are more than
+        MAX_SCHEMAS_VISITED.
+        """
         self._looks += 1
         if self._looks > MAX_SCHEMAS_VISITED:
             raise GrammarError("the schema has too many parts that are about the same values")
 
     def resolved(self, schema: Schema) -> Schema:
-        """What a reference stands for, if nothing that matters stands beside it."""
+        """The target of a reference, if nothing that matters stands beside it; otherwise `schema`
+        itself.
+        """
         for _ in range(MAX_REFERENCE_STEPS):
             self.count_visit()
             if not isinstance(schema, dict) or not isinstance(to := schema.get("$ref"), str):
@@ -151,7 +162,7 @@ class SchemaFacts:
         return schema
 
     def at(self, to: str) -> JsonValue:
-        """What stands there in the root; None if nothing does."""
+        """The value at the JSON pointer `to` in the root; None: there is none."""
         found: JsonValue = self._root
         for step in unquote(to).split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
@@ -161,15 +172,16 @@ class SchemaFacts:
         return found
 
     def has_reference(self, to: str) -> bool:
-        """Whether the compiler finds what a reference names. Parts with an address of their own
-        are found by it, which is not looked into here."""
+        """Whether the compiler finds the target of reference `to`. Subschemas with an $id or
+        $anchor are not looked at: if there are any, the target is assumed to be found.
+        """
         if to == "#" or (to.startswith("#/") and isinstance(self.at(to), dict | bool)):
             return True
         return self._addressed
 
     @cached_property
     def _addressed(self) -> bool:
-        """Whether some part has an address, or a name."""
+        """Whether any subschema has an $id, id, $anchor or $dynamicAnchor."""
         parts: list[JsonValue] = [self._root]
         while parts:
             part = parts.pop()
@@ -182,7 +194,7 @@ class SchemaFacts:
         return False
 
     def all_of(self, schema: Schema, level: int = 0) -> Iterator[JsonObject]:
-        """The schema and those that a value must fit as well, by allOf and references."""
+        """`schema` and the schemas that a value must fit besides, by allOf and references."""
         schema = self.resolved(schema)
         if isinstance(schema, dict) and level < MAX_REFERENCE_STEPS:
             yield schema
@@ -192,7 +204,7 @@ class SchemaFacts:
                 yield from self.all_of({"$ref": schema["$ref"]}, level + 1)
 
     def properties(self, schema: Schema) -> dict[str, list[JsonValue]]:
-        """The schemas that a value of each property must fit, by its name."""
+        """The schemas that the value of each property must fit, by the property's name."""
         found: dict[str, list[JsonValue]] = {}
         for part in self.all_of(schema):
             for name, one in named(part, "properties").items():
@@ -200,7 +212,7 @@ class SchemaFacts:
         return found
 
     def values_of(self, schemas: list[JsonValue]) -> list[JsonValue] | None:
-        """All that fit them, where one of them lists some."""
+        """The values that one of `schemas` lists; None: none of them lists any."""
         for one in schemas:
             found = values(self.resolved(one))
             if found is not None:
@@ -208,12 +220,12 @@ class SchemaFacts:
         return None
 
     def required(self, schema: Schema) -> set[str]:
-        """Names of properties that must be there."""
+        """The names of required properties."""
         each = (name for part in self.all_of(schema) for name in listed(part, "required"))
         return {name for name in each if isinstance(name, str)}
 
     def types(self, schema: Schema) -> set[str]:
-        """That a value must be one of; none where nothing is known."""
+        """The types of which a value must have one; empty: nothing is known."""
         found: set[str] = set()
         for part in self.all_of(schema):
             more = types(part)
@@ -222,8 +234,10 @@ class SchemaFacts:
         return found
 
     def are_disjoint(self, one: Schema, other: Schema, closed: bool) -> bool:
-        """Whether certainly no value fits both. `closed`: objects that are open by themselves, and
-        not by a word for that, have no properties but those that are named."""
+        """Whether certainly no value fits both schemas.
+
+        closed: whether objects have no properties but the named ones, unless a keyword opens them.
+        """
         one, other = self.resolved(one), self.resolved(other)
         if one is False or other is False:
             return True
@@ -253,7 +267,7 @@ class SchemaFacts:
         return shut and lacking and missing
 
     def discriminator(self, branches: list[JsonValue]) -> str:
-        """A property whose values tell all the branches apart; "" if there is none."""
+        """A property whose values tell all branches apart; "": there is none."""
         each = [self.properties(branch) for branch in branches]
         for name in each[0] if each else ():
             some = [self.values_of(one.get(name, [])) for one in each]
@@ -263,8 +277,9 @@ class SchemaFacts:
         return ""
 
     def names(self, schema: Schema) -> list[str] | None:
-        """Of the properties that an object may have, if it is closed where it says nothing; None if
-        it is open by a word for that, or if no object is meant."""
+        """The names of the properties that an object may have, if it is closed where it does not
+        say; None if a keyword opens it, or if the schema is not about an object.
+        """
         found = list(self._names(schema, 0))
         if not found or None in found:
             return None
@@ -299,7 +314,7 @@ _OPENING = ("patternProperties", "propertyNames")
 
 
 def _wide(kinds: set[str]) -> set[str]:
-    """A whole number is a number."""
+    """`kinds` with "integer" added if "number" is there: a whole number is a number."""
     return kinds | {"integer"} if "number" in kinds else kinds
 
 
@@ -348,7 +363,7 @@ _SHAPES: dict[str, ValueTest] = {
     "enum": lambda value: isinstance(value, list),
     "required": _is_string_list,
     "items": lambda value: isinstance(value, dict | bool | list),
-    # Draft 4 says true and false, of minimum and maximum.
+    # In draft 4 these are booleans, about minimum and maximum.
     "exclusiveMinimum": lambda value: isinstance(value, bool) or _is_number(value),
     "exclusiveMaximum": lambda value: isinstance(value, bool) or _is_number(value),
     "multipleOf": lambda value: _is_number(value) and isinstance(value, int | float) and value > 0,
@@ -373,13 +388,14 @@ _DRAFT = re.compile(r"https?://json-schema\.org/draft(?:-0[3467]|/2019-09|/2020-
 
 
 def malformed(schema: JsonObject) -> list[str]:
-    """Keywords of it whose values are none of theirs."""
+    """The keywords of `schema` whose values are not valid in JSON Schema."""
     return [key for key, shape in _SHAPES.items() if key in schema and not shape(schema[key])]
 
 
 def normalized(schema: JsonObject) -> JsonObject:
-    """A copy that says the same in the way that the compiler reads: counts as integers, and no name
-    of a dialect that it does not have."""
+    """A copy of `schema` in the form that the compiler reads: counts are integers, and $schema is
+    removed unless it is a dialect that the compiler knows.
+    """
     made = dict(schema)
     for key in _WHOLE:
         if isinstance(count := made.get(key), float):

@@ -1,9 +1,10 @@
-"""Compiled grammars of one engine: made on a thread of their own, kept as long as they are used.
+"""The compiled grammars of one engine, made on a thread of their own and kept as long as they are
+used.
 
-The thread has the stack that compiling needs, and the vocabulary is built there. All grammars
-together take a bounded number of bytes, by counts (compiling.py): grammars without rows go first,
-oldest first, grammars that have grown are compiled again, and if that is not enough, no new grammar
-is accepted. Knows no row, no step and no request.
+The thread has the stack that compiling needs, and builds the vocabulary. All grammars together take
+a bounded number of bytes, by counts (compiling.py). If they take more, these steps make room:
+grammars without rows are dropped, least recently used first; grammars that have grown are compiled
+again; no new grammar is accepted.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from pipeinfer.params import StructuredOutputs
 
 log = logging.getLogger(__name__)
 
-MAX_GRAMMARS = 256  # twice as many as a scheduler counts on (scheduler/queue.py)
-MAX_BYTES = 512 << 20  # of all grammars
+MAX_GRAMMARS = 256  # grammars that are kept; twice as many as scheduler/queue.py counts on
+MAX_BYTES = 512 << 20  # of all grammars together
 RECOMPILE_SHARE = 8  # a grammar that has grown beyond MAX_BYTES / RECOMPILE_SHARE is compiled again
-# Seconds that a grammar with several copies takes to compile at most: others wait for the thread.
+# Only grammars that compile faster get several copies, because other grammars wait for the thread.
 FAST_COMPILE_SECONDS = 0.05
 MAX_EXTRA_COPIES = 256  # copies beyond the first, of all grammars together
 SLOW_COMPILE_SECONDS = 0.1  # grammars that took longer are compiled again on a thread of their own
@@ -37,12 +38,13 @@ Job = Callable[[], None]
 class GrammarStore:
     """The compiled grammars of an engine. All methods may be called from any thread.
 
-    setup: gives the vocabulary's setup; called on the thread that compiles, at once.
+    setup: returns what the vocabulary is built from; called at once, on the thread that compiles.
     most_bytes: of all grammars that are kept or used.
+
     _futures: grammars by spec, least recently used first.
     _live: grammars that are kept or used.
-    _recompiling: those that are being compiled again.
-    _with_copies: those that were asked to have several copies.
+    _recompiling: grammars that are being compiled again.
+    _with_copies: grammars for which several copies were asked for.
     """
 
     def __init__(self, setup: Callable[[], VocabularySetup], most_bytes: int = MAX_BYTES) -> None:
@@ -62,30 +64,39 @@ class GrammarStore:
         _start_thread(partial(_run, self._slow_jobs))
 
     def wait(self) -> None:
-        """Until the vocabulary is there, which holds the interpreter while it is built."""
+        """Waits until the vocabulary is built, or has failed. Building it holds the GIL."""
         self._built.wait()
 
     def prepare(
         self, spec: StructuredOutputs, then: Callable[[str], None], slow: bool = False
     ) -> None:
-        """Has it compiled; `then`, from another thread if it was not yet, is told why it cannot be,
-        or "". `slow`: that takes long, and others must not wait for it."""
+        """Compiles a grammar in the background.
+
+        spec: the grammar.
+        then: called with the error, or with "", once the grammar is compiled: at once if it is
+            already, otherwise on another thread.
+        slow: whether compiling takes long; it runs on a thread of its own then, and other grammars
+            do not wait for it.
+        """
         self._future(spec, slow).add_done_callback(lambda one: then(_error_of(one)))
 
     def grammar(self, spec: StructuredOutputs) -> Grammar:
-        """Waits for it if need be. Raises GrammarError."""
+        """The compiled grammar; waits for it if need be. Raises GrammarError."""
         return self._future(spec).result()
 
     @property
     def bytes(self) -> int:
-        """What the grammars take that are kept or used, by counts."""
+        """Bytes of all grammars that are kept or used, by counts."""
         with self._lock:
             return sum(one.bytes for one in self._live)
 
     def recompile(self, worn: Grammar) -> None:
-        """`worn` has tripped a limit, or grown too large. Matchers share with the grammar what its
-        lexer has found out, of which there is a limit, too: it is compiled again in the background.
-        If it cannot be, it stays: a request that begins with it may yet end before the limit.
+        """Compiles `worn` again in the background, because it has tripped a limit or has grown too
+        large.
+
+        Matchers share the states that the grammar's lexer has built, and there is a limit for the
+        states, too. If compiling fails, the old grammar stays in use: requests may still end before
+        they reach the limit.
         """
         with self._lock:
             if worn in self._recompiling:
@@ -94,7 +105,9 @@ class GrammarStore:
         self._queue(worn.seconds > SLOW_COMPILE_SECONDS).put(partial(self._recompile, worn))
 
     def on_mask_cost(self, grammar: Grammar, fuel: int) -> None:
-        """Masks of it have cost so much fuel of its lexers, which are larger now."""
+        """Counts `fuel` that lexers of `grammar` used for masks, and makes room if grammars have
+        grown too large.
+        """
         grammar.add_fuel(fuel)
         if grammar.has_grown and grammar.bytes > self._most_bytes // RECOMPILE_SHARE:
             self.recompile(grammar)
@@ -102,8 +115,12 @@ class GrammarStore:
             self._make_room()
 
     def add_copies(self, grammar: Grammar, copies: int) -> None:
-        """Several rows use it now: in the background it gets up to so many copies, if it compiles
-        fast, as long as all grammars together have few. To be asked by one thread."""
+        """Makes up to `copies` compiled copies of a grammar that several rows use, in the
+        background.
+
+        Makes none if the grammar compiles slowly, or if all grammars together have MAX_EXTRA_COPIES
+        extra copies. To be called from one thread.
+        """
         if copies > 1 and not grammar.has_all_copies and grammar not in self._with_copies:
             with self._lock:
                 self._with_copies.add(grammar)
@@ -112,16 +129,18 @@ class GrammarStore:
     def _recompile(self, worn: Grammar) -> None:
         try:
             worn.recompile()
-        except BaseException:  # a panic of the compiler is no Exception; why is a client's text
+        except BaseException:  # also a panic of the compiler. The error is a client's text
             log.warning("a grammar that is worn out cannot be compiled again")
         with self._lock:
             self._recompiling.discard(worn)
 
     def _make_room(self) -> bool:
-        """Forgets what nobody uses, the oldest first, until the others fit; whether they do. Where
-        they do not, the largest one that has grown is renewed."""
+        """Drops unused grammars, least recently used first, until the others fit. Returns whether
+        they do; if not, the largest grammar that has grown is compiled again. The lock must be
+        held.
+        """
         left = sum(one.bytes for one in self._live) - self._most_bytes
-        for spec, asked in list(self._futures.items())[:-1]:  # the last one is about to be used
+        for spec, asked in list(self._futures.items())[:-1]:  # the last grammar is about to be used
             if left <= 0:
                 break
             if asked.done() and asked.exception() is None and not asked.result().num_rows:
@@ -138,14 +157,14 @@ class GrammarStore:
         return left <= 0
 
     def vocabulary(self) -> GrammarVocabulary:
-        """Waits for it if need be. Raises GrammarError where there is none."""
+        """The vocabulary; waits for it if need be. Raises GrammarError if it could not be built."""
         self._built.wait()
         if self._vocabulary is None:
             raise GrammarError(self._vocabulary_error)
         return self._vocabulary
 
     def close(self) -> None:
-        """What is under way is left behind: nothing can cancel it."""
+        """Ends the threads after their current jobs, which cannot be cancelled."""
         self._jobs.put(None)
         self._slow_jobs.put(None)
 
@@ -169,7 +188,7 @@ class GrammarStore:
             self._vocabulary = GrammarVocabulary(
                 setup.tokenizer, setup.width, setup.end_ids, setup.known_ids
             )
-        except Exception as error:  # told to whoever asks for a grammar; nobody may ever
+        except Exception as error:  # raised when a grammar is asked for, which may never happen
             self._vocabulary_error = f"this model serves no grammars: {error}"
         self._built.set()
         _run(self._jobs)
@@ -177,21 +196,23 @@ class GrammarStore:
     def _compile(self, spec: StructuredOutputs, asked: Future[Grammar]) -> None:
         try:
             made = Grammar(self.vocabulary(), spec)
-        except BaseException as error:  # as above
+        except BaseException as error:  # also a panic of the compiler
             asked.set_exception(GrammarError(str(error) or "it does not compile"))
             return
         with self._lock:
             self._live.add(made)
             fits = self._make_room()
             if not fits and self._futures.get(spec) is asked:
-                del self._futures[spec]  # there may be room when it is asked for again
+                del self._futures[spec]  # so that a later request tries again
         if fits:
             asked.set_result(made)
         else:
             asked.set_exception(GrammarError(NO_GRAMMAR_MEMORY))
 
     def _add_copy(self, grammar: Grammar, copies: int) -> None:
-        """Compiles one more copy; the next one comes behind the jobs that wait meanwhile."""
+        """Compiles one more copy, then queues the next one, so that other jobs get their turn
+        between them.
+        """
         with self._lock:
             more = sum(one.num_copies - 1 for one in self._with_copies)
         if (
@@ -201,7 +222,7 @@ class GrammarStore:
         ):
             try:
                 grammar.add_copy()
-            except BaseException:  # as above; why would be a client's text
+            except BaseException:  # also a panic of the compiler. The error is a client's text
                 log.warning(
                     "a grammar has %d compiled copies and cannot get more", grammar.num_copies
                 )
@@ -222,7 +243,9 @@ def _error_of(asked: Future[Grammar]) -> str:
 
 
 def _start_thread(work: Callable[[], None]) -> threading.Thread:
-    """A running thread with STACK bytes of it; others that are started meanwhile have it, too."""
+    """Starts a daemon thread with COMPILE_STACK_BYTES of stack. Threads that others start at the
+    same moment get as much.
+    """
     before = threading.stack_size(COMPILE_STACK_BYTES)
     try:
         thread = threading.Thread(target=work, name="grammars", daemon=True)

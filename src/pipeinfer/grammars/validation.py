@@ -1,10 +1,9 @@
-"""Validates grammars of strangers in a process that may die of them; also `python -m` of that one.
+"""Validates clients' grammars in a process that may crash over them; `python -m` runs that process.
 
 The compiler cannot be cancelled, and a small text can overflow its stack. So a grammar is compiled
 here first, with less time, memory and stack than an engine has. The process holds the vocabulary
-and forks for each grammar: a crash ends the fork, and the next grammar need not wait for another
-vocabulary. What masks cost is found out as well, by counts, so every run of a grammar says the
-same.
+and forks for each grammar: a crash ends the fork alone, and the vocabulary is built once. The cost
+of the grammar's masks is measured, too, by counts, so every run of a grammar has the same outcome.
 """
 
 from __future__ import annotations
@@ -33,25 +32,32 @@ if TYPE_CHECKING:
 
     from pipeinfer.grammars.compiling import Grammar
 
-# Of processor time: no load of the machine refuses a grammar. A choice of 10,000 texts takes 0.3 s
-# and 5,000 optional keys take 4 s; what needs more is refused.
+# The most seconds of processor time for a grammar; processor time, so that a busy machine refuses
+# no more than an idle one. A choice of 10,000 texts takes 0.3 s, 5,000 optional keys take 4 s.
 MAX_SECONDS = 5.0
-# Seconds until a verdict: a machine that is busy with other things has little time for this.
+# Seconds of waiting for a verdict, after which there is none. Long, because machines may be busy.
 VERDICT_TIMEOUT_SECONDS = 300.0
-START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
-# Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
+# Seconds to import and to build the vocabulary, which takes 4 s for 262,000 tokens.
+START_SECONDS = 60.0
+# Bytes of address space. A vocabulary of 264 tokens and a chain of 5,900 rules take 320 MB.
 MAX_ADDRESS_SPACE = 2 * 1024**3
-WALK_TOKENS = 24  # tokens of the walk that finds the cost of masks, drawn from those allowed
-# Units (compiling.py) that a token of the walk may cost on average: 4 ms of each step with such a
-# row. Honest grammars take up to 700, with a vocabulary of 262,000 up to 2,200.
+WALK_TOKENS = 24  # tokens of `sample_walk`
+# The most units (compiling.py) a token of the walk on average: 4 ms of each step with such a row.
+# Honest grammars take up to 700, with a vocabulary of 262,000 tokens up to 2,200.
 MAX_UNITS_A_TOKEN = 4_000
-# The same in fuel of the lexer, of which so much is half a MB. Honest grammars take up to 7,000.
+# The most fuel of the lexer a token of the walk on average, which lets the lexer grow by half a MB.
+# Honest grammars take up to 7,000.
 MAX_FUEL_A_TOKEN = 16_000
-MAX_RUNS = 2  # copies that may end over a grammar: one may have been killed by somebody else
+MAX_RUNS = 2  # tries of a grammar: the first fork may have been killed for another reason
 
 
 class ValidationTask(msgspec.Struct, frozen=True, array_like=True):
-    """A grammar to be tried. `seconds`: of processor time. `niceness`: beside that of others."""
+    """A grammar to be validated.
+
+    spec: the grammar.
+    seconds: the most processor time.
+    niceness: to be added to the process's own.
+    """
 
     spec: StructuredOutputs
     seconds: float
@@ -59,10 +65,11 @@ class ValidationTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ValidationOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """Of one run.
+    """The outcome of one run. Without a verdict, either `slow` or `died` is true.
 
-    refusal: why the grammar is not served, "" if it is.
-    slow, died: there is no verdict: the time was over, or the fork crashed.
+    refusal: why the grammar is not served; "": it is served.
+    slow: the processor time was used up.
+    died: the fork crashed.
     """
 
     refusal: str = ""
@@ -71,12 +78,18 @@ class ValidationOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TooSlow(Exception):
-    """A grammar took longer than its time; the text is for the client."""
+    """A grammar took longer than its time. The message is for the client."""
 
 
 class ValidationProcess:
-    """One process that tries grammars. Calls of `start` and `verdict` block and come from one
-    thread, and `kill` while there is none. `seconds`, `niceness`: see ValidationTask."""
+    """A process that validates grammars.
+
+    seconds, niceness: as in ValidationTask.
+    ended_runs: runs that gave no verdict.
+
+    `start` and `verdict` block, and are called from one thread. `kill` must not run at the same
+    time as one of them; `close` may.
+    """
 
     def __init__(
         self, setup: VocabularySetup, seconds: float = MAX_SECONDS, niceness: int = 0
@@ -86,15 +99,18 @@ class ValidationProcess:
         self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        self.ended_runs = 0  # that gave no verdict
+        self.ended_runs = 0
 
     def start(self) -> None:
-        """Starts the process, which `verdict` would do. Raises RuntimeError and OSError."""
+        """Starts the process ahead of the first `verdict`. Raises RuntimeError and OSError."""
         self._running()
 
     def verdict(self, spec: StructuredOutputs) -> str:
-        """Why the grammar is not served, for the client; "" if it is. Raises TooSlow; RuntimeError
-        or OSError where no verdict can be had."""
+        """Why the grammar is not served, for the client; "": it is served.
+
+        Raises TooSlow if the grammar takes too long, RuntimeError or OSError if no verdict can be
+        had.
+        """
         try:
             check(spec)
         except GrammarError as error:
@@ -110,27 +126,30 @@ class ValidationProcess:
             self.ended_runs += 1
             if outcome.slow:
                 raise TooSlow(f"it takes longer than {self._seconds:g} s to compile")
-        if outcome is None:  # which no grammar can do: it has a copy to end
+        if outcome is None:  # not the grammar's fault, which can only end a fork
             raise RuntimeError("the process that tries grammars ended")
         return "it is too complex to compile"
 
     def kill(self) -> None:
-        """Ends the process, also while it compiles."""
+        """Ends the process, even while it compiles."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
 
     def close(self) -> None:
-        """From any thread: no process from now on, and RuntimeError for who waits for a verdict.
-        `kill` is still to be called then, to clear up."""
+        """Ends the process for good; a `verdict` that waits raises RuntimeError. May be called from
+        any thread. `kill` must be called afterwards to release what the process used.
+        """
         self._closed = True
         process = self._process
         if process is not None:
             process.kill()
 
     def _request(self, task: bytes) -> ValidationOutcome | None:
-        """None if the process ended. RuntimeError after PATIENCE."""
+        """The outcome of `task`; None if the process ended. Raises RuntimeError after
+        VERDICT_TIMEOUT_SECONDS.
+        """
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         pipes.write(cast(BinaryIO, process.stdin), task)
@@ -144,13 +163,13 @@ class ValidationProcess:
         return None
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """Raises RuntimeError if it does not start, which is no grammar's fault."""
+        """The process, which is started if need be. Raises RuntimeError if it does not start."""
         if self._closed:
             raise RuntimeError("the process that tries grammars has ended for good")
         if self._process is not None and self._process.poll() is not None:
             self.kill()
         if self._process is None:
-            # It has nothing to print but a client's grammar, and how it died of it.
+            # Silent, because all that it prints is about a client's grammar.
             process = self._process = pipes.start(
                 "pipeinfer.grammars.validation", {"RAYON_NUM_THREADS": "1"}, silent=True
             )
@@ -165,7 +184,9 @@ class ValidationProcess:
 
 
 def _in_fork(work: Callable[[], str], task: ValidationTask) -> ValidationOutcome:
-    """What `work` says in a copy of this process, which ends with this one."""
+    """Runs `work` in a fork of this process, which ends when this process does. `work` returns the
+    refusal.
+    """
     source, sink = os.pipe()
     life, held = os.pipe()
     pid = os.fork()
@@ -186,7 +207,7 @@ def _in_fork(work: Callable[[], str], task: ValidationTask) -> ValidationOutcome
 
 def _run_in_child(work: Callable[[], str], task: ValidationTask, sink: int, life: int) -> NoReturn:
     try:
-        signal.setitimer(signal.ITIMER_PROF, task.seconds)  # SIGPROF ends it
+        signal.setitimer(signal.ITIMER_PROF, task.seconds)  # SIGPROF ends the fork
         os.nice(task.niceness)
         threading.Thread(target=_exit_when_closed, args=(life,), daemon=True).start()
         with os.fdopen(sink, "wb", buffering=0) as answer:
@@ -196,13 +217,17 @@ def _run_in_child(work: Callable[[], str], task: ValidationTask, sink: int, life
 
 
 def _exit_when_closed(life: int) -> NoReturn:
-    os.read(life, 1)  # nobody writes: it returns when the other side is closed
+    os.read(life, 1)  # nothing is ever written: returns when the parent closes its end
     os._exit(0)
 
 
 def sample_walk(grammar: Grammar, executor: LLExecutor) -> str:
-    """What is wrong with the grammar's masks, or with what they cost, along one walk; "" if nothing
-    is."""
+    """Samples WALK_TOKENS tokens of the grammar, at random with a fixed seed, and measures the
+    masks.
+
+    Returns why the grammar is refused: an error of a mask, or masks that cost too much; "": it is
+    not.
+    """
     from pipeinfer.grammars.compiling import mask_cost
     from pipeinfer.grammars.masks import GrammarSource, fill_masks
 
@@ -230,13 +255,14 @@ def sample_walk(grammar: Grammar, executor: LLExecutor) -> str:
 
 
 def main() -> None:
-    """Serves until stdin ends, also while it compiles."""
+    """The validation process. Ends when stdin does, even while it compiles."""
     from llguidance import LLExecutor
 
     from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 
     frames, answers = pipes.served()
-    # Of all threads the copies have the one that forks; the other one waits for a frame.
+    # Python warns of forks with several threads. Here it is safe: a fork has only the thread that
+    # forks, and the other thread just waits for a frame.
     warnings.simplefilter("ignore", DeprecationWarning)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -246,9 +272,9 @@ def main() -> None:
     pipes.write(answers, b"")
 
     def tried(spec: StructuredOutputs, outcome: list[str]) -> None:
-        said = "it does not compile"  # also for a panic of the compiler, which passes by
+        said = "it does not compile"  # stays so after a panic of the compiler, which is not caught
         try:
-            # A fork has no threads of its maker, so the executor is made here.
+            # A fork has none of its parent's threads, so the executor is made here.
             said = sample_walk(Grammar(vocabulary, spec), LLExecutor(1))
         except (GrammarError, ValueError) as error:
             said = str(error) or said
