@@ -7,6 +7,7 @@ ordered by expert. Sources: arxiv.org/abs/2101.03961, https://arxiv.org/abs/2508
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +18,13 @@ from pipeinfer.checkpoint.quantization import Format, Mxfp4
 from pipeinfer.kernels.formats import SCALE_BLOCK
 from pipeinfer.layers.linear import empty_quantized, empty_stacked_fp8
 from pipeinfer.layers.mlp import silu_and_mul
-from pipeinfer.layers.moe_backends import FusedExperts, StackedExperts, choose_backend
+from pipeinfer.layers.moe_backends import (
+    FusedExperts,
+    StackedExperts,
+    TorchExperts,
+    TritonExperts,
+    choose_backend,
+)
 from pipeinfer.layers.placement import Placement, Shard, WeightSource
 from pipeinfer.layers.quantized_float import Mxfp4Tensor, small_m_gemm_8bit
 from pipeinfer.layers.weight import (
@@ -228,7 +235,33 @@ def sequential_experts(
     return torch.cat(outputs) if outputs else x
 
 
-class GatedExperts:
+class _FusedByBackend(ABC):
+    """What experts give to the backend of mixtures, if the device has one.
+
+    Attributes:
+        shard: this rank's experts.
+    """
+
+    shard: ExpertShard
+    _backend: type[TritonExperts | TorchExperts] | None
+    _num_experts: int
+
+    @property
+    def fused(self) -> FusedExperts | None:
+        return None if self._backend is None else self._backend(self._stacked()).summed
+
+    @property
+    def unsummed(self) -> FusedExperts | None:
+        if self._backend is None or self.shard.count < self._num_experts:
+            return None
+        return self._backend(self._stacked()).unsummed
+
+    @abstractmethod
+    def _stacked(self) -> StackedExperts:
+        """All experts of this rank, as the backend takes them."""
+
+
+class GatedExperts(_FusedByBackend):
     """SwiGLU blocks without biases."""
 
     def __init__(
@@ -249,16 +282,6 @@ class GatedExperts:
         self.input_quantizer = (
             ActivationQuantizer(SCALE_BLOCK, keep_unquantized=True) if in_fp8 and whole else None
         )
-
-    @property
-    def fused(self) -> FusedExperts | None:
-        return None if self._backend is None else self._backend(self._stacked()).summed
-
-    @property
-    def unsummed(self) -> FusedExperts | None:
-        if self._backend is None or self.shard.count < self._num_experts:
-            return None
-        return self._backend(self._stacked()).unsummed
 
     def _stacked(self) -> StackedExperts:
         gate_up, down = ((one.stacked, one.scale) for one in (self.gate_up, self.down))
@@ -294,7 +317,7 @@ class GatedExperts:
             yield from down.sources(f"{name}down_proj", every, row, (every, part))
 
 
-class ClampedExperts:
+class ClampedExperts(_FusedByBackend):
     """LocalExperts with biases: (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up
     within it on both sides. They can be called only where their weights are unquantized.
     """
@@ -336,16 +359,6 @@ class ClampedExperts:
                 rows, self._gate_up_biases, down, biases, strict=True
             )
         ]
-
-    @property
-    def fused(self) -> FusedExperts | None:
-        return None if self._backend is None else self._backend(self._stacked()).summed
-
-    @property
-    def unsummed(self) -> FusedExperts | None:
-        if self._backend is None or self.shard.count < self._num_experts:
-            return None
-        return self._backend(self._stacked()).unsummed
 
     def _stacked(self) -> StackedExperts:
         from pipeinfer.kernels.moe import ClampedSwiglu
