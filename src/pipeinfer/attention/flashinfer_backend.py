@@ -222,10 +222,8 @@ class DecodeKernel(_Wrappers):
         return self._unsplit[window, rows]
 
     def _split_wrapper(self, inputs: PlanInputs, window: int | None, rows: int) -> Any:
-        """Planned anew for the lengths of each step. The device has these lengths and pages
-        already, where `expand` writes them: nothing else is copied than the plan."""
-        from flashinfer.decode import fast_decode_plan  # type: ignore
-
+        """Planned anew where a row's number of pages has changed. The device has lengths and pages
+        already, where `prepare_inputs` writes them: nothing else is copied than the plan."""
         host, key = inputs.on_host, (window, rows)
         kv_indptr = host.kv_indptr[: rows + 1]
         plans = self._split.get(key)
@@ -240,6 +238,8 @@ class DecodeKernel(_Wrappers):
                 wrapper.plan(kv_indptr, none, last_page_len, **options)
             self._split[key] = plans = _GraphPlans(made, kv_indptr)
         else:
+            from flashinfer.decode import fast_decode_plan  # type: ignore
+
             fast_decode_plan(
                 plans.wrappers[inputs.parity],
                 kv_indptr,
