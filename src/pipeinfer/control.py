@@ -107,7 +107,7 @@ class Watch(Message, frozen=True):
     past: bool = False
 
 
-class Moment(msgspec.Struct, frozen=True, array_like=True):
+class TimedEvent(msgspec.Struct, frozen=True, array_like=True):
     """Something that happened to a request in a stage.
 
     Attributes:
@@ -119,7 +119,7 @@ class Moment(msgspec.Struct, frozen=True, array_like=True):
     values: dict[str, float] = {}
 
 
-class Passage(msgspec.Struct, frozen=True, array_like=True):
+class RequestSpan(msgspec.Struct, frozen=True, array_like=True):
     """The span of a request in one stage.
 
     Attributes:
@@ -135,7 +135,7 @@ class Passage(msgspec.Struct, frozen=True, array_like=True):
     ended: float = 0.0
     outcome: str = ""
     trace: str = ""
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[TimedEvent, ...] = ()
     span: str = ""
 
 
@@ -171,7 +171,7 @@ class Observed(Message, frozen=True):
 
     stage: str
     incarnation: int
-    passages: tuple[Passage, ...] = ()
+    passages: tuple[RequestSpan, ...] = ()
     steps: tuple[StepMade, ...] = ()
     past: tuple[StepMade, ...] = ()
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes
+from pipeinfer.control import Observed, Prefix, Prefixes, RequestSpan, ShowPrefixes
 from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.messages import Message
 from pipeinfer.wire import pack
@@ -66,7 +66,7 @@ async def completed(gateway: Gateway, key: str) -> str:
     client = gateway.client(key)
     name = (await client.completions.create(model="test", prompt="a")).id
     sight(gateway).on_message(
-        Observed("gateway-0", 1, (Passage("gateway-0", name, 1.0, 2.0, "stop"),))
+        Observed("gateway-0", 1, (RequestSpan("gateway-0", name, 1.0, 2.0, "stop"),))
     )
     return name
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from pipeinfer.control import (
-    Moment,
     Observed,
-    Passage,
     Prefix,
     Prefixes,
+    RequestSpan,
     ShowPrefixes,
     StepMade,
+    TimedEvent,
     Watch,
 )
 from pipeinfer.gateway import monitor as sights
@@ -21,7 +21,9 @@ from pipeinfer.messages import Message
 NOW = 1_000.0
 
 
-def seeing(sight: PipelineMonitor, *passages: Passage, steps: tuple[StepMade, ...] = ()) -> None:
+def seeing(
+    sight: PipelineMonitor, *passages: RequestSpan, steps: tuple[StepMade, ...] = ()
+) -> None:
     stage = passages[0].stage if passages else "scheduler-1"
     sight.on_message(Observed(stage, 1, passages, steps))
 
@@ -34,13 +36,13 @@ async def test_nothing_is_asked_or_kept_unless_somebody_looks() -> None:
     asked: list[tuple[str, Message]] = []
     sight = PipelineMonitor(("gateway-0", "engine-0-0"), lambda: NOW)
     sight.open(lambda stage, message: asked.append((stage, message)))
-    seeing(sight, Passage("gateway-0", "a", NOW))
+    seeing(sight, RequestSpan("gateway-0", "a", NOW))
     await asyncio.sleep(0)
     assert asked == [] and sight.spans("a") == []
     with sight.watching(), sight.watching():
         await asyncio.sleep(0)
         assert [stage for stage, _ in asked] == ["gateway-0", "engine-0-0"]
-        seeing(sight, Passage("gateway-0", "a", NOW))
+        seeing(sight, RequestSpan("gateway-0", "a", NOW))
         assert len(sight.spans("a")) == 1
     assert sight.spans("a") == []
 
@@ -52,14 +54,14 @@ async def test_each_looker_gets_what_is_new_to_it() -> None:
         assert [one.at for one in sight.steps_since(0)] == [NOW - 2, NOW - 1]
         assert sight.steps_since(0)[0].group == 1
         seen = sight.changes
-        seeing(sight, Passage("gateway-0", "a", NOW), Passage("gateway-0", "b", NOW))
+        seeing(sight, RequestSpan("gateway-0", "a", NOW), RequestSpan("gateway-0", "b", NOW))
         seen_then = sight.changes
-        done = Passage(
+        done = RequestSpan(
             "gateway-0", "a", NOW, NOW + 2, "stop", "",
             (
-                Moment(NOW, "accepted", {"prompt_tokens": 7.0}),
-                Moment(NOW + 1, "first_text", {"tokens": 1.0}),
-                Moment(NOW + 2, "finished", {"output_tokens": 9.0}),
+                TimedEvent(NOW, "accepted", {"prompt_tokens": 7.0}),
+                TimedEvent(NOW + 1, "first_text", {"tokens": 1.0}),
+                TimedEvent(NOW + 2, "finished", {"output_tokens": 9.0}),
             ),
         )  # fmt: skip
         seeing(sight, done)
@@ -90,7 +92,7 @@ async def test_the_oldest_requests_go() -> None:
     sight = PipelineMonitor((), lambda: NOW)
     with sight.watching():
         for number in range(MAX_REQUESTS + 5):
-            seeing(sight, Passage("gateway-0", str(number), NOW))
+            seeing(sight, RequestSpan("gateway-0", str(number), NOW))
         assert sight.spans("4") == [] and len(sight.spans("5")) == 1
         assert len(sight.requests_since(0)) == MAX_REQUESTS
 
@@ -100,10 +102,10 @@ async def test_latencies_are_medians_of_ended_passages() -> None:
     with sight.watching():
         for number, seconds in enumerate((1.0, 2.0, 9.0)):
             name, began = str(number), NOW - 10
-            admitted = (Moment(began + seconds / 2, "admitted"),)
-            seeing(sight, Passage("tokenizer-0", name, began, began + seconds))
-            seeing(sight, Passage("scheduler-0", name, began, NOW, "stop", "", admitted))
-        seeing(sight, Passage("tokenizer-0", "running", NOW))
+            admitted = (TimedEvent(began + seconds / 2, "admitted"),)
+            seeing(sight, RequestSpan("tokenizer-0", name, began, began + seconds))
+            seeing(sight, RequestSpan("scheduler-0", name, began, NOW, "stop", "", admitted))
+        seeing(sight, RequestSpan("tokenizer-0", "running", NOW))
         assert sight.latency("tokenizer-0") == 2.0
         assert sight.latency("scheduler-0") == 1.0
         assert sight.latency("engine-0-0") is None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from collector import Collector
 from pipeinfer import traceparent
-from pipeinfer.control import Moment, Passage
+from pipeinfer.control import RequestSpan, TimedEvent
 from pipeinfer.gateway.ledger import RequestTraces
 from pipeinfer.observe import opentelemetry
 from pipeinfer.observe.opentelemetry import SHUTDOWN_TIMEOUT, OpenTelemetryExporter
@@ -33,13 +33,13 @@ def header(trace: str, span: str, flags: str = "01") -> str:
 
 def passage(stage: str, name: str, trace: str = "", span: str = "", outcome: str = "stop"):
     moments = (
-        Moment(10.5, "accepted", {"group": 1, "prompt_tokens": 12}),
-        Moment(10.75, "finished", {"output_tokens": 7, "cached_tokens": 4}),
+        TimedEvent(10.5, "accepted", {"group": 1, "prompt_tokens": 12}),
+        TimedEvent(10.75, "finished", {"output_tokens": 7, "cached_tokens": 4}),
     )
-    return Passage(stage, name, 10.25, 11.0, outcome, trace, moments, span)
+    return RequestSpan(stage, name, 10.25, 11.0, outcome, trace, moments, span)
 
 
-async def exported(url: str, name: str, *passages: Passage) -> float:
+async def exported(url: str, name: str, *passages: RequestSpan) -> float:
     """Seconds that the end of the stage `name` took."""
     exporting = OpenTelemetryExporter(
         Settings(otlp_endpoint=url, served_model_name="m"), Identity(name)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeinfer.control import Passage, StepMade
+from pipeinfer.control import RequestSpan, StepMade
 from pipeinfer.core import LOCAL, Send, StepDone
 from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta
 from pipeinfer.messages import (
@@ -48,7 +48,7 @@ class Watched:
     """A stage's observer, with a clock that goes one second for each input and output."""
 
     def __init__(self, name: str, target: float = 0.0) -> None:
-        self.ended: list[Passage] = []
+        self.ended: list[RequestSpan] = []
         self.steps: list[StepMade] = []
         self.book = SpanStore(f"{name}-0", self.ended.append)
         self.observer = span_observer(name, self.book)
@@ -69,20 +69,20 @@ class Watched:
         self.saw(request, ("detokenizer-0", told), *outputs)
 
     @property
-    def open(self) -> dict[str, Passage]:
+    def open(self) -> dict[str, RequestSpan]:
         for name in list(self.book._open):
             self.book._changed[name] = None
         return {passage.request_id: passage for passage in self.book.changes(1000)}
 
-    def over(self, request_id: str) -> Passage:
+    def over(self, request_id: str) -> RequestSpan:
         return next(p for p in reversed(self.ended) if p.request_id == request_id)
 
 
-def names(passage: Passage) -> list[str]:
+def names(passage: RequestSpan) -> list[str]:
     return [moment.name for moment in passage.moments]
 
 
-def values(passage: Passage, name: str) -> dict[str, float]:
+def values(passage: RequestSpan, name: str) -> dict[str, float]:
     return next(m.values for m in passage.moments if m.name == name)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.control import Passage
+from pipeinfer.control import RequestSpan
 from pipeinfer.observe.spans import MAX_EVENTS, SpanStore
 
 
-def book(ended: list[Passage], most: int = 100) -> SpanStore:
+def book(ended: list[RequestSpan], most: int = 100) -> SpanStore:
     return SpanStore("engine-0-0", ended.append, most)
 
 
 def test_a_passage_is_told_while_it_goes_on_and_once_when_it_is_over():
-    ended: list[Passage] = []
+    ended: list[RequestSpan] = []
     one = book(ended)
     assert one.begin("a", 1.0, "00-t-s-01", 1) and not one.begin("a", 9.0)
     one.mark("a", 2.0, "admitted", slot=3)
@@ -49,7 +49,7 @@ def test_only_the_first_output_and_the_last_are_worth_a_look():
 
 
 def test_of_too_many_moments_the_first_and_the_latest_stay():
-    ended: list[Passage] = []
+    ended: list[RequestSpan] = []
     one = book(ended)
     one.begin("a", 0.0)
     for at in range(3 * MAX_EVENTS):
@@ -66,7 +66,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(("begin", "mark", "end", "tell")), 
 @given(ACTIONS)
 def test_every_passage_ends_at_most_once_and_none_is_kept_beyond_the_bound(actions):
     """Beside a model without bounds: the book has the newest five of its open requests at most."""
-    ended: list[Passage] = []
+    ended: list[RequestSpan] = []
     one = book(ended, most=5)
     began: dict[str, int] = {}
     for at, (action, name) in enumerate(actions):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.control import Moment, Passage
+from pipeinfer.control import RequestSpan, TimedEvent
 from pipeinfer.observe.spans import MAX_DURATIONS, MINUTE, StageDurations
 
 NOW = 1_000.0
 BEGAN = NOW - 30
-MOMENTS = (Moment(BEGAN + 2, "admitted"), Moment(BEGAN + 4, "first_text", {"seconds": 0.25}))
+MOMENTS = (
+    TimedEvent(BEGAN + 2, "admitted"),
+    TimedEvent(BEGAN + 4, "first_text", {"seconds": 0.25}),
+)
 
 
-def passage(stage: str, ended: float = NOW, moments: tuple[Moment, ...] = MOMENTS) -> Passage:
-    return Passage(stage, "r", BEGAN, ended, "", "", moments)
+def passage(
+    stage: str, ended: float = NOW, moments: tuple[TimedEvent, ...] = MOMENTS
+) -> RequestSpan:
+    return RequestSpan(stage, "r", BEGAN, ended, "", "", moments)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import zmq
 from collector import Collector
 from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import ControlClient
-from pipeinfer.control import Observed, Passage, StepMade, Watch
+from pipeinfer.control import Observed, RequestSpan, StepMade, Watch
 from pipeinfer.runtime.find import TOPOLOGY
 from servers import STAGES, Server, environment
 
@@ -160,7 +160,7 @@ def test_refused_requests_have_a_line_and_health_has_none(server):
 
 def test_who_watches_hears_of_a_request_from_every_stage_and_of_its_steps(server):
     topology = server.topology()
-    passages: dict[str, list[Passage]] = defaultdict(list)
+    passages: dict[str, list[RequestSpan]] = defaultdict(list)
     steps: list[StepMade] = []
     with zmq.Context() as context, ControlClient(topology, context) as caller:
         for stage in topology.ids():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from preemptions import preempting_plans
 
-from pipeinfer.control import Passage, StepMade
+from pipeinfer.control import RequestSpan, StepMade
 from pipeinfer.core import Send
 from pipeinfer.observe.spans import Exchange, SpanStore
 from pipeinfer.observe.stages import span_observer
@@ -19,7 +19,7 @@ class Observed:
 
     def __init__(self, recording: LoadedTrace) -> None:
         self.recording = recording
-        self.ended: list[Passage] = []
+        self.ended: list[RequestSpan] = []
         self.steps: list[StepMade] = []
         self.longest = 0.0  # seconds of an exchange
         self.book = SpanStore(recording.stage, self.ended.append)

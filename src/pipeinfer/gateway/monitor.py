@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes, StepMade, Watch
+from pipeinfer.control import Observed, Prefix, Prefixes, RequestSpan, ShowPrefixes, StepMade, Watch
 from pipeinfer.core import RecentTable
 from pipeinfer.gateway.health import Health, StageStatus
 from pipeinfer.gateway.metrics import QUANTILES
@@ -388,7 +388,7 @@ class _RequestEntry:
 
     def __init__(self) -> None:
         self.request: MonitoredRequest | None = None
-        self.spans: dict[tuple[str, float], Passage] = {}
+        self.spans: dict[tuple[str, float], RequestSpan] = {}
         self.changed = 0
 
 
@@ -526,7 +526,7 @@ class PipelineMonitor:
         """Whether the request, or that of which it is a choice, is `owner`'s; None owns all."""
         return owner is None or self._owners.get(request_of(request_id)) == owner
 
-    def spans(self, request_id: str) -> list[Passage]:
+    def spans(self, request_id: str) -> list[RequestSpan]:
         """The known spans of a request, by when it came to each stage."""
         known = self._requests.get(request_id)
         return [] if known is None else sorted(known.spans.values(), key=lambda one: one.began)
@@ -556,7 +556,7 @@ class PipelineMonitor:
         oldest = min((one.at for _, one in self._steps if one.group == group), default=math.inf)
         self._add_steps(stage, [one for one in past if one.at < oldest])
 
-    def _add_span(self, span: Passage) -> None:
+    def _add_span(self, span: RequestSpan) -> None:
         self.changes += 1
         known = self._requests.get(span.request_id)
         if known is None:
@@ -570,7 +570,7 @@ class PipelineMonitor:
             known.request = _monitored_request(span)
 
 
-def _monitored_request(span: Passage) -> MonitoredRequest:
+def _monitored_request(span: RequestSpan) -> MonitoredRequest:
     shown = MonitoredRequest(span.request_id, span.began, span.ended or None)
     shown.finish = span.outcome or None
     for event in span.moments:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import ETag, web
 
-from pipeinfer.control import Passage, Prefix
+from pipeinfer.control import Prefix, RequestSpan
 from pipeinfer.core import RecentTable
 from pipeinfer.gateway import openapi
 from pipeinfer.gateway.auth import Principal
@@ -261,7 +261,7 @@ class MonitorHandlers:
         return self._snapshot
 
 
-def _stage_span(span: Passage) -> StageSpan:
+def _stage_span(span: RequestSpan) -> StageSpan:
     return StageSpan(
         stage=span.stage,
         began=span.began,

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pipeinfer.control import Observed, Passage, StepMade, Watch
+from pipeinfer.control import Observed, RequestSpan, StepMade, Watch
 from pipeinfer.core import Send
 from pipeinfer.messages import Message
 from pipeinfer.observe.opentelemetry import OpenTelemetryExporter
@@ -53,7 +53,7 @@ class StageObserver:
         self._until = 0.0  # on the loop's clock: when nobody watches any more
         self._timer: asyncio.TimerHandle | None = None
         self._observer: SpanObserver | None = None
-        self._ended: deque[Passage] = deque(maxlen=MAX_ENDED)
+        self._ended: deque[RequestSpan] = deque(maxlen=MAX_ENDED)
         self._steps: deque[StepMade] = deque(maxlen=MAX_STEPS)
         self._minute: LastMinute | None = None  # of a scheduler's steps
         self._past_requested = False  # whether a Watch asked for the last minute
@@ -117,7 +117,7 @@ class StageObserver:
         if self._timer is not None:
             self._steps.append(step)
 
-    def _on_span_end(self, span: Passage) -> None:
+    def _on_span_end(self, span: RequestSpan) -> None:
         if self._exporter is not None:
             self._exporter.add(span)
         if self._timer is not None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pipeinfer import traceparent
-from pipeinfer.control import Passage
+from pipeinfer.control import RequestSpan
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity
 from pipeinfer.traceparent import Traceparent
@@ -132,7 +132,7 @@ class OpenTelemetryExporter:
         self._name = identity.name
         self._model = settings.model_name
 
-    def add(self, request_span: Passage) -> None:
+    def add(self, request_span: RequestSpan) -> None:
         """Takes a span that has ended. If its trace is not sampled, nothing is sent; of a span
         without a trace the gateway's, which begins one."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -172,7 +172,7 @@ class OpenTelemetryExporter:
             await asyncio.wait_for(done.wait(), SHUTDOWN_TIMEOUT)
 
     def _attributes(
-        self, request_span: Passage, gateway: bool
+        self, request_span: RequestSpan, gateway: bool
     ) -> Mapping[str, str | int | list[str]]:
         found: dict[str, str | int | list[str]] = {
             "pipeinfer.request_id": request_span.request_id,

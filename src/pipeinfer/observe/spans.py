@@ -1,8 +1,8 @@
 """Request spans: what happened to each request in one stage, and when.
 
 A store holds the open spans of a stage, bounded whatever its messages say; observers (stages.py)
-write to it. The messages that carry spans to others are control.Passage (a span) and
-control.Moment (one of its events). Times are passed in.
+write to it. The messages that carry spans to others are control.RequestSpan (a span) and
+control.TimedEvent (one of its events). Times are passed in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from pipeinfer.control import Moment, Passage
+from pipeinfer.control import RequestSpan, TimedEvent
 from pipeinfer.core import Send
 from pipeinfer.messages import Message
 
@@ -47,9 +47,9 @@ class OpenSpan:
         self.trace = trace
         self.attempt = attempt
         self.output_marked = False
-        self.output: Moment | None = None
+        self.output: TimedEvent | None = None
         self.span = ""
-        self.events: list[Moment] = []
+        self.events: list[TimedEvent] = []
 
 
 class SpanStore:
@@ -62,7 +62,7 @@ class SpanStore:
     def __init__(
         self,
         stage: str,
-        on_end: Callable[[Passage], object],
+        on_end: Callable[[RequestSpan], object],
         max_open: int = MAX_OPEN_SPANS,
     ) -> None:
         self.stage = stage
@@ -99,7 +99,7 @@ class SpanStore:
         if span is not None:
             if len(span.events) >= MAX_EVENTS:
                 del span.events[-1]
-            span.events.append(Moment(at, name, values))
+            span.events.append(TimedEvent(at, name, values))
             self._changed[request_id] = None
 
     def needing_mark(self, request_id: str, finish: str | None) -> OpenSpan | None:
@@ -119,7 +119,7 @@ class SpanStore:
         """So many output tokens were there at that time. Hot path, while somebody watches."""
         span = self._open.get(request_id)
         if span is not None:
-            span.output = Moment(at, "streamed", {"output_tokens": output_tokens})
+            span.output = TimedEvent(at, "streamed", {"output_tokens": output_tokens})
             self._changed[request_id] = None
 
     def amend(self, request_id: str, name: str, **values: float) -> None:
@@ -129,7 +129,7 @@ class SpanStore:
             assert span is not None
             event = span.events[index]
             if event.name == name:
-                span.events[index] = Moment(event.at, name, {**event.values, **values})
+                span.events[index] = TimedEvent(event.at, name, {**event.values, **values})
                 self._changed[request_id] = None
                 return
 
@@ -150,7 +150,7 @@ class SpanStore:
         for request_id in list(self._open):
             self.end(request_id, at, outcome)
 
-    def changes(self, limit: int) -> list[Passage]:
+    def changes(self, limit: int) -> list[RequestSpan]:
         """At most `limit` open spans that began or got an event since they were returned last."""
         changed = list(islice(self._changed, limit))
         for request_id in changed:
@@ -159,9 +159,9 @@ class SpanStore:
 
     def _message(
         self, request_id: str, span: OpenSpan, ended: float = 0.0, outcome: str = ""
-    ) -> Passage:
+    ) -> RequestSpan:
         streamed = (span.output,) if span.output is not None and not ended else ()
-        return Passage(
+        return RequestSpan(
             stage=self.stage,
             request_id=request_id,
             began=span.began,
@@ -196,16 +196,16 @@ class SpanObserver(Protocol):
         ...
 
 
-def _whole(span: Passage) -> float | None:
+def _whole(span: RequestSpan) -> float | None:
     return span.ended - span.began
 
 
-def _until_admitted(span: Passage) -> float | None:
+def _until_admitted(span: RequestSpan) -> float | None:
     admitted = _event(span, "admitted")
     return None if admitted is None else admitted.at - span.began
 
 
-def _of_first_text(span: Passage) -> float | None:
+def _of_first_text(span: RequestSpan) -> float | None:
     """A detokenizer's span lasts as long as its request generates; only the time that it took for
     the first text is its own. Measured by its clock alone: the scheduler's may be that of another
     host."""
@@ -213,12 +213,12 @@ def _of_first_text(span: Passage) -> float | None:
     return None if first is None else first.values.get("seconds")
 
 
-def _event(span: Passage, name: str) -> Moment | None:
+def _event(span: RequestSpan, name: str) -> TimedEvent | None:
     return next((event for event in span.moments if event.name == name), None)
 
 
 # Which part of a span counts as the stage's own time; docs/page.md says the same to people.
-MEASURED_PART: dict[str, Callable[[Passage], float | None]] = {
+MEASURED_PART: dict[str, Callable[[RequestSpan], float | None]] = {
     "tokenizer": _whole,
     "scheduler": _until_admitted,
     "detokenizer": _of_first_text,
@@ -233,7 +233,7 @@ class StageDurations:
         self._clock = clock
         self._latest: dict[str, deque[tuple[float, float]]] = {}
 
-    def on_span(self, span: Passage) -> None:
+    def on_span(self, span: RequestSpan) -> None:
         """Takes any span; open ones, and those of stages without a measured part, do not count."""
         part = MEASURED_PART.get(span.stage.partition("-")[0])
         seconds = part(span) if part is not None and span.ended else None
