@@ -9,7 +9,7 @@ import torch
 
 from device_steps import device_step
 from draws import seeded
-from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
+from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, randn_on_device, relative_error
 from pipeinfer.attention.hybrid import TritonDecodeKernel
 from pipeinfer.attention.interface import PlanInputs
 from pipeinfer.kernels.decode_attention import (
@@ -51,8 +51,8 @@ class Case:
         starts = torch.tensor([0, *pages]).cumsum(0)
         self.indptr = starts.to(torch.int32).to(DEVICE)
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        self.k = randn(1, total, page, kv_heads, dim, dtype=dtype)
-        self.v = randn(2, total, page, kv_heads, dim, dtype=dtype)
+        self.k = randn_on_device(1, total, page, kv_heads, dim, dtype=dtype)
+        self.v = randn_on_device(2, total, page, kv_heads, dim, dtype=dtype)
         self.q = randn(3, len(lengths), heads, dim, dtype=dtype)
         self.scale = dim**-0.5
         self.scales = UNIT_KV_SCALES

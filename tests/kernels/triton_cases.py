@@ -23,8 +23,13 @@ HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same on every device."""
+    """Normally distributed numbers, drawn on the CPU: the same on every device."""
     return torch.randn(*shape, generator=seeded(seed)).to(dtype).to(DEVICE)
+
+
+def randn_on_device(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normally distributed numbers, drawn where they are needed: quick also for many megabytes."""
+    return torch.randn(*shape, generator=seeded(seed, DEVICE), device=DEVICE).to(dtype)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
