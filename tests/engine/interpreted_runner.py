@@ -26,7 +26,7 @@ from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.distributed.collectives import join_group  # noqa: E402
-from pipeinfer.engine import calibrate, graph_shapes, graphs, loading  # noqa: E402
+from pipeinfer.engine import calibrate, graphs, loading  # noqa: E402
 from pipeinfer.engine.calibrate import alike_decodes  # noqa: E402
 from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
@@ -161,7 +161,7 @@ def checked(work):
 
 hurry()
 shared_prefixes.MIN_SHARED_TOKENS = 16  # tokens: prompts here are short
-graph_shapes.MIN_SHARED_DECODES = graphs.MIN_SHARED_DECODES = 2
+graphs.MIN_SHARED_DECODES = 2
 READ = LoadConfig(block_n=16, num_warps=4, num_stages=2)
 FEW = DecodeConfig(8, 4, 64, READ, prefix_queries=16, min_prefix_tokens=16, prefix_load=READ)
 hybrid.tile_config = lambda *_: FEW

@@ -14,8 +14,8 @@ from single_steps import Row, build_step
 from kept_logits import logits_of
 from pipeinfer.engine import loading, machine
 from pipeinfer.engine.calibrate import allow_all, largest_step
-from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose_engine, load_engine
+from pipeinfer.engine.machine import available_bytes
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import truncated
 from pipeinfer.models import loading as checkpoint_files

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from pipeinfer.attention.interface import Traits
 from pipeinfer.engine.calibrate import PageGeometry, alike_decodes, amid_prompts, deep_decodes
 from pipeinfer.engine.device import HostDevice
-from pipeinfer.engine.graph_shapes import (
+from pipeinfer.engine.graphs import (
     MIN_SHARED_DECODES,
+    Graphs,
     LargestStep,
     decode_ladder,
     decode_only,
@@ -27,7 +28,6 @@ from pipeinfer.engine.graph_shapes import (
     shape_of,
     shared_prefix_variants,
 )
-from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_buffers import DeviceBuffers, SlotState, StepPacker, layout
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, uncaptured_shapes
-from pipeinfer.engine.graphs import Graphs
+from pipeinfer.engine.graphs import DECODES, Graphs, LargestStep, decode_only, uncaptured_shapes
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.params import MOST_LOGPROBS

@@ -1,8 +1,8 @@
 """Where steps are computed: in the order of their submission, while their submitter goes on.
 
 A CPU and a GPU differ in this: what is submitted to the host is called by a thread of its own,
-what is submitted to a GPU is called at once and queues its kernels (engine/cuda.py). Knows calls,
-tensors and an event loop, no step.
+what is submitted to a GPU is called at once and queues its kernels (CudaDevice in machine.py).
+Knows calls, tensors and an event loop, no step.
 """
 
 from __future__ import annotations

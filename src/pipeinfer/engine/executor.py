@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from pipeinfer.core import Compiled, GraphDue, StepDone
 from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
 from pipeinfer.engine.device import FailedEvent, StepEvent
-from pipeinfer.engine.phases import Phases
+from pipeinfer.engine.profiling import Phases
 from pipeinfer.messages import Message
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.runtime.logs import DETAILS
@@ -272,8 +272,8 @@ class DeviceDriver:
             self._executor.close()
 
     def stats(self) -> dict[str, float]:
-        """Seconds in which the device computed, and in which it had no step queued; phases.py's; of
-        the start, and how many graphs there are."""
+        """Seconds: in which the device computed, in which it had no step queued, of each phase, and
+        of the start; and how many graphs there are."""
         executor = self._executor
         if executor is None:
             return {}

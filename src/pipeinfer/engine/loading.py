@@ -21,7 +21,7 @@ from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.checkpoint.safetensors import weight_files
 from pipeinfer.distributed.collectives import TorchCollectives
-from pipeinfer.engine.graph_shapes import LargestStep, decode_ladder, mixed_ladder
+from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
@@ -309,7 +309,7 @@ def _transformers_model(
 def machine(device: str, settings: Settings, ordinal: int) -> Machine:
     """What `device` ("cpu" or "cuda") stands for; `ordinal`: of the GPU on its host."""
     if device == "cuda":
-        from pipeinfer.engine.cuda import CudaMachine  # which needs triton
+        from pipeinfer.engine.machine import CudaMachine  # which needs triton
 
         return CudaMachine(ordinal, settings.threads)
     return HostMachine(settings.threads, settings.tp)

@@ -23,17 +23,17 @@ from pipeinfer.attention.interface import Attention, Plan
 from pipeinfer.engine import calibrate
 from pipeinfer.engine.calibrate import empty_step
 from pipeinfer.engine.device import Device, StepEvent, TwoPhaseEvent
-from pipeinfer.engine.graph_shapes import (
+from pipeinfer.engine.graphs import (
+    Captured,
+    Graphs,
     LargestStep,
     decode_only,
     eager_and_deferred,
     shape_of,
     shared_prefix_variants,
 )
-from pipeinfer.engine.graphs import Captured, Graphs
 from pipeinfer.engine.kv_store import StepAttention, store_for
-from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.profiling import nvtx_if_loaded
+from pipeinfer.engine.profiling import Phases, nvtx_if_loaded
 from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, StepScores, truncated
 from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
 from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS

@@ -22,7 +22,7 @@ import torch
 
 from pipeinfer.attention.interface import HostLengths, Plan, PlanInputs, Traits
 from pipeinfer.engine.device import Device
-from pipeinfer.engine.graph_shapes import LargestStep
+from pipeinfer.engine.graphs import LargestStep
 from pipeinfer.engine.step_builder import FIELDS, filled
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
