@@ -32,8 +32,8 @@ from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
 from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
-from pipeinfer.kernels.decode_splits import DecodeConfig, LoadConfig  # noqa: E402
 from pipeinfer.kernels.interface import GraphShape  # noqa: E402
+from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig  # noqa: E402
 from pipeinfer.memory import shared_prefixes  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 from quick_interpreter import hurry  # noqa: E402

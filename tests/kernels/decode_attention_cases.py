@@ -13,15 +13,11 @@ from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, randn_on_devi
 from pipeinfer.attention.hybrid import TritonDecodeKernel
 from pipeinfer.attention.interface import PlanInputs
 from pipeinfer.kernels.decode_attention import (
+    DecodePrefixes,
     DecodeRows,
     DecodeWorkspace,
     decode_attention,
     decode_attention_reference,
-)
-from pipeinfer.kernels.decode_splits import (
-    DecodeConfig,
-    DecodePrefixes,
-    LoadConfig,
     empty_prefix_merges,
     empty_splits,
     max_prefix_splits,
@@ -31,6 +27,7 @@ from pipeinfer.kernels.decode_splits import (
 )
 from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.kernels.interface import GraphShape
+from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 from pipeinfer.wire import MAX_SHARED_PREFIXES, PREFIX_UPPER

@@ -8,7 +8,7 @@ import torch
 from kernels.moe_cases import in_8_bits, routed
 from kernels.triton_cases import DEVICE, HALVES, INTERPRETED, randn, relative_error
 from pipeinfer.checkpoint.quantization import Fp8, Quantization
-from pipeinfer.kernels.activations import quantize_groups
+from pipeinfer.kernels.elementwise import quantize_groups
 from pipeinfer.kernels.formats import SCALE_BLOCK
 from pipeinfer.kernels.moe import fused_experts_reference, moe_sum
 from pipeinfer.kernels.moe_fp8 import (

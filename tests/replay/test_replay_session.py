@@ -196,9 +196,9 @@ def first_plan_with_duplicates(recording: LoadedTrace) -> tuple[int, int]:
 
 def test_wrong_noise_is_found_at_the_first_step_that_draws(planted, session):
     bug = (
-        "from pipeinfer.kernels import noise\n"
-        "right = noise.philox_words\n"
-        "noise.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
+        "from pipeinfer.kernels import host\n"
+        "right = host.philox_words\n"
+        "host.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
     )
     found = planted("engine", bug)
     recording = load(session["engine"])

@@ -19,14 +19,10 @@ from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.kernels.decode_attention import (
     MIN_QUERY_ROWS,
+    DecodePrefixes,
     DecodeRows,
     DecodeWorkspace,
     decode_attention,
-)
-from pipeinfer.kernels.decode_splits import (
-    DecodeConfig,
-    DecodePrefixes,
-    LoadConfig,
     empty_prefix_merges,
     empty_splits,
     max_prefix_splits,
@@ -34,6 +30,7 @@ from pipeinfer.kernels.decode_splits import (
     split_rows,
 )
 from pipeinfer.kernels.formats import E4M3
+from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
