@@ -14,7 +14,7 @@ from grammars.costly_grammars import AMBIGUOUS, growing
 from parity.cores import Cores
 from pipeinfer.engine.loading import LoadedEngine, load_engine
 from pipeinfer.engine.masks import GrammarMasks, ReceivedMasks
-from pipeinfer.grammars.store import GrammarStore
+from pipeinfer.grammars.compiling import GrammarStore
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.settings import Settings
 from pipeinfer.text import grammar_setup

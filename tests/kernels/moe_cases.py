@@ -29,7 +29,7 @@ from pipeinfer.kernels.tile_configs import (
     MoeConfig,
     MoeGemmConfig,
 )
-from pipeinfer.layers.moe_backends import StackedExperts, TorchExperts, TritonExperts
+from pipeinfer.layers.experts import StackedExperts, TorchExperts, TritonExperts
 from quantized_checkpoints import mxfp4
 
 SHAPES = [(1, 8, 2), (3, 128, 8), (9, 60, 4), (6, 5, 5), (2, 1, 1)]

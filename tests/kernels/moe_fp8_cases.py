@@ -18,9 +18,8 @@ from pipeinfer.kernels.moe_fp8 import (
 )
 from pipeinfer.kernels.tile_configs import MOE_CONFIGS_W8A8, MoeConfig, MoeGemmConfig
 from pipeinfer.layers import quantized_float
-from pipeinfer.layers.experts import GatedExperts
+from pipeinfer.layers.experts import GatedExperts, TritonExperts
 from pipeinfer.layers.moe import SoftmaxRouter, SparseMoeBlock
-from pipeinfer.layers.moe_backends import TritonExperts
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import PartialSum, Placement, Shard
 

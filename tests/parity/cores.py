@@ -20,9 +20,8 @@ from pipeinfer.engine.loading import load_engine
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Plan, PromptTokens, Tokens, Work
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.policies import Mixed
+from pipeinfer.scheduler.policies import Mixed, StepComposer
 from pipeinfer.settings import Settings
 from pipeinfer.wire import pack, unpack
 

@@ -81,7 +81,7 @@ def entry(recording: LoadedTrace, seq: int):
 
 def test_wrong_victim_is_found_at_the_plan_that_preempts_it(planted, session):
     bug = (
-        "from pipeinfer.scheduler import composer\n"
+        "from pipeinfer.scheduler import policies\n"
         "def victim(self):\n"
         "    stay = [r for r in self._running if r not in self.preempted]\n"
         "    if len(stay) < 2:\n"
@@ -89,7 +89,7 @@ def test_wrong_victim_is_found_at_the_plan_that_preempts_it(planted, session):
         "    exempt = next((r for r in stay if r.prefilling), None)\n"
         "    choice = [r for r in stay if r is not exempt]\n"
         "    return min(choice, key=lambda r: (r.work.priority, r.arrival))\n"
-        "composer.StepComposer._victim = victim\n"
+        "policies.StepComposer._victim = victim\n"
     )
     found = planted("scheduler", bug)
     assert found.channel == "plan"

@@ -26,9 +26,8 @@ from pipeinfer.core import (
     Unsent,
 )
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.manager import MemoryManager, Rows
 from pipeinfer.memory.pages import IntegrityError, ProtocolError
-from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import (
     Admitted,
     Begin,

@@ -18,8 +18,8 @@ import torch
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
 from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
+from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.quantization import choose_quantization
-from pipeinfer.checkpoint.safetensors import weight_files
 from pipeinfer.distributed.collectives import TorchCollectives
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kv_store import find_key_centers

@@ -193,7 +193,7 @@ def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
 
     if rank > 0:
         return ReceivedMasks()
-    from pipeinfer.grammars.store import GrammarStore
+    from pipeinfer.grammars.compiling import GrammarStore
     from pipeinfer.text import grammar_setup
 
     setup = partial(grammar_setup, folder, settings.model_impl)

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.memory.rows import Rows
+from pipeinfer.memory.manager import MemoryManager, Rows
 from pipeinfer.memory.shared_prefixes import find_shared_prefixes
 from pipeinfer.messages import Admit
 from pipeinfer.params import (

@@ -45,7 +45,7 @@ class GraphShape:
 class DeviceStep:
     """A step on the device: views, of one shape, of buffers at fixed addresses.
 
-    The last of four descriptions of a step: Plan (messages.py), Rows (memory/rows.py), Step
+    The last of four descriptions of a step: Plan (messages.py), Rows (memory/manager.py), Step
     (step.py), DeviceStep. R rows, T tokens, P prefill rows and S rows of logits are capacities: in
     a graph some are padding. Everything is written on the forward stream and read by kernels alone,
     except by attention backends of the CPU.

@@ -14,8 +14,8 @@ from math import inf
 from pipeinfer.histogram import Histogram
 from pipeinfer.messages import Extend, Hello, Plan, Prepare, Prepared
 from pipeinfer.scheduler import policies
-from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits, Slots, StepsInFlight
+from pipeinfer.scheduler.policies import StepComposer
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.step_cost import PrefillBudget, Targets, prefill_budget
