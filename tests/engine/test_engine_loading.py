@@ -150,7 +150,7 @@ def test_the_step_that_memory_is_measured_with_asks_for_all_that_sampling_can_do
     assert len(step.tokens) == 32 and step.samples.sum() == len(step.penalties.rows) == 4
     assert truncated(step.fields).tolist() == [0, 1, 2, 3]
     launched = runner.launch(step)
-    runner.finish(launched, allow_all)
+    runner.sample_masked(launched, allow_all)
     sampled = launched.take()
     assert runner._state.biased.all()
     assert sampled.counts.tolist() == [1] * 4 and len(sampled.logprobs) > 0

@@ -1,4 +1,4 @@
-"""Schemas and regular expressions in the compiler's words: what comes fits the schema that was sent,
+"""Schemas and regular expressions in the compiler's words: what comes fits the schema sent,
 or the keyword that it may not fit is named. Also for schemas as pydantic, zod, TypeBox and valibot
 write them."""
 

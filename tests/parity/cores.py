@@ -142,7 +142,7 @@ class Cores:
         runner.keep_logits = True
         flight = runner.launch(step)
         if step.masked is not None:
-            runner.finish(flight, partial(self.masks.fill, step))
+            runner.sample_masked(flight, partial(self.masks.fill, step))
         sampled = flight.take()
         if self.masks is not None:
             sampled = self.masks.take(step, sampled)

@@ -69,7 +69,7 @@ def measured(
 
     return step_cost(
         graphs.decodes or decode_rows,
-        graphs.planned or uncaptured_shapes(max_tokens, max_rows),
+        graphs.captured_or_deferred or uncaptured_shapes(max_tokens, max_rows),
         frame,
         pages,
         lambda rows, step: seconds(decode_only(rows), step),

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from pipeinfer.attention.interface import Plan
+from pipeinfer.attention.interface import AttentionMetadata
 from pipeinfer.engine.device import Device, Work
 from pipeinfer.kernels.interface import DeviceStep, GraphShape
 from pipeinfer.step import Step
@@ -191,8 +191,8 @@ class Captured:
     drawn: torch.Tensor
 
 
-# (views, plan) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
-Body = Callable[[DeviceStep, Plan], tuple[torch.Tensor, torch.Tensor]]
+# (views, metadata) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
+Body = Callable[[DeviceStep, AttentionMetadata], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Graphs:
@@ -228,7 +228,7 @@ class Graphs:
         return len(self._captured)
 
     @property
-    def planned(self) -> tuple[GraphShape, ...]:
+    def captured_or_deferred(self) -> tuple[GraphShape, ...]:
         """As `mixed`, with those that get a graph later."""
         later = (shape for shape in self.deferred if shape.prefills and not shape.shared_prefix)
         return tuple(sorted({*self.mixed, *later}))
@@ -279,16 +279,18 @@ class Graphs:
     def capture(
         self,
         shapes: Sequence[GraphShape],
-        prepare: Callable[[GraphShape], tuple[DeviceStep, Plan]],
+        pack: Callable[[GraphShape], tuple[DeviceStep, AttentionMetadata]],
         body: Body,
         progress: Callable[[], None],
     ) -> None:
-        """Captures every shape, the largest first, from within the device's `run`. prepare(shape)
-        puts a step of padding rows where graphs read, and plans it. progress() after each.
+        """Captures every shape, the largest first, from within the device's `run`.
+
+        pack(shape) puts a step of padding rows into the buffers that graphs read, and builds its
+        metadata. progress() is called after each.
         """
         for shape in sorted(shapes, reverse=True):
-            views, plan = prepare(shape)
-            made = self._device.capture(partial(body, views, plan))
+            views, metadata = pack(shape)
+            made = self._device.capture(partial(body, views, metadata))
             self._captured[shape] = Captured(views, made.run, *made.tensors)
             progress()
         self._list()
@@ -303,14 +305,14 @@ class Graphs:
         self.mixed = tuple(sorted(mixed))
         self.shared_prefix_shapes = tuple(shape for shape in every if shape.shared_prefix)
 
-    def drop_slower_small_ones(self, prepare: Callable[[GraphShape], object]) -> None:
+    def drop_slower_small_ones(self, pack: Callable[[GraphShape], object]) -> None:
         """Forgets small numbers of decodes that take longer than the next one: for very few rows,
         libraries' matrix kernels are not always faster. As `capture`, after it.
         """
         small = [size for size in self.decodes if size <= SMALL]
         seconds: dict[int, float] = {}
         for size in small:
-            prepare(decode_only(size))  # all read the same words, each in its own way
+            pack(decode_only(size))  # all read the same words, each in its own way
             seconds[size] = self.seconds(decode_only(size))
         for size, larger in reversed(list(pairwise(small))):
             best = min(seconds[other] for other in small if other >= larger)

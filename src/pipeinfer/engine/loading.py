@@ -198,7 +198,7 @@ def load_engine(
     def build() -> Runner:
         if collectives is not None:
             with start.phase("ranks"):
-                _prepare(settings, choices, collectives)
+                _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
             model = _model(settings, folder, choices, collectives, progress)
         with start.phase("attention"):
@@ -315,7 +315,9 @@ def machine(device: str, settings: Settings, ordinal: int) -> Machine:
     return HostMachine(settings.threads, settings.tp)
 
 
-def _prepare(settings: Settings, choices: EngineChoices, collectives: TorchCollectives) -> None:
+def _agree_on_collectives(
+    settings: Settings, choices: EngineChoices, collectives: TorchCollectives
+) -> None:
     """How ranks add up; raises ConfigurationError if they were told different things."""
     if choices.device == "cuda" and settings.all_reduce == "auto":
         collectives.enable_custom_all_reduce(choices.dtype, choices.config.hidden_size)

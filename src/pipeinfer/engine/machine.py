@@ -219,14 +219,14 @@ class CudaDevice:
         self._polling = False
         self._memory: Any = None  # of all that is captured
 
-    def submit(self, work: Work, prepare: Work = nothing) -> CudaEvent:
+    def submit(self, work: Work, host_work: Work = nothing) -> CudaEvent:
         """The stream is current then, and stays it: what torch looks up to enter and leave one
         takes as long as the launch of a graph.
         """
         began, ended = self._events[self._submitted % EVENT_PAIRS]
         self._submitted += 1
         torch.cuda.set_stream(self.stream)
-        prepare()
+        host_work()
         began.record(self.stream)
         work()
         ended.record(self.stream)
@@ -369,7 +369,7 @@ class CudaMachine:
         largest = largest_step(runner.largest, page_size, max_tokens)
         for _ in range(2):  # the first one also allocates what stays
             launched = runner.launch(largest)
-            runner.finish(launched, allow_all)
+            runner.sample_masked(launched, allow_all)
             launched.take()
         runner.run(dummy_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
         runner.run(dummy_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))

@@ -532,10 +532,10 @@ def _row_inputs(
         step.kv_indices.numpy()[:shown] = pages[:shown]
     else:
         kv_indptr[:-1], kv_indptr[-1] = slots * width, 0
-    if len(step.block_table):
-        some = slice(len(slots) - len(step.block_table), None)
+    if len(step.row_page_table):
+        some = slice(len(slots) - len(step.row_page_table), None)
         shown = np.arange(width) < used[some, None]
-        np.copyto(step.block_table.numpy(), table[slots[some]], where=shown)
+        np.copyto(step.row_page_table.numpy(), table[slots[some]], where=shown)
 
 
 def _sampling_inputs(

@@ -40,7 +40,7 @@ class Rows:
     slots: int32 [R].
     starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r] + counts[r] - 1.
     samples: bool [R], the row ends with a token that is sampled.
-    known: bool [R], the row computes known ids: a prefill. False: a decode, of the id that the
+    is_prefill: bool [R], the row computes known ids. False: a decode, of the id that the
         step before sampled and that only the device knows.
     deferred: bool [R], there were no pages for the row, so it computes nothing.
     same_as_previous: the rows are those of the plan before, and both decode one token of each.
@@ -58,7 +58,7 @@ class Rows:
     starts: np.ndarray
     counts: np.ndarray
     samples: np.ndarray
-    known: np.ndarray
+    is_prefill: np.ndarray
     deferred: np.ndarray
     same_as_previous: bool = False
     number: int = -1
@@ -83,7 +83,7 @@ class MemoryManager:
     max_model_len: tokens of the longest request.
     allocator: the free pages.
     cache: the prefix cache, which owns pages of finished tokens.
-    table: the block table, the pages of each slot.
+    table: the page table, the pages of each slot.
     slots: what is known of the request in each slot.
     num_evicted: pages that the cache has evicted since the last `reset`.
 
@@ -448,7 +448,7 @@ class SteadyDecode:
         return (
             count > 0
             and plan.counts == _COUNT_OF_ONE * count
-            and not rows.known.any()
+            and not rows.is_prefill.any()
             and bool(rows.samples.all())
         )
 
