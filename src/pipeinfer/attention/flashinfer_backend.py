@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeinfer.attention.interface import PlanInputs, Traits
+from pipeinfer.attention.interface import AttentionInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.memory.kv_pool import KVPool
@@ -29,7 +29,7 @@ SPLIT_TILE = 16  # queries times group of one work item of a decode
 
 
 @dataclass(frozen=True)
-class FlashInferPlan:
+class FlashInferMetadata:
     """One kind of row of one step: a planned wrapper for each length of window that layers have."""
 
     wrappers: dict[int | None, Any]
@@ -76,13 +76,15 @@ class _Wrappers(ABC):
         for (window, _), wrapper in self._eager.items():
             self._plan_rows(wrapper, window, row)
 
-    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: FlashInferPlan) -> None:
+    def run(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: FlashInferMetadata
+    ) -> None:
         """See PagedKernel."""
         scales, pages = self._pool.scales[layer], (self._pool.k[layer], self._pool.v[layer])
-        wrapper = plan.wrappers[self._shapes[layer].sliding_window]
+        wrapper = metadata.wrappers[self._shapes[layer].sliding_window]
         wrapper.run(q, pages, k_scale=scales.k, v_scale=float(scales.v), out=out)
 
-    def _eager_plan(self, inputs: PlanInputs, begin: int, end: int) -> FlashInferPlan:
+    def _eager_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> FlashInferMetadata:
         host = inputs.on_host
         rows = _Rows(
             host.queries(begin, end),
@@ -94,7 +96,7 @@ class _Wrappers(ABC):
         wrappers = {window: self._eager[window, inputs.parity] for window in self._by_window}
         for window, wrapper in wrappers.items():
             self._plan_rows(wrapper, window, rows)
-        return FlashInferPlan(wrappers)
+        return FlashInferMetadata(wrappers)
 
     def _options(self, window: int | None) -> dict[str, Any]:
         """What all plans for layers with this window have in common."""
@@ -125,9 +127,9 @@ class _Wrappers(ABC):
 class PrefillKernel(_Wrappers):
     """Rows with several queries, by the kernels that FlashInfer chooses for the GPU."""
 
-    def plan(self, inputs: PlanInputs, begin: int, end: int) -> FlashInferPlan:
+    def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> FlashInferMetadata:
         """See PagedKernel."""
-        return self._eager_plan(inputs, begin, end)
+        return self._eager_metadata(inputs, begin, end)
 
     def _float_bytes(self, most_rows: int) -> int:
         return FLOAT_BYTES
@@ -187,23 +189,23 @@ class DecodeKernel(_Wrappers):
         self._unsplit.clear()
         super().bind(pool, most_rows)
 
-    def plan(self, inputs: PlanInputs, begin: int, end: int) -> FlashInferPlan:
+    def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> FlashInferMetadata:
         """See PagedKernel."""
         if not inputs.step.padded:
-            return self._eager_plan(inputs, begin, end)
+            return self._eager_metadata(inputs, begin, end)
         wrappers = {}
         for window in self._by_window:
             whole = self._whole(window, end - begin)
             made = self._unsplit_wrapper if whole else self._split_wrapper
             wrappers[window] = made(inputs, window, end - begin)
-        return FlashInferPlan(wrappers)
+        return FlashInferMetadata(wrappers)
 
     def _whole(self, window: int | None, rows: int) -> bool:
         """More rows than the GPU has room for are not worth splitting: each is one work item then,
         so that the grid is fixed without the padding and the merging that a graph else needs."""
         return rows * self._by_window[window].num_kv_heads > self._blocks
 
-    def _unsplit_wrapper(self, inputs: PlanInputs, window: int | None, rows: int) -> Any:
+    def _unsplit_wrapper(self, inputs: AttentionInputs, window: int | None, rows: int) -> Any:
         """Planned once: the plan is the same for all lengths. Waits for the device then."""
         if (window, rows) not in self._unsplit:
             step, wrapper = inputs.step, self._wrapper(self._by_window[window])
@@ -221,7 +223,7 @@ class DecodeKernel(_Wrappers):
             self._unsplit[window, rows] = wrapper
         return self._unsplit[window, rows]
 
-    def _split_wrapper(self, inputs: PlanInputs, window: int | None, rows: int) -> Any:
+    def _split_wrapper(self, inputs: AttentionInputs, window: int | None, rows: int) -> Any:
         """Planned anew where a row's number of pages has changed. The device has lengths and pages
         already, where `prepare_inputs` writes them: nothing else is copied than the plan."""
         host, key = inputs.on_host, (window, rows)
@@ -251,7 +253,7 @@ class DecodeKernel(_Wrappers):
             plans.kv_indptr = kv_indptr
         return plans.wrappers[inputs.parity]
 
-    def _graph_wrapper(self, inputs: PlanInputs, rows: int, ints: torch.Tensor) -> Any:
+    def _graph_wrapper(self, inputs: AttentionInputs, rows: int, ints: torch.Tensor) -> Any:
         from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper  # type: ignore
 
         step = inputs.step

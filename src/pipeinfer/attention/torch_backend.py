@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeinfer.attention.interface import KV, PlanInputs, Traits
+from pipeinfer.attention.interface import KV, AttentionInputs, Traits
 from pipeinfer.kernels.formats import E4M3, KVScales, dequantize_e4m3
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
@@ -55,7 +55,7 @@ class PrefillPiece:
 
 
 @dataclass(frozen=True)
-class TorchWindowPlan:
+class TorchWindowMetadata:
     """What the layers with the same sliding window share. order: int64 [decodes], longest first."""
 
     order: torch.Tensor | None
@@ -63,7 +63,7 @@ class TorchWindowPlan:
     pieces: list[PrefillPiece]
 
 
-TorchPlan = dict[int | None, TorchWindowPlan]  # of one step, by sliding window
+TorchMetadata = dict[int | None, TorchWindowMetadata]  # of one step, by sliding window
 
 
 class TorchBackend:
@@ -95,7 +95,7 @@ class TorchBackend:
         self._scales = pool.scales
         self._scratch = None
 
-    def plan(self, inputs: PlanInputs) -> TorchPlan:
+    def build_metadata(self, inputs: AttentionInputs) -> TorchMetadata:
         """Reads the step's arrays where they are: on a GPU that waits for the steps before."""
         step = inputs.step
         lengths, queries = _on_host(step.seq_lens), _on_host(step.qo_indptr)
@@ -103,10 +103,12 @@ class TorchBackend:
         rows = lengths, queries, pages, step.shape.decodes
         return {window: self._window(*rows, window) for window in self._windows}
 
-    def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: TorchPlan) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: KV, v: KV, metadata: TorchMetadata
+    ) -> torch.Tensor:
         assert k is not None and v is not None, "this backend needs_kv"
         shape = self._shapes[layer]
-        within = plan[shape.sliding_window]
+        within = metadata[shape.sliding_window]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if within.order is not None:
             # sorted once, so that every bucket is a slice
@@ -129,19 +131,19 @@ class TorchBackend:
         pages: RowPages,
         decodes: int,
         window: int | None,
-    ) -> TorchWindowPlan:
+    ) -> TorchWindowMetadata:
         pieces = [
             self._piece(pages, window, piece)
             for piece in prefill_pieces(lengths, queries, decodes, window)
         ]
         if decodes == 0:
-            return TorchWindowPlan(None, [], pieces)
+            return TorchWindowMetadata(None, [], pieces)
         firsts, seen = key_spans(lengths[:decodes], window)
         order, bounds = length_buckets(seen)
         buckets = [
             self._bucket(pages, order[begin:end], firsts, seen, begin) for begin, end in bounds
         ]
-        return TorchWindowPlan(self._tensor(order), buckets, pieces)
+        return TorchWindowMetadata(self._tensor(order), buckets, pieces)
 
     def _bucket(
         self,

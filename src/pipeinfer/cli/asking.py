@@ -16,7 +16,7 @@ from pipeinfer.runtime.terminal import StatusLine
 from pipeinfer.settings import DEMO
 
 if TYPE_CHECKING:
-    from pipeinfer.offline.loop_thread import LoopThread
+    from pipeinfer.offline.llm import LoopThread
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def model_session(asked: ModelFlags, wanted: AnswerOptions) -> Iterator[ModelSes
     try:
         model = _model(asked, wanted, line)
 
-        from pipeinfer.offline.loop_thread import LoopThread
+        from pipeinfer.offline.llm import LoopThread
 
         thread = LoopThread()
         try:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, uncaptured_shapes
-from pipeinfer.engine.graphs import Graphs
+from pipeinfer.engine.graphs import DECODES, Graphs, LargestStep, decode_only, uncaptured_shapes
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.params import MOST_LOGPROBS
@@ -70,7 +69,7 @@ def measured(
 
     return step_cost(
         graphs.decodes or decode_rows,
-        graphs.planned or uncaptured_shapes(max_tokens, max_rows),
+        graphs.captured_or_deferred or uncaptured_shapes(max_tokens, max_rows),
         frame,
         pages,
         lambda rows, step: seconds(decode_only(rows), step),

@@ -4,7 +4,7 @@ A `Store` takes the heads of one layer, norms and rotates them and writes keys a
 step's slot mapping; then an attention backend reads pages. There are two: TorchStore for backends
 that attend to the step's own keys, too, and FusedStore, one kernel. For pages of 8 bits
 `find_key_centers` finds, when a model is loaded, the vector that is subtracted from each layer's
-keys. Knows a pool and a backend's plan; no step and no request.
+keys. Knows a pool and a backend's metadata; no step and no request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import KV, Attention, Plan, Traits
+from pipeinfer.attention.interface import KV, Attention, AttentionMetadata, Traits
 from pipeinfer.attention.torch_backend import attend_unfused
 from pipeinfer.kernels.formats import E4M3, dequantize_e4m3, hadamard_transform, quantize_e4m3
 from pipeinfer.layers.attention import LayerQKV
@@ -39,18 +39,18 @@ Store = Callable[[int, LayerQKV, torch.Tensor], Stored]
 class StepAttention:
     """The `Attend` that a model calls in one step, layer after layer (layers/attention.py).
 
-    plan: what `backend` planned of the step. slot_mapping: int64 [T], where its tokens are stored.
+    metadata: of `backend`, for the step. slot_mapping: int64 [T], where its tokens are stored.
     """
 
     backend: Attention
-    plan: Plan
+    metadata: AttentionMetadata
     store: Store
     slot_mapping: torch.Tensor
 
     def __call__(self, layer: int, heads: LayerQKV) -> torch.Tensor:
         """Stores first: a token sees itself."""
         q, k, v = self.store(layer, heads, self.slot_mapping)
-        return self.backend.attend(layer, q, k, v, self.plan)
+        return self.backend.attend(layer, q, k, v, self.metadata)
 
 
 def store_for(pool: KVPool, traits: Traits) -> Store:

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLExecutor
 
 from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS, GrammarError
-from pipeinfer.grammars.compiling import Grammar, MaskCost, mask_cost
+from pipeinfer.grammars.compiling import Grammar, GrammarStore, MaskCost, mask_cost
 from pipeinfer.grammars.masks import (
     FailedSource,
     MaskSource,
@@ -26,7 +26,6 @@ from pipeinfer.grammars.masks import (
     fill_masks,
     make_source,
 )
-from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import Constrained, MaskRows, Sampled, Step
 

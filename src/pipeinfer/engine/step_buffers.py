@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import HostLengths, Plan, PlanInputs, Traits
+from pipeinfer.attention.interface import AttentionInputs, AttentionMetadata, HostLengths, Traits
 from pipeinfer.engine.device import Device
-from pipeinfer.engine.graph_shapes import LargestStep
+from pipeinfer.engine.graphs import LargestStep
 from pipeinfer.engine.step_builder import FIELDS, filled
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
@@ -204,8 +204,8 @@ class DeviceBuffers:
         self._by_row = [zeros(rows + 1) for _ in range(5)]
         table = self._state.by_slot.page_table.view(-1)
         self._kv_indices = zeros(logits * largest.pages + logits) if traits.lists_pages else table
-        with_pages = {"none": 0, "prefills": 1, "all": 2}[traits.block_table]
-        self._block_table = zeros(with_pages * largest.rows * largest.pages)
+        with_pages = {"none": 0, "prefills": 1, "all": 2}[traits.page_table]
+        self._row_page_table = zeros(with_pages * largest.rows * largest.pages)
         self._by_logits = [zeros(logits, torch.int64) for _ in range(3)]
         self._sampling_words = zeros(logits * FIELD_WORDS)
 
@@ -229,7 +229,7 @@ class DeviceBuffers:
             )
         at, words, rows, tokens = layout(shape), self.words, shape.rows, shape.tokens
         pages = self._state.by_slot.page_table.shape[1]
-        tables = {"none": 0, "prefills": shape.prefills, "all": rows}[self._traits.block_table]
+        tables = {"none": 0, "prefills": shape.prefills, "all": rows}[self._traits.page_table]
         input_ids, positions, slot_mapping = (part[:tokens] for part in self._by_token)
         qo_indptr, prefill_qo_indptr, seq_lens, last_page_len, kv_indptr = self._by_row
         logits_indices, write_slots, sample_positions = (
@@ -257,7 +257,7 @@ class DeviceBuffers:
             last_page_len=last_page_len[:rows],
             kv_indptr=kv_indptr[: rows + 1],
             kv_indices=self._kv_indices,
-            block_table=self._block_table[: tables * pages].view(tables, pages),
+            row_page_table=self._row_page_table[: tables * pages].view(tables, pages),
             logits_indices=logits_indices,
             write_slots=write_slots,
             sample_positions=sample_positions,
@@ -276,9 +276,9 @@ class DeviceBuffers:
         self._kernels.scatter_words(step.changes, step.num_changes, self._state.words)
         self._kernels.prepare_inputs(step, self._state.by_slot, self._page_size)
 
-    def plan_inputs(
+    def attention_inputs(
         self, views: DeviceStep, parity: int, words: np.ndarray, step: Step
-    ) -> PlanInputs:
+    ) -> AttentionInputs:
         """For attention. words: the step's on the host, read only if the traits want lengths
         there."""
         if views.padded:  # whatever steps a graph will run
@@ -288,7 +288,7 @@ class DeviceBuffers:
             queries = int(step.counts.max())
             pages = -(-int((step.starts + step.counts).max()) // self._page_size)
         host = self._on_host(views, words) if self._traits.host_lengths else None
-        return PlanInputs(views, queries, pages, parity, host)
+        return AttentionInputs(views, queries, pages, parity, host)
 
     def _on_host(self, views: DeviceStep, words: np.ndarray) -> HostLengths:
         """What the device makes of the words, as far as planning on the host needs it."""
@@ -349,7 +349,7 @@ class Download:
 class StepBuffers:
     """One parity.
 
-    plan: what attention made of the last step that was launched in them; its memory is in use until
+    attention_metadata: of the last step that was launched in them; its memory is in use until
     that step has ended.
     """
 
@@ -359,7 +359,7 @@ class StepBuffers:
         self.parity = parity
         self._pinned = device.pinned((words,), torch.int32)
         self.packer = StepPacker(self._pinned.numpy(), padding_slot)
-        self.plan: Plan = None
+        self.attention_metadata: AttentionMetadata = None
         self._drawn = device.pinned((max_rows, 2), torch.int64)
         self._drawn_on_host: np.ndarray = self._drawn.numpy()
         # Cutting tensors costs as much as a copy.

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.memory.rows import Rows
+from pipeinfer.memory.manager import MemoryManager, Rows
 from pipeinfer.memory.shared_prefixes import find_shared_prefixes
 from pipeinfer.messages import Admit
 from pipeinfer.params import (
@@ -61,10 +60,11 @@ class StepBuilder:
         self._unverified: list[np.ndarray] = []  # pages, since the last step that computes anything
 
     def build(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
-        """The step of the plan that the memory applied last, and where its sampled ids belong.
+        """(step, plan_rows) of the plan that the memory applied last.
 
-        The second, int64 [S], has for each row that samples, in the step's order, its row in the
-        plan. Rows that compute nothing are left out; rows with one token come first. What changed
+        plan_rows: int64 [S]; of each row that samples, in the step's order, its row in the plan.
+
+        Rows that compute nothing are left out; rows with one token come first. What changed
         in the slots waits for a step that computes something.
         """
         last = self._last
@@ -141,7 +141,7 @@ class StepBuilder:
         """The rows that compute what comes before prompt tokens that are to be scored."""
         counts = rows.counts[order]
         begins = np.cumsum(counts) - counts
-        for at in np.flatnonzero(rows.known[order]).tolist():
+        for at in np.flatnonzero(rows.is_prefill[order]).tolist():
             row, slot = order[at], int(rows.slots[order[at]])
             start, count = int(rows.starts[row]), int(counts[at])
             scored = self._requests.scored(slot, start + 1, start + count + 1)
@@ -159,7 +159,7 @@ class StepBuilder:
         if requests is not None:
             admitted, fields, edits = requests
             delta = replace(delta, admitted=admitted, fields=fields, edits=edits)
-        if released := self._requests.take_released():
+        if released := self._requests.take_dropped_grammars():
             delta = replace(delta, released=released)
         if self._unverified:
             delta = replace(delta, cleared=np.concatenate(self._unverified))
@@ -180,7 +180,7 @@ def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
     counts = rows.counts[order]
     ends = np.cumsum(counts)
     tokens = np.full(int(ends[-1]) if len(ends) else 0, LAST_TOKEN, dtype=np.int32)
-    for at in np.flatnonzero(rows.known[order]).tolist():
+    for at in np.flatnonzero(rows.is_prefill[order]).tolist():
         row, end, count = order[at], int(ends[at]), int(counts[at])
         start = int(rows.starts[row])
         known = memory.slots.known_tokens(int(rows.slots[row]))
@@ -294,15 +294,15 @@ class RequestTable:
         )
         return PenaltyRows(rows, chosen, self._factors[chosen], new)
 
-    def release(self, slots: Iterable[int]) -> None:
+    def drop_grammars(self, slots: Iterable[int]) -> None:
         """The requests in these slots are gone."""
         self._released.update(slot for slot in slots if slot in self._constrained)
 
-    def release_all(self) -> None:
+    def drop_all_grammars(self) -> None:
         """No slot has a request."""
         self._released.update(self._constrained)
 
-    def take_released(self) -> tuple[int, ...]:
+    def take_dropped_grammars(self) -> tuple[int, ...]:
         """Slots whose requests had a grammar and are gone, since this was asked last."""
         released = tuple(self._released)
         self._released.clear()

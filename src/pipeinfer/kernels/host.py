@@ -3,7 +3,11 @@
 The definition of sampling: greedy, or Gumbel-max over what top-k, top-p and min-p leave, on one
 rank or from the candidates of ranks that each have a shard of the vocabulary. A row's token
 depends on its own logits, parameters, seed and position only: never on what else is in the batch.
-Knows rows, slots, ids and pages as arrays; no request. Needs no triton.
+
+Noise is a function of (seed, position, vocabulary index) and nothing else; a kernel for another
+device must give the same 32-bit words. Generator: Philox4x32-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3"). Knows rows, slots, ids and pages as arrays; no request. Needs no
+triton.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from math import inf
 import numpy as np
 import torch
 
-from pipeinfer.kernels import noise
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
     GREEDY_BELOW,
@@ -28,6 +31,97 @@ from pipeinfer.kernels.interface import (
     SlotTables,
 )
 from pipeinfer.wire import NO_ID
+
+# Noise. Key: (low, high) word of the seed. Counter: (id // 4, low word of the position, high
+# word of the position, 0). Word id % 4 of the output, w, becomes the uniform
+#   v = min(float32(w) * 2^-32 + 2^-33, 1 - 2^-24)          float32, round to nearest even
+# and the Gumbel variate -log(-log1p(-v)). Words and uniforms are exact on every device; logarithms
+# may differ in the last bit. Small v, the upper tail of the Gumbel, keep 24 significant bits.
+
+WORD = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+ROUNDS = 10
+LARGEST_UNIFORM = np.float32(1 - 2.0**-24)
+WORDS_PER_BLOCK = 1 << 18  # words made at a time, so that the intermediate arrays stay in the cache
+
+
+def philox(
+    counter: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    key: tuple[np.ndarray, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The four output words of Philox4x32-10. All arrays are uint64, hold 32 bits and broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        first = c0 * MULTIPLIERS[0]
+        second = c2 * MULTIPLIERS[1]
+        c0, c1 = (second >> HALF) ^ (c1 ^ k0), second & WORD
+        c2, c3 = (first >> HALF) ^ (c3 ^ k1), first & WORD
+        k0 = (k0 + WEYL[0]) & WORD
+        k1 = (k1 + WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def philox_words(
+    seeds: np.ndarray, positions: np.ndarray, counters: np.ndarray
+) -> list[np.ndarray]:
+    """Output words 0..3 for seeds (uint64), positions (int64) and id // 4, broadcast together."""
+    seeds = seeds.astype(np.uint64)
+    where = positions.astype(np.int64).view(np.uint64)
+    zero = np.zeros_like(where)
+    counter = (counters.astype(np.uint64), where & WORD, where >> HALF, zero)
+    return list(philox(counter, (seeds & WORD, seeds >> HALF)))
+
+
+def gumbel_noise(
+    seeds: np.ndarray, positions: np.ndarray, vocab: int, start: int = 0
+) -> np.ndarray:
+    """float32 [R, vocab] standard Gumbel noise of rows with `seeds` uint64 and `positions` int64,
+    for ids start .. start + vocab - 1.
+
+    Costs about 6 ns a value on one core; `gumbel_noise_at` is cheaper for less than a sixth of the
+    ids.
+    """
+    skipped = start % 4  # a counter makes the noise of four ids
+    if skipped:
+        return gumbel_noise(seeds, positions, vocab + skipped, start - skipped)[:, skipped:]
+    counters = np.arange(start // 4, -(-(start + vocab) // 4))[None, :]
+    out = np.empty((len(seeds), vocab), dtype=np.float32)
+    rows = max(WORDS_PER_BLOCK // max(vocab, 1), 1)
+    for begin in range(0, len(seeds), rows):
+        block = slice(begin, begin + rows)
+        words = philox_words(seeds[block, None], positions[block, None], counters)
+        for index, word in enumerate(words):
+            part = out[block, index::4]
+            part[...] = word[:, : part.shape[1]]  # uint64 to float32 rounds once, to nearest even
+        _to_gumbel(out[block])
+    return out
+
+
+def gumbel_noise_at(seeds: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """float32 [N]: the same noise as `gumbel_noise`, for single (seed, position, id) triples."""
+    out = np.empty(len(ids), dtype=np.float32)
+    for begin in range(0, len(ids), WORDS_PER_BLOCK // 4):
+        block = slice(begin, begin + WORDS_PER_BLOCK // 4)
+        words = philox_words(seeds[block], positions[block], ids[block] // 4)
+        out[block] = np.choose(ids[block] % 4, words)
+        _to_gumbel(out[block])
+    return out
+
+
+def _to_gumbel(word: np.ndarray) -> None:
+    """In place: float32 of 32-bit words to Gumbel variates."""
+    word *= np.float32(2.0**-32)
+    word += np.float32(2.0**-33)
+    np.minimum(word, LARGEST_UNIFORM, out=word)
+    np.negative(word, out=word)
+    np.log1p(word, out=word)
+    np.negative(word, out=word)
+    np.log(word, out=word)
+    np.negative(word, out=word)
+
 
 SORTED_WIDTHS = (512, 4096)  # values that are sorted before a top-p row sorts its whole vocabulary
 LOGITS_PER_BLOCK = 1 << 18  # logits handled at a time, so that the passes over them stay in cache
@@ -170,7 +264,7 @@ def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int)
             scores = values.astype(np.float64)
             scores[random] /= rows.temperature[random, None]
             hot = rows.seeds[random], rows.positions[random]
-            scores[random] += noise.gumbel_noise(*hot, width, first_id)
+            scores[random] += gumbel_noise(*hot, width, first_id)
         local = scores.argmax(axis=-1)
         mine[:, 0] = np.take_along_axis(scores, local[:, None], axis=-1)[:, 0]
         mine[:, 1] = local + first_id
@@ -221,7 +315,7 @@ def _scaled(
 
 
 def _sample_from_row(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
-    x += noise.gumbel_noise(rows.seeds[block], rows.positions[block], x.shape[1])
+    x += gumbel_noise(rows.seeds[block], rows.positions[block], x.shape[1])
     return x.argmax(axis=-1)
 
 
@@ -233,7 +327,7 @@ def _sample_from_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> n
         x[~keep] = -np.inf
         return _sample_from_row(x, rows, block)
     row, ids = np.divmod(flat, x.shape[1])
-    value = noise.gumbel_noise_at(rows.seeds[block][row], rows.positions[block][row], ids)
+    value = gumbel_noise_at(rows.seeds[block][row], rows.positions[block][row], ids)
     value += x.reshape(-1)[flat]
     # Candidates lie row after row, lowest id first, and every row has one.
     best = np.maximum.reduceat(value, np.searchsorted(row, np.arange(len(x))))
@@ -438,10 +532,10 @@ def _row_inputs(
         step.kv_indices.numpy()[:shown] = pages[:shown]
     else:
         kv_indptr[:-1], kv_indptr[-1] = slots * width, 0
-    if len(step.block_table):
-        some = slice(len(slots) - len(step.block_table), None)
+    if len(step.row_page_table):
+        some = slice(len(slots) - len(step.row_page_table), None)
         shown = np.arange(width) < used[some, None]
-        np.copyto(step.block_table.numpy(), table[slots[some]], where=shown)
+        np.copyto(step.row_page_table.numpy(), table[slots[some]], where=shown)
 
 
 def _sampling_inputs(

@@ -103,7 +103,7 @@ def _softmax_top_k_on(device: torch.device) -> SoftmaxTopK:
     kernel on a GPU, which also adds up split-K parts [P, T, experts]."""
     if device.type != "cuda":
         return _softmax_top_k
-    from pipeinfer.kernels.moe_routing import topk_softmax
+    from pipeinfer.kernels.moe import topk_softmax
 
     return topk_softmax
 

@@ -1,7 +1,7 @@
 """KV pages as numbers: which are free, which page each token of a slot lies in.
 
 - PageAllocator: the free pages.
-- PageTable: the block table, the pages of each slot in the order of its tokens.
+- PageTable: the pages of each slot in the order of its tokens (vLLM: block table).
 - SlotArrays: what is known of the request in each slot.
 
 IntegrityError and ProtocolError end the epoch, not the process. Knows no prefix tree, no plan and
@@ -88,7 +88,7 @@ class PageAllocator:
 
 
 class PageTable:
-    """The block table on the host, int32 [max_slots, max_pages_per_sequence]. A row's regions:
+    """The page table on the host, int32 [max_slots, max_pages_per_sequence]. A row's regions:
 
         | the prefix cache's, locked | the request's own    | 0, the dummy page ... |
         0                            num_shared[slot]       num_pages[slot]

@@ -30,13 +30,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeinfer.checkpoint.config import ModelConfig
+from pipeinfer.checkpoint.files import StoredTensor, read_headers, with_model_names
 from pipeinfer.checkpoint.rope import RopeConfig
-from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers, with_model_names
 from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
 from pipeinfer.gguf.weights import GgufTensor, WeightFile, model_tensors
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
+from pipeinfer.layers.attention import inverse_frequencies
 from pipeinfer.layers.placement import Shard, WeightSource, full_slices
-from pipeinfer.layers.rope import inverse_frequencies
 from pipeinfer.models.build import SINGLE_RANK, build_model
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.settings import ConfigurationError

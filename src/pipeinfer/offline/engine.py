@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, TypeVar, cast
 
 from pipeinfer.offline import calls
+from pipeinfer.offline.calls import SamplingParams, StructuredOutputsParams
 from pipeinfer.offline.keywords import is_neutral
 from pipeinfer.offline.llm import SyncModel
 from pipeinfer.offline.outputs import (
@@ -22,7 +23,6 @@ from pipeinfer.offline.outputs import (
     RequestError,
     RequestOutput,
 )
-from pipeinfer.offline.sampling import SamplingParams, StructuredOutputsParams
 from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
 
 T = TypeVar("T")

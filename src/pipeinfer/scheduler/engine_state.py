@@ -45,7 +45,7 @@ class EngineState:
         # A hit shortens a prompt, so its later rows grow it further than their plans counted.
         pages = sum(credits.between(*further) for further in self.in_flight.on_admitted(admitted))
         if pages:
-            credits.plan(self.in_flight.newest, pages)
+            credits.reserve(self.in_flight.newest, pages)
         self.slots.on_page_counts(admitted)
 
     def process_result(self, result: Result) -> Iterator[RowResult]:
@@ -91,7 +91,7 @@ class PageCredits:
         self.pages = pages
         self._reported = pages
         self._number = -1  # of the plan after which that many were there
-        self._planned: deque[tuple[int, int]] = deque()  # (plan number, pages it may take)
+        self._reserved: deque[tuple[int, int]] = deque()  # (plan number, pages it may take)
 
     def between(self, start: int, end: int) -> int:
         """Pages that a request takes as it grows from `start` to `end` computed tokens."""
@@ -105,19 +105,19 @@ class PageCredits:
         if number < self._number:
             return False
         self._number = number
-        while self._planned and self._planned[0][0] <= number:
-            self._planned.popleft()
+        while self._reserved and self._reserved[0][0] <= number:
+            self._reserved.popleft()
         self._reported = free + evictable
         return True
 
-    def plan(self, number: int, pages: int) -> None:
+    def reserve(self, number: int, pages: int) -> None:
         """Plan `number` may take that many pages."""
-        self._planned.append((number, pages))
+        self._reserved.append((number, pages))
 
     @property
     def available(self) -> int:
         """Pages that a new plan may take."""
-        return self._reported - sum(pages for _, pages in self._planned)
+        return self._reported - sum(pages for _, pages in self._reserved)
 
 
 class PageAllowance:
@@ -342,7 +342,7 @@ class StepsInFlight:
         """The last plan of this epoch; -1 if there is none."""
         return self._newest
 
-    def launch(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
+    def add(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
         """Plan `number` was published with these (request, count) rows; returns its tokens."""
         slots = [request.slot for request, _ in rows]
         self._newest = number

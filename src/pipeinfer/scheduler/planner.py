@@ -14,8 +14,8 @@ from math import inf
 from pipeinfer.histogram import Histogram
 from pipeinfer.messages import Extend, Hello, Plan, Prepare, Prepared
 from pipeinfer.scheduler import policies
-from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits, Slots, StepsInFlight
+from pipeinfer.scheduler.policies import StepComposer
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.step_cost import PrefillBudget, Targets, prefill_budget
@@ -158,7 +158,7 @@ class Planner:
         if len(self._steps_in_flight) >= self._options.overlap_depth:
             return None
         slots, queue = self._slots, self._queue
-        queue.release_waiting(slots.running.values())
+        queue.requeue_unblocked(slots.running.values())
         budget = queue.grammars.mask_budget
         while request := budget.take_next(len(slots.running) + len(queue)):
             queue.push(request)
@@ -182,8 +182,8 @@ class Planner:
         if not self._steps_in_flight.late(now):
             return None
         number = self.take_number()
-        self._steps_in_flight.launch(number, [], now)
-        self._slots.credits.plan(number, 0)
+        self._steps_in_flight.add(number, [], now)
+        self._slots.credits.reserve(number, 0)
         return Plan(epoch=epoch, number=number, releases=(), admits=(), slots=b"", counts=b"")
 
     def _compose(self, step: StepComposer) -> bool:
@@ -249,8 +249,8 @@ class Planner:
             extends = self._slots.extend(jumps)
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
-        self.counts["planned_tokens"] += self._steps_in_flight.launch(number, rows, now)
-        self._slots.credits.plan(number, step.pages.taken)
+        self.counts["planned_tokens"] += self._steps_in_flight.add(number, rows, now)
+        self._slots.credits.reserve(number, step.pages.taken)
         self._queue.grammars.mask_budget.spend(rows, self._slots.running.values())
         self.counts["plans"] += 1
         return Plan(

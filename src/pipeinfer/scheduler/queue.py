@@ -71,7 +71,7 @@ class WaitingQueue:
             self.tokens -= sum(one.queued_tokens for one in blocked)
             self._order = [one for one in self._order if one[2].phase in ("waiting", "finished")]
 
-    def release_waiting(self, running: Iterable[Request]) -> None:
+    def requeue_unblocked(self, running: Iterable[Request]) -> None:
         """Puts those into the queue that need not wait any more for a prompt of `running`."""
         for request in self._sampling_groups.take_ready(running):
             self._push_unless_grammar_missing(request)
