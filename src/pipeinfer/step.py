@@ -151,7 +151,8 @@ class StepDelta:
     pages: int32 [n], which from now on stand in columns `columns` [n] of the page table's rows
     `slots` [n]. admitted: int32 [a], slots with new requests, whose `fields` [a] these are, by
     name; `edits` are those of them that have any. cleared: int32, pages to be zeroed. released:
-    slots whose requests had a grammar and are gone; some may have new ones.
+    slots whose requests had a grammar and are gone; some may have new ones. claimed: int32, pages
+    that the page directory must call invalid before the step is launched.
     """
 
     slots: np.ndarray = field(default_factory=lambda: _NONE)
@@ -162,6 +163,7 @@ class StepDelta:
     edits: tuple[LogitEdits, ...] = ()
     cleared: np.ndarray = field(default_factory=lambda: _NONE)
     released: tuple[int, ...] = ()
+    claimed: np.ndarray = field(default_factory=lambda: _NONE)
 
 
 NOTHING = StepDelta()

@@ -23,6 +23,12 @@ from page_mirror import PageMirror
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory import shared_prefixes
 from pipeinfer.memory.manager import MemoryManager, Rows
+from pipeinfer.memory.page_directory import (
+    ChainTracker,
+    PageDirectory,
+    directory_bytes,
+    salt_digest,
+)
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.params import SamplingParams
 from pipeinfer.step import LAST_TOKEN, Step
@@ -54,6 +60,10 @@ class Sequence:
         self.known = len(self.tokens)
 
 
+def cache_key(salt: str) -> str:
+    return salt_digest(salt).hex() if salt else ""
+
+
 class MemoryMachine(RuleBasedStateMachine):
     page_size = 4
     cache = "radix"
@@ -63,17 +73,21 @@ class MemoryMachine(RuleBasedStateMachine):
         size = self.page_size
         self.limit = 7 * size + 5
         self.pages = 1 + -(-self.limit // size) + spare  # the longest request alone always fits
-        self.memory = MemoryManager(self.pages, size, SLOTS, self.limit, self.cache)
+        chains = ChainTracker(self.pages, size, SLOTS)
+        self.memory = MemoryManager(self.pages, size, SLOTS, self.limit, self.cache, chains)
         self.requests = RequestTable(SLOTS)
         self.steps = StepBuilder(self.memory, self.requests, shares=True)
         self.device = HashDevice(self.pages, size, SLOTS)
         self.heard = PageMirror(SLOTS)  # of steps that the device has not run yet
+        buffer = memoryview(bytearray(directory_bytes(self.pages, size)))
+        self.directory = PageDirectory(buffer, self.pages, size)
+        self.directory.begin(b"model")
         self.number = 0
         self.live: dict[int, Sequence] = {}
         self.preempted: list[Sequence] = []
         self.finished: list[list[int]] = []
         self.forgotten: list[tuple[Sequence, list[int]]] = []  # by the plan that is drawn
-        self.flights: list[tuple[Step, list[Sequence]]] = []
+        self.flights: list[tuple[Step, list[Sequence], Rows, np.ndarray]] = []
 
     # ------------------------------------------------------------------------------- what to plan
 
@@ -95,7 +109,7 @@ class MemoryMachine(RuleBasedStateMachine):
             if not data.draw(st.integers(0, 3).map(lambda n: n == 0), f"release {slot}"):
                 continue
             sequence = self.live.pop(slot)
-            flying = any(sequence in sequences for _, sequences in self.flights)
+            flying = self.is_flying(sequence)
             preempt = not flying and data.draw(st.booleans(), "preempt")
             keep = preempt or data.draw(st.booleans(), "keep")
             forget = not keep and data.draw(st.booleans(), "forget")
@@ -137,7 +151,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """What was sampled, and more: of requests that have come through their prompt."""
         extends = []
         for slot, sequence in sorted(self.live.items()):
-            flying = any(sequence in sequences for _, sequences in self.flights)
+            flying = self.is_flying(sequence)
             most = sequence.max_total - len(sequence.tokens) - 1
             if flying or sequence.planned < sequence.known or most < 1:
                 continue
@@ -193,14 +207,16 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.flights) > 0)
     @rule()
     def run_step(self):
-        step, sequences = self.flights.pop(0)
+        step, sequences, rows, plan_rows = self.flights.pop(0)
         self.device.slots.apply(step.delta)
         table = self.device.slots.pages(step, self.page_size)
         for row, sequence in enumerate(sequences):
             start = int(step.starts[row])
             read = self.device.read(table[row], start).tolist()
             assert read == sequence.kv[:start], f"row {row} reads KV that is not its own"
-        sampled = iter(self.device.run(step).tolist())
+        ids = self.device.run(step)
+        self.fill_pages(rows, plan_rows, ids)
+        sampled = iter(ids.tolist())
         ends = np.cumsum(step.counts)
         for row, sequence in enumerate(sequences):
             start, count = int(step.starts[row]), int(step.counts[row])
@@ -227,7 +243,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert cached % self.page_size == 0 and cached < len(admit.token_ids) // 4
             self.live[admit.slot].planned = before[admit.slot] = cached
         self.check_rows(plan, rows, before)
-        step, _ = self.steps.build(1, rows)
+        step, plan_rows = self.steps.build(1, rows)
         assert (step.counts[: step.decodes] == 1).all() and (step.counts[step.decodes :] > 1).all()
         self.heard.apply(step.delta)
         for row, pages in enumerate(self.heard.pages(step, self.page_size)):
@@ -235,7 +251,51 @@ class MemoryMachine(RuleBasedStateMachine):
             held = self.memory.table.pages_of(int(step.slots[row]))
             assert pages[:used].tolist() == held[:used].tolist() and pages[:used].all()
         self.check_shared_prefixes(step)
-        self.flights.append((step, [self.live[slot] for slot in step.slots.tolist()]))
+        if len(step.slots):  # a plan without rows reaches no device
+            self.directory.invalidate(step.delta.claimed)
+        sequences = [self.live[slot] for slot in step.slots.tolist()]
+        self.flights.append((step, sequences, rows, plan_rows))
+
+    def is_flying(self, sequence: Sequence) -> bool:
+        return any(sequence in sequences for _, sequences, _, _ in self.flights)
+
+    def fill_pages(self, rows: Rows, plan_rows: np.ndarray, ids: np.ndarray) -> None:
+        """The step of `rows` has ended, and the directory hears of it."""
+        sampled = np.full(len(rows.slots), -1, dtype=np.int32)
+        sampled[plan_rows] = ids
+        filled = self.memory.chains.filled(rows.fills, sampled)
+        if filled is not None:
+            self.directory.validate(filled)
+
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject):
+        """The engine dies: steps under way may still run, but nobody hears of their end. Another
+        one begins with the pages that the directory tells of."""
+        for step, _, _, _ in self.flights[: data.draw(st.integers(0, len(self.flights)), "run")]:
+            if len(step.slots):
+                self.device.run(step)
+        found = self.directory.read().believed()
+        for _, tokens, pages in found.sequences():
+            kv = self.device.read(pages, len(tokens)).tolist()
+            assert kv == chain(tokens.tolist()), "a page is believed that does not hold its chain"
+            event("pages outlive an engine")
+        self.flights.clear()
+        size = self.page_size
+        chains = ChainTracker(self.pages, size, SLOTS)
+        self.memory = MemoryManager(self.pages, size, SLOTS, self.limit, self.cache, chains)
+        self.memory.reset(found)
+        self.memory.check_integrity()
+        if self.cache == "radix":
+            assert self.memory.num_evictable == len(found)
+        self.requests = RequestTable(SLOTS)
+        self.steps = StepBuilder(self.memory, self.requests, shares=True)
+        self.device.slots, self.heard = PageMirror(SLOTS), PageMirror(SLOTS)
+        others = np.ones(self.pages, dtype=bool)
+        others[found.pages] = False
+        self.device.kv[others] = 0  # an engine zeroes what it does not believe
+        self.number = 0
+        self.preempted += [self.live[slot] for slot in sorted(self.live)]
+        self.live.clear()
 
     def check_shared_prefixes(self, step: Step) -> None:
         """Rows that are said to have pages in common have, and tokens of their own behind them."""
@@ -268,7 +328,9 @@ class MemoryMachine(RuleBasedStateMachine):
         if not all(release.drop_prefix for release in plan.releases):
             return  # others, released later in the same plan, may leave what they held
         for sequence, tokens in forgotten:
-            end = self.memory.cache._last_full_node(np.array(tokens, np.int32), sequence.salt)
+            end = self.memory.cache._last_full_node(
+                np.array(tokens, np.int32), cache_key(sequence.salt)
+            )
             if end is not None and end.parent is not None and not end.children:
                 assert end.locks, "an unlocked end of a forgotten path was left in the tree"
 

@@ -27,6 +27,7 @@ from pipeinfer.core import (
 )
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager, Rows
+from pipeinfer.memory.page_directory import DIGEST_BYTES, PageChains
 from pipeinfer.memory.pages import IntegrityError, ProtocolError
 from pipeinfer.messages import (
     Admitted,
@@ -75,6 +76,47 @@ class Compile(Message, frozen=True):
 
 class Capture(Message, frozen=True):
     """To the device: capture the next CUDA graph that is left, for the steps from now on."""
+
+
+class FillPages(Message, frozen=True):
+    """To the device: a step that has ended has filled `chains`, so the page directory may say so.
+
+    Local only: the arrays never travel.
+    """
+
+    chains: PageChains
+
+
+class FoundPages(Message, frozen=True):
+    """From the device, before the first epoch: pages that an earlier process has left, and that
+    all ranks believe. See PageChains.
+
+    pages, depths, ids: int32 bytes. digests, parents, salts: 16 bytes of each page.
+    """
+
+    pages: bytes
+    depths: bytes
+    digests: bytes
+    parents: bytes
+    salts: bytes
+    ids: bytes
+
+    @staticmethod
+    def of(chains: PageChains) -> FoundPages:
+        """The message that says `chains`."""
+        arrays = (chains.digests, chains.parents, chains.salts)
+        digests, parents, salts = (array.tobytes() for array in arrays)
+        pages, depths, ids = map(pack, (chains.pages, chains.depths, chains.ids))
+        return FoundPages(pages, depths, digests, parents, salts, ids)
+
+    def chains(self, page_size: int) -> PageChains:
+        """As arrays."""
+        digests, parents, salts = (
+            np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_BYTES)
+            for raw in (self.digests, self.parents, self.salts)
+        )
+        ids = unpack(self.ids).reshape(-1, page_size)
+        return PageChains(unpack(self.pages), unpack(self.depths), digests, parents, salts, ids)
 
 
 class StepFailed(Message, frozen=True):
@@ -160,6 +202,7 @@ class EngineCore:
         self._requests = RequestTable(hello.max_slots)
         self._steps = StepBuilder(memory, self._requests, shares)
         self._epoch: _Epoch | None = None  # None: waiting for a Begin that lists this incarnation
+        self._found: FoundPages | None = None
         self._reason = "waiting for the scheduler"
         self._draining = self._leaving = False
         self._unchecked = False  # plans came since memory was last checked in full
@@ -199,6 +242,9 @@ class EngineCore:
                 return [Send(LOCAL, "", Capture())]
             case Begin():
                 return self._begin(event)
+            case FoundPages():
+                self._found = event
+                return []
             case Tick():
                 return self._tick()
             case Drain():
@@ -258,7 +304,8 @@ class EngineCore:
         if epoch is not None and begin.epoch == epoch.number and epoch.expected > 0:
             return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
         self._stop("")
-        self.memory.reset()
+        found, self._found = self._found, None  # later epochs of this process find none
+        self.memory.reset(None if found is None else found.chains(self.memory.page_size))
         self._requests.drop_all_grammars()
         self._epoch = _Epoch(begin.epoch)
         hello, steps = self.hello, self._totals["steps_total"]
@@ -443,7 +490,19 @@ class EngineCore:
         self._totals["bad_rows_total"] += len(done.bad) // 4
         self._totals["refused_rows_total"] += len(done.refused)
         waiting.done = done
-        return self._finished(epoch) + self._leave_epoch()
+        return self._filled(waiting, counts, done) + self._finished(epoch) + self._leave_epoch()
+
+    def _filled(self, ended: _InFlight, counts: np.ndarray, done: StepDone) -> list[Send]:
+        """What the page directory may say now. counts: int32 [S], ids of each row that samples."""
+        chains, fills = self.memory.chains, ended.rows.fills
+        if chains is None or fills is None:
+            return []
+        sampled = np.full(len(ended.rows.slots), -1, dtype=np.int32)
+        first = np.cumsum(counts) - counts  # a row's further ids are computed as known ones
+        some = counts > 0
+        sampled[ended.plan_rows[some]] = unpack(done.token_ids)[first[some]]
+        found = chains.filled(fills, sampled)
+        return [] if found is None else [Send(LOCAL, "", FillPages(found))]
 
     def _finished(self, epoch: _Epoch) -> list[Send]:
         """The results that are due, in plan order."""

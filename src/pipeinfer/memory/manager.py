@@ -18,6 +18,13 @@ from hashlib import blake2b
 
 import numpy as np
 
+from pipeinfer.memory.page_directory import (
+    NO_SALT,
+    ChainTracker,
+    PageChains,
+    StepFills,
+    salt_digest,
+)
 from pipeinfer.memory.pages import (
     IntegrityError,
     PageAllocator,
@@ -52,6 +59,8 @@ class Rows:
     digest: 64 bits, hash of all decisions since the reset.
     unverified: int32 [n], pages that were freed although no finite logits were computed from them;
         see KVPool.zero_pages.
+    claimed: int32 [n], pages that the page directory must call invalid before the step is launched.
+    fills: which pages the step fills; None where nobody tracks it.
     """
 
     slots: np.ndarray
@@ -69,6 +78,8 @@ class Rows:
     evicted: int = 0
     digest: int = 0
     unverified: np.ndarray = field(default_factory=lambda: _NONE)
+    claimed: np.ndarray = field(default_factory=lambda: _NONE)
+    fills: StepFills | None = None
 
 
 _NO_SLOTS = np.empty(0, dtype=np.int32)
@@ -86,6 +97,7 @@ class MemoryManager:
     table: the page table, the pages of each slot.
     slots: what is known of the request in each slot.
     num_evicted: pages that the cache has evicted since the last `reset`.
+    chains: tracks what pages hold, for an engine whose pages outlive it; None: nobody does.
 
     Every page is free, or owned by the cache, or by one request. A page that a plan frees may go to
     another request in the same plan: the device runs steps in order, so steps that still read the
@@ -93,10 +105,17 @@ class MemoryManager:
     """
 
     def __init__(
-        self, pages: int, page_size: int, max_slots: int, max_model_len: int, cache: str = "radix"
+        self,
+        pages: int,
+        page_size: int,
+        max_slots: int,
+        max_model_len: int,
+        cache: str = "radix",
+        chains: ChainTracker | None = None,
     ) -> None:
         """pages: of the pool, with the dummy page 0. max_slots: requests at a time. cache: the name
         of a prefix cache; raises ConfigurationError if there is none of that name."""
+        self.chains = chains
         self.page_size = page_size
         self.max_model_len = max_model_len
         self.allocator = PageAllocator(pages)
@@ -104,10 +123,12 @@ class MemoryManager:
         self.table = PageTable(max_slots, -(-max_model_len // page_size))
         self.slots = SlotArrays(max_slots)
         self._unverified: list[np.ndarray] = []  # freed since the last plan, see Rows.unverified
+        self._number = -1  # of the plan that is applied
         self.reset()
 
-    def reset(self) -> None:
-        """An epoch begins: slots and cache are empty, all pages free, the digest is 0."""
+    def reset(self, found: PageChains | None = None) -> None:
+        """An epoch begins: slots are empty, the digest is 0, and the cache has the pages `found`,
+        which are `PageChains.believed`; all others are free."""
         self._unverified += [
             self.table.owned_pages(slot) for slot in np.flatnonzero(self.slots.active).tolist()
         ]
@@ -120,6 +141,20 @@ class MemoryManager:
         self._steady_decode: SteadyDecode | None = None  # if the last plan was decodes alone
         self.num_evicted = 0
         self._digest = RunningDigest()
+        if self.chains is not None:
+            self.chains.reset(found)
+        if found is not None:
+            self._cache_found_pages(found)
+
+    def _cache_found_pages(self, found: PageChains) -> None:
+        taken = [
+            self.cache.insert(tokens, pages, _cache_key(salt), 0).pages
+            for salt, tokens, pages in found.sequences()
+        ]
+        pages = np.unique(np.concatenate([_NONE, *taken]))
+        if len(pages):
+            self.allocator.take(pages)
+            check_balance(self.allocator, self.cache, self.table)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -142,6 +177,7 @@ class MemoryManager:
         Raises ProtocolError if the plan contradicts the state, IntegrityError if pages do not add
         up; the state is of no use any more then.
         """
+        self._number = plan.number
         rows = self._repeat_decodes(plan)  # nearly every plan: the same decodes, a token further
         if rows is None:
             rows = self._apply_in_order(plan)
@@ -153,6 +189,9 @@ class MemoryManager:
         rows.digest = self._digest.close()
         if self._unverified:
             rows.unverified, self._unverified = np.concatenate(self._unverified), []
+        if self.chains is not None:
+            rows.claimed = self.chains.take_claimed()
+            rows.fills = self.chains.plan(rows, self.table, self.slots)
         return rows
 
     def _apply_in_order(self, plan: Plan) -> Rows:
@@ -168,6 +207,7 @@ class MemoryManager:
             self._cache_unfinished_prompt(slot, plan.number)
         if plan.reset:  # of the prefix cache
             self._evict(self.num_evictable)
+            self._claim(np.arange(1, self.allocator.num_pages + 1, dtype=np.int32))
         cached = [self._admit(admit, plan.number) for admit in plan.admits]
         for extend in plan.extends:
             self._extend(extend)
@@ -209,6 +249,9 @@ class MemoryManager:
             freed.append(self.cache.remove(tokens, self.slots.salt[slot]))
         if not release.cache_prefix:
             self._unverified += freed
+            self._claim(*freed)
+        if self.chains is not None:
+            self.chains.release(slot)
         for pages in freed:
             self._free(pages)
         self.table.clear(slot)
@@ -271,16 +314,19 @@ class MemoryManager:
             )
         if int(tokens.min()) < 0:
             raise ProtocolError(f"admit into slot {slot}: token id {int(tokens.min())}")
-        self.slots.put(slot, tokens, admit.max_total, admit.cache_salt)
+        salt = salt_digest(admit.cache_salt)
+        self.slots.put(slot, tokens, admit.max_total, _cache_key(salt))
         # The last token is always computed, for the logits to sample from. So is the token before
         # the first one whose log-prob is wanted.
         reusable = len(tokens) - 1 if admit.score_from < 0 else max(admit.score_from - 1, 0)
-        node, pages = self.cache.match(tokens[:reusable], admit.cache_salt, clock)
+        node, pages = self.cache.match(tokens[:reusable], self.slots.salt[slot], clock)
         self.cache.lock(node)
         self.slots.locked_node[slot] = node
         self.table.set_prefix(slot, pages)
         cached = len(pages) * self.page_size
         self.slots.num_computed[slot] = cached
+        if self.chains is not None:
+            self.chains.admit(slot, salt, tokens[:cached], pages)
         return cached
 
     def _extend(self, extend: Extend) -> None:
@@ -364,7 +410,14 @@ class MemoryManager:
             self._evict(missing)
         pages = self.allocator.allocate(count)
         self._add_to_digest(pages)
+        self._claim(pages)
         return pages
+
+    def _claim(self, *pages: np.ndarray) -> None:
+        """What the directory says of these pages holds no more."""
+        if self.chains is not None:
+            for some in pages:
+                self.chains.claim(some, self._number)
 
     def _evict(self, count: int) -> None:
         pages = self.cache.evict(count)
@@ -406,6 +459,11 @@ class MemoryManager:
                 f"plan {plan.number}: slot {int(np.bincount(slots).argmax())} twice"
             )
         return slots, counts
+
+
+def _cache_key(salt: bytes) -> str:
+    """What the prefix cache calls a cache salt of that digest; "" is no salt."""
+    return salt.hex() if salt != NO_SALT else ""
 
 
 def _ids(raw: bytes, what: str) -> np.ndarray:

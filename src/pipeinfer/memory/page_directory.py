@@ -17,11 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeinfer.memory.pages import PageTable, SlotArrays
-from pipeinfer.memory.rows import Rows
+
+if TYPE_CHECKING:
+    from pipeinfer.memory.manager import Rows
 
 DIGEST_BYTES = 16
 NO_PARENT = bytes(DIGEST_BYTES)  # the digest before a chain's first page
@@ -268,7 +271,8 @@ class StepFills:
     """What the step of one plan does to pages, until the step has ended.
 
     number: of the plan.
-    slots: int32 [R], slots of the rows that compute anything.
+    rows: int64 [R], rows of the plan that compute anything.
+    slots: int32 [R], their slots.
     starts, ends: int32 [R]; row r computes positions starts[r] .. ends[r] - 1.
     requests: int64 [R], numbers of the requests in those slots.
     known_ids: by row, int32 [count], token ids of a row that does not decode.
@@ -277,6 +281,7 @@ class StepFills:
     """
 
     number: int
+    rows: np.ndarray
     slots: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
@@ -302,9 +307,12 @@ class ChainTracker:
         self.reset(None)
 
     def reset(self, chains: PageChains | None) -> None:
-        """An epoch begins, with the pages that are believed."""
+        """An epoch begins, with the pages that are believed; None: no page is."""
         self._claimed_by[:] = -1
-        self._claimed: list[np.ndarray] = []
+        others = np.ones(len(self._claimed_by), dtype=bool)
+        if chains is not None:
+            others[chains.pages] = False
+        self._claimed: list[np.ndarray] = [np.flatnonzero(others).astype(np.int32)]
         self._digests: dict[int, bytes] = {}  # by page, of those that are valid
         if chains is not None:
             digests = [digest.tobytes() for digest in chains.digests]
@@ -326,13 +334,13 @@ class ChainTracker:
         claimed, self._claimed = self._claimed, []
         return np.concatenate(claimed) if claimed else _NO_PAGES
 
-    def admit(self, slot: int, salt: str, ids: np.ndarray, cached: np.ndarray) -> None:
-        """A request enters `slot`. `cached` int32 [k] are its pages that the prefix cache had, and
-        `ids` int32 [k * page_size] what they hold."""
+    def admit(self, slot: int, salt: bytes, ids: np.ndarray, cached: np.ndarray) -> None:
+        """A request with a salt of digest `salt` enters `slot`. `cached` int32 [k] are its pages
+        that the prefix cache had, and `ids` int32 [k * page_size] what they hold."""
         self._last_request += 1
         self._requests[slot] = self._last_request
-        self._salts[slot] = salt_digest(salt)
-        self._parents[slot] = self._chain_end(self._salts[slot], ids, cached)
+        self._salts[slot] = salt
+        self._parents[slot] = self._chain_end(salt, ids, cached)
 
     def _chain_end(self, salt: bytes, ids: np.ndarray, cached: np.ndarray) -> bytes:
         """The digest of the last of the pages `cached`. A page that is being filled has none yet:
@@ -355,7 +363,7 @@ class ChainTracker:
         starts, counts = rows.starts[computes], rows.counts[computes]
         ends, chosen = starts + counts, rows.slots[computes]
         known_ids, filled_pages = dict[int, np.ndarray](), dict[int, np.ndarray]()
-        for row in np.flatnonzero(rows.known[computes]).tolist():
+        for row in np.flatnonzero(rows.is_prefill[computes]).tolist():
             known = slots.known_tokens(int(chosen[row]))
             known_ids[row] = known[starts[row] : ends[row]]
         begins, behind = starts // size, ends // size
@@ -363,14 +371,17 @@ class ChainTracker:
             columns = int(begins[row]), int(behind[row])
             filled_pages[row] = table.columns(chosen[row : row + 1], *columns)[0].copy()
         requests = self._requests[chosen]
-        return StepFills(rows.number, chosen, starts, ends, requests, known_ids, filled_pages)
+        return StepFills(
+            rows.number, computes, chosen, starts, ends, requests, known_ids, filled_pages
+        )
 
     def filled(self, step: StepFills, sampled: np.ndarray) -> PageChains | None:
         """The pages that a step has filled, now that it has ended; None: no page.
 
-        sampled: int32 [R], the id that each of the step's rows sampled, below 0 where it sampled
+        sampled: int32, of each row of the plan, the id that it sampled, below 0 where it sampled
         none.
         """
+        sampled = sampled[step.rows]
         alive = (self._requests[step.slots] == step.requests) & (step.requests > 0)
         found: list[FilledPage] = []
         for row, ids in step.known_ids.items():

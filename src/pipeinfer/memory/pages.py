@@ -56,6 +56,17 @@ class PageAllocator:
         self._is_free[pages] = False
         return pages
 
+    def take(self, pages: np.ndarray) -> None:
+        """Allocates the distinct `pages` int32 [n]; raises IntegrityError if one is not free."""
+        low, high = int(pages.min()), int(pages.max())
+        if low < 1 or high > self.num_pages or not self._is_free[pages].all():
+            raise IntegrityError(f"pages {low}..{high} of 1..{self.num_pages} are not all free")
+        self._is_free[pages] = False
+        left = self._stack[: self.num_free]
+        left = left[self._is_free[left]]
+        self.num_free = len(left)
+        self._stack[: self.num_free] = left
+
     def free(self, pages: np.ndarray) -> None:
         """Frees `pages`, int32 [n]; raises IntegrityError if one is free already or unknown."""
         count = len(pages)

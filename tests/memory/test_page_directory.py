@@ -1,0 +1,214 @@
+"""The page directory: what a successor believes, whenever and wherever its writer was killed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.memory.manager import Rows
+from pipeinfer.memory.page_directory import (
+    NO_PARENT,
+    NO_SALT,
+    ChainTracker,
+    PageChains,
+    PageDirectory,
+    directory_bytes,
+    page_digest,
+    salt_digest,
+)
+from pipeinfer.memory.pages import PageTable, SlotArrays
+
+SIZE, PAGES, SLOTS = 2, 12, 3
+
+
+class Killed(Exception):
+    pass
+
+
+class Dying:
+    """An array of the directory whose writer is killed before its write number `left`."""
+
+    def __init__(self, array, life):
+        self.array, self.life = array, life
+
+    def __getitem__(self, at):
+        return self.array[at]
+
+    def __setitem__(self, at, value):
+        if not self.life:
+            raise Killed
+        self.life.pop()
+        self.array[at] = value
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def empty():
+    return PageDirectory(memoryview(bytearray(directory_bytes(PAGES, SIZE))), PAGES, SIZE)
+
+
+def rows_of(chains):
+    return [
+        (page, depth, digest.tobytes(), parent.tobytes(), salt.tobytes(), ids)
+        for page, depth, digest, parent, salt, ids in zip(
+            chains.pages.tolist(), chains.depths.tolist(), chains.digests, chains.parents,
+            chains.salts, chains.ids, strict=True,
+        )
+    ]  # fmt: skip
+
+
+def chain(pages, ids, salt=""):
+    """Pages that hold `ids`, one after the other."""
+    found, parent, of = [], NO_PARENT, salt_digest(salt)
+    for depth, page in enumerate(pages):
+        part = np.array(ids[depth * SIZE : (depth + 1) * SIZE], np.int32)
+        digest = page_digest(parent, of, part)
+        found.append((page, depth, digest, parent, of, part))
+        parent = digest
+    return PageChains.of(found)
+
+
+def held(chains):
+    """Pages, and what their whole chain holds."""
+    return {
+        int(pages[depth]): (salt, tuple(ids[: (depth + 1) * SIZE].tolist()))
+        for salt, ids, pages in chains.sequences()
+        for depth in range(len(pages))
+    }
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, PAGES - 1), min_size=1, max_size=3, unique=True),
+                       st.integers(0, 2), st.booleans()), max_size=8),
+    st.integers(0, 60),
+)  # fmt: skip
+def test_a_page_that_is_believed_holds_its_chain_whenever_the_writer_is_killed(moves, life):
+    directory = empty()
+    directory.begin(b"m")
+    content: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # what each page truly holds
+    left = [None] * life
+    for name in ("_valid", "_depths", "_digests", "_parents", "_salts", "_ids"):
+        setattr(directory, name, Dying(getattr(directory, name), left))
+    try:
+        for pages, seed, salted in moves:
+            salt, ids = (
+                "s" if salted else "",
+                [(seed * 7 + at) % 5 for at in range(len(pages) * SIZE)],
+            )
+            directory.invalidate(np.array(pages, np.int32))
+            for depth, page in enumerate(pages):  # the device may write from now on
+                content[page] = salt_digest(salt), tuple(ids[: (depth + 1) * SIZE])
+            directory.validate(chain(pages, ids, salt))
+    except Killed:
+        pass
+    for name in ("_valid", "_depths", "_digests", "_parents", "_salts", "_ids"):
+        setattr(directory, name, getattr(directory, name).array)
+    for page, what in held(directory.read().believed()).items():
+        assert content[page] == what
+
+
+def test_a_successor_reads_what_was_written():
+    directory = empty()
+    directory.begin(b"model")
+    directory.validate(chain([3, 5, 4], [1, 2, 3, 4, 5, 6]))
+    directory.validate(chain([7], [1, 2], "salt"))
+    assert held(directory.read().believed()) == {
+        3: (NO_SALT, (1, 2)), 5: (NO_SALT, (1, 2, 3, 4)), 4: (NO_SALT, (1, 2, 3, 4, 5, 6)),
+        7: (salt_digest("salt"), (1, 2)),
+    }  # fmt: skip
+    directory.invalidate(np.array([5], np.int32))
+    assert set(held(directory.read().believed())) == {3, 7}
+    directory.invalidate_all()
+    assert len(directory.read()) == 0
+
+
+def test_pages_of_another_model_or_of_a_faulty_engine_are_not_believed():
+    directory = empty()
+    assert not directory.belongs_to(b"model")
+    directory.begin(b"model")
+    assert directory.belongs_to(b"model") and not directory.belongs_to(b"other")
+    directory.make_unusable()
+    assert not directory.belongs_to(b"model")
+
+
+@pytest.mark.parametrize("part", ["digests", "parents", "ids", "depths", "salts"])
+def test_a_page_whose_words_do_not_fit_its_digest_is_not_believed(part):
+    chains = chain([1, 2], [1, 2, 3, 4])
+    copied = getattr(chains, part).copy()
+    copied[1] += 1
+    broken = PageChains(**{**chains.__dict__, part: copied})
+    assert broken.believed().pages.tolist() == [1]
+
+
+def test_two_pages_with_the_same_digest_are_one():
+    both = PageChains.of(
+        rows_of(chain([4, 2], [1, 2, 3, 4])) + rows_of(chain([3, 5], [1, 2, 3, 4]))
+    )
+    assert both.believed().pages.tolist() == [3, 2]
+
+
+def test_ranks_believe_what_all_of_them_hold():
+    mine, other = chain([1, 2, 3], [1, 2, 3, 4, 5, 6]), chain([1, 4, 3], [1, 2, 3, 4, 5, 6])
+    assert mine.agreed([mine]).believed().pages.tolist() == [1, 2, 3]
+    assert mine.agreed([other]).believed().pages.tolist() == [1]
+    assert mine.agreed([other]).pages.tolist() == [1, 3]
+
+
+class Tracked:
+    """A tracker with one slot's pages, and rows of its plans."""
+
+    def __init__(self):
+        self.tracker = ChainTracker(PAGES, SIZE, SLOTS)
+        self.table, self.slots = PageTable(SLOTS, 8), SlotArrays(SLOTS)
+
+    def admit(self, slot, ids, pages):
+        tokens = np.array(ids, np.int32)
+        self.slots.put(slot, tokens, 20, "")
+        self.table.append(np.array([slot]), np.array([len(pages)]), np.array(pages))
+        self.tracker.admit(slot, NO_SALT, tokens[:0], np.empty(0, np.int32))
+
+    def plan(self, number, slot, start, count, prefill):
+        one = np.array([slot], np.int32)
+        rows = Rows(one, np.array([start], np.int32), np.array([count], np.int32),
+                    np.array([True]), np.array([prefill]), np.array([False]))  # fmt: skip
+        rows.number = number
+        return self.tracker.plan(rows, self.table, self.slots)
+
+
+def test_a_page_that_somebody_else_claimed_while_the_step_ran_is_left_out():
+    """Its request may live on: it was repointed to a page of the cache that holds the same."""
+    tracked = Tracked()
+    tracked.admit(0, [1, 2, 3, 4], [5, 6])
+    step = tracked.plan(1, 0, 0, 4, prefill=True)
+    tracked.tracker.claim(np.array([6], np.int32), 2)
+    found = tracked.tracker.filled(step, np.array([9], np.int32))
+    assert held(found) == {5: (NO_SALT, (1, 2))}
+    # The chain goes on behind it all the same.
+    tracked.table.append(np.array([0]), np.array([1]), np.array([7]))
+    tracked.tracker.filled(tracked.plan(3, 0, 4, 1, prefill=False), np.array([8], np.int32))
+    found = tracked.tracker.filled(tracked.plan(4, 0, 5, 1, prefill=False), np.array([7], np.int32))
+    expected = chain([5, 6, 7], [1, 2, 3, 4, 9, 8])
+    assert found.digests[0].tobytes() == expected.digests[2].tobytes()
+
+
+def test_a_request_that_has_left_fills_nothing_any_more():
+    tracked = Tracked()
+    tracked.admit(0, [1, 2], [5])
+    step = tracked.plan(1, 0, 0, 2, prefill=True)
+    tracked.tracker.release(0)
+    assert tracked.tracker.filled(step, np.array([9], np.int32)) is None
+
+
+def test_a_page_that_is_being_filled_gives_its_digest_to_requests_that_match_it_early():
+    tracker = ChainTracker(PAGES, SIZE, SLOTS)
+    ids, pages = np.array([1, 2, 3, 4], np.int32), np.array([5, 6], np.int32)
+    tracker.admit(1, NO_SALT, ids, pages)
+    assert tracker._parents[1] == chain([5, 6], [1, 2, 3, 4]).digests[1].tobytes()
+
+
+def test_a_buffer_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="takes"):
+        PageDirectory(memoryview(bytearray(64)), PAGES, SIZE)
