@@ -123,7 +123,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Annotated[Annotated[int, Meta(ge=0, le=65535)], about("N",
         "port to listen on; 0 takes a free one",
         "The line `ready http://HOST:PORT` names the port that was taken.")] = 8000
-    # gateway/http_server.py
+    # gateway/stage.py
     public_address: Annotated[str, about("ADDRESS",
         "where users reach the server, if not where it listens",
         "Behind a published port or a proxy: HOST:PORT, a port of this host, or a whole URL. The "

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from pipeinfer.gateway.counters import CounterFamily, SecondsHistogram
+from pipeinfer.gateway.metrics import CounterFamily, SecondsHistogram
 
 BOUNDS = (0.001, 0.25, 1.0, 10.0, 120.0)
 

@@ -260,7 +260,7 @@ async def test_heads_that_do_not_end_and_idle_connections_are_closed(
 async def test_beyond_the_bound_idle_connections_make_room_and_busy_ones_do_not(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeinfer.gateway.http_server.connection_limit", lambda: 4)
+    monkeypatch.setattr("pipeinfer.gateway.stage.connection_limit", lambda: 4)
     gateway = await start_gateway()
     used = await RawClient.connect(gateway)
     used.send(post({"prompt": "a"}))

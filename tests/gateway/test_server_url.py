@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.gateway.http_server import server_url
+from pipeinfer.gateway.stage import server_url
 from pipeinfer.settings import Settings
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from docs.statistics import STATISTICS
 from pipeinfer.gateway.health import ExpectedStage, Health
-from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.vllm_metrics import VllmMetrics
+from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.messages import Heartbeat
 
 

@@ -13,8 +13,7 @@ from docs.markdown import bullets
 from docs.markdown import page as page_of
 from docs.statistics import STATISTICS
 from pipeinfer.gateway.health import ExpectedStage, Health
-from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.vllm_metrics import VllmMetrics
+from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.messages import Heartbeat
 
 INTRODUCTION = """`GET /metrics` of the gateway shows these in Prometheus' text format, or as \

@@ -220,13 +220,13 @@ def _sockets(settings: Settings) -> Finding:
 
 def _front(settings: Settings) -> Iterator[Finding]:
     """Whether the gateway could read what the settings name for it."""
-    from pipeinfer.gateway import api_keys, cross_origin, http_server
+    from pipeinfer.gateway import api_keys, auth, stage
     from pipeinfer.gateway.api_keys import KeyLimits
 
     try:
-        cross_origin.parse_origins(settings.allowed_origins)
-        cross_origin.parse_hosts(settings.allowed_hosts)
-        if http_server.load_certificate(settings) is not None:
+        auth.parse_origins(settings.allowed_origins)
+        auth.parse_hosts(settings.allowed_hosts)
+        if stage.load_certificate(settings) is not None:
             yield "ok", "TLS", settings.tls_cert
         if settings.api_key_file and not settings.api_key:
             found = len(api_keys.read_key_file(settings.api_key_file, KeyLimits()))

@@ -16,10 +16,9 @@ from urllib.parse import quote
 from aiohttp import web
 from msgspec.structs import replace
 
-from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, x_request_id
+from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, BrowserGuard, x_request_id
 from pipeinfer.gateway.bodies import BodyDecoder, BodyReader
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.cross_origin import BrowserGuard
 from pipeinfer.gateway.decoding import BodyType
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call, Failed, OutputDelta, Started

@@ -15,8 +15,7 @@ from typing import Protocol
 
 from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.gateway.health import StageStatus
-from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.vllm_metrics import GroupMetrics
+from pipeinfer.gateway.metrics import GroupMetrics, Metrics
 from pipeinfer.messages import CacheReset, Message, ResetCache
 from pipeinfer.params import choice_ids
 
