@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pipeinfer.gateway.anthropic import MessagesRequest
+from pipeinfer.gateway.core import Health
 from pipeinfer.gateway.decoding import MAX_OBJECTS, BodyType, decode, prescanned
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import MAX_LOGGED_NAMES, Metrics
 from pipeinfer.gateway.requests import (
     RequestDefaults,

@@ -19,7 +19,7 @@ from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient, answers, post
 
 from pipeinfer.gateway import bodies, connections
-from pipeinfer.gateway.streams import EventStream
+from pipeinfer.gateway.response_encoders import EventStream
 from pipeinfer.messages import TextRow
 from pipeinfer.wire import pack
 from waiting import until

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeinfer.gateway.health import ExpectedStage, Health
+from pipeinfer.gateway.core import ExpectedStage, Health
 from pipeinfer.gateway.monitor import PipelineRates
 from pipeinfer.messages import Heartbeat
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.gateway.prompts import BILLING_HEADER, without_billing_header
+from pipeinfer.gateway.requests import BILLING_HEADER, without_billing_header
 
 LINE = f"{BILLING_HEADER} cc_version=2.1; cch=7adab;"
 USER = {"role": "user", "content": "Hello"}

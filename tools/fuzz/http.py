@@ -286,7 +286,7 @@ class Http:
     instrumented = (
         "pipeinfer.gateway.decoding", "pipeinfer.gateway.schema", "pipeinfer.gateway.requests",
         "pipeinfer.gateway.app", "pipeinfer.gateway.core", "pipeinfer.gateway.errors",
-        "pipeinfer.gateway.sessions", "pipeinfer.gateway.streams", "pipeinfer.params",
+        "pipeinfer.gateway.sessions", "pipeinfer.gateway.response_encoders", "pipeinfer.params",
     )  # fmt: skip
 
     def __init__(self) -> None:

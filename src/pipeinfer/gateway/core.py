@@ -6,15 +6,25 @@ Knows no sockets, no clock, and nothing about the meaning of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
 import msgspec
 
 from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick, Unsent, bracketed_answer
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, Status
-from pipeinfer.gateway.health import ExpectedStage, Health, PipelineReadiness, StageStatus
+from pipeinfer.gateway.events import (
+    Call,
+    Failed,
+    Hangup,
+    OutputDelta,
+    Started,
+    Status,
+    StatusChanged,
+)
 from pipeinfer.gateway.ledger import (
     Backlog,
     EndedRequest,
@@ -48,6 +58,7 @@ from pipeinfer.messages import (
     TextRow,
 )
 from pipeinfer.params import choice_id, choice_ids
+from pipeinfer.topology import Topology
 
 RETRY_SOON, RETRY_LATER = 1, 5  # seconds, for Retry-After
 LATE_ROW_SECONDS = 2.0  # seconds for which rows of an ended request are no surprise
@@ -501,3 +512,213 @@ def _encoded(record: RequestRecord) -> OutputDelta:
 def _timed_out(record: RequestRecord) -> Failed:
     message = f"no output within the request's timeout of {record.timeout:g} s"
     return Failed(record.request_id, 408, message, "timeout", "timeout")
+
+
+PER_GROUP = ("scheduler", "engine")
+STARTED_STATISTIC = {
+    "scheduler": "running",
+    "engine": "pages_total",
+}  # statistics of one that has started
+MAX_NAMED = 8  # stages that a reason names; the others it counts
+
+
+@dataclass(frozen=True)
+class ExpectedStage:
+    """A stage of the topology.
+
+    stage: its id ("engine-0-1"). name: its kind ("engine"). group, rank: numbers.
+    """
+
+    stage: str
+    name: str
+    group: int = 0
+    rank: int = 0
+
+
+def expected_stages(topology: Topology) -> list[ExpectedStage]:
+    """The stages of a topology, as Health takes them."""
+    return [ExpectedStage(e.identity.id, e.name, e.group, e.rank) for e in topology.entries]
+
+
+@dataclass
+class StageStatus:
+    """Last known status of one stage.
+
+    stage, name, group, rank: as ExpectedStage. state, reason: of its heartbeat, or "lost".
+    pid, incarnation: of its process. last_seen: monotonic seconds of its last heartbeat.
+    restarts: processes that were heard after the first. restarted_at: monotonic seconds of the
+        first heartbeat of the newest of these.
+    stats: statistics of its last heartbeat.
+    """
+
+    stage: str
+    name: str
+    group: int
+    rank: int
+    state: str = "starting"
+    reason: str = "no heartbeat yet"
+    pid: int = 0
+    incarnation: int = 0
+    last_seen: float | None = None
+    restarts: int = 0
+    restarted_at: float | None = None
+    stats: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class Health:
+    """The health table. Gateways are listed in it, but nothing waits for them.
+
+    silence: seconds without a heartbeat after which a stage counts as lost.
+    host_loss: seconds after that in which its return is awaited.
+    stages: {stage id: status}.
+
+    What follows from it is updated with every heartbeat, whose cost must not grow with the number
+    of
+    stages: _not_ready (numbers of stages that are not ready, in the topology's order),
+    _group_not_ready (how many of each group), _ready_groups, _shared_not_ready (of no group).
+    """
+
+    def __init__(
+        self, expected: Iterable[ExpectedStage], silence: float = 5.0, host_loss: float = inf
+    ) -> None:
+        self._silence, self._host_loss = silence, host_loss
+        self._lost_since: dict[str, float] = {}  # since when
+        self.stages = {e.stage: StageStatus(e.stage, e.name, e.group, e.rank) for e in expected}
+        self._order = list(self.stages.values())
+        self._index = {row.stage: number for number, row in enumerate(self._order)}
+        self._not_ready = [
+            number for number, row in enumerate(self._order) if row.name != "gateway"
+        ]
+        per_group = [row for row in self._order if row.name in PER_GROUP]
+        self._group_not_ready = Counter(row.group for row in per_group)
+        self._ready_groups = 0  # groups with nobody missing
+        self._shared_not_ready = len(self._not_ready) - len(
+            per_group
+        )  # of the missing that are in no group
+
+    def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
+        """Takes a heartbeat; those of unknown stages and of earlier incarnations are ignored."""
+        row = self.stages.get(beat.stage)
+        if row is None or beat.incarnation < row.incarnation:
+            return
+        # What a supervisor says of a process that ended comes as the process's successor by one
+        # (Child.death_notice); real processes are further apart, their numbers are times in ns.
+        if row.incarnation and beat.incarnation > row.incarnation + 1:
+            row.restarts, row.restarted_at = row.restarts + 1, now
+        row.reason, row.pid = beat.reason, beat.pid
+        row.incarnation, row.last_seen, row.stats = beat.incarnation, now, beat.stats
+        self._set_state(row, beat.state)
+
+    def mark_lost(self, now: float) -> None:
+        """Marks stages as lost whose last heartbeat is too old."""
+        for row in self._order:
+            if (
+                row.last_seen is not None
+                and now - row.last_seen > self._silence
+                and row.state != "lost"
+            ):
+                row.reason = f"silent for more than {self._silence:g} s"
+                self._set_state(row, "lost")
+                self._lost_since[row.stage] = now
+
+    def lost_for_good(self, now: float) -> list[StageStatus]:
+        """Stages that are lost for longer than `host_loss`."""
+        lost = [stage for stage, since in self._lost_since.items() if now - since > self._host_loss]
+        return [self.stages[stage] for stage in lost]
+
+    def _set_state(self, row: StageStatus, state: str) -> None:
+        was, row.state = row.state, state
+        self._lost_since.pop(row.stage, None)
+        if row.name == "gateway" or (was == "ready") == (state == "ready"):
+            return
+        number, change = self._index[row.stage], 1 if was == "ready" else -1
+        at = bisect_left(self._not_ready, number)
+        if change > 0:
+            self._not_ready.insert(at, number)
+        else:
+            del self._not_ready[at]
+        if row.name not in PER_GROUP:
+            self._shared_not_ready += change
+            return
+        before = self._group_not_ready[row.group]
+        self._group_not_ready[row.group] = before + change
+        self._ready_groups += (before + change == 0) - (before == 0)
+
+    def not_ready(self) -> list[StageStatus]:
+        """The stages that are not ready, in the topology's order."""
+        return [self._order[number] for number in self._not_ready]
+
+    def all_ready(self) -> bool:
+        """Whether every stage is ready."""
+        return not self._not_ready
+
+    def can_serve(self) -> bool:
+        """Whether a request could be served: all common stages and one whole group are ready."""
+        return self._shared_not_ready == 0 and self._ready_groups > 0
+
+    def reason(self) -> str:
+        """One line about what is missing; empty if nothing is. The first MAX_NAMED are named."""
+        named = [self._order[number] for number in self._not_ready[:MAX_NAMED]]
+        parts = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
+        if len(self._not_ready) > MAX_NAMED:
+            parts.append(f"and {len(self._not_ready) - MAX_NAMED} more")
+        return "; ".join(parts)
+
+    def one_per_group(self, name: str) -> list[StageStatus]:
+        """One stage called `name` (a scheduler or an engine) of each group, rank 0 of the engines.
+
+        Those that still start, whose statistics are not complete, are left out.
+        """
+        known = STARTED_STATISTIC[name]
+        rows = self.stages.values()
+        return [r for r in rows if r.name == name and r.rank == 0 and known in r.stats]
+
+    def total(self, name: str, stat: str) -> float:
+        """Sum of a statistic over all groups; of the ranks of a group, which agree, rank 0
+        counts."""
+        rows = (row for row in self.stages.values() if row.name == name and row.rank == 0)
+        return sum(row.stats.get(stat, 0.0) for row in rows)
+
+
+def kv_usage(engine: StageStatus) -> float:
+    """Share of an engine's KV pages that requests use; cached pages count as free."""
+    total, free, evictable = (
+        engine.stats.get(f"pages_{name}", 0.0) for name in ("total", "free", "evictable")
+    )
+    return max(1.0 - (free + evictable) / total, 0.0) if total else 0.0
+
+
+class PipelineReadiness:
+    """The status that clients see, and whether this gateway takes requests.
+
+    status: "starting", "ready", "degraded" or "draining". draining: set once, by Drain.
+    was_ready: whether the pipeline was ready at any time.
+    """
+
+    def __init__(self, health: Health) -> None:
+        self.status: Status = "starting"
+        self.draining = False
+        self.was_ready = False
+        self._health = health
+        self._published: StatusChanged | None = None
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request sent now would be served without a pause."""
+        return self.was_ready and not self.draining and self._health.can_serve()
+
+    def status_change(self) -> StatusChanged | None:
+        """The status, if it differs from the one that was published last; else None."""
+        complete = self._health.all_ready()
+        self.was_ready = self.was_ready or complete
+        if self.draining:
+            self.status = "draining"
+        elif complete:
+            self.status = "ready"
+        else:
+            self.status = "degraded" if self.was_ready else "starting"
+        change = StatusChanged(self.status, self.can_serve, self._health.reason())
+        if change == self._published:
+            return None
+        self._published = change
+        return change

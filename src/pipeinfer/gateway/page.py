@@ -33,9 +33,9 @@ from pipeinfer.gateway.monitor import (
     SpanEvent,
     StageSpan,
 )
+from pipeinfer.gateway.response_encoders import EVENT_STREAM_HEADERS
 from pipeinfer.gateway.schema import DetokenizeRequest
 from pipeinfer.gateway.serving import EncodedPrompt, Service, detokenize_call
-from pipeinfer.gateway.streams import EVENT_STREAM_HEADERS
 from pipeinfer.version import __version__
 from pipeinfer.wire import unpack
 

@@ -25,13 +25,17 @@ from pipeinfer.gateway.events import Call, Failed, OutputDelta, Started
 from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.gateway.prompts import chat_prompt
-from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults
-from pipeinfer.gateway.response_encoders import ResponseEncoder
+from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, chat_prompt
+from pipeinfer.gateway.response_encoders import (
+    EventStream,
+    FullResponse,
+    ResponseEncoder,
+    WriteBatch,
+    api_error,
+)
 from pipeinfer.gateway.response_json import ResponseMetadata
 from pipeinfer.gateway.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
-from pipeinfer.gateway.streams import EventStream, FullResponse, WriteBatch, api_error
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import SamplingParams

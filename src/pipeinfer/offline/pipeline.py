@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 import zmq
 
-from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.core import GatewayCore, StageStatus, expected_stages
 from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, StatusChanged
-from pipeinfer.gateway.health import StageStatus, expected_stages
 from pipeinfer.gateway.ledger import RequestTraces
 from pipeinfer.gateway.sessions import CacheResets
 from pipeinfer.gateway.stage import TICK

@@ -13,12 +13,14 @@ from typing import TypedDict, Unpack
 
 from pipeinfer.close_names import none_of
 from pipeinfer.gateway.tool_parsers.base import (
+    AnswerTagParser,
     CallIdStyle,
     ChoiceParser,
     OutputParser,
     ParsedDelta,
     ParserFactory,
     PlainTextParser,
+    ReasoningParser,
     ReasoningTokenCounter,
 )
 from pipeinfer.gateway.tool_parsers.grammars import (
@@ -60,7 +62,6 @@ from pipeinfer.gateway.tool_parsers.pythonic import (
     PythonicFormat,
     PythonicParser,
 )
-from pipeinfer.gateway.tool_parsers.reasoning import AnswerTagParser, ReasoningParser
 from pipeinfer.gateway.tool_parsers.xml_calls import (
     DEEPSEEK_V4,
     DEEPSEEK_V32,
