@@ -4,7 +4,7 @@ A core never reads a clock, opens a socket, draws entropy or spawns a task; its 
 
 - the protocol `Core`, and `Send`, one output of a core;
 - local events, which a core gets from its own shell or driver and which never travel on the bus
-  (gateway/events.py and engine/core.py have those of one stage alone). They are messages, so that
+  (gateway/ledger.py and engine/core.py have those of one stage alone). They are messages, so that
   they can be recorded and replayed;
 - recovery: how a new process learns from its neighbours what the process before it knew;
 - `RecentTable`: entries of the last seconds by name.

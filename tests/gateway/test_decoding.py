@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from pipeinfer.gateway.anthropic import MessagesRequest
-from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
+from pipeinfer.gateway.serving import decode
 
 
 def read(kind, **fields):

@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 from aiohttp import web
 
-from pipeinfer.gateway import bodies
-from pipeinfer.gateway.bodies import DECODED_AT_ONCE, BodyDecoder
+from pipeinfer.gateway import serving
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.schema import CompletionRequest
+from pipeinfer.gateway.serving import DECODED_AT_ONCE, BodyDecoder
 
 LARGEST = 8 * DECODED_AT_ONCE
 MOST = 9 * DECODED_AT_ONCE  # beyond what counts of none, which is half of SMALL
@@ -31,8 +31,8 @@ def body(size: int) -> bytes:
 @pytest.fixture
 async def send(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answers]:
     """send(body, bytes to send of it) -> (status, the open connection); 0 if none comes soon."""
-    monkeypatch.setattr(bodies, "MAX_BUFFERED", MOST)
-    intake = BodyDecoder(bodies.BodyReader(LARGEST), lambda names: None)
+    monkeypatch.setattr(serving, "MAX_BUFFERED", MOST)
+    intake = BodyDecoder(serving.BodyReader(LARGEST), lambda names: None)
 
     async def handler(request: web.Request) -> web.Response:
         try:
@@ -71,7 +71,7 @@ async def send(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answers]:
 async def test_large_bodies_that_hang_are_bounded_together_and_small_ones_pass(
     send: Answers,
 ) -> None:
-    large, small = body(6 * DECODED_AT_ONCE), body(bodies.SMALL_BODY)
+    large, small = body(6 * DECODED_AT_ONCE), body(serving.SMALL_BODY)
     status, hanging = await send(large, 5 * DECODED_AT_ONCE)
     assert status == 0
     assert (await send(large, len(large)))[0] == 503, "4.5 and 5.5 are more than 9"
@@ -111,7 +111,7 @@ class Whole:
 
 
 async def test_a_large_body_does_not_wait_for_larger_ones_that_came_before() -> None:
-    intake = BodyDecoder(cast(bodies.BodyReader, Whole()), lambda names: None)
+    intake = BodyDecoder(cast(serving.BodyReader, Whole()), lambda names: None)
     order: list[str] = []
 
     async def take(name: str, size: int) -> None:

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick
 from pipeinfer.gateway.core import ExpectedStage, GatewayCore
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, StatusChanged
-from pipeinfer.gateway.ledger import MAX_STALE, Backlog
+from pipeinfer.gateway.ledger import (
+    MAX_STALE,
+    Backlog,
+    Call,
+    Failed,
+    Hangup,
+    OutputDelta,
+    Started,
+    StatusChanged,
+)
 from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,

@@ -6,7 +6,7 @@ from msgspec import structs
 from test_gateway_core import Harness, row
 
 from pipeinfer.core import Unsent
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started
+from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.messages import Abort, Accepted, Submit, Text
 from pipeinfer.params import SamplingParams
 

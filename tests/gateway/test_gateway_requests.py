@@ -11,9 +11,8 @@ import pytest
 
 from pipeinfer.gateway.anthropic import MessagesRequest
 from pipeinfer.gateway.core import Health
-from pipeinfer.gateway.decoding import MAX_OBJECTS, BodyType, decode, prescanned
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.ledger import Call
 from pipeinfer.gateway.metrics import MAX_LOGGED_NAMES, Metrics
 from pipeinfer.gateway.requests import (
     RequestDefaults,
@@ -23,6 +22,7 @@ from pipeinfer.gateway.requests import (
 )
 from pipeinfer.gateway.responses_api import ResponsesRequest
 from pipeinfer.gateway.schema import Body, ChatRequest, CompletionRequest, TokenizeRequest
+from pipeinfer.gateway.serving import MAX_OBJECTS, BodyType, decode, prescanned
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, REFUSED
 from pipeinfer.messages import Submit

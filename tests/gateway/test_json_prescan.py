@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.json_prescan import (
+from pipeinfer.gateway.schema import (
     SLICE_BYTES,
     JsonLimitExceeded,
     JsonLimits,

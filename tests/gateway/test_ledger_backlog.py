@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.ledger import Backlog, call_tokens
+from pipeinfer.gateway.ledger import Backlog, Call, call_tokens
 from pipeinfer.params import SamplingParams
 from pipeinfer.wire import pack
 

@@ -13,12 +13,11 @@ from pipeinfer.gateway.anthropic import (
     to_chat,
     to_prompt_chat,
 )
-from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.ledger import Call
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.schema import PROMPT_FIELDS, ChatRequest, TokenizeRequest
-from pipeinfer.gateway.serving import CHAT_FIELDS, prompt_call, tokenize_call
+from pipeinfer.gateway.serving import CHAT_FIELDS, decode, prompt_call, tokenize_call
 from pipeinfer.gateway.tool_parsers.registry import NO_PARSERS, OutputParsers
 from pipeinfer.params import SamplingParams
 

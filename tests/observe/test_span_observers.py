@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.control import RequestSpan, StepMade
 from pipeinfer.core import LOCAL, Send, StepDone
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta
+from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta
 from pipeinfer.messages import (
     Abort,
     Accepted,

@@ -24,7 +24,7 @@ from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.engine.core import Compile
 from pipeinfer.gateway.core import ExpectedStage, GatewayCore
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta
+from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta
 from pipeinfer.messages import (
     PROTOCOL,
     Ended,

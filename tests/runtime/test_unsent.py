@@ -14,7 +14,7 @@ from pipeinfer.bus.bus import Bus
 from pipeinfer.core import Send, Unsent
 from pipeinfer.demo import demo_path
 from pipeinfer.gateway.core import GatewayCore, expected_stages
-from pipeinfer.gateway.events import Call, Failed
+from pipeinfer.gateway.ledger import Call, Failed
 from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import first_difference, ignored_fields

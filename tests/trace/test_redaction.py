@@ -15,7 +15,7 @@ from rebuilt import events, fresh, outputs
 
 from pipeinfer import core as local
 from pipeinfer.engine.core import StepFailed
-from pipeinfer.gateway import events as gateway
+from pipeinfer.gateway import ledger as gateway
 from pipeinfer.messages import CHANNELS, Message, PromptLogprobs, Result, Submit, Work
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.tokenizer import core as tokenizer

@@ -14,9 +14,8 @@ from typing import Any
 
 from chaos import wire
 from chaos.wire import Way
-from pipeinfer.gateway.json_prescan import MAX_DEPTH
 from pipeinfer.gateway.requests import MAX_PROMPTS
-from pipeinfer.gateway.schema import MAX_MESSAGES
+from pipeinfer.gateway.schema import MAX_DEPTH, MAX_MESSAGES
 from pipeinfer.params import (
     LEAST_REPETITION,
     LEAST_TOP_P,

@@ -284,7 +284,7 @@ class Http:
     """See Target."""
 
     instrumented = (
-        "pipeinfer.gateway.decoding", "pipeinfer.gateway.schema", "pipeinfer.gateway.requests",
+        "pipeinfer.gateway.serving", "pipeinfer.gateway.schema", "pipeinfer.gateway.requests",
         "pipeinfer.gateway.app", "pipeinfer.gateway.core", "pipeinfer.gateway.errors",
         "pipeinfer.gateway.sessions", "pipeinfer.gateway.response_encoders", "pipeinfer.params",
     )  # fmt: skip

@@ -87,9 +87,9 @@ def _unhashable() -> None:
 
 def _bound_left_out() -> None:
     """http: `priority` may be any integer, and some do not fit on the bus."""
-    from pipeinfer.gateway import bodies
+    from pipeinfer.gateway import serving
 
-    really, loose = bodies.decode, {}
+    really, loose = serving.decode, {}
 
     def decode(body: bytes, kind: Any, strange: Any) -> Any:
         if kind not in loose:
@@ -99,7 +99,7 @@ def _bound_left_out() -> None:
             )
         return really(body, loose[kind], strange)
 
-    bodies.decode = decode
+    serving.decode = decode
 
 
 def _error_by_hand() -> None:

@@ -14,11 +14,10 @@ import msgspec
 from msgspec.structs import replace
 
 from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.events import OutputDelta, Started
+from pipeinfer.gateway.ledger import OutputDelta, Started, token_scores
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_chat
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage, chat_token_logprob
 from pipeinfer.gateway.schema import ChatMessage, ChatRequest, ContentPart, Role
-from pipeinfer.gateway.token_scores import token_scores
 from pipeinfer.gateway.tool_parsers.base import (
     MESSAGE_BREAK,
     DeltaKind,

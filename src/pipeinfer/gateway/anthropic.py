@@ -19,9 +19,9 @@ from pipeinfer.gateway.adapter import (
     ResponseEnd,
 )
 from pipeinfer.gateway.errors import ApiError, required
-from pipeinfer.gateway.json_prescan import CHAT_LIMITS, JsonLimitExceeded, prescan
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage
 from pipeinfer.gateway.schema import (
+    CHAT_LIMITS,
     INT32,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -36,6 +36,7 @@ from pipeinfer.gateway.schema import (
     ExtraKey,
     Function,
     Int32,
+    JsonLimitExceeded,
     JsonSchema,
     Part,
     Priority,
@@ -49,6 +50,7 @@ from pipeinfer.gateway.schema import (
     TopK,
     TopP,
     about,
+    prescan,
 )
 from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, MESSAGES, Refusals
 from pipeinfer.json_values import JsonObject, JsonValue

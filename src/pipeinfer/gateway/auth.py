@@ -25,8 +25,7 @@ from aiohttp.typedefs import Middleware
 from pipeinfer import traceparent
 from pipeinfer.gateway.api_keys import ApiKeys, KeyLimitExceeded, KeyLimits, KeyUsage
 from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Handler
-from pipeinfer.gateway.events import Failed, OutputDelta, Started
-from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
+from pipeinfer.gateway.ledger import Failed, OutputDelta, RequestTraces, Started, client_traceparent
 from pipeinfer.gateway.metrics import MetricCounter, Metrics
 from pipeinfer.gateway.sessions import ResponseSink
 from pipeinfer.runtime.logs import ACCESS

@@ -16,23 +16,21 @@ from typing import ClassVar
 import msgspec
 
 from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick, Unsent, bracketed_answer
-from pipeinfer.gateway.events import (
+from pipeinfer.gateway.ledger import (
+    Backlog,
     Call,
+    EndedRequest,
+    EndedRequests,
     Failed,
     Hangup,
     OutputDelta,
-    Started,
-    Status,
-    StatusChanged,
-)
-from pipeinfer.gateway.ledger import (
-    Backlog,
-    EndedRequest,
-    EndedRequests,
     OutputDiverged,
     RequestDeadlines,
     RequestRecord,
     RequestTraces,
+    Started,
+    Status,
+    StatusChanged,
     StreamGap,
     SubmitBuilder,
     call_tokens,

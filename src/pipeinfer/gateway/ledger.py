@@ -1,7 +1,7 @@
-"""The root ledger: what was delivered of each live request, how others ended, and who waits.
+"""Local events between the gateway's core and its driver, and readers of the log-probs in them.
 
-Decides what of a row is new, which ends a restarted tokenizer may have missed, whether there is
-room for more requests, and when a request is over its timeout. Knows no client and no socket.
+They never travel on the bus. The HTTP side and the offline classes use the same ones. Knows no HTTP
+beyond the status numbers of an error.
 """
 
 from __future__ import annotations
@@ -10,19 +10,212 @@ import hashlib
 import heapq
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from itertools import chain
+from typing import Literal, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from pipeinfer import traceparent
 from pipeinfer.core import RecentTable
-from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.token_scores import without_first
-from pipeinfer.json_values import JsonValue
-from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
-from pipeinfer.params import SEED_MASK, SamplingParams, choice_id
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.messages import Abort, Done, FinishReason, LogprobTexts, Message, Submit, TextRow
+from pipeinfer.params import SEED_MASK, SamplingParams, StructuredOutputs, ThoughtState, choice_id
 from pipeinfer.traceparent import Traceparent
-from pipeinfer.wire import score_bytes
+from pipeinfer.wire import SCORE_WORDS, WORD, score_bytes, unpack_few, unpack_scores
+
+Status = Literal["starting", "ready", "degraded", "draining"]
+
+# ----------------------------------------------------------------------------------- driver -> core
+
+
+class Call(Message, frozen=True):
+    """A new request; exactly one of `text`, `prompt_ids` (int32 bytes) and `chat` is given, as in
+    Submit.
+
+    request_id: unique over all gateways and their restarts. With several choices (`params.n`) each
+        is answered under its own id (params.py), the first under this one.
+    params: normalized; without a seed the core draws one.
+    timeout: seconds from now, 0: never.
+    return_prompt_ids, return_prompt_text, return_token_strs: Started brings the prompt's ids, its
+        text, its tokens as the vocabulary writes them.
+    only_encode: nothing is generated; one OutputDelta ends the request.
+    token_offsets: each OutputDelta says where the text of its tokens begins.
+    priority, cache_salt, trace, client, fallback_grammar: as in Submit.
+    """
+
+    request_id: str
+    params: SamplingParams
+    text: str | None = None
+    prompt_ids: bytes | None = None
+    chat: list[JsonObject] | None = None
+    template_arguments: JsonObject = {}
+    add_special_tokens: bool = True
+    priority: int = 0
+    timeout: float = 0.0
+    cache_salt: str = ""
+    trace: str = ""
+    return_prompt_ids: bool = False
+    return_prompt_text: bool = False
+    only_encode: bool = False
+    client: str = ""
+    fallback_grammar: StructuredOutputs | None = None
+    token_offsets: bool = False
+    return_token_strs: bool = False
+
+
+class Hangup(Message, frozen=True):
+    """The client of a request is gone: nothing more is delivered. An unknown id is no error."""
+
+    request_id: str
+    reason: str = "client"
+
+
+# ----------------------------------------------------------------------------------- core -> driver
+
+
+class Started(Message, frozen=True):
+    """The request was tokenized. Comes once, before the first OutputDelta.
+
+    group: that computes it. prompt_tokens: 0 for all choices but the first, they share one prompt.
+    prompt_ids: int32 bytes; this, `prompt_text` and `token_strs` are empty unless asked for.
+    thoughts: where the prompt of a chat leaves them. refusal: as in Accepted.
+    """
+
+    request_id: str
+    group: int
+    prompt_tokens: int
+    prompt_ids: bytes = b""
+    prompt_text: str = ""
+    thoughts: ThoughtState = "before"
+    refusal: str = ""
+    token_strs: tuple[str, ...] = ()
+
+
+class OutputDelta(Message, frozen=True):
+    """New text and output ids of a choice, gapless and without repeats.
+
+    ids: int32 bytes. byte_offset: UTF-8 bytes of text before it. token_offset: ids before it.
+    finish: of the last one alone; only there `stop_reason`, `prompt_tokens`, `output_tokens` and
+        `cached_tokens` count (prompt and cached tokens are 0 for all choices but the first).
+    logprobs: of `ids`. prompt: log-probs of further prompt tokens, all before the first ids.
+    offsets: letters of the whole text before each of `ids`, int32 bytes. Each of these only if
+        asked.
+    """
+
+    request_id: str
+    text: str
+    ids: bytes
+    byte_offset: int
+    token_offset: int
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    logprobs: LogprobTexts | None = None
+    prompt: LogprobTexts | None = None
+    offsets: bytes = b""
+
+
+class Failed(Message, frozen=True):
+    """The request ended with an error; nothing more comes.
+
+    status: an HTTP status. param: the field that is wrong. code: see errors.CODES.
+    retry_after: seconds after which trying again makes sense, 0 if it does not.
+    """
+
+    request_id: str
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: int = 0
+
+    @property
+    def outcome(self) -> str:
+        """Its label in metrics: "abort", "refused" (it never ran) or "error"."""
+        if self.status == 408:
+            return "abort"
+        refused = self.status < 500 or self.code in ("starting", "draining")
+        return "refused" if refused else "error"
+
+
+class StatusChanged(Message, frozen=True):
+    """The pipeline's status. answering: whether a request sent now would be served without a
+    pause."""
+
+    status: Status
+    answering: bool
+    reason: str = ""
+
+
+ID_BYTES = OFFSET_BYTES = 4
+
+
+class RankedToken(NamedTuple):
+    """A token that is likely at a place. text: its bytes. rank: 1 for the likeliest."""
+
+    id: int
+    text: bytes
+    logprob: float
+    rank: int
+
+
+class TokenScore(NamedTuple):
+    """Log-probs at one place of a text.
+
+    sampled: the token that stands there, with rank 0 if nothing comes before it.
+    offset: letters of text before it. top: the likeliest tokens, perhaps `sampled` among them.
+    """
+
+    sampled: RankedToken
+    offset: int
+    top: list[RankedToken]
+
+
+def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
+    """The same log-probs without those of the first `tokens` tokens."""
+    many = max(len(texts.offsets) // OFFSET_BYTES, 1)
+    return msgspec.structs.replace(
+        texts,
+        scores=texts.scores[tokens * len(texts.scores) // many :],
+        texts=texts.texts[tokens * len(texts.texts) // many :],
+        offsets=texts.offsets[tokens * OFFSET_BYTES :],
+        ids=texts.ids[tokens * ID_BYTES :],
+    )
+
+
+def num_alternatives(texts: LogprobTexts, tokens: int) -> int:
+    """How many likely tokens are given for each of `tokens` tokens."""
+    return (len(texts.scores) // (WORD * tokens) - SCORE_WORDS) // 2 if tokens else 0
+
+
+def token_scores(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenScore]:
+    """The scores of all tokens in `parts`, each with its tokens' ids (int32 bytes)."""
+    return chain.from_iterable(_of(texts, ids) for texts, ids in parts)
+
+
+def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
+    """The scores of a prompt's tokens."""
+    return token_scores((texts, texts.ids) for texts in parts)
+
+
+def _of(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
+    ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
+    alternatives = num_alternatives(texts, len(ids))
+    found = unpack_scores(texts.scores, alternatives)
+    for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
+        at = n * (1 + alternatives)
+        sampled = RankedToken(token, texts.texts[at], score.logprob, score.rank)
+        top = [
+            RankedToken(id, texts.texts[at + rank], logprob, rank)
+            for rank, (id, logprob) in enumerate(
+                zip(score.ids, score.logprobs, strict=True), start=1
+            )
+        ]
+        yield TokenScore(sampled, offset, top)
+
 
 TRACEPARENT = "traceparent"
 TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits

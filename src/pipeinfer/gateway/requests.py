@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from pipeinfer.checkpoint.config import read_generation
 from pipeinfer.gateway.errors import ApiError, renamed, required
-from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.ledger import Call
 from pipeinfer.gateway.response_json import OutputOptions, ToolCallOptions
 from pipeinfer.gateway.schema import (
     MAX_MESSAGES,

@@ -17,7 +17,14 @@ from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError
-from pipeinfer.gateway.events import Failed, OutputDelta, Started
+from pipeinfer.gateway.ledger import (
+    Failed,
+    OutputDelta,
+    Started,
+    TokenScore,
+    prompt_scores,
+    token_scores,
+)
 from pipeinfer.gateway.response_json import (
     DONE,
     NULL,
@@ -31,7 +38,6 @@ from pipeinfer.gateway.response_json import (
     TokenUsage,
     encode_response,
 )
-from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.gateway.tool_parsers.base import ChoiceParser, ParsedDelta
 from pipeinfer.messages import FinishReason
 from pipeinfer.wire import unpack

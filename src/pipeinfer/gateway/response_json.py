@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import OutputDelta, Started
-from pipeinfer.gateway.token_scores import RankedToken, TokenScore
+from pipeinfer.gateway.ledger import OutputDelta, RankedToken, Started, TokenScore
 from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import FinishReason

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
 from pipeinfer.gateway.core import StageStatus
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started
+from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.gateway.metrics import GroupMetrics, Metrics
 from pipeinfer.messages import CacheReset, Message, ResetCache
 from pipeinfer.params import choice_ids

@@ -41,8 +41,7 @@ from pipeinfer.gateway.auth import (
 from pipeinfer.gateway.connections import Acceptor, Connections, connection_limit
 from pipeinfer.gateway.core import GatewayCore, Health, expected_stages
 from pipeinfer.gateway.errors import Handler
-from pipeinfer.gateway.events import StatusChanged
-from pipeinfer.gateway.ledger import Backlog, RequestTraces
+from pipeinfer.gateway.ledger import Backlog, RequestTraces, StatusChanged
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies, VllmMetrics
 from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults

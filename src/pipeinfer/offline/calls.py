@@ -12,7 +12,7 @@ from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar, Unpack, cast
 import msgspec
 import numpy as np
 
-from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.ledger import Call
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.offline.keywords import is_neutral
 from pipeinfer.offline.outputs import OfflineRequest, RequestError

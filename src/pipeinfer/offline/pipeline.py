@@ -14,8 +14,15 @@ from typing import Any, Protocol
 import zmq
 
 from pipeinfer.gateway.core import GatewayCore, StageStatus, expected_stages
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, StatusChanged
-from pipeinfer.gateway.ledger import RequestTraces
+from pipeinfer.gateway.ledger import (
+    Call,
+    Failed,
+    Hangup,
+    OutputDelta,
+    RequestTraces,
+    Started,
+    StatusChanged,
+)
 from pipeinfer.gateway.sessions import CacheResets
 from pipeinfer.gateway.stage import TICK
 from pipeinfer.messages import CacheReset, Message, State

@@ -24,7 +24,7 @@ from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded
 
 COMMON_MESSAGES = ("Tick", "Drain", "Leave", "Unsent")  # of core.py, taken by every core
 LOCAL_IN = {
-    "gateway": ("pipeinfer.gateway.events:Call", "pipeinfer.gateway.events:Hangup"),
+    "gateway": ("pipeinfer.gateway.ledger:Call", "pipeinfer.gateway.ledger:Hangup"),
     "tokenizer": (
         "pipeinfer.tokenizer.core:Encoded",
         "pipeinfer.tokenizer.core:EncodeNext",
@@ -40,7 +40,7 @@ LOCAL_IN = {
 }
 LOCAL_OUT = {
     "gateway": tuple(
-        f"pipeinfer.gateway.events:{name}"
+        f"pipeinfer.gateway.ledger:{name}"
         for name in ("Started", "OutputDelta", "Failed", "StatusChanged")
     ),
     "tokenizer": (
