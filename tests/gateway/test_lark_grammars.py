@@ -11,7 +11,7 @@ import pytest
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from test_tool_call_grammars import SIZE, TOKENIZER, VOCABULARY
 
-from pipeinfer.gateway.tool_parsers.lark import (
+from pipeinfer.gateway.tool_parsers.grammars import (
     JSON_ESCAPED_CHARS,
     RecursiveGrammar,
     UnsupportedGrammar,

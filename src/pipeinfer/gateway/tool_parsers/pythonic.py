@@ -1,19 +1,45 @@
 """Tool calls as Python writes them, [name(key=value, ...), ...], and Python literals as JSON.
 
 PythonicFormat says how a format writes the list. Nothing is evaluated: each character is looked
-at once, a few more behind a quote. Knows no model.
+at once, a few more behind a quote. pythonic_grammar makes the grammar of such calls. Knows no
+model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from pipeinfer.gateway.tool_parsers.base import WHITESPACE, ContentBuffer, ParsedDelta, find_marker
+from pipeinfer.gateway.tool_parsers.base import (
+    INPUT_PARAMETER,
+    WHITESPACE,
+    ContentBuffer,
+    ParsedDelta,
+    find_marker,
+    schema_types,
+)
+from pipeinfer.gateway.tool_parsers.grammars import (
+    ANNOTATIONS,
+    ANY_TEXT,
+    JSON_ESCAPED_CHARS,
+    CallGrammar,
+    GrammarRequest,
+    UnsupportedSchema,
+    arguments_schema,
+    input_regex,
+    nested_grammar,
+    parameter_schemas,
+    quoted,
+    repeated,
+    rule,
+    start_rule,
+    tagged_calls,
+)
+from pipeinfer.json_values import JsonObject, JsonValue
 
 MAX_BRACKET_DEPTH = 64  # brackets within brackets
 LOOKAHEAD_CHARS = 256  # letters behind a quote that may tell whether a text ends there
@@ -634,3 +660,119 @@ class PythonicParser:
         else:
             self._state = "head"
         return True
+
+
+# ------------------------------------------------------------------------------- grammars of calls
+
+_CALL_START = r"\[\s*[\w.-]+\s*\("  # in Python's notation
+
+
+def pythonic_grammar(call_format: PythonicFormat) -> CallGrammar:
+    """Calls as Python writes them, with arguments in the order of the schema."""
+
+    def grammar(request: GrammarRequest) -> str:
+        python = _PythonicRules(request)
+        calls = {name: python.call(name, f"p{i}") for i, name in enumerate(request.schemas)}
+        whole = [f"{quoted(name + '(')} {call}" for name, call in calls.items()]
+        opening, end = call_format.tags
+        call_list = repeated(request, "called", quoted(call_format.separator))
+        if call_format.brackets:
+            call_list = f'"[" {call_list} "]"'
+        rules = ["", rule("called", whole), *python.rules]
+        if opening:
+            call_list = f"{call_list} {request.tag(end)}"
+            form = tagged_calls(replace(request, parallel=False), opening, [call_list], "", "")
+        elif not request.allow_content:
+            form = start_rule(request, call_list, _CALL_START)
+        else:
+            form = _first_in_list(request, call_format, calls)
+        return form + "\n".join(rules)
+
+    return grammar
+
+
+def _first_in_list(
+    request: GrammarRequest, call_format: PythonicFormat, calls: Mapping[str, str]
+) -> str:
+    """Content around calls without an opening tag: it holds nothing that begins like a list of
+    calls.
+    """
+    more = f" ({quoted(call_format.separator)} called)*" if request.parallel else ""
+    rules = [
+        f'start: (first{more} "]"){"*" if request.parallel else "?"} rest',
+        rule("first", [f"f{i} {call}" for i, call in enumerate(calls.values())]),
+        f"rest: TEXT\nTEXT: {ANY_TEXT} & ~/(?s:.*){_CALL_START}(?s:.*)/",
+    ]
+    for i, name in enumerate(calls):
+        # Brackets are counted, in texts as well: the remark closes those of the suffix.
+        rules.append(f"f{i}[suffix={quoted(f'[{name}(')}]: TEXT // )]")
+    return "\n".join(rules)
+
+
+class _PythonicRules:
+    """Functions with their arguments in parentheses. rules: those that the functions refer to."""
+
+    def __init__(self, request: GrammarRequest) -> None:
+        self._request = request
+        self.rules = [f'pair: /{ARGUMENT_NAME}/ "=" %json {{}}']
+        self._values: dict[str, str] = {}  # the names of their rules
+
+    def call(self, name: str, prefix: str) -> str:
+        """The rule from behind the opening parenthesis. Raises UnsupportedSchema."""
+        if not re.fullmatch(FUNCTION_NAME, name):
+            raise UnsupportedSchema(f"{name[:100]!r} cannot be called in this model's form")
+        text = self._request.input_grammars.get(name)
+        regex = None if text is None else input_regex(name, text, JSON_ESCAPED_CHARS)
+        if text is not None and regex is None:
+            return f'{quoted(INPUT_PARAMETER + "=" + chr(34))} {nested_grammar(text)} "\\")"'
+        schema = arguments_schema(self._request, name, regex)
+        if schema is None:
+            return '(pair (", " pair)*)? ")"'
+        return f'{self._arguments(name, prefix, schema)} ")"'.lstrip()
+
+    def _arguments(self, name: str, prefix: str, given: JsonObject) -> str:
+        """Those that are required, and others, in their order. Up to the first that is required,
+        each may be the first one; it has rules of its own then, as it stands in two places."""
+        properties, required, shared = parameter_schemas(name, given, ARGUMENT_NAME)
+        values = [self._value(value, shared) for value in properties.values()]
+        heads = [f"{key}=" for key in properties]
+        optional = [key not in required for key in properties]
+        ahead = optional.index(False) if False in optional else len(heads)
+        behind = ""
+        for i in reversed(range(ahead + 1, len(heads))):
+            more = f"{quoted(', ' + heads[i])} {values[i]}"
+            behind = f"({more})? {behind}" if optional[i] else f"{more} {behind}"
+        rest = '""'
+        if ahead < len(heads):
+            self.rules.append(
+                f"{prefix}b{ahead}: {quoted(', ' + heads[ahead])} {values[ahead]} {behind}"
+            )
+            rest = f"{quoted(heads[ahead])} {values[ahead]} {behind}"
+        for i in reversed(range(ahead)):
+            # b: behind others; f: as the first one, or none.
+            after = f"{prefix}b{i + 1}" if i + 1 < len(heads) else ""
+            self.rules += [
+                f"{prefix}b{i}: ({quoted(', ' + heads[i])} {values[i]})? {after}",
+                f"{prefix}f{i}: {quoted(heads[i])} {values[i]} {after} | {rest}",
+            ]
+            rest = f"{prefix}f{i}"
+        return rest if heads else ""
+
+    def _value(self, schema: JsonValue, shared: JsonObject) -> str:
+        """In a rule that all values of such a schema share."""
+        value = _python_value(schema, shared)
+        if value not in self._values:
+            self._values[value] = f"v{len(self._values)}"
+            self.rules.append(f"{self._values[value]}: {value}")
+        return self._values[value]
+
+
+def _python_value(schema: JsonValue, shared: JsonObject) -> str:
+    """As JSON; words that are all of a value may be Python's."""
+    own = schema if isinstance(schema, dict) else {}
+    if not set(own) - ANNOTATIONS - {"type"}:
+        if schema_types(own) == frozenset(("boolean",)):
+            return '("True" | "False" | "true" | "false")'
+        if schema_types(own) == frozenset(("null",)):
+            return '("None" | "null")'
+    return f"%json {msgspec.json.encode({**own, **shared}).decode()}"

@@ -23,18 +23,7 @@ from pipeinfer.gateway.tool_parsers.base import (
     ReasoningParser,
     ReasoningTokenCounter,
 )
-from pipeinfer.gateway.tool_parsers.grammars import (
-    CallGrammar,
-    bare_list_grammar,
-    hermes_grammar,
-    llama3_grammar,
-    marked_list_grammar,
-    marked_object_grammar,
-    mistral_grammar,
-    pythonic_grammar,
-    section_grammar,
-    xml_grammar,
-)
+from pipeinfer.gateway.tool_parsers.grammars import CallGrammar
 from pipeinfer.gateway.tool_parsers.harmony import HarmonyParser, harmony_grammar
 from pipeinfer.gateway.tool_parsers.json_calls import (
     DEEPSEEK_SEPARATOR,
@@ -53,6 +42,13 @@ from pipeinfer.gateway.tool_parsers.json_calls import (
     JsonCallMarkers,
     JsonCallParser,
     Llama3Parser,
+    bare_list_grammar,
+    hermes_grammar,
+    llama3_grammar,
+    marked_list_grammar,
+    marked_object_grammar,
+    mistral_grammar,
+    section_grammar,
 )
 from pipeinfer.gateway.tool_parsers.partial_json import CustomToolParser
 from pipeinfer.gateway.tool_parsers.pythonic import (
@@ -61,6 +57,7 @@ from pipeinfer.gateway.tool_parsers.pythonic import (
     PYTHONIC,
     PythonicFormat,
     PythonicParser,
+    pythonic_grammar,
 )
 from pipeinfer.gateway.tool_parsers.xml_calls import (
     DEEPSEEK_V4,
@@ -72,6 +69,7 @@ from pipeinfer.gateway.tool_parsers.xml_calls import (
     SEED_OSS,
     XmlCallParser,
     XmlTags,
+    xml_grammar,
 )
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import ThoughtState

@@ -5,7 +5,7 @@
     <invoke name="name"><parameter name="key" string="true">value</parameter></invoke>
 
 The tool's schema decides which JSON a value is. XmlTags says how a format writes the elements.
-Knows no model.
+xml_grammar makes the grammar of such calls. Knows no model.
 """
 
 from __future__ import annotations
@@ -18,15 +18,36 @@ from typing import Literal
 import msgspec
 
 from pipeinfer.gateway.tool_parsers.base import (
+    INPUT_PARAMETER,
     WHITESPACE,
     ContentBuffer,
     ParsedDelta,
     find_marker,
     schema_types,
 )
+from pipeinfer.gateway.tool_parsers.grammars import (
+    ANNOTATIONS,
+    CallGrammar,
+    GrammarRequest,
+    UnsupportedSchema,
+    escaped_in_slashes,
+    input_regex,
+    is_text_schema,
+    nested_grammar,
+    optional_text,
+    parameter_schemas,
+    quoted,
+    repeated,
+    rule,
+    sequence,
+    slashed,
+    tagged_calls,
+    text_without,
+)
 from pipeinfer.gateway.tool_parsers.partial_json import JsonValueScanner
 from pipeinfer.gateway.tool_parsers.pythonic import PythonLiteralParser
 from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import StructuredOutputs
 
 MAX_NAME_CHARS = 256  # of a name
 _PYTHON = ("T", "F", "N", "[", "{", "(")  # what a literal begins with that JSON may not know
@@ -429,3 +450,135 @@ def _from_python(text: str) -> str:
 
 def _json_string(value: str) -> str:
     return msgspec.json.encode(value).decode()
+
+
+# ------------------------------------------------------------------------------- grammars of calls
+
+_KEY = r"[^<>\s\"]{1,200}"
+
+
+def xml_grammar(tags: XmlTags) -> CallGrammar:
+    """Parameters as elements, in the order of the schema."""
+
+    def grammar(request: GrammarRequest) -> str:
+        elements, bodies = _XmlRules(tags, request), list[str]()
+        for i, (name, schema) in enumerate(request.schemas.items()):
+            bodies.append(elements.function(name, f"p{i}", schema))
+        never, (opening, closing) = tags.function[0], tags.call
+        if tags.shared_call_tag:
+            calls = f'"\\n" {repeated(request, "function", "")} {request.tag(closing)}'
+            form = tagged_calls(replace(request, parallel=False), opening, [calls], never, "")
+            return "\n".join((form, rule("function", bodies), *elements.rules))
+        bodies = [f"{body} {request.tag(closing)}" for body in bodies]
+        between = optional_text(tags.separator)
+        return "\n".join((tagged_calls(request, opening, bodies, never, between), *elements.rules))
+
+    return grammar
+
+
+class _XmlRules:
+    """Functions as elements with parameters. rules: the rules that the functions refer to."""
+
+    def __init__(self, tags: XmlTags, request: GrammarRequest) -> None:
+        self._tags = tags
+        self._request = request
+        self._optional_text = optional_text(tags.separator)
+        self._line = optional_text("\n" * tags.value_on_lines)
+        end = request.tag(tags.value_end)
+        self._closing = sequence(self._line, end, self._optional_text)
+        never = text_without(*tags.ends_of_value)
+        self._special = request.has_special_token(tags.value_end)
+        # What of the closing no token spells is a part of a text before it.
+        self._lead = (
+            "\n" * tags.value_on_lines + request.text_before_special(tags.value_end)
+            if self._special
+            else ""
+        )
+        self._after_lead = sequence(request.from_first_special(tags.value_end), self._optional_text)
+        if self._special:
+            ends = f" & /(?s:.*){escaped_in_slashes(self._lead)}/" if self._lead else ""
+            self.rules = [f"value: VALUE {self._after_lead}", f"VALUE: {never}{ends}"]
+        else:
+            self.rules = [f"value[suffix={self._closing}]: VALUE", f"VALUE: {never}"]
+
+    def function(self, name: str, prefix: str, schema: JsonObject | None) -> str:
+        """The rule of a call from behind the call tag. Rules that it needs are named with `prefix`.
+        Raises UnsupportedSchema.
+        """
+        opening, end = self._tags.function
+        opening = self._request.tag(opening) if opening else ""
+        closing = self._request.tag(end) if end else ""
+        before = self._optional_text if opening and not self._tags.shared_call_tag else ""
+        named = quoted(name + self._tags.name_end + self._tags.separator)
+        text = self._request.input_grammars.get(name)
+        if text is not None:
+            parameters = self._text(name, prefix, text)
+        else:
+            parameters = self._parameters(name, prefix, schema)
+        behind = self._optional_text if closing else ""
+        return sequence(before, opening, named, parameters, closing, behind)
+
+    def _key(self, key: str, text: bool | None) -> str:
+        """The begin of a parameter, up to its value. `key`: an expression. `text`: whether the
+        value is one; None: either."""
+        tag, value, typed = self._request.tag, self._tags.value, self._tags.string_flag
+        between = (self._optional_text, tag(value)) if value else ()
+        types = '("true" | "false")' if text is None else quoted("true" if text else "false")
+        flag = (quoted(typed), types) if typed else ()
+        return sequence(
+            tag(self._tags.key), key, *flag, tag(self._tags.key_end), *between, self._line
+        )
+
+    def _text(self, name: str, prefix: str, text: StructuredOutputs) -> str:
+        """The one parameter of a custom tool, whose text must fit a grammar."""
+        closing = self._lead if self._special else msgspec.json.decode(self._closing, type=str)
+        regex = input_regex(name, text, closing and closing[0] + "<")
+        if regex is not None:
+            value = self._regex(prefix, regex)
+        else:
+            value = f"{nested_grammar(text)} {self._closing}"
+        self.rules.append(f"{prefix}: {self._key(quoted(INPUT_PARAMETER), True)} {value}")
+        return prefix
+
+    def _regex(self, prefix: str, regex: str) -> str:
+        """A text of a regular expression, and its end."""
+        name, upper = f"{prefix}_text", f"{prefix.upper()}_TEXT"
+        text_regex = f"/{slashed(regex)}/ & {text_without(*self._tags.ends_of_value)}"
+        if self._special:
+            text = f"/({slashed(regex)}){escaped_in_slashes(self._lead)}/"
+            self.rules.append(f"{upper}: {text} & {text_without(*self._tags.ends_of_value)}")
+            return f"{upper} {self._after_lead}"
+        self.rules += [f"{name}[suffix={self._closing}]: {upper}", f"{upper}: {text_regex}"]
+        return name
+
+    def _parameters(self, name: str, prefix: str, given: JsonObject | None) -> str:
+        if given is None:
+            self.rules.append(f"{prefix}: {self._key(f'/{_KEY}/', None)} value")
+            return f"{prefix}*"
+        properties, required, shared = parameter_schemas(name, given, _KEY)
+        parts: list[str] = []
+        for i, (key, value) in enumerate(properties.items()):
+            said = self._value(name, value, shared)
+            self.rules.append(
+                f"{prefix}_{i}: {self._key(quoted(key), is_text_schema(value))} {said}"
+            )
+            parts.append(f"{prefix}_{i}" + "?" * (key not in required))
+        return " ".join(parts)
+
+    def _value(self, name: str, schema: JsonValue, shared: JsonObject) -> str:
+        """A text stands for itself, all else is JSON."""
+        if not is_text_schema(schema) or not isinstance(schema, dict):
+            own = schema if isinstance(schema, dict) else {}
+            return f"%json {msgspec.json.encode({**own, **shared}).decode()} {self._closing}"
+        if set(schema) <= ANNOTATIONS | {"type"}:
+            return "value"
+        options = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        choices = options if isinstance(options, list) else []
+        plain = set(schema) <= ANNOTATIONS | {"type", "enum", "const"}
+        texts = [text for text in choices if isinstance(text, str)]
+        if not plain or not texts or any("\n" in text or "<" in text for text in texts):
+            raise UnsupportedSchema(
+                f"{name}: calls of this model cannot be held to the patterns, lengths and formats "
+                "of texts"
+            )
+        return f"({' | '.join(map(quoted, texts))}) {self._closing}"
