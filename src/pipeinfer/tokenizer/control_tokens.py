@@ -17,14 +17,16 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import ThoughtState
 from pipeinfer.text import SPACE, ThoughtTags, content_text, thought_state
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, argument_forms
-from pipeinfer.tokenizer.token_bounds import components
 
 MAX_TEMPLATE_LETTERS = 65_536  # of a request's template: several times the longest one known
 COMPILE_WEIGHT = 64 * 1024  # bytes of text that take as long to encode as a template to compile
@@ -575,3 +577,29 @@ def may_fold_into_special(tokenizer: Tokenizer) -> bool:
         one.type != "Prepend" and one.pattern != {"String": " "}
         for one in components(tokenizer.normalizer)
     )
+
+
+class Component(msgspec.Struct, frozen=True):
+    """A normalizer or pre-tokenizer, with those fields of tokenizer.json that matter here."""
+
+    type: str
+    pattern: dict[str, str] = {}
+    content: str = ""
+    behavior: str = ""
+    normalizers: list[Component] = []  # of a sequence, as the next one
+    pretokenizers: list[Component] = []
+
+
+def components(component: Normalizer | PreTokenizer | None) -> list[Component]:
+    """Its parts, with sequences flattened."""
+    if component is None:
+        return []
+    waiting = [msgspec.json.decode(component.__getstate__(), type=Component)]
+    components: list[Component] = []
+    while waiting:
+        one = waiting.pop(0)
+        if one.type == "Sequence":
+            waiting = [*one.normalizers, *one.pretokenizers, *waiting]
+        else:
+            components.append(one)
+    return components

@@ -15,6 +15,7 @@ Knows no routing and no recording.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import subprocess
 from collections.abc import Callable
@@ -33,8 +34,8 @@ from pipeinfer.grammars.validation import MAX_SECONDS, TooSlow, ValidationProces
 from pipeinfer.messages import Message, Submit
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import Encode, Encoded, EncodeNext, GrammarVerdict, ValidateGrammar
+from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, load_encoder
 from pipeinfer.tokenizer.requests import grammar_digest
-from pipeinfer.tokenizer.worker_main import EncoderSetup
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +235,7 @@ class EncoderProcess:
         if self._process is None:
             # One text at a time has no use for threads.
             environment = {"TOKENIZERS_PARALLELISM": "false"}
-            self._process = pipes.start("pipeinfer.tokenizer.worker_main", environment)
+            self._process = pipes.start("pipeinfer.tokenizer.workers", environment)
             if self._closed:  # meanwhile
                 self._process.kill()
             pipes.write(cast(BinaryIO, self._process.stdin), self._setup)
@@ -420,3 +421,45 @@ class TokenizerDriver:
 
     def stats(self) -> dict[str, float]:
         return self._validation.stats()
+
+
+class EncoderSetup(msgspec.Struct, array_like=True):
+    """The first frame: what to load the encoder from."""
+
+    folder: str
+    settings: Settings
+
+
+def encode_submit(encoder: PromptEncoder, submit: Submit) -> Encoded:
+    """The event for the core of the stage."""
+    name, attempt = submit.request_id, submit.attempt
+    try:
+        prompt = encoder.prompt(submit)
+        ids, state, thoughts = prompt.ids.tobytes(), prompt.thought_state, prompt.thoughts
+        return Encoded(name, attempt, ids, thought_state=state, thoughts=thoughts)
+    except Rejected as error:
+        return Encoded(
+            request_id=name,
+            attempt=attempt,
+            status=error.status,
+            message=str(error),
+            param=error.param,
+            code=error.code,
+        )
+
+
+def main() -> None:
+    """Serves until stdin ends."""
+    frames, answers = pipes.served()
+    with contextlib.suppress(OSError):  # what runs out of memory here need not end the stage
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    setup = msgspec.msgpack.decode(frames.get(), type=EncoderSetup)
+    encoder = load_encoder(Path(setup.folder), setup.settings, multithreaded=True).encoder
+    decoder = msgspec.msgpack.Decoder(Submit)
+    while True:
+        answer = encode_submit(encoder, decoder.decode(frames.get()))
+        pipes.write(answers, msgspec.msgpack.encode(answer))
+
+
+if __name__ == "__main__":
+    main()
