@@ -1,6 +1,11 @@
-"""The HTTP application: routes, middlewares, and errors in OpenAI's form.
+"""The HTTP application: routes, middlewares, and the handlers of all endpoints.
 
-Knows the schema, the sessions and the health table; the pipeline behind them is not its business.
+- build_app: OpenAI's endpoints, health, metrics and the like, with errors in OpenAI's form.
+- AdapterHandlers: /v1/responses and /v1/messages. Each joins the body, the formatter and the field
+  names of one API adapter.
+- Page, MonitorHandlers: the web page at /, and the endpoints of /monitor from which it reads.
+
+Knows the schema, the sessions and the health table; not the pipeline behind them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,14 @@
-"""Authentication and rate limits in front of the HTTP handlers, and the access log.
+"""What stands in front of the HTTP handlers: keys, rate limits, access log, and browser guard.
 
-Knows API keys, their limits and requests as HTTP sees them, not what a request asks for.
+- Admission: API keys and their limits, and what each request uses of them.
+- AccessLog: one line of the log for each request.
+- ClientHashes: names by which the pipeline tells clients apart.
+- Cors, BrowserGuard: what web pages may ask of this server. A browser that reaches a server without
+  keys gives that access to each page it shows: a page posts what needs no preflight, or points its
+  own name to the server's address (DNS rebinding) and reads all answers. With keys none of this
+  matters, because no page knows a key.
+
+Knows requests as HTTP sees them, not what a request asks for.
 """
 
 from __future__ import annotations

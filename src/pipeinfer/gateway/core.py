@@ -1,6 +1,10 @@
-"""The gateway without HTTP: the root ledger of all requests, and the pipeline's health.
+"""The gateway without HTTP: records of all live requests, and the pipeline's health.
 
-Sans-IO. The HTTP driver and the offline classes drive it with the same local events (core.py).
+- GatewayCore: sans-IO. The HTTP driver and the offline classes drive it with the same local events
+  (ledger.py).
+- Health: the stages of the topology, their last heartbeats, and whether they can serve.
+- PipelineReadiness: the status that clients see.
+
 Knows no sockets, no clock, and nothing about the meaning of tokens.
 """
 

@@ -1,7 +1,15 @@
-"""Local events between the gateway's core and its driver, and readers of the log-probs in them.
+"""The gateway's requests: local events in and out, and the record of each live request.
 
-They never travel on the bus. The HTTP side and the offline classes use the same ones. Knows no HTTP
-beyond the status numbers of an error.
+- Call, Hangup; Started, OutputDelta, Failed, StatusChanged: events between the core and its driver,
+  which is the HTTP side or an offline class. They never travel on the bus.
+- token_scores: log-probs as answers show them, from the packed scores that text rows carry.
+- RequestRecord: what was delivered of a request, and what of a row is new.
+- EndedRequests: which ends a restarted tokenizer may have missed.
+- Backlog, RequestDeadlines: whether there is room for more requests, and which are over their
+  timeout.
+- SubmitBuilder, resubmissions: messages to the tokenizer.
+
+Knows no client, no socket, and no HTTP beyond the status numbers of an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
-"""Counters and histograms of one event loop, cheap enough for every token.
+"""The metrics of a gateway: its own, those of the stages' heartbeats, and vLLM's names for them.
 
-Prometheus' own counters take a lock and check their labels at every count. Knows the library's
-families, and not what is counted.
+- MetricCounter, SecondsHistogram: counters and histograms of one event loop, cheap enough for every
+  token. Prometheus' own take a lock and check their labels at every count.
+- Metrics: counts of this gateway, and statistics of the stages, as Prometheus' text form.
+- RollingLatencies: latencies of the last seconds, for the web page and for heartbeats.
+- VllmMetrics: the same figures under vLLM's names, for dashboards made for vLLM.
+
+Knows no HTTP.
 """
 
 from __future__ import annotations

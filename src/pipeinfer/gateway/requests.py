@@ -1,5 +1,8 @@
 """From a decoded body to the core's calls: one for each prompt, with all of its choices.
 
+- parse_chat, parse_completion: a body as ParsedRequest.
+- chat_prompt: from a chat's messages to what the chat template gets.
+
 Knows the schema and the core's events; no HTTP and no tokens.
 """
 

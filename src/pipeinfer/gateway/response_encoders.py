@@ -1,7 +1,14 @@
-"""Response encoders: from a request's deltas to the bytes of its response in OpenAI's form.
+"""From a request's deltas to the bytes of its response, and on to the client.
 
-FullResponseEncoder makes one body, StreamEncoder chunks; API adapters have encoders of their own.
-ChoiceCollector holds what a choice has so far, BestOf chooses among choices. Knows no connection.
+- ResponseEncoder: deltas to bytes. FullResponseEncoder makes one body, StreamEncoder chunks, in
+  OpenAI's form; API adapters have encoders of their own.
+- ChoiceCollector: what a choice has so far. BestOf: chooses among choices.
+- FullResponse, EventStream: sinks of a session, each in front of an encoder; one sends a whole
+  body, the other server-sent events. A stream writes its chunks to the connection once in an
+  iteration of the loop: no task, no future and no queue for a token, and one write for all tokens
+  that came together.
+
+Knows no core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,14 @@
-"""Reads and decodes the bodies of requests, within bounds of size, time and memory.
+"""The way of each request that the pipeline answers: body in, calls out, answer back.
 
-A large body is decompressed, scanned and decoded in parts, between which the event loop serves
-others. Knows the schema, and no core.
+- BodyReader, BodyDecoder: read and decode a body, within bounds of size, time and memory. A large
+  body is decompressed, scanned and decoded in parts, between which the event loop serves others.
+- decode: from the bytes of a body to a checked request. Unsupported fields are refused by name,
+  unknown ones reported, also within messages and tools. 5.0 counts as 5 where a body needs an
+  integer.
+- Serving: opens a session of the core for a request and sends its answer. All endpoints share it;
+  /tokenize and /detokenize end at the tokenizer.
+
+Knows no endpoint and no form of an answer.
 """
 
 from __future__ import annotations

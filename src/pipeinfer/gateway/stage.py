@@ -1,7 +1,10 @@
-"""Builds the gateway stage from the settings: the core, and the HTTP driver beside it.
+"""Builds the gateway stage from the settings: the core, and the HTTP server beside it.
 
-Reads small files of the checkpoint's folder, and hashes all of them for the fingerprint of answers;
-loads no model.
+- build: reads small files of the checkpoint's folder, and hashes all of them for the fingerprint of
+  answers; loads no model.
+- HttpDriver: the server's address, TLS certificate, and when connections are accepted.
+
+Knows the line that says "ready"; the handlers are in app.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,13 @@
-"""The tools of a chat: which it offers, what constrains their calls, calls made before.
+"""The tools of a chat, and what an answer must fit: structured outputs, grammars of tool calls.
 
-Templates know functions alone: a custom tool is shown as a function of one text, its input. Knows
-the schema of requests; no output text.
+- RequestTools: the tools that a chat offers. Templates know functions alone: a custom tool is shown
+  as a function of one text, its input.
+- tool_call_constraint: what calls of these tools must fit.
+- OutputConstraint: what an answer must fit, in all the forms of requests: OpenAI's response_format,
+  vLLM's structured_outputs and guided_*, SGLang's regex, ebnf and json_schema, llama.cpp's grammar,
+  Ollama's format.
+
+Knows the schema of requests; no output text. Compiles nothing.
 """
 
 from __future__ import annotations

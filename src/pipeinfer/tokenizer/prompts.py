@@ -1,8 +1,15 @@
 """Prompts to token ids, and every reason to refuse one.
 
-A text, a chat and given ids end as ids of the model's vocabulary that leave room for an answer.
-`load_encoder` makes a PromptEncoder from a checkpoint's files and the settings; the stage has one,
-and so has each worker process. Knows no stage and no channel.
+- PromptEncoder: a text, a chat and given ids end as ids of the model's vocabulary that leave room
+  for an answer.
+- load_encoder: makes a PromptEncoder from a checkpoint's files and the settings; the stage has one,
+  and so has each worker process.
+- TokenLengthBound: the least number of tokens that a text can have, by its length: a text that
+  cannot fit into the context is refused without being encoded. The bound is certain. For some
+  tokenizers there is none: if one drops white space, folds characters or swallows the text around a
+  token, a text of any length may fit.
+
+Knows no stage and no channel.
 """
 
 from __future__ import annotations

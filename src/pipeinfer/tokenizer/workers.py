@@ -1,13 +1,16 @@
 """Jobs that worker processes do while the stage goes on: long prompts and grammar validation.
 
 - WorkerPool: jobs wait for a worker, and clients take turns (fair_queue.py).
-- EncodingQueues: long prompts, in three queues by size, each with one EncoderProcess
-  (worker_main.py). A prompt of megabytes delays prompts of its size only.
+- EncodingQueues: long prompts, in three queues by size, each with one EncoderProcess. A prompt of
+  megabytes delays prompts of its size only.
 - GrammarValidation: every grammar compiles in a process that may die of it. A first attempt has
   little time, which is enough for nearly all grammars. A grammar that needs more begins again in a
   pool of its own: nobody can tell from a text how long it takes, and a client without a key can
   look like a new one at any time.
 - TokenizerDriver: the stage's I/O beside the bus.
+- main: the process of an EncoderProcess, `python -m pipeinfer.tokenizer.workers`. It is a process
+  because templates and the tokenizers library hold the interpreter for seconds. Its frames are
+  MessagePack. It ends with its stage, also in the middle of a text.
 
 Knows no routing and no recording.
 """
@@ -173,7 +176,7 @@ class ProcessEnded(RuntimeError):
 
 
 class EncoderProcess:
-    """A Worker that encodes prompts in a process (worker_main.py)."""
+    """A Worker that encodes prompts in a process, whose code is `main`."""
 
     def __init__(self, setup: EncoderSetup) -> None:
         self._setup = msgspec.msgpack.encode(setup)
@@ -449,7 +452,7 @@ def encode_submit(encoder: PromptEncoder, submit: Submit) -> Encoded:
 
 
 def main() -> None:
-    """Serves until stdin ends."""
+    """The process that encodes long prompts: serves until stdin ends."""
     frames, answers = pipes.served()
     with contextlib.suppress(OSError):  # what runs out of memory here need not end the stage
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,8 +1,13 @@
-"""What parsers of a model's output text share: parsed deltas, the search for markers, token counts.
+"""What parsers of a model's output text share, and the parsers of reasoning.
 
 The output text of one choice goes through a chain of parsers: reasoning, then tool calls, then
-plain content. Each parser takes text as it is decoded and returns what is certain. Knows no model
-and no HTTP.
+plain content. Each parser takes text as it is decoded and returns what is certain.
+
+- ParsedDelta, OutputParser: what a parser returns, and what a parser is.
+- find_marker, ContentBuffer: text that may be the beginning of a marker is held back.
+- ReasoningParser, AnswerTagParser: thoughts between tags, and content between answer tags.
+
+Knows no model and no HTTP.
 """
 
 from __future__ import annotations
