@@ -1,4 +1,4 @@
-"""What a stream gets in one turn of the loop leaves in one chunk, whole and in order."""
+"""What a stream gets in one iteration of the loop leaves in one chunk, whole and in order."""
 
 from __future__ import annotations
 

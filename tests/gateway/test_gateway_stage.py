@@ -1,12 +1,14 @@
-"""system_fingerprint is the same for the same model, and another one for what answers otherwise."""
+"""The gateway stage: its fingerprint, its URL for users, and how it leaves its sockets."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from gateway_pipeline import Gateway, StartGateway
@@ -14,8 +16,10 @@ from test_harmony_http import events, post
 
 from pipeinfer.demo import demo_path
 from pipeinfer.gateway import stage as module
-from pipeinfer.gateway.stage import FILE_SETTINGS, WITHOUT_EFFECT, fingerprint
+from pipeinfer.gateway.stage import FILE_SETTINGS, WITHOUT_EFFECT, fingerprint, server_url
+from pipeinfer.messages import TextRow
 from pipeinfer.settings import Settings
+from pipeinfer.wire import pack
 
 # Another value of each setting that is counted.
 OTHERS: dict[str, Any] = {
@@ -113,3 +117,57 @@ async def test_every_answer_and_every_chunk_says_it(
         assert len(chunks) > 3
         found |= {chunk["system_fingerprint"] for chunk in chunks}
     assert found == {fingerprint(Settings(port=0, served_model_name="test"), demo_path())}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "http://127.0.0.1:8001"),
+        ({"host": "::1"}, "http://[::1]:8001"),
+        ({"host": "0.0.0.0", "tls_cert": "x.pem"}, "https://0.0.0.0:8001"),
+        ({"host": "0.0.0.0", "public_address": "127.0.0.1:8600"}, "http://127.0.0.1:8600"),
+        ({"public_address": "8600", "tls_cert": "x.pem"}, "https://127.0.0.1:8600"),
+        ({"public_address": "0.0.0.0:8600"}, "http://127.0.0.1:8600"),
+        ({"public_address": "[::]:8600"}, "http://127.0.0.1:8600"),
+        ({"public_address": "[::1]:8600"}, "http://[::1]:8600"),
+        ({"public_address": "https://models.example.org/"}, "https://models.example.org"),
+    ],
+)
+def test_a_public_address_stands_in_place_of_the_one_that_is_listened_on(settings, said):
+    assert server_url(Settings(**settings), 8001) == said
+
+
+BODY = {"prompt": "one two"}
+
+
+async def test_a_kept_connection_is_told_that_it_ends_and_an_idle_one_is_closed(
+    gateway: Gateway,
+) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url) as kept, httpx.AsyncClient() as idle:
+        assert (await idle.get(f"{gateway.url}/health")).status_code == 200
+        before = await kept.post("/v1/completions", json=BODY)
+        assert "connection" not in before.headers
+        leaving = asyncio.create_task(gateway.driver.leave(60))
+        await asyncio.sleep(0)  # it has begun
+        answered = await kept.post("/v1/completions", json=BODY)
+        assert answered.status_code == 200
+        assert answered.headers["connection"] == "close"
+        await asyncio.wait_for(leaving, 30)
+
+
+async def test_what_runs_is_finished_however_long_nothing_comes(gateway: Gateway) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        body = {"prompt": "hang"}
+        answer = asyncio.create_task(client.post("/v1/completions", json=body))
+        while not gateway.pipeline.submits:
+            await asyncio.sleep(0.005)
+        leaving = asyncio.create_task(gateway.driver.leave(60))
+        await asyncio.wait({leaving}, timeout=2.5)  # longer than an idle gateway waits
+        assert not leaving.done() and not answer.done()
+        [submit] = gateway.pipeline.submits
+        ended = TextRow(
+            submit.request_id, submit.attempt, "late", 0, 0, pack([1]), "length", output_tokens=1
+        )
+        gateway.pipeline.rows(ended)
+        assert (await answer).json()["choices"][0]["text"] == "late"
+        await asyncio.wait_for(leaving, 30)
