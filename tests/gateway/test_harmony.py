@@ -439,7 +439,7 @@ def test_what_goes_on_from_a_text_has_its_form_at_once_and_no_held_calls() -> No
     }
     assert asked(**goes_on, regex="a+").structured_outputs == StructuredOutputs(regex="a+")
     assert asked(**goes_on, tools=[TOOL]).structured_outputs is None
-    with pytest.raises(ApiError, match="no calls can be held"):
+    with pytest.raises(ApiError, match="calls cannot be constrained within a message"):
         asked(**goes_on, tools=[TOOL], tool_choice="required")
 
 

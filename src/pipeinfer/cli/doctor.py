@@ -145,12 +145,12 @@ def _model(settings: Settings) -> Finding:
 
 def _texts(settings: Settings) -> Finding:
     """What the tokenizer and the gateway read of the checkpoint."""
-    from pipeinfer.gateway.stage import terms
+    from pipeinfer.gateway.stage import request_defaults
     from pipeinfer.tokenizer.prompts import load_encoder
 
     folder = Path(settings.model)
     try:
-        built, granted = load_encoder(folder, settings), terms(settings, folder)
+        built, granted = load_encoder(folder, settings), request_defaults(settings, folder)
     except ConfigurationError as error:
         return "bad", "texts", str(error)
     if built.no_grammars_because and settings.grammar_backend != "none":

@@ -132,7 +132,7 @@ class _Handlers:
         router.add_get("/version", self.version)
         router.add_get("/openapi.json", self.openapi)
         router.add_get("/docs", self.docs)
-        router.add_get("/ping", self.live)  # what SageMaker asks
+        router.add_get("/ping", self.live)  # SageMaker's path for health checks
         router.add_post("/ping", self.live)
         for path in (str, slash_tolerant):
             router.add_get(path("/v1/models"), self.list_models)
@@ -178,28 +178,28 @@ class _Handlers:
     # ------------------------------------------------------------------------------------- answers
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        base = f"chatcmpl-{uuid.uuid4().hex}"
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, ChatRequest)
-        job = parse_chat(body, base, self._service.terms, client_trace(request))
-        del body  # an answer takes minutes, in which the core has all that is needed
-        return await self._generate(request, base, job, chat=True)
+        parsed = parse_chat(body, request_id, self._service.defaults, client_trace(request))
+        del body  # is not kept for the minutes that an answer may take
+        return await self._generate(request, request_id, parsed, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        base = f"cmpl-{uuid.uuid4().hex}"
+        request_id = f"cmpl-{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, CompletionRequest)
-        job = parse_completion(body, base, self._service.terms, client_trace(request))
+        parsed = parse_completion(body, request_id, self._service.defaults, client_trace(request))
         del body
-        return await self._generate(request, base, job, chat=False)
+        return await self._generate(request, request_id, parsed, chat=False)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read_body(request, TokenizeRequest)
-        call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
+        call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.defaults)
         prompt = await self._serving.encode_prompt(request, call)
         return json_response(tokenize_response(prompt, self._service.context_length))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read_body(request, DetokenizeRequest)
-        call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
+        call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.defaults)
         try:
             prompt = await self._serving.encode_prompt(request, call)
         except ApiError as error:
@@ -224,15 +224,15 @@ class _Handlers:
         raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
 
     async def _generate(
-        self, request: web.Request, base: str, job: ParsedRequest, chat: bool
+        self, request: web.Request, request_id: str, parsed: ParsedRequest, chat: bool
     ) -> web.StreamResponse:
-        answer = self._serving.new_answer(base, job, chat)
+        metadata = self._serving.response_metadata(request_id, parsed, chat)
         encoder: ResponseEncoder = (
-            StreamEncoder(answer, job.choices, job.include_usage, job.continuous_usage)
-            if job.stream
-            else FullResponseEncoder(answer, job.choices, _best_of(job))
+            StreamEncoder(metadata, parsed.choices, parsed.include_usage, parsed.continuous_usage)
+            if parsed.stream
+            else FullResponseEncoder(metadata, parsed.choices, _best_of(parsed))
         )
-        return await self._serving.respond(request, job, encoder)
+        return await self._serving.respond(request, parsed, encoder)
 
     # -------------------------------------------------------------------------------------- models
 
@@ -341,7 +341,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
         response.headers["request-id"] = name  # as Anthropic's clients know it
     if IGNORED_SCHEMA in request:
         response.headers["x-schema-left-out"] = request[IGNORED_SCHEMA]
-    del response.headers["Server"]  # what software answers is nobody's business
+    del response.headers["Server"]  # which software answers is not disclosed
 
 
 def _kv_cache_dtype(stats: Mapping[str, float]) -> JsonObject:
@@ -351,28 +351,28 @@ def _kv_cache_dtype(stats: Mapping[str, float]) -> JsonObject:
     return {"kv_cache_dtype": "fp8_e4m3" if stats["kv_fp8"] else "auto"}
 
 
-def _best_of(job: ParsedRequest) -> BestOf | None:
+def _best_of(parsed: ParsedRequest) -> BestOf | None:
     """Chooses the choices that are sent, if not all are; else None."""
-    if not job.best_of:
+    if not parsed.best_of:
         return None
-    with_logprobs = job.output_options.logprobs is not None
-    return BestOf(job.choices, job.choices // job.prompts, job.best_of, with_logprobs)
+    with_logprobs = parsed.output_options.logprobs is not None
+    return BestOf(parsed.choices, parsed.choices // parsed.prompts, parsed.best_of, with_logprobs)
 
 
-# Also what is not there, below it. Routes take several slashes for one.
+# /v1/messages and all paths below, unknown ones included. Routes take several slashes for one.
 MESSAGES_PATHS = re.compile("/+v1/+messages(/.*)?", re.DOTALL)
 TOO_LONG = "context_length_exceeded"
 
 
 class AdapterHandlers:
-    """Handlers by path."""
+    """Handlers of /v1/responses and /v1/messages."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._terms = serving.service.terms
+        self._defaults = serving.service.defaults
 
     def routes(self) -> dict[str, Handler]:
-        """All of them are for POST."""
+        """Handlers by path, all for POST."""
         return {
             "/v1/responses": self.responses,
             "/v1/responses/input_tokens": self.input_tokens,
@@ -381,33 +381,33 @@ class AdapterHandlers:
         }
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
-        base = f"resp_{uuid.uuid4().hex}"
+        request_id = f"resp_{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, ResponsesRequest)
-        job, encoder = self._response(request, base, body)
+        parsed, encoder = self._response(request, request_id, body)
         full_body = body if body.truncation == "auto" else None
-        del body  # an answer takes minutes, in which the core has all that is needed
+        del body  # is not kept for the minutes that an answer may take
         with with_field_names(responses_api.FIELD_NAMES):
             try:
-                return await self._serving.respond(request, job, encoder)
+                return await self._serving.respond(request, parsed, encoder)
             except ApiError as error:  # before anything was sent
                 if full_body is None:
                     raise
                 full_body = await self._truncated(
                     request, full_body, error, full_body.max_output_tokens
                 )
-            job, encoder = self._response(request, base, full_body)
-            return await self._serving.respond(request, job, encoder)
+            parsed, encoder = self._response(request, request_id, full_body)
+            return await self._serving.respond(request, parsed, encoder)
 
     def _response(
-        self, request: web.Request, base: str, body: ResponsesRequest
+        self, request: web.Request, request_id: str, body: ResponsesRequest
     ) -> tuple[ParsedRequest, AdapterEncoder]:
         names = responses_api.FIELD_NAMES
-        job = parse_adapted_chat(
-            responses_api.to_chat(body), base, self._terms, client_trace(request), names
+        parsed = parse_adapted_chat(
+            responses_api.to_chat(body), request_id, self._defaults, client_trace(request), names
         )
-        answer = self._serving.new_answer(base, job, chat=True)
-        formatter = ResponsesFormatter(body, answer, job.params)
-        return job, AdapterEncoder(answer, formatter, job.stream)
+        metadata = self._serving.response_metadata(request_id, parsed, chat=True)
+        formatter = ResponsesFormatter(body, metadata, parsed.params)
+        return parsed, AdapterEncoder(metadata, formatter, parsed.stream)
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read_body(request, InputTokensRequest)
@@ -427,15 +427,15 @@ class AdapterHandlers:
         prompt may be longer than the context.
         """
         chat = responses_api.to_prompt_chat(body)
-        call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
+        call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._defaults)
         call = replace(call, params=replace(call.params, max_tokens=answer_tokens))
         return (await self._serving.encode_prompt(request, call)).prompt_tokens
 
     async def _truncated(
         self, request: web.Request, body: ResponsesBody, error: ApiError, answer_tokens: int | None
     ) -> ResponsesBody:
-        """`body`, refused with `error`, without as few of the first turns as it takes to fit.
-        Raises `error` if the request does not allow that, or no turn can be left out.
+        """`body`, which was refused with `error`, without the first turns that must be left out for
+        it to fit. Raises `error` if the request does not allow that, or no turn can be left out.
         """
         message_starts = responses_api.message_starts(body) if error.code == TOO_LONG else []
         found: ResponsesBody | None = None
@@ -446,8 +446,8 @@ class AdapterHandlers:
             try:
                 await self._count(request, shorter, answer_tokens)
                 found, high = shorter, middle
-            except ApiError as still:
-                if still.code != TOO_LONG:
+            except ApiError as refusal:
+                if refusal.code != TOO_LONG:
                     raise
                 low = middle + 1
         if found is None:
@@ -455,25 +455,25 @@ class AdapterHandlers:
         return found
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
-        base = f"msg_{uuid.uuid4().hex}"
+        request_id = f"msg_{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, MessagesRequest)
         names = anthropic.FIELD_NAMES
-        parsers = self._terms.parsers
+        parsers = self._defaults.parsers
         chat = anthropic.to_chat(body, bool(parsers.reasoning_parser_name), parsers.harmony)
-        job = parse_adapted_chat(chat, base, self._terms, client_trace(request), names)
+        parsed = parse_adapted_chat(chat, request_id, self._defaults, client_trace(request), names)
         omit_reasoning = body.thinking is not None and body.thinking.display == "omitted"
         del body, chat
-        answer = self._serving.new_answer(base, job, chat=True)
-        formatter = MessagesFormatter(answer, omit_reasoning, x_request_id(request))
-        encoder = AdapterEncoder(answer, formatter, job.stream)
+        metadata = self._serving.response_metadata(request_id, parsed, chat=True)
+        formatter = MessagesFormatter(metadata, omit_reasoning, x_request_id(request))
+        encoder = AdapterEncoder(metadata, formatter, parsed.stream)
         with with_field_names(names):
-            return await self._serving.respond(request, job, encoder)
+            return await self._serving.respond(request, parsed, encoder)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read_body(request, CountRequest)
-        chat = anthropic.to_prompt_chat(body, self._terms.parsers.harmony)
+        chat = anthropic.to_prompt_chat(body, self._defaults.parsers.harmony)
         with with_field_names(anthropic.FIELD_NAMES):
-            call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
+            call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._defaults)
             prompt = await self._serving.encode_prompt(request, call)
         return json_response({"input_tokens": prompt.prompt_tokens})
 
@@ -488,7 +488,7 @@ def with_field_names(names: Mapping[str, str]) -> Generator[None]:
 
 
 def adapted_error_response(request: web.Request, error: ApiError) -> web.Response:
-    """`error` in the form that clients of the request's path read."""
+    """The response of `error`, in the form of the API that the request's path belongs to."""
     response = error_response(error)
     if MESSAGES_PATHS.fullmatch(request.path):
         body = anthropic.error_object(error, x_request_id(request))
@@ -516,10 +516,10 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # the names stay the same in the next version: ask, and get 304
+    "Cache-Control": "no-cache",  # names are the same in the next version: browsers must ask
 }
 VENDOR_FOLDER = "vendor"  # libraries by others; tools/page builds them
-# The name of each has a hash of its content: what a browser has, it need not ask for again.
+# The name of each has a hash of its content, so a browser need not ask for it again.
 VENDOR_HEADERS = PAGE_HEADERS | {"Cache-Control": "public, max-age=31536000, immutable"}
 
 
@@ -537,8 +537,8 @@ class Page:
     """Handlers of the page and its files. They need no key: nothing in them is secret."""
 
     def __init__(self) -> None:
-        self._files = _files(PAGE_FOLDER, PAGE_HEADERS)
-        vendored = _files(PAGE_FOLDER / VENDOR_FOLDER, VENDOR_HEADERS)
+        self._files = _page_files(PAGE_FOLDER, PAGE_HEADERS)
+        vendored = _page_files(PAGE_FOLDER / VENDOR_FOLDER, VENDOR_HEADERS)
         self._files |= {f"{VENDOR_FOLDER}/{name}": file for name, file in vendored.items()}
 
     def route(self, router: web.UrlDispatcher) -> None:
@@ -556,7 +556,7 @@ class Page:
         return self._answer(request, INDEX)
 
     async def redirect_slashes(self, request: web.Request) -> web.StreamResponse:
-        """Several slashes are the page, too; but its files are found relative to one alone."""
+        """Several slashes are the page, too; but the page finds its files relative to one slash."""
         return web.Response(status=308, headers={"Location": "/"})
 
     async def file(self, request: web.Request) -> web.StreamResponse:
@@ -582,23 +582,24 @@ class Page:
         return response
 
 
-def _files(folder: Path, headers: dict[str, str]) -> dict[str, PageFile]:
+def _page_files(folder: Path, headers: dict[str, str]) -> dict[str, PageFile]:
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in CONTENT_TYPES]
-    return {path.name: _read(path, headers) for path in paths}
+    return {path.name: _read_page_file(path, headers) for path in paths}
 
 
-def _read(path: Path, headers: dict[str, str]) -> PageFile:
+def _read_page_file(path: Path, headers: dict[str, str]) -> PageFile:
     body = path.read_bytes()
     return PageFile(
         body, CONTENT_TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:32], headers
     )
 
 
-EVENT_INTERVAL = 0.25  # seconds between two events
-MAX_FEEDS = 64
-MAX_PREFIXES = 16
-MAX_PREFIX_LETTERS = 240  # of a prefix
-TEXT_LIFETIME, MAX_TEXTS = 600.0, 256  # seconds, and how many
+EVENT_INTERVAL = 0.25  # seconds between two events of a feed
+MAX_FEEDS = 64  # feeds of a gateway
+MAX_PREFIXES = 16  # prefixes of each group
+MAX_PREFIX_LETTERS = 240  # letters of a prefix's text
+TEXT_LIFETIME = 600.0  # seconds for which a prefix's text is kept
+MAX_TEXTS = 256  # texts of prefixes that are kept
 _encode = msgspec.json.Encoder().encode
 
 
@@ -610,7 +611,7 @@ class MonitorHandlers:
         self._monitor = monitor
         self._rates = PipelineRates(service.core.health)
         self._snapshot: PipelineSnapshot | None = None
-        self._snapshot_at = 0.0  # when
+        self._snapshot_at = 0.0  # monotonic seconds
         self._feeds = 0
         self._texts: RecentTable[str] = RecentTable(TEXT_LIFETIME, MAX_TEXTS)
 
@@ -626,15 +627,15 @@ class MonitorHandlers:
         A slow reader gets fewer events. Requests of other clients are shown to operators alone.
         """
         if self._feeds >= MAX_FEEDS:
-            raise ApiError(503, f"{MAX_FEEDS} pages look already", code="too_many_pages")
+            raise ApiError(503, f"{MAX_FEEDS} pages are open already", code="too_many_pages")
         response = web.StreamResponse(headers=EVENT_STREAM_HEADERS)
         self._feeds += 1
         try:
             with self._monitor.watching(), contextlib.suppress(ConnectionResetError):
                 await response.prepare(request)
                 seen = 0
-                while not self._monitor.leaving and (right := self._principal(request)):
-                    event, seen = self._event(seen, right)
+                while not self._monitor.leaving and (principal := self._principal(request)):
+                    event, seen = self._event(seen, principal)
                     await response.write(event)
                     await asyncio.sleep(EVENT_INTERVAL)
         finally:
@@ -643,31 +644,33 @@ class MonitorHandlers:
 
     async def request(self, request: web.Request) -> web.StreamResponse:
         """The spans of a request in all stages."""
-        name, right = request.match_info["id"], self._service.admission.principal(request)
-        allowed = right.operator or self._monitor.is_owner(name, right.name)
+        name, principal = request.match_info["id"], self._service.admission.principal(request)
+        allowed = principal.operator or self._monitor.is_owner(name, principal.name)
         spans = self._monitor.spans(name) if allowed else []
         if not spans:
-            raise ApiError(404, f"nothing was seen of a request {name[:200]!r}", code="not_seen")
-        return _json(RequestSpans(name, [_stage_span(one) for one in spans]))
+            raise ApiError(404, f"no spans of a request {name[:200]!r} are known", code="not_seen")
+        return _struct_response(RequestSpans(name, [_stage_span(one) for one in spans]))
 
     async def prefixes(self, request: web.Request) -> web.StreamResponse:
         """The largest cached prefixes of each group.
 
-        Their texts are prompts of clients: operators alone see them, and nobody sees salted ones.
+        Their texts are prompts of clients: operators alone see them, and salted ones are not shown.
         """
         rows = self._service.core.health.stages.values()
         engines = {row.stage: row.group for row in rows if row.name == "engine" and row.rank == 0}
         found = await self._monitor.prefixes(tuple(engines), MAX_PREFIXES)
-        shown = self._service.admission.principal(request).operator
+        with_text = self._service.admission.principal(request).operator
         groups = [
-            GroupPrefixes(group, [await self._prefix(one, shown) for one in found.get(engine, ())])
+            GroupPrefixes(
+                group, [await self._prefix(one, with_text) for one in found.get(engine, ())]
+            )
             for engine, group in engines.items()
         ]
-        return _json(CachedPrefixes(groups))
+        return _struct_response(CachedPrefixes(groups))
 
-    async def _prefix(self, prefix: Prefix, shown: bool) -> CachedPrefix:
+    async def _prefix(self, prefix: Prefix, with_text: bool) -> CachedPrefix:
         cached = CachedPrefix(prefix.tokens, prefix.ends, prefix.held)
-        if not shown or not prefix.first:
+        if not with_text or not prefix.first:
             return cached
         ids = unpack(prefix.first).tolist()
         return msgspec.structs.replace(cached, ids=ids, text=await self._text(ids))
@@ -676,13 +679,13 @@ class MonitorHandlers:
         name, now = str(ids), time.monotonic()
         text = self._texts.get(name)
         if text is None:
-            text = await self._decoded(ids)
+            text = await self._detokenize(ids)
             self._texts.put(name, text, now)
         return text
 
-    async def _decoded(self, ids: list[int]) -> str:
+    async def _detokenize(self, ids: list[int]) -> str:
         call = detokenize_call(
-            DetokenizeRequest(tokens=ids), f"tok-{uuid.uuid4().hex}", self._service.terms
+            DetokenizeRequest(tokens=ids), f"tok-{uuid.uuid4().hex}", self._service.defaults
         )
         sink = EncodedPrompt()
         async with self._service.sessions.open([call], sink):
@@ -695,7 +698,7 @@ class MonitorHandlers:
         except ApiError:
             return None
 
-    def _event(self, seen: int, right: Principal) -> tuple[bytes, int]:
+    def _event(self, seen: int, principal: Principal) -> tuple[bytes, int]:
         """The event with all after change number `seen`, and the number of the latest change."""
         monitor = self._monitor
         event = msgspec.structs.asdict(self._current_snapshot()) | {
@@ -704,7 +707,9 @@ class MonitorHandlers:
             "version": __version__,
             "context_length": self._service.context_length,
             "steps": monitor.steps_since(seen),
-            "requests": monitor.requests_since(seen, None if right.operator else right.name),
+            "requests": monitor.requests_since(
+                seen, None if principal.operator else principal.name
+            ),
         }
         return b"data: " + _encode(event) + b"\n\n", monitor.changes
 
@@ -729,5 +734,5 @@ def _stage_span(span: RequestSpan) -> StageSpan:
     )
 
 
-def _json(answer: msgspec.Struct) -> web.Response:
+def _struct_response(answer: msgspec.Struct) -> web.Response:
     return web.Response(body=_encode(answer), content_type="application/json")

@@ -184,11 +184,11 @@ class TokenScore(NamedTuple):
 
 def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
     """The same log-probs without those of the first `tokens` tokens."""
-    many = max(len(texts.offsets) // OFFSET_BYTES, 1)
+    count = max(len(texts.offsets) // OFFSET_BYTES, 1)
     return msgspec.structs.replace(
         texts,
-        scores=texts.scores[tokens * len(texts.scores) // many :],
-        texts=texts.texts[tokens * len(texts.texts) // many :],
+        scores=texts.scores[tokens * len(texts.scores) // count :],
+        texts=texts.texts[tokens * len(texts.texts) // count :],
         offsets=texts.offsets[tokens * OFFSET_BYTES :],
         ids=texts.ids[tokens * ID_BYTES :],
     )
@@ -201,7 +201,7 @@ def num_alternatives(texts: LogprobTexts, tokens: int) -> int:
 
 def token_scores(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenScore]:
     """The scores of all tokens in `parts`, each with its tokens' ids (int32 bytes)."""
-    return chain.from_iterable(_of(texts, ids) for texts, ids in parts)
+    return chain.from_iterable(_decode_scores(texts, ids) for texts, ids in parts)
 
 
 def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
@@ -209,7 +209,7 @@ def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
     return token_scores((texts, texts.ids) for texts in parts)
 
 
-def _of(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
+def _decode_scores(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
     ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
     alternatives = num_alternatives(texts, len(ids))
     found = unpack_scores(texts.scores, alternatives)
@@ -226,7 +226,8 @@ def _of(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
 
 
 TRACEPARENT = "traceparent"
-TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits
+TRACE_DIGITS = 32  # hexadecimal digits of a trace id
+SPAN_DIGITS = 16  # of a span id
 
 
 def client_traceparent(headers: Mapping[str, str]) -> str:
@@ -263,11 +264,11 @@ class RequestTraces:
 
 
 BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
-# Output tokens whose log-probs count: how many there will be nobody knows, and what a client asks
-# for at most may be any number.
+# Output tokens whose log-probs count: how many there will be is not known, and max_tokens may be
+# any number.
 MAX_SCORED_OUTPUTS = 4096
-TEXT_BYTES = 28  # that a text which is not all ASCII occupies more, beside its letters
-VALUE_BYTES = 64  # that a value of a conversation or of template arguments occupies beside its text
+TEXT_BYTES = 28  # bytes that a text which is not all ASCII occupies beside its letters
+VALUE_BYTES = 64  # bytes that a value of a chat or of template arguments occupies beside its text
 
 
 def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
@@ -282,10 +283,10 @@ def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
 
 def call_tokens(call: Call) -> int:
     """Prompt tokens as which a call counts, estimated before it is tokenized."""
-    return occupied_tokens(call.params, _tokens(call))
+    return occupied_tokens(call.params, _estimated_tokens(call))
 
 
-def _tokens(call: Call) -> int:
+def _estimated_tokens(call: Call) -> int:
     """Prompt tokens of a call, as far as can be told before it is tokenized.
 
     The number of its ids; else a quarter of the bytes that its text or chat occupies, with four for
@@ -433,7 +434,7 @@ class RequestRecord:
         return self.submit.timeout
 
     def once(self, tokens: int) -> int:
-        """`tokens` of the prompt for the first choice, 0 for the others: they share one prompt."""
+        """`tokens` of the prompt for the first choice, 0 for the others, which share its prompt."""
         return 0 if self.choice else tokens
 
     def advance(self, row: TextRow) -> tuple[str, bytes]:
@@ -442,10 +443,10 @@ class RequestRecord:
         Raises StreamGap or OutputDiverged, and then delivers nothing of the row.
         """
         text, ids = row.text, row.ids
-        seen, known = self.bytes - row.byte_offset, self.tokens - row.token_offset
-        if seen or known:  # never on the undisturbed path
-            ids = self._new_ids(row, known)
-            text = self._new_text(row, seen)
+        repeated_bytes, repeated = self.bytes - row.byte_offset, self.tokens - row.token_offset
+        if repeated_bytes or repeated:  # never on the undisturbed path
+            ids = self._new_ids(row, repeated)
+            text = self._new_text(row, repeated_bytes)
         self.bytes += len(text) if text.isascii() else len(text.encode())
         self.tokens += len(ids) // 4
         self.ids += ids
@@ -455,46 +456,46 @@ class RequestRecord:
         """Log-probs of `ids`, the new ones of `row`."""
         if row.logprobs is None or not ids:
             return None
-        known = (len(row.ids) - len(ids)) // 4
-        return without_first(row.logprobs, known) if known else row.logprobs
+        repeated = (len(row.ids) - len(ids)) // 4
+        return without_first(row.logprobs, repeated) if repeated else row.logprobs
 
     def prompt(self, row: TextRow) -> LogprobTexts | None:
         """Log-probs of prompt tokens in `row` that were not delivered yet; counts them as
         delivered. Raises StreamGap."""
         if row.prompt is None:
             return None
-        known, many = self.scored - row.prompt_offset, len(row.prompt.ids) // 4
-        if known < 0:
+        repeated, count = self.scored - row.prompt_offset, len(row.prompt.ids) // 4
+        if repeated < 0:
             raise StreamGap(
                 f"log-probs continue at prompt token {row.prompt_offset}, but {self.scored} were "
                 "delivered"
             )
-        self.scored = max(self.scored, row.prompt_offset + many)
-        return without_first(row.prompt, known) if known < many else None
+        self.scored = max(self.scored, row.prompt_offset + count)
+        return without_first(row.prompt, repeated) if repeated < count else None
 
-    def _new_text(self, row: TextRow, seen: int) -> str:
-        if seen < 0:
+    def _new_text(self, row: TextRow, repeated_bytes: int) -> str:
+        if repeated_bytes < 0:
             raise StreamGap(
                 f"text continues at byte {row.byte_offset}, but {self.bytes} were delivered"
             )
         try:
-            return row.text.encode()[seen:].decode()
+            return row.text.encode()[repeated_bytes:].decode()
         except UnicodeDecodeError:
             raise StreamGap(
                 f"byte {self.bytes}, to which text was delivered, lies inside a character of the "
                 f"text that was sent again from byte {row.byte_offset}"
             ) from None
 
-    def _new_ids(self, row: TextRow, known: int) -> bytes:
-        if known < 0:
+    def _new_ids(self, row: TextRow, repeated: int) -> bytes:
+        if repeated < 0:
             raise StreamGap(
                 f"tokens continue at {row.token_offset}, but {self.tokens} were delivered"
             )
         begin = 4 * row.token_offset
-        many = min(len(row.ids), 4 * known)
-        if not self.ids.startswith(row.ids[:many], begin):
+        size = min(len(row.ids), 4 * repeated)
+        if not self.ids.startswith(row.ids[:size], begin):
             raise OutputDiverged
-        return row.ids[known * 4 :]
+        return row.ids[repeated * 4 :]
 
 
 def offsets(row: TextRow, ids: bytes) -> bytes:
@@ -543,8 +544,8 @@ class EndedRequests:
         return self._ends.get(request_id)
 
     def recent(self, tokenizer: str, now: float) -> Iterator[Abort | Done]:
-        """All that `tokenizer` was sent within ENDED_LIFETIME: it may have died before it read
-        it."""
+        """The ends that `tokenizer` was sent within ENDED_LIFETIME: it may have died before it read
+        them."""
         of_tokenizer = [
             (name, end)
             for name, end in self._ends.items()

@@ -49,7 +49,7 @@ class MetricCounter:
 
 
 class CounterFamily(Collector):
-    """A family of counters, one for each tuple of values of its `labels`."""
+    """A metric of counters, one for each tuple of values of its `labels`."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
         self._about = name, text, tuple(labels)
@@ -107,10 +107,8 @@ log = logging.getLogger(__name__)
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
-MAX_NAME_LETTERS, MAX_LOGGED_NAMES = (
-    64,
-    100,
-)  # letters of a field that nobody knows; how many are logged
+MAX_NAME_LETTERS = 64  # letters of an unknown field's name that are logged
+MAX_LOGGED_NAMES = 100  # unknown fields that are logged
 KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 
 
@@ -153,8 +151,7 @@ class Metrics:
         ).labels()
         self._unknown_fields = family(
             "unknown_fields",
-            "Fields of bodies that were ignored because nobody knows them. The log names each "
-            "once.",
+            "Fields of bodies that were ignored because they are unknown. The log names each once.",
         ).labels()
         self._seen_fields: set[str] = set()
         self._key_requests = family(
@@ -220,7 +217,7 @@ class Metrics:
             name = name[:MAX_NAME_LETTERS]
             if name not in self._seen_fields and len(self._seen_fields) < MAX_LOGGED_NAMES:
                 self._seen_fields.add(name)
-                log.warning("requests have a field %r, which nobody knows; it is ignored", name)
+                log.warning("requests have an unknown field %r; it is ignored", name)
 
     def key_counters(self, key: str) -> tuple[MetricCounter, MetricCounter]:
         """Counters of prompt tokens and of output tokens of the key called `key`."""
@@ -453,7 +450,7 @@ LABELS = ("model_name", "engine")
 
 @dataclass
 class GroupMetrics:
-    """What one gateway measured of one group's requests.
+    """Counts and times of one group's requests, as one gateway measured them.
 
     max_tokens: of a request; bounds of the histograms of tokens end there.
     prompt_tokens, output_tokens: totals. finished: requests by reason.
@@ -481,9 +478,11 @@ class GroupMetrics:
     def count_finished(
         self, total_seconds: float, decode_seconds: float, prompt: int, output: int
     ) -> None:
-        """Counts a request that ended by stop or length. total_seconds, decode: seconds.
+        """Counts a request that ended by stop or length.
 
-        prompt: tokens, 0 where another choice has counted them.
+        total_seconds: from its arrival to its end. decode_seconds: from its first output to its
+            last.
+        prompt, output: tokens; prompt is 0 where another choice has counted the prompt.
         """
         self.request_seconds.observe(total_seconds)
         if output:
@@ -503,7 +502,7 @@ def token_bounds(max_tokens: int) -> list[float]:
     return [float(step) for step in steps if step <= max_tokens]
 
 
-# Of groups: name, help, and where it is counted.
+# Histograms of groups: name, help, and the histogram in GroupMetrics.
 HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
     (
         "time_to_first_token_seconds",
@@ -544,7 +543,7 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
 
 
 class VllmMetrics(Collector):
-    """The metrics of one gateway.
+    """The metrics of one gateway under vLLM's names.
 
     model: served name. max_tokens: of a request. caches: whether prefixes are cached.
     """
@@ -574,7 +573,7 @@ class VllmMetrics(Collector):
     def _labels(self, group: int, *more: str) -> list[str]:
         return [self._model, str(group), *more]
 
-    # --------------------------------------------------------------------- what heartbeats say
+    # ------------------------------------------------------------------- from stages' heartbeats
 
     def _gauge(
         self, name: str, text: str, stage: str, value: Callable[[StageStatus], float]
@@ -664,7 +663,7 @@ class VllmMetrics(Collector):
             info.add_metric([*sizes, dtype, str(self._caches), str(row.group)], 1.0)
         yield info
 
-    # ------------------------------------------------------------- what this gateway has counted
+    # --------------------------------------------------------------- counted by this gateway itself
 
     def _counted(self) -> Iterator[Metric]:
         prompts = CounterMetricFamily(

@@ -77,27 +77,26 @@ from pipeinfer.wire import pack, unpack
 
 READ_TIMEOUT = 30.0  # seconds without a byte after which a client is not waited for
 BODY_TIMEOUT = 600.0  # seconds for a whole body: 32 MiB over a line of 0.5 Mbit/s
-SMALL_BODY = 64 * 2**10  # bytes of a body that are never refused for what others send
-# Bytes beyond that of all bodies that are being read or checked. A body and what is made of it take
-# about three times its size for a moment, so the process stays under 1 GiB.
+SMALL_BODY = 64 * 2**10  # bytes of a body that do not count against MAX_BUFFERED
+# Bytes beyond SMALL_BODY of all bodies that are being read or decoded. A body and the structs that
+# are made of it take about three times its size for a moment, so the process stays under 1 GiB.
 MAX_BUFFERED = 256 * 2**20
-DECOMPRESSED_AT_ONCE = (
-    256 * 2**10
-)  # bytes that are decompressed at a time: well under a millisecond
+# Bytes that are decompressed at a time: well under a millisecond.
+DECOMPRESSED_AT_ONCE = 256 * 2**10
 RETRY_AFTER = 1  # seconds
 
 
 class BodyReader:
     """Reads bodies of at most `max_bytes` bytes each, after decompression.
 
-    _buffered: bytes beyond SMALL_BODY of all bodies that are being read or decoded now, at most
+    _buffered: bytes beyond SMALL_BODY of all bodies that are being read or decoded now; at most
         _max_buffered.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._max_buffered = max(MAX_BUFFERED, max_bytes)
-        self._buffered = 0  # bytes beyond SMALL_BODY of bodies that are being read
+        self._buffered = 0
 
     @asynccontextmanager
     async def read(self, request: web.Request) -> AsyncGenerator[bytearray]:
@@ -247,7 +246,7 @@ class BodyDecoder:
     ) -> None:
         self._bodies = bodies
         self._on_unknown_fields = on_unknown_fields
-        self._lock = asyncio.Lock()  # whoever waits longest is next
+        self._lock = asyncio.Lock()  # the oldest waiter is next
 
     async def read(self, request: web.Request, kind: type[BodyType]) -> BodyType:
         """The decoded body. Raises ApiError 400 if the schema refuses it, and as
@@ -258,11 +257,11 @@ class BodyDecoder:
                 for _ in prescanned(raw, kind):
                     continue
                 return decode(raw, kind, self._on_unknown_fields)
-            # In one iteration of the loop there is one part of one of them.
-            parts, more = prescanned(body, kind), True
-            while more:
+            # One iteration of the loop has time for one part of one body.
+            parts, unfinished = prescanned(body, kind), True
+            while unfinished:
                 async with self._lock:
-                    more = next(parts, _DONE) is not _DONE
+                    unfinished = next(parts, _DONE) is not _DONE
                     await asyncio.sleep(0)
             async with self._lock:
                 decoded = decode(bytes(body), kind, self._on_unknown_fields)
@@ -270,8 +269,8 @@ class BodyDecoder:
                 return decoded
 
 
-# Objects of one body that are looked at, a few ms at the worst. A client that sends more sends the
-# same names with each.
+# Objects of one body in which unknown fields are searched, a few ms at the worst. A client that
+# sends more objects sends the same names with each.
 MAX_OBJECTS = 2_000
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -283,7 +282,7 @@ class KnownFields(NamedTuple):
 
     Attributes:
     - known: names of all fields
-    - inner: of fields that hold objects, or lists of objects: theirs
+    - inner: by name of a field that holds objects or lists of objects, the fields of these
     """
 
     known: frozenset[str]
@@ -315,7 +314,7 @@ def unknown_within(body: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]) 
 
 @cache
 def fields_of(kind: type[msgspec.Struct]) -> KnownFields:
-    """Of a body."""
+    """The fields of a body."""
     return _fields([kind])
 
 
@@ -340,7 +339,7 @@ def _type_of(field: msgspec.structs.FieldInfo) -> inspect.Type:
 
 
 def _structs(kind: inspect.Type) -> Iterator[type[msgspec.Struct]]:
-    """Those that a value of this type may be, or hold in a list."""
+    """The structs that a value of this type may be, or hold in a list."""
     if isinstance(kind, inspect.StructType):
         yield kind.cls
     elif isinstance(kind, inspect.ListType):
@@ -350,14 +349,14 @@ def _structs(kind: inspect.Type) -> Iterator[type[msgspec.Struct]]:
             yield from _structs(item)
 
 
-MAX_FIELD_BYTES = 32 * 2**10  # bytes of a field that is looked at, some ms at the worst
+MAX_FIELD_BYTES = 32 * 2**10  # bytes of a field in which 5.0 becomes 5, some ms at the worst
 
 
 def with_integral_floats_as_ints(
     body: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]
 ) -> bytes | None:
-    """The body with 5.0 written as 5 where an integer is needed; None if it has none such. Called
-    for bodies that were refused. msgspec.DecodeError.
+    """The body with 5.0 written as 5 where an integer is needed; None if there is no such number.
+    Called for bodies that were refused. Raises msgspec.DecodeError.
     """
     types, changed = _integer_fields(kind), dict[str, JsonValue | msgspec.Raw](body)
     for name in types.keys() & body.keys():
@@ -369,7 +368,7 @@ def with_integral_floats_as_ints(
 
 @cache
 def _integer_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[inspect.Type, ...]]:
-    """Of the fields in which there is a whole number, at any depth."""
+    """Types of the fields that may hold an integer, at any depth, by name."""
     fields = {f.encode_name: _alternatives(_type_of(f)) for f in msgspec.structs.fields(kind)}
     return {name: types for name, types in fields.items() if any(map(_has_integer, types))}
 
@@ -403,8 +402,8 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 def prescanned(body: bytes | bytearray, kind: type[BodyType]) -> Iterator[None]:
-    """Checks depth and size of a `body` of type `kind`, a slice each time it is asked to go on; to
-    be done before decode(). ApiError 400.
+    """Checks depth and size of a `body` of type `kind`, one slice an iteration; comes before
+    decode(). Raises ApiError 400.
     """
     try:
         yield from prescan(body, kind.json_limits)
@@ -479,7 +478,7 @@ class Service:
 
     core: live requests, and health. sessions: where calls go in and deltas come out.
     metrics, access_log, admission, browsers: see their classes.
-    model: the served name. terms: defaults and parsers for requests.
+    model: the served name. defaults: of requests, with limits and parsers.
     max_body_bytes: after decompression. context_length: most tokens of prompt and output, 0:
         unknown.
     fingerprint: `system_fingerprint` of answers. tokenizer_info: JSON of /tokenizer_info.
@@ -490,19 +489,19 @@ class Service:
     sessions: RequestSessions
     metrics: Metrics
     model: str
-    terms: RequestDefaults
+    defaults: RequestDefaults
     admission: Admission
     browsers: BrowserGuard
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
     fingerprint: str = ""
     tokenizer_info: bytes = b"{}"
-    monitor: PipelineMonitor | None = None  # None: there is no page
+    monitor: PipelineMonitor | None = None
     access_log: AccessLog = field(default_factory=lambda: AccessLog(RequestTraces()))
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-# Fields that the body of /tokenize shares with a chat's: all that a chat's prompt depends on.
+# Fields that /tokenize shares with chats: all that a chat's prompt depends on.
 CHAT_FIELDS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(
     ChatRequest.__struct_fields__
 )
@@ -510,21 +509,21 @@ CHAT_FIELDS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(
 NO_OUTPUT = SamplingParams(max_tokens=0, skip_special_tokens=False)
 
 
-def tokenize_call(request: TokenizeRequest, name: str, terms: RequestDefaults) -> Call:
-    """The call that asks for a prompt's ids. Raises ApiError 400."""
+def tokenize_call(request: TokenizeRequest, name: str, defaults: RequestDefaults) -> Call:
+    """The call for a prompt's ids. Raises ApiError 400."""
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
     if request.prompt is None:
         chat = ChatRequest(**{field: getattr(request, field) for field in CHAT_FIELDS})
         return replace(
-            prompt_call(chat, name, terms),
+            prompt_call(chat, name, defaults),
             return_prompt_ids=True,
             return_token_strs=bool(request.return_token_strs),
         )
     return Call(
         request_id=name,
         params=NO_OUTPUT,
-        timeout=terms.timeout,
+        timeout=defaults.timeout,
         text=request.prompt,
         add_special_tokens=request.add_special_tokens is not False,
         return_prompt_ids=True,
@@ -533,19 +532,19 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: RequestDefaults) -
     )
 
 
-def prompt_call(request: ChatRequest, name: str, terms: RequestDefaults) -> Call:
-    """The call that asks for a chat's prompt, also if its tool calls could not be parsed. Raises
+def prompt_call(request: ChatRequest, name: str, defaults: RequestDefaults) -> Call:
+    """The call for a chat's prompt, also where the model's tool calls cannot be parsed. Raises
     ApiError 400.
     """
     with_tools = functions_to_tools(request)
     try:
-        prompt = chat_prompt(with_tools or request, terms.parsers)
+        prompt = chat_prompt(with_tools or request, defaults.parsers)
     except ApiError as error:
         raise (error if with_tools is None else renamed(error, LEGACY_FIELD_NAMES)) from None
     return Call(
         request_id=name,
         params=NO_OUTPUT,
-        timeout=terms.timeout,
+        timeout=defaults.timeout,
         chat=prompt.chat,
         template_arguments=prompt.arguments,
         add_special_tokens=bool(request.add_special_tokens),
@@ -553,12 +552,12 @@ def prompt_call(request: ChatRequest, name: str, terms: RequestDefaults) -> Call
     )
 
 
-def detokenize_call(request: DetokenizeRequest, name: str, terms: RequestDefaults) -> Call:
-    """The call that asks for the text of ids."""
+def detokenize_call(request: DetokenizeRequest, name: str, defaults: RequestDefaults) -> Call:
+    """The call for the text of ids."""
     return Call(
         request_id=name,
         params=replace(NO_OUTPUT, skip_special_tokens=bool(request.skip_special_tokens)),
-        timeout=terms.timeout,
+        timeout=defaults.timeout,
         prompt_ids=pack(request.tokens),
         return_prompt_text=True,
         only_encode=True,
@@ -576,7 +575,7 @@ class EncodedPrompt:
             self._result.set_result(started)
 
     def delta(self, index: int, delta: OutputDelta) -> None:
-        """The end; Started brought all of it."""
+        """The end of the request; Started has brought the prompt."""
 
     def failed(self, index: int, failed: Failed) -> None:
         if not self._result.done():
@@ -601,9 +600,10 @@ def tokenize_response(started: Started, context_length: int) -> JsonObject:
     }
 
 
-IGNORED_SCHEMA = web.RequestKey("left_out", str)  # of a request whose schema is not held in full
-MAX_IGNORED_SCHEMA = 1_000  # letters
-HEADER_LETTERS = " !#$&'()*+,/:;=?@[]{}|<>"  # that a header has as they are
+# Of a request whose schema is not enforced as a whole: the parts that are not.
+IGNORED_SCHEMA = web.RequestKey("left_out", str)
+MAX_IGNORED_SCHEMA = 1_000  # letters of these
+HEADER_LETTERS = " !#$&'()*+,/:;=?@[]{}|<>"  # letters that need no escape in a header
 
 log = logging.getLogger(__name__)
 
@@ -619,49 +619,49 @@ class Serving:
         self._write_batch = WriteBatch()
 
     async def read_body(self, request: web.Request, kind: type[BodyType]) -> BodyType:
-        """The decoded body; read only if a request would be taken now."""
+        """The decoded body. Raises ApiError before it is read if no request would be taken now."""
         self.check_capacity(1)
         body = await self._bodies.read(request, kind)
         self.check_model(body.model)
         return body
 
-    def new_answer(self, name: str, job: ParsedRequest, chat: bool) -> ResponseMetadata:
-        """The answer called `name`: its id, time, model and parsers."""
+    def response_metadata(self, name: str, parsed: ParsedRequest, chat: bool) -> ResponseMetadata:
+        """What all parts of the response with id `name` have in common."""
         return ResponseMetadata(
             chat=chat,
             id=name,
             created=int(time.time()),
             model=self.service.model,
-            output_options=job.output_options,
-            parser_factory=job.parser_factory,
-            tool_call_options=job.tool_call_options,
+            output_options=parsed.output_options,
+            parser_factory=parsed.parser_factory,
+            tool_call_options=parsed.tool_call_options,
             fingerprint=self.service.fingerprint,
         )
 
     async def respond(
-        self, request: web.Request, job: ParsedRequest, encoder: ResponseEncoder
+        self, request: web.Request, parsed: ParsedRequest, encoder: ResponseEncoder
     ) -> web.StreamResponse:
-        """Runs the job; `encoder` encodes the answer."""
-        self.check_capacity(job.choices)
-        constraint = job.constraint
+        """Runs the calls of the request; `encoder` encodes the answer."""
+        self.check_capacity(parsed.choices)
+        constraint = parsed.constraint
         if constraint.unenforced:
             _note_ignored_schema(request, constraint.unenforced)
-        sink = EventStream(encoder, self._write_batch) if job.stream else FullResponse(encoder)
+        sink = EventStream(encoder, self._write_batch) if parsed.stream else FullResponse(encoder)
         checked = (
             _GrammarRefusals(sink, request, constraint.fallback_omits)
             if constraint.fallback is not None
             else sink
         )
         admission = self.service.admission
-        admission.count_choices(request, job.prompts, job.choices)
+        admission.count_choices(request, parsed.prompts, parsed.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
-        calls = self._with_client(request, job.calls)
+        calls = self._with_client(request, parsed.calls)
         try:
             async with self.service.sessions.open(calls, admission.metered(request, checked)):
                 return await sink.respond(request)
         except ApiError as error:
-            # Nobody behind the gateway knows which field has asked for the form.
+            # The stages behind the gateway do not know which field the constraint comes from.
             names = {"structured_outputs": constraint.field} if constraint.field else {}
             raise renamed(error, names) from None
 
@@ -674,7 +674,7 @@ class Serving:
             return await sink.prompt()
 
     def _with_client(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
-        """The calls with their client's hash; the monitor learns whose they are."""
+        """The calls with their client's hash; the monitor notes their owner."""
         monitor, client = self.service.monitor, self.service.admission.client_hash(request)
         for call in calls:
             if monitor is not None:
@@ -698,21 +698,22 @@ class Serving:
 
 
 class _GrammarRefusals:
-    """A sink in front of another, for a request that is served though its grammar is refused.
+    """A sink in front of another, for a request that is served though its grammar may be refused.
 
-    Notes before the headers are sent what the answer is not constrained by: `loses`.
+    If so, notes before the headers are sent what the answer is not constrained by.
+    fallback_omits: as in OutputConstraint.
     """
 
-    __slots__ = ("_loses", "_request", "_sink")
+    __slots__ = ("_fallback_omits", "_request", "_sink")
 
-    def __init__(self, sink: ResponseSink, request: web.Request, loses: str) -> None:
+    def __init__(self, sink: ResponseSink, request: web.Request, fallback_omits: str) -> None:
         self._sink = sink
         self._request = request
-        self._loses = loses
+        self._fallback_omits = fallback_omits
 
     def started(self, index: int, started: Started) -> None:
         if started.refusal:
-            _note_ignored_schema(self._request, (f"{self._loses}: {started.refusal}",))
+            _note_ignored_schema(self._request, (f"{self._fallback_omits}: {started.refusal}",))
         self._sink.started(index, started)
 
     def delta(self, index: int, delta: OutputDelta) -> None:
@@ -724,10 +725,10 @@ class _GrammarRefusals:
 
 def _note_ignored_schema(request: web.Request, parts: Sequence[str]) -> None:
     """Puts into a header and the log what the answer is not constrained by."""
-    # Names of properties are the client's: no log has them, a header takes ASCII only.
+    # Names of properties are the client's: the log gets keywords alone, and a header takes ASCII.
     request[IGNORED_SCHEMA] = quote("; ".join(parts), HEADER_LETTERS)[:MAX_IGNORED_SCHEMA]
     keywords = sorted({each.partition(" ")[0] for each in parts})
-    log.info("%s: its answer is not held to %s", x_request_id(request), ", ".join(keywords))
+    log.info("%s: its answer is not constrained by %s", x_request_id(request), ", ".join(keywords))
 
 
 def client_trace(request: web.Request) -> str:

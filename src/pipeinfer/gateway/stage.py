@@ -29,7 +29,7 @@ from aiohttp import web
 from pipeinfer.checkpoint.fields import read_json
 from pipeinfer.checkpoint.source import FILES_TO_FETCH, find_model
 from pipeinfer.control import CHANNEL
-from pipeinfer.gateway import api_keys, stage
+from pipeinfer.gateway import api_keys
 from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits
 from pipeinfer.gateway.app import build_app
 from pipeinfer.gateway.auth import (
@@ -71,8 +71,9 @@ from pipeinfer.version import __version__
 log = logging.getLogger(__name__)
 
 NAIVE_CACHE = "naive"  # of --cache
-MAX_TOKENS = 1_000_000  # of a request whose model does not say; buckets end there
-TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
+# Tokens of a request at most, where the context length is not known: histograms end there.
+MAX_TOKENS = 1_000_000
+TICK = 0.1  # seconds between two ticks: so late may a timeout or a silent stage be noticed
 
 
 def build(context: StageContext) -> Stage:
@@ -92,19 +93,21 @@ def build(context: StageContext) -> Stage:
     targets = Targets(settings.itl_target, settings.ttft_target)
     context_length = _context_length(settings, folder)
     metrics = Metrics(
-        core.health, core.can_serve, targets, _vllm(settings, core.health, context_length)
+        core.health, core.can_serve, targets, _vllm_metrics(settings, core.health, context_length)
     )
-    certificate = stage.load_certificate(settings)
-    admission = Admission(_keys(settings), _limits(settings), metrics, is_loopback(settings.host))
-    files = _files(settings, folder)
+    certificate = load_certificate(settings)
+    admission = Admission(
+        _api_keys(settings), _key_limits(settings), metrics, is_loopback(settings.host)
+    )
+    files = _tokenizer_files(settings, folder)
     service = Service(
         core,
         RequestSessions(metrics),
         metrics,
         settings.model_name,
-        terms(settings, folder, files),
+        request_defaults(settings, folder, files),
         admission,
-        _web_pages(settings, admission),
+        _browser_guard(settings, admission),
         settings.max_body_mib * 2**20,
         context_length,
         fingerprint=fingerprint(settings, folder),
@@ -114,7 +117,7 @@ def build(context: StageContext) -> Stage:
     )
     other_stages = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(
-        service, partial(stage.server_url, settings), lambda: _listen(context), certificate
+        service, partial(server_url, settings), lambda: _listen(context), certificate
     )
     return Stage(
         core,
@@ -125,68 +128,71 @@ def build(context: StageContext) -> Stage:
             *death_subscriptions(context.topology, "telemetry"),
         ),
         before_leave=lambda: driver.leave(settings.drain_timeout),
-        reload=lambda: _reload(settings, admission, certificate),
+        reload=lambda: _reload_keys_and_certificate(settings, admission, certificate),
         monitor=service.monitor,
     )
 
 
-def _vllm(settings: Settings, health: Health, context_length: int) -> VllmMetrics | None:
+def _vllm_metrics(settings: Settings, health: Health, context_length: int) -> VllmMetrics | None:
     if not settings.vllm_metrics:
         return None
     max_tokens = context_length or MAX_TOKENS
     return VllmMetrics(health, settings.model_name, max_tokens, settings.cache != NAIVE_CACHE)
 
 
-TokenizerFiles = tuple[
-    JsonObject, dict[str, str]
-]  # the tokenizer's configuration, and chat templates
+# The tokenizer's configuration, and chat templates.
+TokenizerFiles = tuple[JsonObject, dict[str, str]]
 
 
-def _files(settings: Settings, folder: Path) -> TokenizerFiles:
+def _tokenizer_files(settings: Settings, folder: Path) -> TokenizerFiles:
     config = read_tokenizer_config(folder)
     return config, template_sources(folder, config, settings.chat_template)
 
 
-def terms(settings: Settings, folder: Path, files: TokenizerFiles | None = None) -> RequestDefaults:
+def request_defaults(
+    settings: Settings, folder: Path, files: TokenizerFiles | None = None
+) -> RequestDefaults:
     """Defaults, bounds and parsers for requests to the checkpoint in `folder`.
 
     files: its tokenizer files, if they were read before. Raises ConfigurationError.
     """
-    # More prompts than may wait could never be taken together.
-    most = min(settings.max_prompts, settings.max_queue)
-    config, templates = files or _files(settings, folder)
-    read = choose_parsers(
+    # A request with more prompts than may wait would always be refused.
+    max_prompts = min(settings.max_prompts, settings.max_queue)
+    config, templates = files or _tokenizer_files(settings, folder)
+    parsers = choose_parsers(
         settings.tool_parser,
         settings.reasoning_parser,
         "\n".join(templates.values()),
         added_tokens(folder, config),
     )
-    if read.template_has_tools and not read.tool_parser_name and not read.tools_disabled:
+    if parsers.template_has_tools and not parsers.tool_parser_name and not parsers.tools_disabled:
         log.warning(
-            "tools are refused unless tool_choice demands a call: %s", read.why_no_tool_calls
+            "tools are refused unless tool_choice demands a call: %s", parsers.why_no_tool_calls
         )
     closed = not settings.allow_additional_properties
-    return RequestDefaults(sampling_defaults(folder), most, settings.request_timeout, read, closed)
+    return RequestDefaults(
+        sampling_defaults(folder), max_prompts, settings.request_timeout, parsers, closed
+    )
 
 
-def _limits(settings: Settings) -> KeyLimits:
+def _key_limits(settings: Settings) -> KeyLimits:
     """Limits of keys that name none themselves."""
     return KeyLimits(
         settings.key_concurrent, settings.key_requests_per_minute, settings.key_tokens_per_minute
     )
 
 
-def _keys(settings: Settings) -> ApiKeys:
-    """The key of the settings, else the keys of their file; without any every client is let in."""
+def _api_keys(settings: Settings) -> ApiKeys:
+    """The key of the settings, else the keys of their file; without keys all clients are served."""
     if settings.api_key:
-        return api_keys.single_key(settings.api_key, _limits(settings))
+        return api_keys.single_key(settings.api_key, _key_limits(settings))
     if settings.api_key_file:
-        return api_keys.read_key_file(settings.api_key_file, _limits(settings))
+        return api_keys.read_key_file(settings.api_key_file, _key_limits(settings))
     return ApiKeys()
 
 
-def _web_pages(settings: Settings, admission: Admission) -> BrowserGuard:
-    """The name to listen on, where it is one, is the server's without being named again."""
+def _browser_guard(settings: Settings, admission: Admission) -> BrowserGuard:
+    """The guard; the name that the server listens on is allowed without being listed."""
     hosts = parse_hosts(settings.allowed_hosts)
     if not admission.needs_key and not hosts and not is_loopback(settings.host):
         log.info("no API keys: clients that use a name with a dot need --allowed-hosts NAME")
@@ -195,11 +201,13 @@ def _web_pages(settings: Settings, admission: Admission) -> BrowserGuard:
     return BrowserGuard(named, bool(hosts), origins, lambda: not admission.needs_key, is_protected)
 
 
-def _reload(settings: Settings, admission: Admission, certificate: Certificate | None) -> None:
-    """Reads keys and certificate again; what cannot be read stays as it was."""
+def _reload_keys_and_certificate(
+    settings: Settings, admission: Admission, certificate: Certificate | None
+) -> None:
+    """Reads keys and certificate again; one that cannot be read stays as it was."""
     if settings.api_key_file and not settings.api_key:
         try:
-            found = _keys(settings)
+            found = _api_keys(settings)
             if not found and admission.needs_key:
                 raise ConfigurationError(f"--api-key-file {settings.api_key_file}: it is empty")
             if found:
@@ -223,17 +231,17 @@ def _listen(context: StageContext) -> list[socket.socket]:
 
 
 def _context_length(settings: Settings, folder: Path) -> int:
-    """For /v1/models only; what refuses a long prompt is the tokenizer stage."""
+    """The model's context length for /v1/models; the tokenizer stage refuses long prompts."""
     if settings.max_model_len:
         return settings.max_model_len
     try:
         return read_json(folder, "config.json").integer("max_position_embeddings", 0, least=0)
     except ConfigurationError:
-        return 0  # not shown then; the stages that need the file say what is wrong with it
+        return 0  # not shown; the stages that need the file report what is wrong with it
 
 
-# Settings by which no answer changes: who may ask and how much, where processes run and what they
-# write down, what waits, and what is computed when. All others count.
+# Settings that change no answer: access and limits, where processes run and what they record,
+# queues, and the order of the work. All other settings are part of the fingerprint.
 WITHOUT_EFFECT = frozenset(
     (
         "all_graphs_first", "allowed_hosts", "allowed_origins", "api_key", "api_key_file", "dp",
@@ -247,10 +255,12 @@ WITHOUT_EFFECT = frozenset(
         "vllm_metrics", "watchdog",
     )
 )  # fmt: skip
-# Settings that name files, which count by what is in them.
+# Settings that name files, whose contents are part of the fingerprint.
 FILE_SETTINGS = frozenset(("chat_template", "model", "revision"))
 MAX_WHOLE_FILE = 32 * 2**20  # bytes up to which a file is read as a whole
-SAMPLES, SAMPLE = 8, 4096  # parts of a larger one, and bytes of each: weights differ everywhere
+# Of a larger file so many parts are read, which is enough since weights differ everywhere.
+SAMPLES = 8
+SAMPLE_BYTES = 4096  # bytes of each part
 
 
 def fingerprint(settings: Settings, model: Path) -> str:
@@ -284,8 +294,8 @@ def _add_file(digest: blake2b, path: Path) -> None:
                 digest.update(file.read())
                 return
             for part in range(SAMPLES):
-                file.seek((size - SAMPLE) * part // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE))
+                file.seek((size - SAMPLE_BYTES) * part // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
     except OSError:
         return
 
@@ -301,7 +311,7 @@ class Certificate:
         self.context = self._read()
 
     def reload(self) -> None:
-        """Uses what the files hold now for new connections.
+        """Uses the present content of the files for new connections.
 
         Raises ConfigurationError as the constructor does; then nothing changes.
         """
@@ -328,7 +338,7 @@ class Certificate:
 
 
 def _refuse_password() -> str:
-    """Stands in for OpenSSL's question on the terminal."""
+    """In place of OpenSSL's prompt for a password on the terminal."""
     raise ValueError("a key with a password")
 
 
@@ -355,8 +365,8 @@ def server_url(settings: Settings, port: int) -> str:
 
 SHUTDOWN_TIMEOUT = 5.0  # seconds that handlers have to finish when the server stops
 QUIET_SECONDS = 2.0  # seconds without a request after which idle connections may be closed
-LEAVE_POLL = 0.01  # seconds
-FIRST_HEARTBEATS = 1.0  # seconds within which the stages that are there have been heard
+LEAVE_POLL = 0.01  # seconds between two checks whether requests run
+FIRST_HEARTBEATS = 1.0  # seconds within which heartbeats of all running stages have come
 
 
 class HttpDriver:
@@ -424,7 +434,8 @@ class HttpDriver:
     async def leave(self, seconds: float) -> None:
         """Leaves new connections to other processes with the same sockets, and ends its own.
 
-        Each connection ends with its next answer, which says so, and at the latest after `seconds`.
+        Each connection ends with its next answer, which has "Connection: close", and at the latest
+        after `seconds`.
         """
         if self._runner is None or self._runner.server is None:
             return
@@ -470,7 +481,8 @@ class HttpDriver:
         async def end_connection(_request: web.Request, response: web.StreamResponse) -> None:
             if self._leaving:
                 response.force_close()
-                # aiohttp has written its headers before; a client that is not told uses it again.
+                # force_close() comes too late for aiohttp's own header, and without the header a
+                # client sends its next request on this connection.
                 response.headers["Connection"] = "close"
 
         app = build_app(self._service)
@@ -517,5 +529,5 @@ class HttpDriver:
             over = CLEAR_LINE if can_rewrite(sys.stdout) else ""
             try:
                 print(f"{over}ready {self.url}", file=sys.stdout, flush=True)
-            except BrokenPipeError:  # a server goes on, whether anybody reads that or not
+            except BrokenPipeError:  # nobody reads stdout, which is no reason to end
                 discard_unread()

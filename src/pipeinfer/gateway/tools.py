@@ -49,7 +49,8 @@ from pipeinfer.grammars.json_schema import compilable_schema
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
-# Letters, of all calls in a conversation. The tokenizer parses them, some 40 ms at the worst.
+# Characters of the arguments of all calls in a conversation. The tokenizer parses them, some 40 ms
+# at the worst.
 MAX_ARGUMENT_CHARS = 2**20
 
 
@@ -81,14 +82,7 @@ def tool_call_constraint(
         for name, schema in tools.schemas.items()
         if name in tools.allowed
     }
-    many, param = (
-        parallel and not tools.one_function,
-        "tool_choice" if tools.one_function else "tools",
-    )
-    allow_content, after_reasoning = (
-        not forced and constraint.spec is None,
-        bool(parsers.reasoning_parser_name),
-    )
+    param = "tool_choice" if tools.one_function else "tools"
     content_constraint, fallback_content = (
         (None, None) if forced else (constraint.spec, constraint.fallback or constraint.spec)
     )
@@ -101,12 +95,12 @@ def tool_call_constraint(
             )
         grammar_request = GrammarRequest(
             schemas,
-            many,
-            allow_content,
-            parsers.added_tokens,
-            after_reasoning,
-            content_constraint,
-            tools.input_grammars,
+            parallel=parallel and not tools.one_function,
+            allow_content=not forced and constraint.spec is None,
+            added_tokens=parsers.added_tokens,
+            after_reasoning=bool(parsers.reasoning_parser_name),
+            content_constraint=content_constraint,
+            input_grammars=tools.input_grammars,
         )
         spec = StructuredOutputs(grammar=_grammar(grammar_of, grammar_request, strict, unenforced))
         with_schema = strict | tools.custom_tools
@@ -151,8 +145,8 @@ def _grammar(
 ) -> str:
     """The grammar of calls. Raises UnsupportedSchema.
 
-    Functions whose schema it cannot enforce, and that are not strict, get any object; `unenforced`
-    says so.
+    A function that is not strict may have any object as its arguments if the grammar cannot enforce
+    its schema; `unenforced` gets the reason, by the function's name.
     """
     try:
         return grammar(grammar_request)
@@ -171,8 +165,8 @@ def _grammar(
 def _enforceable_schema(
     name: str, schema: JsonObject | None, strict: bool, closed_objects: bool
 ) -> tuple[JsonObject | None, tuple[str, ...]]:
-    """A function's schema in the words of grammars, and what they leave out. Raises GrammarError if
-    a strict one cannot be enforced.
+    """(a function's schema with the keywords that grammars enforce, the other keywords). Raises
+    GrammarError if a strict schema cannot be enforced.
     """
     if not schema:
         return schema, ()
@@ -191,8 +185,8 @@ def _enforceable_schema(
 def final_message_constraint(
     constraint: StructuredOutputs, parsers: OutputParsers, field: str
 ) -> StructuredOutputs:
-    """The constraint of a harmony answer's final message. `field`: that asks for it. ApiError
-    400.
+    """The constraint of a harmony answer's final message. `field`: of the request, for errors.
+    ApiError 400.
     """
     try:
         spec = final_message_grammar(
@@ -205,7 +199,7 @@ def final_message_constraint(
 
 
 def check_arguments_size(calls: Iterable[JsonObject]) -> None:
-    """ApiError 400 if earlier calls have more arguments than are parsed again."""
+    """ApiError 400 if the arguments of earlier calls are longer than MAX_ARGUMENT_CHARS."""
     texts = map(_arguments_text, calls)
     if sum(len(text) for text in texts if text is not None) > MAX_ARGUMENT_CHARS:
         message = f"the arguments of all tool_calls are longer than {MAX_ARGUMENT_CHARS} characters"
@@ -219,7 +213,7 @@ def _arguments_text(call: JsonObject) -> str | None:
 
 
 def tool_call_for_template(call: JsonObject, where: str) -> JsonObject:
-    """An earlier call as one of a function; the tokenizer finds whether a template wants its
+    """An earlier call as the call of a function; the tokenizer finds out whether the template takes
     arguments as an object or as text. ApiError 400 for an unknown type.
     """
     kind = call.get("type")
@@ -229,7 +223,7 @@ def tool_call_for_template(call: JsonObject, where: str) -> JsonObject:
 
 
 def _custom_call_as_function(call: JsonObject, where: str) -> JsonObject:
-    """The call of a custom tool as one of a function."""
+    """The call of a custom tool as the call of a function."""
     custom = call.get("custom")
     given = custom if isinstance(custom, dict) else {}
     name, text = given.get("name"), given.get("input")
@@ -341,13 +335,13 @@ def _function(tool: Tool, where: str, kinds: dict[str, str]) -> Function:
     return function
 
 
-def check_tool_type(kind: str, where: str, *more: str) -> None:
-    """ApiError 400 for a tool type that is not served; `further`: types that are served there as
-    well.
+def check_tool_type(kind: str, where: str, *further: str) -> None:
+    """ApiError 400 for a tool type that is not supported. `further`: types beside TOOL_TYPES that
+    are.
     """
-    if kind not in (*TOOL_TYPES, *more):
-        known = ", ".join(map(repr, (*TOOL_TYPES, *more)))
-        message = f"{where}: {kind[:100]!r} is not supported, only {known} are"
+    if kind not in (*TOOL_TYPES, *further):
+        supported = ", ".join(map(repr, (*TOOL_TYPES, *further)))
+        message = f"{where}: {kind[:100]!r} is not supported, only {supported} are"
         raise ApiError(400, message, where, "unsupported_parameter")
 
 
@@ -408,7 +402,7 @@ def check_sendable(param: str, value: JsonValue) -> None:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
 
 
-# What chats with tools call a field, and what it is called here.
+# {field of a chat with tools: the field of a chat with functions}.
 LEGACY_FIELD_NAMES = {"tools": "functions", "tool_choice": "function_call"}
 
 
@@ -573,7 +567,7 @@ def _fallback_json(spec: StructuredOutputs, schema: JsonObject | bool) -> Struct
 
 def unenforced_message(parts: tuple[str, ...]) -> str:
     """Why a strict schema is refused."""
-    return f"strict: true, but an answer cannot be held to {', '.join(parts[:5])}"
+    return f"strict: true, but an answer cannot be constrained by {', '.join(parts[:5])}"
 
 
 def _strict(given: ResponseFormat | None) -> bool:

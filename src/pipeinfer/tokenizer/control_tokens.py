@@ -30,12 +30,12 @@ from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, ar
 
 MAX_TEMPLATE_LETTERS = 65_536  # of a request's template: several times the longest one known
 COMPILE_WEIGHT = 64 * 1024  # bytes of text that take as long to encode as a template to compile
-MAX_REQUEST_TEMPLATES = 4  # compiled templates of requests that are kept, the last ones
+MAX_REQUEST_TEMPLATES = 4  # compiled templates of requests that are kept
 # Marks the end of a message that the model continues, so that the end is found in the rendered
 # text: a character of the last private plane that is not in the chat.
 CONTINUATION_MARKERS = range(0x10FFFD, 0x10FF00, -1)
 ESCAPE_CHARACTERS = range(0xE000, 0xF900)  # private use: unknown to templates, no white space
-# Placeholders are at the ends of the private-use planes, where nobody has put icons. The second
+# Placeholders are at the ends of the private-use planes, which icon fonts do not use. The second
 # plane is for texts that use the first.
 PLACEHOLDER_PLANES = (0xFFFFE, 0x10FFFE)
 # Roles that a template knows by name, of which it may build a control token: '<|' + role + '|>'.

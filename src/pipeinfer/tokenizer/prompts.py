@@ -98,7 +98,7 @@ class PromptEncoder:
     eos_ids: ids that end a request by themselves.
     allow_control_tokens: messages may spell control tokens.
     multithreaded: the process has nothing else to do, so the library may start threads.
-    tags: around the thoughts in answers to chats, if those are told apart.
+    tags: around the reasoning in answers to chats, if a reasoning parser separates it.
     thought_budgets: whether engines end thoughts that exceed a budget.
     """
 
@@ -115,7 +115,7 @@ class PromptEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._tags = tags
-        # A budget counts thoughts also if answers do not tell them apart.
+        # A budget counts reasoning also without a reasoning parser.
         self._budget_tags = tags or _find_tags(tokenizer)
         self.thought_budgets = True
         self._vocab_size = vocab_size
@@ -169,12 +169,12 @@ class PromptEncoder:
             raise Rejected("the request has no prompt", param)
         if not len(ids):
             if submit.only_encode and submit.chat is None:
-                return TokenizedPrompt(ids)  # whoever counts texts has empty ones among them
+                return TokenizedPrompt(ids)  # an empty text has 0 tokens
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
         truncated = self._truncate(ids, submit.params)
         if len(truncated) < len(ids) and submit.params.truncation_side == "right":
-            state = None  # what the template wrote last is gone
+            state = None  # the end of the rendered prompt is cut off
         if not _counts_only(submit):
             self._check_length(len(truncated), submit.params, param)
         return self._with_thoughts(submit, truncated, state)
@@ -190,8 +190,8 @@ class PromptEncoder:
             tags = self._budget_tags
         if spec is not None and spec.after and (tags is None or spec.after != tags.closing):
             # The client names the text behind which its grammar begins.
-            over = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(spec.after)
-            thoughts = Thoughts("", spec.after, "over" if over else "open")
+            closed = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(spec.after)
+            thoughts = Thoughts("", spec.after, "over" if closed else "open")
             return TokenizedPrompt(ids, state or "before", thoughts)
         if tags is None or not (chat or budget or spec is not None):
             return TokenizedPrompt(ids)
@@ -328,12 +328,12 @@ class PromptEncoder:
         """Refuses a text that has too many tokens however it is encoded, unless it is truncated."""
         if submit.params.truncate_prompt_tokens:
             return
-        fewest = 0 if self._length_bound is None else self._length_bound.min_token_count(text)
-        if fewest >= self._max_model_len * (COUNTED_CONTEXTS if _counts_only(submit) else 1):
-            raise self._too_long(f"at least {fewest}", param)
+        min_tokens = 0 if self._length_bound is None else self._length_bound.min_token_count(text)
+        if min_tokens >= self._max_model_len * (COUNTED_CONTEXTS if _counts_only(submit) else 1):
+            raise self._too_long(f"at least {min_tokens}", param)
 
     def _check_vocabulary(self, ids: np.ndarray, param: str) -> None:
-        if int(ids.view(np.uint32).max()) >= self._vocab_size:  # as which no id is below 0
+        if int(ids.view(np.uint32).max()) >= self._vocab_size:  # as uint32, negative ids are large
             wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
             raise self._unknown_token(int(wrong[0]), param)
 
@@ -394,7 +394,7 @@ class PromptEncoder:
 
 
 def _counts_only(submit: Submit) -> bool:
-    """Whether only the prompt's tokens are asked for, and no answer."""
+    """Whether only the prompt's tokens are counted."""
     return submit.only_encode and submit.params.max_tokens == 0
 
 
@@ -418,7 +418,7 @@ class EncoderParts(NamedTuple):
     encoder: for its prompts.
     eos_ids: ids that end a request by themselves.
     grammar_setup: the vocabulary for grammars; None: no grammars are served.
-    no_grammars_because: what clients are told then.
+    no_grammars_because: the refusal of requests with grammars then.
     """
 
     encoder: PromptEncoder
@@ -451,10 +451,10 @@ def load_encoder(folder: Path, settings: Settings, multithreaded: bool = False) 
         multithreaded,
         thought_tags(settings.reasoning_parser, shown),
     )
-    if multithreaded:  # it encodes, and nothing else
+    if multithreaded:  # a worker process, which only encodes
         return EncoderParts(encoder, eos_ids, None, "")
     if settings.grammar_backend == "none":
-        encoder.thought_budgets = False  # engines without masks count nothing
+        encoder.thought_budgets = False  # engines count reasoning by their masks
         return EncoderParts(encoder, eos_ids, None, "this server was started without grammars")
     try:
         vocabulary = vocabulary_setup(tokenizer, model.vocab_size, eos_ids)

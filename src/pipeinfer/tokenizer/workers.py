@@ -5,8 +5,8 @@
   megabytes delays prompts of its size only.
 - GrammarValidation: every grammar compiles in a process that may die of it. A first attempt has
   little time, which is enough for nearly all grammars. A grammar that needs more begins again in a
-  pool of its own: nobody can tell from a text how long it takes, and a client without a key can
-  look like a new one at any time.
+  pool of its own: its text does not show how long a grammar takes, and clients without a key
+  cannot be told from new ones.
 - TokenizerDriver: the stage's I/O beside the bus.
 - main: the process of an EncoderProcess, `python -m pipeinfer.tokenizer.workers`. It is a process
   because templates and the tokenizers library hold the interpreter for seconds. Its frames are
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 SHORT_QUEUE_BYTES = 256 * 1024
 # Bytes of a prompt in the second queue at most: encoding takes 1 s.
 MEDIUM_QUEUE_BYTES = 2 * 1024 * 1024
-MAX_PROCESSES_A_PROMPT = 2  # processes that may end over a prompt before it is refused
+MAX_PROCESSES_A_PROMPT = 2  # processes that may end during a prompt before it is refused
 # Processes for first attempts; the second starts when the first is busy.
 FAST_PROCESSES = 2
 # Seconds of processor time of a first attempt, ten times what most grammars take. While eight
@@ -101,8 +101,8 @@ class WorkerPool:
 
     max_workers: processes at most.
     make_worker: makes the next worker.
-    find_submit: (request_id, attempt) -> the request, None if nobody wants it any more. Asked when
-      the turn of the job comes.
+    find_submit: (request_id, attempt) -> the request, None if it has ended. Called when the job's
+      turn comes.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class EncoderProcess:
 
     def start(self) -> None:
         """See Worker."""
-        with suppress(OSError, ProcessEnded):  # the next prompt is told
+        with suppress(OSError, ProcessEnded):  # the next prompt gets the error
             self._running()
 
     def work(self, submit: Submit) -> Encoded:
@@ -288,7 +288,7 @@ class ValidationWorker:
 
     def start(self) -> None:
         """See Worker."""
-        with suppress(RuntimeError, OSError):  # the next job tells its client
+        with suppress(RuntimeError, OSError):  # the next job gets the error
             self.process.start()
 
     def work(self, submit: Submit) -> GrammarVerdict | ValidateGrammar:
@@ -303,7 +303,9 @@ class ValidationWorker:
                 return ValidateGrammar(name, attempt, submit.client)
             message = str(error)
         except (RuntimeError, OSError) as error:
-            return GrammarVerdict(name, attempt, 500, f"the grammar was not tried: {error}")
+            return GrammarVerdict(
+                name, attempt, 500, f"the grammar could not be validated: {error}"
+            )
         return GrammarVerdict(
             name, attempt, 400 if message else 0, message, grammar_digest(spec), self._is_slow
         )
@@ -314,7 +316,7 @@ class GrammarValidation:
 
     setup: the model's vocabulary; None where no grammars are served.
     find_submit: see WorkerPool.
-    no_grammars_because: what clients are told then.
+    no_grammars_because: the refusal of requests with grammars then.
     seconds: of processor time that a grammar may take at most.
     """
 

@@ -24,10 +24,10 @@ from pipeinfer.wire import unpack_few
 
 WHITESPACE = " \t\r\n"  # between parts of an output
 
-# Of calls: ours, nine letters and digits, or the function's name and the call's number.
+# Ids of calls: "call_" and a hash, nine letters and digits, or the function's name and a number.
 CallIdStyle = Literal["", "short", "numbered"]
 DeltaKind = Literal["content", "reasoning", "call", "arguments", "custom", "input"]
-INPUT_PARAMETER = "input"  # the parameter that a custom tool's text is to the model
+INPUT_PARAMETER = "input"  # the one parameter of a custom tool's function, its text
 MESSAGE_BREAK = -2  # in place of a call's index: a new message begins here
 
 
@@ -68,7 +68,7 @@ class ChoiceParser(OutputParser, Protocol):
     def reasoning(self) -> ReasoningTokenCounter: ...
 
 
-# From the state in which the prompt leaves the reasoning.
+# Makes a parser from the state of reasoning at the end of the prompt.
 ParserFactory = Callable[[ThoughtState], ChoiceParser]
 
 
@@ -85,9 +85,9 @@ class PlainTextParser:
 class ReasoningTokenCounter:
     """Counts the output tokens of one choice that are reasoning.
 
-    A parser says where in the output text reasoning lies, the detokenizer says where each token's
-    text begins. A token counts if its text begins behind the opening tag and before the closing
-    tag: tags do not count, white space between them does.
+    A parser gives the places of reasoning in the output text, the detokenizer the place where each
+    token's text begins. A token counts if its text begins behind the opening tag and before the
+    closing tag: tags do not count, white space between them does.
 
     Attributes:
     - count: reasoning tokens among those whose place is certain; of all tokens at the end
@@ -99,7 +99,7 @@ class ReasoningTokenCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        self.parsed_chars = inf  # until a parser of reasoning says otherwise
+        self.parsed_chars = inf  # until there is a reasoning parser
         self._open_start: float = 0
         self._span_open = False
         self._spans: deque[tuple[float, float]] = deque()  # of reasoning that has ended: from, to
@@ -149,7 +149,7 @@ class MarkerMatch:
 
 
 def find_marker(text: str, markers: Sequence[str]) -> MarkerMatch:
-    """The first of `markers` in `text`. No marker may be the begin of another."""
+    """The first of `markers` in `text`. No marker may be the beginning of another one."""
     first = min(
         ((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=None
     )
@@ -162,16 +162,16 @@ def find_marker(text: str, markers: Sequence[str]) -> MarkerMatch:
 
 def _begun(text: str, marker: str) -> int:
     """Letters at the end of `text` that begin `marker`."""
-    for many in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-many:]):
-            return many
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
     return 0
 
 
 class ContentBuffer:
     """The content around tool calls, without the white space that only separates calls.
 
-    White space at the end of content is kept back until it is known what follows.
+    White space at the end of content is buffered until a call, more content or the end follows.
     """
 
     __slots__ = ("_no_content_since_call", "_pending_space")
@@ -204,7 +204,7 @@ class ContentBuffer:
         self._pending_space, self._no_content_since_call = [], True
 
     def flush(self, deltas: list[ParsedDelta]) -> None:
-        """The output ends: kept white space is content."""
+        """The output ends: buffered white space is content."""
         if pending := "".join(self._pending_space):
             deltas.append(ParsedDelta("content", pending))
         self._pending_space = []
@@ -252,7 +252,7 @@ class ReasoningParser:
         - opened_by_prompt: the prompt ends behind the opening tag
         - include_reasoning: reasoning is returned, without white space at either end; else dropped
         - strip_answer: white space before the answer is not part of it
-        - counter: is told where reasoning lies
+        - counter: gets the places of reasoning in the output text
         """
         self._counter = counter or ReasoningTokenCounter()
         self._counter.parsed_chars = 0
@@ -356,8 +356,7 @@ class ReasoningParser:
 
 
 class AnswerTagParser:
-    """An answer between tags of its own, which are removed; what is between them goes to the next
-    parser.
+    """Removes the tags around an answer; the text between them goes to the next parser.
 
     Output that does not begin with the `opening` tag is passed on as it is.
     """

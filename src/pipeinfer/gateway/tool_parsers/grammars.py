@@ -304,7 +304,7 @@ def input_regex(tool: str, text: StructuredOutputs, excluded: str | None) -> str
         raise UnsupportedInputGrammar(tool, str(error)) from None
     where = "beside a form" if excluded is None else "with letters that are escaped or begin a tag"
     raise UnsupportedInputGrammar(
-        tool, f"{where} it cannot be held within a call of this model: {reason}"
+        tool, f"{where} it cannot stand within a call of this model: {reason}"
     )
 
 
@@ -356,7 +356,7 @@ def parameter_schemas(
     if strange or not isinstance(properties, dict) or not isinstance(required, list):
         names = strange[0] if strange else "properties"
         raise UnsupportedSchema(
-            f"{function}: calls of this model cannot be held to {names[:100]!r}"
+            f"{function}: calls of this model cannot be constrained by {names[:100]!r}"
         )
     missing = [each for each in required if each not in properties]
     if missing:
@@ -371,12 +371,11 @@ def parameter_schemas(
 
 # ------------------------------------------------------------------- Lark as a regular expression
 
-MAX_DEFINITION_CHARS = 64 * 1024  # letters
-MAX_REGEX_CHARS = (
-    32 * 1024
-)  # of an expression: rules that are put in each other's places may multiply
-MAX_EXPANDED_CHARS = 16 * MAX_REGEX_CHARS  # letters that are put together on the way
-MAX_ATOMS = 1_000  # different letters and classes that are looked at
+MAX_DEFINITION_CHARS = 64 * 1024  # letters of a grammar
+# Letters of an expression: rules that are put in each other's places may multiply.
+MAX_REGEX_CHARS = 32 * 1024
+MAX_EXPANDED_CHARS = 16 * MAX_REGEX_CHARS  # letters of all intermediate expressions
+MAX_ATOMS = 1_000  # different letters and classes in which may_contain() searches
 MAX_NESTING = 64  # of rules and brackets within each other
 # A JSON string has these as escapes alone.
 JSON_ESCAPED_CHARS = '"\\' + "".join(map(chr, range(32)))
@@ -425,9 +424,8 @@ _TERMINALS = {
 _TERMINALS["NUMBER"] = f"(?:{_TERMINALS['FLOAT']}|[0-9]+)"
 _TERMINALS["SIGNED_FLOAT"] = rf"[+\-]?{_TERMINALS['FLOAT']}"
 _TERMINALS["SIGNED_NUMBER"] = rf"[+\-]?{_TERMINALS['NUMBER']}"
-_METACHARACTERS = re.compile(
-    r"[\\.+*?()|\[\]{}^$#&~/-]"
-)  # letters that mean something in an expression
+# Letters with a meaning in an expression.
+_METACHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 _FLAGS = frozenset("imsux")
 
 
@@ -473,8 +471,8 @@ class _Grammar:
         self._rules: dict[str, list[_Token]] = {}
         self._ignored: list[list[_Token]] = []
         self._regex_by_rule: dict[str, str] = {}
-        self._expanded_chars = 0  # letters, in all
-        self._open_rules: list[str] = []  # rules that are being put together
+        self._expanded_chars = 0  # letters of all intermediate expressions
+        self._open_rules: list[str] = []  # rules that are being expanded
         if len(definition) > MAX_DEFINITION_CHARS:
             raise UnsupportedGrammar(
                 f"it has {len(definition)} letters, at most {MAX_DEFINITION_CHARS} are read"
@@ -509,7 +507,7 @@ class _Grammar:
                     self._import(name, name)
             elif found["other"]:
                 raise UnsupportedGrammar(
-                    f"{found['other'][:40]!r} in it cannot be held within a call"
+                    f"{found['other'][:40]!r} in it cannot stand within a call"
                 )
             elif (expression := _token_regex(found)) is not None:
                 body.append(_Token("regex", expression))
@@ -668,7 +666,7 @@ def _atoms(body: str) -> Iterator[_Atom]:
             group = _GROUP.match(body, at)
             if group is None:
                 raise UnsupportedGrammar(
-                    f"{body[at : at + 100]} in an expression cannot be held within a call"
+                    f"{body[at : at + 100]} in an expression cannot stand within a call"
                 )
             on, _, off = (group["flags"] or "").partition("-")
             if group["alone"] != ")":

@@ -44,11 +44,9 @@ from pipeinfer.gateway.tool_parsers.partial_json import (
 )
 
 MAX_HEADER_CHARS = 256  # letters between the opening and arguments: the name, an id, white space
-IGNORED_AFTER_CALL = WHITESPACE + ",}]`"  # what a model may write too much of, behind an object
-DEEPSEEK_SEPARATOR, KIMI_ARGUMENT_BEGIN = (
-    "<｜tool▁sep｜>",
-    "<|tool_call_argument_begin|>",
-)  # behind names
+IGNORED_AFTER_CALL = WHITESPACE + ",}]`"  # surplus letters that models write behind an object
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"  # between type and name, or behind the name
+KIMI_ARGUMENT_BEGIN = "<|tool_call_argument_begin|>"  # behind the name
 _NAME = r"([^\s<>{}\[\]\"'｜|]{1,128}?)"
 
 
@@ -132,15 +130,15 @@ class JsonCallParser:
         """`opened`: the opening stands before the answer, in the prompt."""
         self._format = markers
         self._markers = markers.markers
-        # They end JSON that is broken; without a closing nothing but JSON itself does.
+        # Markers that end broken JSON. In a format without a closing only the JSON ends itself.
         self._breaking_markers = self._markers if markers.closing else ()
         self._state: JsonCallState = "opened" if opened else "content"
         self._buffer: str = ""
-        # What stands before a call: markers and white space. Empty, where it follows another one
-        # without an opening of its own.
+        # Markers and white space before a call. Empty for a call that follows another one without
+        # an opening.
         self._prefix: list[str] = [""]
-        self._state_after_call: JsonCallState = "content"  # a call
-        self._suffix: list[str] = []  # of a call, before it is closed
+        self._state_after_call: JsonCallState = "content"
+        self._suffix: list[str] = []  # text behind a call, before its closing
         self._call_count = 0
         self._content_buffer = ContentBuffer()
         self._call_parser: CallObjectParser | CallArgumentsParser = CallObjectParser(0)
@@ -247,7 +245,7 @@ class JsonCallParser:
         return bare
 
     def _not_a_call(self, text: str, deltas: list[ParsedDelta]) -> None:
-        """What came since the opening is content."""
+        """The text since the opening is content."""
         self._emit_content(text, deltas)
         self._state = "content"
 

@@ -121,15 +121,15 @@ class PythonLiteralParser:
     def __init__(self, after: Lookahead | None = None) -> None:
         """`after`: what may stand behind the literal; None: anything."""
         self._after = after
-        # Open ones: "?" is a brace of which nobody knows yet whether it holds a set, "s".
+        # Open brackets: "?" is a brace that may still be a dict or a set, "s" that of a set.
         self._brackets: list[str] = []
         self._bracket_empty = True  # nothing stands in the last one
-        self._after_comma = False  # a comma came
-        self._mapping_part = ""  # in a mapping: key, colon or value come next
-        self._undecided: list[str] | None = None  # what is said within a "?"
-        self._open_quote = ""  # of the text that it is amid
-        self._raw_string = self._string_empty = False  # that text
-        self._word: list[str] = []  # a number, a name or what is no literal
+        self._after_comma = False  # the last part was a comma
+        self._mapping_part = ""  # of a mapping, which comes next: key, colon or value
+        self._undecided: list[str] | None = None  # output within a "?"
+        self._open_quote = ""  # of the string that has not ended
+        self._raw_string = self._string_empty = False  # whether that string is raw, and empty
+        self._word: list[str] = []  # a number, a name or text that is no literal
         self._word_brackets = 0
         self._output: list[str] = []
         self.done = self.broken = self.irregular = False
@@ -434,8 +434,8 @@ def _json_chars(text: str) -> str:
 
 
 MAX_HEAD_CHARS = 256  # from a bracket to the first value
-FUNCTION_NAME = r"[\w.-]{1,128}"  # of a function
-ARGUMENT_NAME = r"[^\s()\[\]{}<>,:;=\"'`]{1,128}"  # of an argument
+FUNCTION_NAME = r"[\w.-]{1,128}"
+ARGUMENT_NAME = r"[^\s()\[\]{}<>,:;=\"'`]{1,128}"
 BETWEEN_PYTHON_CALLS = WHITESPACE + ",;"  # what may stand behind a call, before another one
 
 # Behind a parenthesis or comma: the end, or a name and the begin of its value.
@@ -447,8 +447,8 @@ _HEAD_PARTIAL = re.compile(
 _CALLED = re.compile(rf"\s*({FUNCTION_NAME})\s*\(")
 _NEXT = re.compile(rf"\s*{_FIRST}")
 _NEXT_PARTIAL = re.compile(rf"\s*(?:{ARGUMENT_NAME}\s*(?:=\s*)?)?")
-# Behind the value of an argument. More than one letter is asked for, since a text may hold quotes
-# that nobody escaped.
+# Behind the value of an argument. One letter would not be enough, since a text may hold quotes that
+# are not escaped.
 _AFTER_ARGUMENT = Lookahead(
     re.compile(rf"\s*(?:,\s*(?:{ARGUMENT_NAME}\s*=|\))|\)\s*(?:[,;\]<]|{FUNCTION_NAME}\s*\())"),
     re.compile(rf"\s*(?:,\s*(?:{ARGUMENT_NAME}\s*)?|\)\s*(?:{FUNCTION_NAME}\s*)?)?"),
@@ -556,7 +556,7 @@ class PythonicParser:
         return True
 
     def _not_a_call(self, text: str, deltas: list[ParsedDelta]) -> None:
-        """What came since the opening is content."""
+        """The text since the opening is content."""
         self._content_buffer.add("".join((*self._prefix, text)), deltas)
         self._state, self._prefix = "content", []
 

@@ -49,8 +49,8 @@ from pipeinfer.gateway.tool_parsers.pythonic import PythonLiteralParser
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
-MAX_NAME_CHARS = 256  # of a name
-_PYTHON = ("T", "F", "N", "[", "{", "(")  # what a literal begins with that JSON may not know
+MAX_NAME_CHARS = 256  # letters of a name of a function or parameter
+_PYTHON = ("T", "F", "N", "[", "{", "(")  # first letters of Python literals that are no JSON
 _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"'`]+")  # of a function that stands between tags
 
 
@@ -93,13 +93,13 @@ class XmlTags:
 
     @property
     def ends_of_value(self) -> tuple[str, ...]:
-        """What ends a value. Other tags must begin a line, since values may hold such tags."""
+        """Texts that end a value. Tags but `value_end` must begin a line: values may hold them."""
         ends = (self.key, self.function[1], self.call[1]) if self.tolerates_missing_ends else ()
         return (self.value_end, *("\n" + end for end in ends if end))
 
     @property
     def ends_of_body(self) -> tuple[str, ...]:
-        """What ends the body of a call or begins a parameter in it."""
+        """Tags that end the body of a call or begin a parameter in it."""
         return tuple(filter(None, (self.key, self.function[1], self.call[1], self.call[0],
                                    self.function[0])))  # fmt: skip
 
@@ -142,8 +142,8 @@ XmlCallState = Literal[
 class XmlCallParser:
     """Parses calls of one format. `schemas`: of the tools' parameters, by name.
 
-    Models also forget the tag around calls. What is called without it must be one of the tools,
-    because answers may speak about <function=...>.
+    Models also forget the tag around calls. Without it the function must be one of the tools,
+    because content may be about <function=...>.
     """
 
     def __init__(self, tags: XmlTags, schemas: Mapping[str, JsonObject]) -> None:
@@ -152,15 +152,14 @@ class XmlCallParser:
         self._inside_call_tag = False  # between the tags around calls
         self._state: XmlCallState = "content"
         self._buffer: str = ""
-        self._prefix: list[str] = []  # of a name, if it is none: the tags
+        self._prefix: list[str] = []  # tags before a name, which are content if it is no name
         self._call_count = self._value_count = 0
         self._properties: JsonObject = {}
         self._content_buffer = ContentBuffer()
         self._key = self._string_flag = ""
         self._value = _ValueEncoder(frozenset(), tags.value_on_lines)
-        self._object_scanner: JsonValueScanner | None = (
-            None  # of a call whose parameters are no elements
-        )
+        # Of a call whose parameters are one JSON object.
+        self._object_scanner: JsonValueScanner | None = None
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:
         self._buffer += text
@@ -235,7 +234,7 @@ class XmlCallParser:
         return self._not_a_call(deltas)
 
     def _not_a_call(self, deltas: list[ParsedDelta]) -> bool:
-        """What began like a call is content."""
+        """Text that began like a call is content."""
         self._content_buffer.add("".join(self._prefix), deltas)
         self._state, self._inside_call_tag = "content", False
         return True
@@ -291,14 +290,14 @@ class XmlCallParser:
         return self._object_scanner.done
 
     def _handle_marker(self, marker: str | None, deltas: list[ParsedDelta]) -> None:
-        """What follows a marker of the body."""
+        """Goes on behind a marker of the body."""
         if marker == self._tags.key:
             self._state = "key"
         elif marker is not None and marker != self._tags.value_end:
             self._close_arguments(deltas)
             self._call_count += 1
             self._state = "content"
-            if marker != self._tags.function[1]:  # which was forgotten, or is not there
+            if marker != self._tags.function[1]:  # which the model forgot, or the format lacks
                 self._buffer = marker + self._buffer
 
     def _close_arguments(self, deltas: list[ParsedDelta]) -> None:
@@ -361,7 +360,7 @@ class XmlCallParser:
 class _ValueEncoder:
     """Encodes one value as JSON.
 
-    Strings are returned as they arrive; what may be another type is known at its end.
+    Strings are returned as they arrive, values that may be of another type at their end.
 
     Arguments:
     - allowed: JSON types that the schema allows; empty if nothing is known
@@ -373,9 +372,7 @@ class _ValueEncoder:
         self._value_on_lines = value_on_lines
         self._is_string = allowed == frozenset(("string",))
         self._started = False
-        self._pending_newline = (
-            ""  # the end of a line: of the last one it does not belong to the value
-        )
+        self._pending_newline = ""  # the last line end is not part of the value
         self._parts: list[str] = []
 
     def add(self, text: str) -> str:
@@ -409,7 +406,7 @@ class _ValueEncoder:
 
     def _allows_type(self, found: str) -> bool:
         """Whether a value of JSON type `found` is passed on as it is. Where no type fits, one that
-        is no string is: the tool's own error says better what is wrong.
+        is no string is: the tool's own error explains better what is wrong.
         """
         if not found:
             return False
@@ -578,7 +575,7 @@ class _XmlRules:
         texts = [text for text in choices if isinstance(text, str)]
         if not plain or not texts or any("\n" in text or "<" in text for text in texts):
             raise UnsupportedSchema(
-                f"{name}: calls of this model cannot be held to the patterns, lengths and formats "
-                "of texts"
+                f"{name}: calls of this model cannot be constrained by patterns, lengths and "
+                "formats of texts"
             )
         return f"({' | '.join(map(quoted, texts))}) {self._closing}"
