@@ -22,8 +22,8 @@ from pipeinfer import topology as topologies
 from pipeinfer.cli import questions
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.engine.start import PHASES
-from pipeinfer.gateway.core import Health
 from pipeinfer.gateway.errors import CODES
+from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS, document
 from pipeinfer.gateway.unsupported_fields import ALTERNATIVES, IGNORED_FIELDS, REFUSED

@@ -10,7 +10,7 @@ import pytest
 from docs import other_servers as pages
 from pipeinfer import other_servers
 from pipeinfer import settings as config
-from pipeinfer.gateway.core import Health
+from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.openapi import ENDPOINTS
 from pipeinfer.other_servers import REFUSED, RefusedFlag

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick, Unsent
-from pipeinfer.gateway.core import ExpectedStage, GatewayCore
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.gateway.ledger import (
     MAX_STALE,
     Backlog,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeinfer.gateway.anthropic import MessagesRequest
-from pipeinfer.gateway.core import Health
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.ledger import Call
 from pipeinfer.gateway.metrics import MAX_LOGGED_NAMES, Metrics
 from pipeinfer.gateway.requests import (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pipeinfer.gateway.core import MAX_NAMED, PER_GROUP, ExpectedStage, Health
+from pipeinfer.gateway.health import MAX_NAMED, PER_GROUP, ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.messages import Heartbeat, State
 from pipeinfer.step_cost import Targets

@@ -18,7 +18,7 @@ from pipeinfer.control import (
     Watch,
 )
 from pipeinfer.gateway import monitor as sights
-from pipeinfer.gateway.core import ExpectedStage, Health
+from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.monitor import MAX_REQUESTS, PipelineMonitor, PipelineRates
 from pipeinfer.messages import Heartbeat, Message
 

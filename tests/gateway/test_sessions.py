@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipeinfer.gateway.core import Health
+from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.gateway.sessions import CALLS_AT_ONCE, RequestSessions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.statistics import STATISTICS
-from pipeinfer.gateway.core import ExpectedStage, Health
+from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.messages import Heartbeat
 

@@ -23,7 +23,8 @@ from pipeinfer.core import LOCAL, Leave, Send, Tick
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.engine.core import Compile
-from pipeinfer.gateway.core import ExpectedStage, GatewayCore
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta
 from pipeinfer.messages import (
     PROTOCOL,

@@ -13,7 +13,8 @@ from pipeinfer.bus import frames
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import Send, Unsent
 from pipeinfer.demo import demo_path
-from pipeinfer.gateway.core import GatewayCore, expected_stages
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.health import expected_stages
 from pipeinfer.gateway.ledger import Call, Failed
 from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
 from pipeinfer.params import SamplingParams

@@ -12,7 +12,7 @@ from prometheus_client import Metric
 from docs.markdown import bullets
 from docs.markdown import page as page_of
 from docs.statistics import STATISTICS
-from pipeinfer.gateway.core import ExpectedStage, Health
+from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.messages import Heartbeat
 

@@ -121,6 +121,7 @@ AREAS = {
             for name in (
                 "api_keys",
                 "core",
+                "health",
                 "sessions",
             )
         ),

@@ -27,7 +27,7 @@ from pipeinfer.topology import Topology
 from pipeinfer.version import __version__
 
 if TYPE_CHECKING:
-    from pipeinfer.gateway.core import StageStatus
+    from pipeinfer.gateway.health import StageStatus
 
 GPU_PACKAGES = ("flashinfer-python", "sglang-kernel", "triton")
 GPU_TOOLS = ("nvcc", "ninja", "c++")  # for kernels that are built at the first start
@@ -187,7 +187,7 @@ def _targets(topology: Topology) -> Iterator[Finding]:
 
     from pipeinfer.bus.bus import ControlClient
     from pipeinfer.cli.top import listen
-    from pipeinfer.gateway.core import ExpectedStage, Health
+    from pipeinfer.gateway.health import ExpectedStage, Health
 
     health = Health([ExpectedStage(stage, "scheduler") for stage in topology.ids("scheduler")])
     rows = health.stages.values()

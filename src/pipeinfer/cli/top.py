@@ -26,7 +26,7 @@ from pipeinfer.bus.bus import ControlClient
 from pipeinfer.cli.running import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
-from pipeinfer.gateway.core import Health, StageStatus, expected_stages
+from pipeinfer.gateway.health import Health, StageStatus, expected_stages
 from pipeinfer.gateway.monitor import (
     LatencyQuantiles,
     PipelineRates,

@@ -29,7 +29,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from pipeinfer.gateway.core import Health, StageStatus, kv_usage
+from pipeinfer.gateway.health import Health, StageStatus, kv_usage
 from pipeinfer.histogram import OF_REQUESTS, Histogram, read
 from pipeinfer.step_cost import NO_TARGETS, Targets
 

@@ -19,7 +19,7 @@ import msgspec
 
 from pipeinfer.control import Observed, Prefix, Prefixes, RequestSpan, ShowPrefixes, StepMade, Watch
 from pipeinfer.core import RecentTable
-from pipeinfer.gateway.core import Health, StageStatus
+from pipeinfer.gateway.health import Health, StageStatus
 from pipeinfer.gateway.metrics import QUANTILES
 from pipeinfer.messages import Message
 from pipeinfer.observe.spans import MINUTE, StageDurations

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
-from pipeinfer.gateway.core import StageStatus
+from pipeinfer.gateway.health import StageStatus
 from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.gateway.metrics import GroupMetrics, Metrics
 from pipeinfer.messages import CacheReset, Message, ResetCache

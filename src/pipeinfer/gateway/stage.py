@@ -42,8 +42,9 @@ from pipeinfer.gateway.auth import (
     parse_origins,
 )
 from pipeinfer.gateway.connections import Acceptor, Connections, connection_limit
-from pipeinfer.gateway.core import GatewayCore, Health, expected_stages
+from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.errors import Handler
+from pipeinfer.gateway.health import Health, expected_stages
 from pipeinfer.gateway.ledger import Backlog, RequestTraces, StatusChanged
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies, VllmMetrics
 from pipeinfer.gateway.monitor import PipelineMonitor

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import zmq
 
-from pipeinfer.gateway.core import GatewayCore, StageStatus, expected_stages
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.health import StageStatus, expected_stages
 from pipeinfer.gateway.ledger import (
     Call,
     Failed,

@@ -122,10 +122,8 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._multithreaded = multithreaded
-        self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (
-            (),
-            (),
-        )  # the last
+        # The bad words that were encoded last, and their ids.
+        self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
         self._length_bound = None if tokenizer is None else token_length_bound(tokenizer)
         self._placeholders = None if tokenizer is None else PlaceholderTokens(tokenizer)
         texts = () if tokenizer is None or allow_control_tokens else special_texts(tokenizer)
@@ -135,9 +133,9 @@ class PromptEncoder:
         self._renderer = ChatRenderer(texts, templates, always)
 
     def weigh(self, submit: Submit) -> int:
-        """About how many bytes `encode` has to look at one by one; token ids weigh nothing.
+        """About how many bytes `encode` has to render and to encode; token ids weigh nothing.
 
-        Raises Rejected for what can be seen without encoding anything.
+        Raises Rejected for all reasons that need no encoding.
         """
         self._check_params(submit.params)
         if submit.chat is not None:

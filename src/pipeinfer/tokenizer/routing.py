@@ -395,28 +395,28 @@ class GroupMonitor:
     def on_status(self, status: GroupStatus, now: float) -> GroupReport | None:
         """The group's report; None for a status of an earlier scheduler or epoch. `now`: monotonic
         s."""
-        known = self._groups.get(status.group)
-        if known is not None and _epoch(status) < _epoch(known.status):
+        state = self._groups.get(status.group)
+        if state is not None and _epoch(status) < _epoch(state.status):
             return None
         self._not_started.discard(status.group)
-        known = self._groups[status.group] = _GroupState(status, self._suspend_aware_clock.at(now))
-        return known.report
+        state = self._groups[status.group] = _GroupState(status, self._suspend_aware_clock.at(now))
+        return state.report
 
     def on_ended(self, event: Ended) -> tuple[int, GroupReport | None]:
-        """A stage has ended. If that is the scheduler of a group, and was not known: the group's
+        """A stage has ended. If it is a scheduler, and its end was not known: the group's
         number and report; else (-1, None)."""
         name, _, number = event.stage.rpartition("-")
         if name != "scheduler" or not number.isdecimal():
             return -1, None
-        known = self._groups.get(int(number))
+        state = self._groups.get(int(number))
         if (
-            known is None
-            or known.lost
-            or not NO_INCARNATION < known.status.incarnation <= event.incarnation
+            state is None
+            or state.lost
+            or not NO_INCARNATION < state.status.incarnation <= event.incarnation
         ):
             return -1, None
-        known.lost = True
-        return known.status.group, known.report
+        state.lost = True
+        return state.status.group, state.report
 
     def tick(self, now: float) -> None:
         """This stage's timer fired."""
@@ -427,19 +427,19 @@ class GroupMonitor:
         now = self._suspend_aware_clock.at(now)
         self._expect_all(now)
         silent: list[tuple[int, GroupReport]] = []
-        for number, known in self._groups.items():
-            started = known.status.incarnation != NO_INCARNATION
+        for number, state in self._groups.items():
+            started = state.status.incarnation != NO_INCARNATION
             max_silence = self._max_silence if started else self.host_loss
-            if now - known.received_at > max_silence and not known.lost:
-                was, known.lost = known.report.up, True
+            if now - state.received_at > max_silence and not state.lost:
+                was, state.lost = state.report.up, True
                 if was:
-                    silent.append((number, known.report))
+                    silent.append((number, state.report))
         return silent
 
     def lost(self, now: float) -> list[tuple[int, float]]:
         """Groups whose scheduler has been silent for `host_loss`, with the seconds of silence."""
         now = self._suspend_aware_clock.at(now)
-        silences = [(number, now - known.received_at) for number, known in self._groups.items()]
+        silences = [(number, now - state.received_at) for number, state in self._groups.items()]
         return [(number, seconds) for number, seconds in silences if seconds > self.host_loss]
 
     def is_deserted(self, group: int) -> bool:
@@ -447,8 +447,8 @@ class GroupMonitor:
         return group in self._groups and self._groups[group].deserted
 
     def deserted(self) -> list[int]:
-        """All such groups."""
-        return sorted(group for group, known in self._groups.items() if known.deserted)
+        """Groups for which is_deserted() holds."""
+        return sorted(group for group, state in self._groups.items() if state.deserted)
 
     def _expect_all(self, now: float) -> None:
         """Silence of groups without a status counts from the first call on."""

@@ -1,0 +1,186 @@
+"""The health table: the stages of the topology, their last heartbeats, and whether they can serve.
+
+Fed with heartbeats and the time. Imports little: `pipeinfer top` has a table, too. Knows no sockets
+and no clients.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+from pipeinfer.messages import Heartbeat
+from pipeinfer.topology import Topology
+
+PER_GROUP = ("scheduler", "engine")
+# A statistic that a stage's heartbeat has once the stage has started.
+STARTED_STATISTIC = {"scheduler": "running", "engine": "pages_total"}
+MAX_NAMED = 8  # stages that a reason names; the others it counts
+
+
+@dataclass(frozen=True)
+class ExpectedStage:
+    """A stage of the topology.
+
+    stage: its id ("engine-0-1"). name: its kind ("engine"). group, rank: numbers.
+    """
+
+    stage: str
+    name: str
+    group: int = 0
+    rank: int = 0
+
+
+def expected_stages(topology: Topology) -> list[ExpectedStage]:
+    """The stages of a topology, as Health takes them."""
+    return [ExpectedStage(e.identity.id, e.name, e.group, e.rank) for e in topology.entries]
+
+
+@dataclass
+class StageStatus:
+    """Last known status of one stage.
+
+    stage, name, group, rank: as ExpectedStage. state, reason: of its heartbeat, or "lost".
+    pid, incarnation: of its process. last_seen: monotonic seconds of its last heartbeat.
+    restarts: processes whose heartbeats came after the first process's. restarted_at: monotonic
+        seconds of the first heartbeat of the newest of these.
+    stats: statistics of its last heartbeat.
+    """
+
+    stage: str
+    name: str
+    group: int
+    rank: int
+    state: str = "starting"
+    reason: str = "no heartbeat yet"
+    pid: int = 0
+    incarnation: int = 0
+    last_seen: float | None = None
+    restarts: int = 0
+    restarted_at: float | None = None
+    stats: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class Health:
+    """The health table. Gateways are listed in it, but nothing waits for them.
+
+    silence: seconds without a heartbeat after which a stage counts as lost.
+    host_loss: seconds after that in which its return is awaited.
+    stages: {stage id: status}.
+
+    The counts below are updated with every heartbeat, whose cost must not grow with the number of
+    stages.
+    _not_ready: numbers of the stages that are not ready, in the topology's order.
+    _group_not_ready: how many of these are in each group. _shared_not_ready: how many in none.
+    _ready_groups: groups of which all stages are ready.
+    """
+
+    def __init__(
+        self, expected: Iterable[ExpectedStage], silence: float = 5.0, host_loss: float = inf
+    ) -> None:
+        self._silence, self._host_loss = silence, host_loss
+        self._lost_since: dict[str, float] = {}  # monotonic seconds
+        self.stages = {e.stage: StageStatus(e.stage, e.name, e.group, e.rank) for e in expected}
+        self._order = list(self.stages.values())
+        self._index = {row.stage: number for number, row in enumerate(self._order)}
+        self._not_ready = [
+            number for number, row in enumerate(self._order) if row.name != "gateway"
+        ]
+        per_group = [row for row in self._order if row.name in PER_GROUP]
+        self._group_not_ready = Counter(row.group for row in per_group)
+        self._ready_groups = 0
+        self._shared_not_ready = len(self._not_ready) - len(per_group)
+
+    def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
+        """Takes a heartbeat; those of unknown stages and of earlier incarnations are ignored."""
+        row = self.stages.get(beat.stage)
+        if row is None or beat.incarnation < row.incarnation:
+            return
+        # The supervisor's notice of a process that ended has the incarnation of that process plus
+        # one (Child.death_notice); incarnations of processes are times in ns, further apart.
+        if row.incarnation and beat.incarnation > row.incarnation + 1:
+            row.restarts, row.restarted_at = row.restarts + 1, now
+        row.reason, row.pid = beat.reason, beat.pid
+        row.incarnation, row.last_seen, row.stats = beat.incarnation, now, beat.stats
+        self._set_state(row, beat.state)
+
+    def mark_lost(self, now: float) -> None:
+        """Marks stages as lost whose last heartbeat is too old."""
+        for row in self._order:
+            if (
+                row.last_seen is not None
+                and now - row.last_seen > self._silence
+                and row.state != "lost"
+            ):
+                row.reason = f"silent for more than {self._silence:g} s"
+                self._set_state(row, "lost")
+                self._lost_since[row.stage] = now
+
+    def lost_for_good(self, now: float) -> list[StageStatus]:
+        """Stages that are lost for longer than `host_loss`."""
+        lost = [stage for stage, since in self._lost_since.items() if now - since > self._host_loss]
+        return [self.stages[stage] for stage in lost]
+
+    def _set_state(self, row: StageStatus, state: str) -> None:
+        was, row.state = row.state, state
+        self._lost_since.pop(row.stage, None)
+        if row.name == "gateway" or (was == "ready") == (state == "ready"):
+            return
+        number, change = self._index[row.stage], 1 if was == "ready" else -1
+        at = bisect_left(self._not_ready, number)
+        if change > 0:
+            self._not_ready.insert(at, number)
+        else:
+            del self._not_ready[at]
+        if row.name not in PER_GROUP:
+            self._shared_not_ready += change
+            return
+        before = self._group_not_ready[row.group]
+        self._group_not_ready[row.group] = before + change
+        self._ready_groups += (before + change == 0) - (before == 0)
+
+    def not_ready(self) -> list[StageStatus]:
+        """The stages that are not ready, in the topology's order."""
+        return [self._order[number] for number in self._not_ready]
+
+    def all_ready(self) -> bool:
+        """Whether every stage is ready."""
+        return not self._not_ready
+
+    def can_serve(self) -> bool:
+        """Whether a request could be served: all common stages and one whole group are ready."""
+        return self._shared_not_ready == 0 and self._ready_groups > 0
+
+    def reason(self) -> str:
+        """One line about what is missing; empty if nothing is. The first MAX_NAMED are named."""
+        named = [self._order[number] for number in self._not_ready[:MAX_NAMED]]
+        parts = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
+        if len(self._not_ready) > MAX_NAMED:
+            parts.append(f"and {len(self._not_ready) - MAX_NAMED} more")
+        return "; ".join(parts)
+
+    def one_per_group(self, name: str) -> list[StageStatus]:
+        """One stage called `name` (a scheduler or an engine) of each group, rank 0 of the engines.
+
+        Those that still start, whose statistics are not complete, are left out.
+        """
+        statistic = STARTED_STATISTIC[name]
+        rows = self.stages.values()
+        return [r for r in rows if r.name == name and r.rank == 0 and statistic in r.stats]
+
+    def total(self, name: str, stat: str) -> float:
+        """Sum of a statistic over all groups; of the ranks of a group, which agree, rank 0
+        counts."""
+        rows = (row for row in self.stages.values() if row.name == name and row.rank == 0)
+        return sum(row.stats.get(stat, 0.0) for row in rows)
+
+
+def kv_usage(engine: StageStatus) -> float:
+    """Share of an engine's KV pages that requests use; cached pages count as free."""
+    total, free, evictable = (
+        engine.stats.get(f"pages_{name}", 0.0) for name in ("total", "free", "evictable")
+    )
+    return max(1.0 - (free + evictable) / total, 0.0) if total else 0.0
