@@ -55,7 +55,7 @@ from pipeinfer.gateway.schema import (
 from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, MESSAGES, Refusals
 from pipeinfer.json_values import JsonObject, JsonValue
 
-# What chats call a field, and what it is called here.
+# {field of a chat: field of this API}.
 FIELD_NAMES = {
     "stop": "stop_sequences",
     "tools": "tools",
@@ -63,7 +63,7 @@ FIELD_NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
 }
-# Below which budget of thoughts a model that knows efforts alone is asked for which; above: high.
+# Of models with efforts alone: budgets below which the effort is low, and medium; else it is high.
 LOW_EFFORT_BUDGET, MEDIUM_EFFORT_BUDGET = 4_096, 16_384
 
 
@@ -181,7 +181,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
         "are refused. Default: none.")] = None
     tool_choice: Annotated[MessagesToolChoice | None, about(
         '`{"type": "auto"}`, `none`, `any` or `tool` with a `name`. '
-        "`disable_parallel_tool_use`: only the first call is told. Default: `auto`.")] = None
+        "`disable_parallel_tool_use`: only the first call is returned. Default: `auto`.")] = None
     thinking: Annotated[ThinkingOptions | None, about(
         "`{\"type\": \"enabled\"}`, `adaptive` or `disabled` is the template's `enable_thinking`. "
         "`budget_tokens` bounds thoughts. `display`: `summarized` shows all thoughts, with "

@@ -2,7 +2,7 @@
 
 - Admission: API keys and their limits, and what each request uses of them.
 - AccessLog: one line of the log for each request.
-- ClientHashes: names by which the pipeline tells clients apart.
+- ClientHashes: names of clients for the other stages.
 - Cors, BrowserGuard: what web pages may ask of this server. A browser that reaches a server without
   keys gives that access to each page it shows: a page posts what needs no preflight, or points its
   own name to the server's address (DNS rebinding) and reads all answers. With keys none of this
@@ -231,7 +231,7 @@ class Admission:
         return _MeteredSink(sink, request[CLIENT_REQUEST], self._clock)
 
     def client_hash(self, request: web.Request) -> str:
-        """The name by which the pipeline tells clients apart; see ClientHashes."""
+        """The client's hash for the other stages; see ClientHashes."""
         if self.needs_key:
             return self._names.of_key(request[CLIENT_REQUEST].client.name)
         return self._names.of_connection(request)
@@ -421,7 +421,7 @@ IPV6_HOST_BYTES = 8  # bytes of an IPv6 address that its host has
 
 
 class ClientHashes:
-    """Hashes by which clients are told apart: no address and no name of a key leaves the gateway.
+    """Hashes of clients for the other stages: no address and no name of a key leaves the gateway.
 
     Clients take turns where they wait (fair_queue.py). Where keys are needed a client is a key.
     Else a client is a connection of a host: a proxy has connections of many users, and several
@@ -433,7 +433,7 @@ class ClientHashes:
         self._secret = os.urandom(16)  # an address is soon found by its plain hash
 
     def of_key(self, name: str) -> str:
-        """Hash of a key's name; all gateways come to the same."""
+        """Hash of a key's name, the same in all gateways."""
         return blake2b(name.encode(), digest_size=8).hexdigest()
 
     def of_connection(self, request: web.Request) -> str:
@@ -443,7 +443,7 @@ class ClientHashes:
         return self.of_peer(request.remote or "", peer)
 
     def of_peer(self, address: str, peer: object) -> str:
-        """As of_connection. peer: what tells apart connections of `address`."""
+        """As of_connection. peer: address and port, which differ between connections."""
         return f"{self._hash(host_bytes(address))}/{self._hash(repr(peer).encode())}"
 
     def _hash(self, name: bytes) -> str:
@@ -538,7 +538,7 @@ def parse_origins(text: str) -> Cors:
 PRIVATE_NAME = re.compile(r"[a-z0-9_-]*")  # without a dot: no page of the web has such a name
 HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.+-]+\+)?json")
-# Asked by load balancers and Prometheus by any name. Nothing that they tell is of a client.
+# Paths for load balancers and Prometheus, under any name. Their answers have no data of clients.
 ANY_HOST_PATHS = ("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version")
 MAX_NAME_LETTERS = 253  # letters of a name, of which DNS has no more
 
@@ -547,8 +547,8 @@ MAX_NAME_LETTERS = 253  # letters of a name, of which DNS has no more
 class BrowserGuard:
     """Refuses requests that web pages of other sites make.
 
-    hosts: names with a dot by which the server may be asked; {"*"}: all.
-    hosts_named: whether a setting named hosts; then others are refused also where keys are needed.
+    hosts: names with a dot under which the server may be reached; {"*"}: all.
+    hosts_named: whether --allowed-hosts is set; then other names are refused also with keys.
     cors: the origins that are allowed.
     keyless(): whether no key is needed now.
     is_protected(path): whether the path would need a key.
@@ -561,14 +561,14 @@ class BrowserGuard:
     is_protected: Callable[[str], bool]
 
     def middleware(self) -> Middleware:
-        """To stand behind CORS, whose preflights are answered there, and before keys and bodies."""
+        """Stands behind the CORS middleware, which answers preflights, and before keys, bodies."""
 
         @web.middleware
         async def pages(request: web.Request, handler: Handler) -> web.StreamResponse:
-            trusting = self.keyless()
-            if (trusting or self.hosts_named) and request.path not in ANY_HOST_PATHS:
+            keyless = self.keyless()
+            if (keyless or self.hosts_named) and request.path not in ANY_HOST_PATHS:
                 self._check_host(request)
-            if trusting and request.method != "OPTIONS" and self.is_protected(request.path):
+            if keyless and request.method != "OPTIONS" and self.is_protected(request.path):
                 self._check_origin(request)
                 if request.method == "POST":
                     _check_json(request)
@@ -577,7 +577,7 @@ class BrowserGuard:
         return pages
 
     def _check_host(self, request: web.Request) -> None:
-        """A request without Host is no browser's: those speak HTTP/1.1 and say it."""
+        """Raises ApiError 403 for another name. Browsers always send Host, so none is allowed."""
         host = request.host if "Host" in request.headers else ""
         name = host_name(host)
         if not is_private_name(name) and name not in self.hosts and "*" not in self.hosts:
@@ -589,8 +589,8 @@ class BrowserGuard:
             raise ApiError(403, message, code="host_not_allowed")
 
     def _check_origin(self, request: web.Request) -> None:
-        """By Sec-Fetch-Site, which pages cannot write. Browsers send it over https and to
-        localhost; elsewhere Origin tells the same of all that is not a plain GET."""
+        """Raises ApiError 403 for a page of another site, by Sec-Fetch-Site, which pages cannot
+        write. Browsers send it over https and to localhost; elsewhere Origin, but for GETs."""
         origin = request.headers.get("Origin", "")
         site = request.headers.get("Sec-Fetch-Site", "")
         if site:
@@ -605,8 +605,8 @@ class BrowserGuard:
 
 
 def _check_json(request: web.Request) -> None:
-    """What else there is a page may send without a preflight. Without a type a browser alone may
-    not, which is known by what it says of the page."""
+    """Refuses bodies of other types, which a page may send without a preflight. A body without a
+    type is refused from browsers alone, which send Origin or Sec-Fetch-Site."""
     given = request.headers.get("Content-Type")
     if given is None:
         bad = "Origin" in request.headers or "Sec-Fetch-Site" in request.headers

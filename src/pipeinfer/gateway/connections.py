@@ -382,7 +382,7 @@ class Connection(web.RequestHandler):
         return True
 
     def _answerable(self) -> bool:
-        """Whether the client's half-close can be told from its end, and all that was sent is whole.
+        """Whether a half-close is no end of the client, and all requests that it sent are complete.
 
         TLS has no half-close, and HTTP/1.0 has nothing that could be sent before an answer: there
         the end of sending is the end of the client.

@@ -1,6 +1,9 @@
 """The gateway without HTTP: records of all live requests, and the pipeline's health.
 
-Sans-IO. The HTTP driver and the offline classes drive it with the same local events (ledger.py).
+- GatewayCore: sans-IO. The HTTP driver and the offline classes drive it with the same local events
+  (ledger.py).
+- PipelineReadiness: the status that clients see, from the health table (health.py).
+
 Knows no sockets, no clock, and nothing about the meaning of tokens.
 """
 

@@ -173,8 +173,8 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
     ),
     "unknown_expectation": (
         (417,),
-        "`Expect` says something else than `100-continue`. A client that asks so is told to send "
-        "its body only when its key, its limits and the body's length allow it.",
+        "`Expect` is not `100-continue`. With `100-continue` a client gets `100 Continue` only if "
+        "its key, its limits and the body's length allow the request.",
     ),
     "queue_full": (
         (429,),

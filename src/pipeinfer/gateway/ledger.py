@@ -287,7 +287,7 @@ def call_tokens(call: Call) -> int:
 
 
 def _estimated_tokens(call: Call) -> int:
-    """Prompt tokens of a call, as far as can be told before it is tokenized.
+    """Prompt tokens of a call, estimated before it is tokenized.
 
     The number of its ids; else a quarter of the bytes that its text or chat occupies, with four for
     each letter of a text that is not all ASCII. It takes no time that grows with a text's length.

@@ -24,10 +24,10 @@ from pipeinfer.json_values import JsonObject, JsonValue
 
 INT32 = 2**31 - 1
 # Seconds. The ledgers of three stages keep a request until its time is up; a day is longer than
-# any answer takes, and short enough that what nobody waits for is forgotten.
+# any answer takes, and short enough that abandoned requests are forgotten.
 MAX_TIMEOUT = 24 * 3600.0
 MAX_SALT_CHARS = 1024  # letters; enough for any hash or name, and every stage copies the salt
-# Chat templates go over messages one by one in an interpreter, a tenth of a millisecond each.
+# Chat templates interpret one message after the other, a tenth of a millisecond each.
 MAX_MESSAGES = 10_000
 
 MAX_EFFORT_CHARS = 64  # letters: "minimal", "high" and the like
@@ -144,7 +144,7 @@ ChatTemplateKwargs = Annotated[JsonObject | None, about(
 AddGenerationPrompt = Annotated[bool | None, about(
     "Whether the template opens the assistant's turn. Default: true.")]
 ParallelToolCalls = Annotated[bool | None, about(
-    "With false, only the first call is told. Default: true.")]
+    "With false, only the first call is returned. Default: true.")]
 IncludeReasoning = Annotated[bool | None, about(
     "With false, thoughts are left out. Default: true.")]
 EnableThinking = Annotated[bool | None, about(
@@ -297,13 +297,13 @@ class Generation(Body, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Base of what stands within a body and has fields, `unsupported`, that change an answer
-    elsewhere: they may be null, false or empty."""
+    """Base of structs within a body. `unsupported`: fields that change an answer elsewhere, which
+    may only be null, false or empty."""
 
     unsupported: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which msgspec tells with the place."""
+        """Raises ValueError, to which msgspec adds the place."""
         for name in self.unsupported:
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported by this server")

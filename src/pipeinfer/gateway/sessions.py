@@ -185,7 +185,7 @@ class RequestSessions:
             self._record_times(route, outcome)
 
     def deliver(self, message: Started | OutputDelta | Failed | CacheReset) -> None:
-        """Passes an event of the core to its sink; events that nobody waits for are dropped."""
+        """Passes an event of the core to its sink; events without a sink are dropped."""
         if isinstance(message, OutputDelta):  # hot path: every token of every stream
             route = self._routes.get(message.request_id)
             if route is None:

@@ -357,7 +357,7 @@ def server_url(settings: Settings, port: int) -> str:
     scheme = "https" if settings.tls_cert else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     public = settings.public_address.rstrip("/")
-    # As Docker takes what it publishes: a port alone, and these, are all addresses of the host.
+    # As in Docker's `-p`: a port alone, 0.0.0.0 and [::] stand for all addresses of the host.
     at, _, published = public.rpartition(":")
     if published.isdecimal() and at in ("", "0.0.0.0", "[::]"):
         public = f"127.0.0.1:{published}"

@@ -539,7 +539,7 @@ class TokenizerCore:
                 continue
             for work in self._routed.mark_leaving(group):
                 if give_up:
-                    why = f"scheduler-{group} has not been heard for {seconds:.0f} s"
+                    why = f"scheduler-{group} has been silent for {seconds:.0f} s"
                     out += self._refuse(work, 503, why, code="host_lost")
                     continue
                 hand_over = HandOver(work.request_id, work.attempt, self._roll_call.stage)

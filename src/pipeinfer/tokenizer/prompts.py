@@ -264,7 +264,7 @@ class PromptEncoder:
     # ------------------------------------------------------------------------------------- encoding
 
     def _encode_chat(self, submit: Submit) -> tuple[np.ndarray, ThoughtState | None]:
-        """Its ids, and where its template leaves the thoughts, if they can be told."""
+        """The ids of a chat, and the state of reasoning at their end; None if it is not known."""
         assert submit.chat is not None
         tags, state = self._tags or self._budget_tags, None
         try:

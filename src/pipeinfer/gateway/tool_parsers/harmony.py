@@ -226,7 +226,7 @@ class HarmonyParser:
         to, is_analysis = header.recipient, header.channel == "analysis"
         from_assistant = not header.role or header.role.startswith(ASSISTANT)
         if not from_assistant or to == ASSISTANT:
-            return "nothing"  # a turn of somebody else, which the model invents
+            return "nothing"  # a turn of another role, which the model invents
         name = _function_name(to)
         known = self._schemas is not None and name in self._schemas
         if to.partition(".")[0] in BUILT_IN_TOOLS and not known:
