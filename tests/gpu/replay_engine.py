@@ -24,8 +24,8 @@ from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
 from pipeinfer.bench.options import TokenRange  # noqa: E402
 from pipeinfer.replay.rebuild import rebuild  # noqa: E402
-from pipeinfer.replay.recording import load_stage, warn_of_tail  # noqa: E402
 from pipeinfer.replay.run import ReplayRun  # noqa: E402
+from pipeinfer.replay.traces import load_stage, warn_of_tail  # noqa: E402
 
 
 def record(folder: Path, options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, float]:

@@ -10,8 +10,8 @@ from pipeinfer.core import Send
 from pipeinfer.observe.spans import Exchange, SpanStore
 from pipeinfer.observe.stages import span_observer
 from pipeinfer.observe.steps import LastMinute
-from pipeinfer.replay.recording import LoadedTrace, load
-from pipeinfer.replay.stats import RequestTimes, request_times
+from pipeinfer.replay.show import RequestTimes, request_times
+from pipeinfer.replay.traces import LoadedTrace, load
 
 
 class Observed:

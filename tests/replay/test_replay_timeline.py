@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 from replay_tool import tool
 
-from pipeinfer.replay.recording import load, load_merged
 from pipeinfer.replay.timeline import build_timeline
+from pipeinfer.replay.traces import load, load_merged
 from pipeinfer.trace import format as form
 from pipeinfer.trace.reader import Trace
 

@@ -10,9 +10,10 @@ import argparse
 import importlib
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.command_line import CommandLine
@@ -20,19 +21,20 @@ from pipeinfer.runtime.terminal import discard_unread, open_streams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__
 
+# Each subcommand's module, which has `run_COMMAND(arguments)` and `COMMAND_parser()`; and its help.
 COMMANDS = {
     "serve": ("pipeinfer.cli.serve", "serve a model over HTTP"),
     "generate": ("pipeinfer.cli.generate", "complete prompts on the terminal"),
-    "chat": ("pipeinfer.cli.chat", "talk to a model on the terminal"),
+    "chat": ("pipeinfer.cli.generate", "talk to a model on the terminal"),
     "record": ("pipeinfer.cli.record", "record what stages of a running server take and give"),
-    "replay": ("pipeinfer.cli.replay", "play again what stages recorded"),
-    "keys": ("pipeinfer.cli.keys", "make keys for stages on several hosts"),
-    "api-key": ("pipeinfer.cli.api_key", "make an API key for a client"),
-    "topology": ("pipeinfer.cli.topology", "check and draw which stage runs where"),
-    "doctor": ("pipeinfer.cli.doctor", "say whether a model could be served on this host"),
+    "replay": ("pipeinfer.cli.record", "play again what stages recorded"),
+    "keys": ("pipeinfer.cli.deployment", "make keys for stages on several hosts"),
+    "api-key": ("pipeinfer.cli.deployment", "make an API key for a client"),
+    "topology": ("pipeinfer.cli.deployment", "check and draw which stage runs where"),
+    "doctor": ("pipeinfer.cli.serve", "say whether a model could be served on this host"),
     "bench": ("pipeinfer.cli.bench", "measure a server's latency and throughput over HTTP"),
     "top": ("pipeinfer.cli.top", "show what the stages of a running server do"),
-    "swap": ("pipeinfer.cli.swap", "put another process in the place of a running stage"),
+    "swap": ("pipeinfer.cli.deployment", "put another process in the place of a running stage"),
 }
 WRONG_USAGE = 2
 
@@ -55,7 +57,7 @@ def _run(arguments: list[str]) -> int:
         return WRONG_USAGE
     try:
         _check_here()
-        return importlib.import_module(COMMANDS[command][0]).run(arguments[1:])
+        return _function(command, "run_{}")(arguments[1:])
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_USAGE
@@ -82,9 +84,20 @@ class _Pipeinfer(CommandLine):
     """`--help-all` shows the flags of all subcommands."""
 
     def format_help_all(self) -> str:
-        modules = [importlib.import_module(module) for module, _ in COMMANDS.values()]
-        texts = [self.format_help(), *(one.parser().format_help_all() for one in modules)]
+        parsers = [command_parser(command) for command in COMMANDS]
+        texts = [self.format_help(), *(one.format_help_all() for one in parsers)]
         return f"\n{'-' * 80}\n\n".join(texts)
+
+
+def command_parser(command: str) -> CommandLine:
+    """The parser of a subcommand."""
+    return _function(command, "{}_parser")()
+
+
+def _function(command: str, name: str) -> Callable[..., Any]:
+    """`run_record` or `record_parser` of the module that has the subcommand."""
+    module = importlib.import_module(COMMANDS[command][0])
+    return getattr(module, name.format(command.replace("-", "_")))
 
 
 def _meant(command: str) -> str:

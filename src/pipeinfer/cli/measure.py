@@ -27,7 +27,7 @@ EACH = 1_000_003  # added to the seed for each further point
 HIDDEN = "--api-key"  # its value goes into no file
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def measure(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """`options`, as `arguments` say them. 0; 1 if no request at all was answered;
     ConfigurationError for what cannot be."""
     listed = _points(options)

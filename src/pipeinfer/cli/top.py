@@ -23,7 +23,7 @@ from types import FrameType
 import zmq
 
 from pipeinfer.bus.bus import ControlClient
-from pipeinfer.cli.running import add_server_flags, chosen_topology
+from pipeinfer.cli.deployment import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages
@@ -96,9 +96,9 @@ WATCH_MARGIN = 2.5  # seconds beyond the next look for which stages say what the
 CLEAR = "\x1b[H\x1b[2J"
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_top(arguments: Sequence[str]) -> int:
     """0 when ended by q or Ctrl-C, or with --once when every stage was heard; else 1."""
-    options = parser().parse_args(arguments)
+    options = top_parser().parse_args(arguments)
     topology = chosen_topology(options)
     health = Health(expected_stages(topology))
     pictures, latencies = PipelineRates(health), StageDurations()
@@ -131,7 +131,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> CommandLine:
+def top_parser() -> CommandLine:
     """The words of the command line."""
     command_line = CommandLine(
         prog="pipeinfer top",

@@ -1,7 +1,9 @@
-"""What `generate` and `chat` ask of a model and get, whoever answers; and the flags that say which
-model and how to sample.
+"""Models that answer prompts and chats of `generate` and `chat`: the interface, the flags that say
+which model is asked and how it samples, and the model that is loaded here.
 
-Knows no command, no model and no server.
+    ChatModel      the interface; also served_model.py has one
+    ModelFlags     what the flags say
+    LocalModel     loaded for this command, by the offline classes
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +21,7 @@ from pipeinfer import settings as config
 from pipeinfer.command_line import CommandLine
 from pipeinfer.other_servers import flag
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
+from pipeinfer.settings import DEMO
 
 # A text to be completed, or the messages of a chat, whose answer is next.
 Question = str | Sequence[Mapping[str, str]]
@@ -102,7 +106,9 @@ class ModelFlags:
         return normalized(msgspec.structs.replace(defaults, **chosen))
 
 
-def parser(command: str, usage: str, description: str, essential: Sequence[str]) -> CommandLine:
+def chat_model_parser(
+    command: str, usage: str, description: str, essential: Sequence[str]
+) -> CommandLine:
     """A parser with the choice of a server, the sampling flags and all settings. `essential`: flags
     of the command that `--help` shows before others."""
     command_line = CommandLine(
@@ -160,3 +166,53 @@ def read_flags(command_line: CommandLine, options: argparse.Namespace) -> ModelF
     if "log_level" not in environment:
         settings.setdefault("log_level", "warning")  # a terminal is for the answers
     return found
+
+
+class LocalModel:
+    """`name`: as it was given."""
+
+    def __init__(self, flags: ModelFlags, answer_options: AnswerOptions) -> None:
+        from pipeinfer.llm import AsyncLLM  # seconds, which a served model does not take
+        from pipeinfer.offline.llm import batch_defaults
+
+        self.name = flags.model or DEMO
+        self._flags = flags
+        self._max_tokens = answer_options.max_tokens
+        settings = dict(flags.settings)
+        model = str(settings.pop("model", ""))
+        self._llm = AsyncLLM(
+            model, **(batch_defaults(settings) if answer_options.batch else settings)
+        )
+        self._params = SamplingParams()
+
+    async def start(self) -> None:
+        from pipeinfer.llm import PipelineStopped
+
+        try:
+            await self._llm.start()
+        except PipelineStopped as error:
+            raise RequestFailed(str(error)) from None
+        defaults = self._llm.get_default_sampling_params().plain()
+        self._params = self._flags.params(defaults, self._max_tokens)
+
+    def startup_status(self) -> str:
+        return self._llm.waits_for()
+
+    async def answer(self, question: Question) -> AsyncGenerator[AnswerDelta, None]:
+        from pipeinfer.llm import PipelineStopped, RequestError
+
+        try:
+            if isinstance(question, str):
+                deltas = self._llm.generate(question, self._params)
+            else:
+                deltas = self._llm.chat([dict(message) for message in question], self._params)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield AnswerDelta(delta.text, delta.token_ids, False, delta.finish_reason)
+                    if delta.error:
+                        raise RequestFailed(delta.error)
+        except (PipelineStopped, RequestError) as error:
+            raise RequestFailed(str(error)) from None
+
+    async def close(self) -> None:
+        await self._llm.close()
