@@ -15,10 +15,13 @@ Knows no stage and no transport.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from pipeinfer.messages import Message, Recover, Recovered, State
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LOCAL = "local"  # to the stage's own driver: the device of an engine, the HTTP side of a gateway
 EVERYONE = ""  # published to whoever listens: plans, telemetry
@@ -125,6 +128,54 @@ class StepDone(Message, frozen=True):
 
 DIGITS = re.compile("[0-9]{1,9}")
 ASK_AGAIN = 1.0  # seconds after which a peer that has not answered is asked again
+
+
+class StepNote(Message, frozen=True):
+    """The engine's core gave step `number` to the device, at the record's time.
+
+    rows: requests in it, `decodes` of them with one token; tokens: of all rows; sampled: rows that
+    sample. When the step ran follows from its StepDone: it ended just before that record's time
+    and had begun `seconds` earlier.
+    """
+
+    epoch: int
+    number: int
+    rows: int
+    decodes: int
+    tokens: int
+    sampled: int
+
+
+class _StepArrays(Protocol):
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def decodes(self) -> int: ...
+
+    @property
+    def slots(self) -> Sized: ...
+
+    @property
+    def tokens(self) -> Sized: ...
+
+    @property
+    def samples(self) -> np.ndarray: ...
+
+
+def step_note(step: _StepArrays) -> StepNote:
+    """The numbers of an engine's step (step.py, which light stages do not import)."""
+    return StepNote(
+        step.epoch,
+        step.number,
+        len(step.slots),
+        step.decodes,
+        len(step.tokens),
+        int(step.samples.sum()),
+    )
 
 
 class RollCall:

@@ -316,7 +316,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "extension, which know those names. [The reference](reference/metrics.md) lists them; "
         "`/metrics` has them beside those of pipeinfer.",
         unset="only those of pipeinfer")] = False
-    # runtime/busy_poll.py
+    # runtime/entry.py
     stay_awake: Annotated[Literal["auto", "always", "never"], about("",
         "auto: beside GPUs, where there are cores to spare for it",
         "Whether stages other than engines sleep between messages that come within 5 ms of one "

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from pipeinfer.bench import runner
 from pipeinfer.bench.client import EncodedRequest, Endpoint
-from pipeinfer.bench.dataset import RandomDataset, SampleRequest, load_custom_dataset
-from pipeinfer.bench.load import ClosedLoop, OpenLoop, TraceRequest, load_trace, poisson_arrivals
-from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.dataset import RandomDataset, SampleRequest, TokenRange, load_custom_dataset
 from pipeinfer.bench.runner import LoadLimits
+from pipeinfer.bench.worker import ClosedLoop, OpenLoop, TraceRequest, load_trace, poisson_arrivals
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.urls import base
 

@@ -24,7 +24,7 @@ from pipeinfer.control import Observed
 from pipeinfer.messages import Heartbeat
 from pipeinfer.replay.show import request_times
 from pipeinfer.replay.traces import load_merged
-from pipeinfer.runtime.find import running_servers, running_topology
+from pipeinfer.runtime.servers import running_servers, running_topology
 from pipeinfer.topology import Topology
 from servers import Server
 

@@ -16,8 +16,7 @@ from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.replay.compare import ignored_fields
 from pipeinfer.replay.run import CorePlayer, DevicePlayback, ReplayCounts, ReplayPace
 from pipeinfer.replay.traces import TraceEntry, TraceExchange
-from pipeinfer.trace.format import Record
-from pipeinfer.trace.reader import RecordDecoder
+from pipeinfer.trace.format import Record, RecordDecoder
 
 
 class Runner:

@@ -15,8 +15,7 @@ from pipeinfer.replay.compare import first_mismatch
 from pipeinfer.replay.rebuild import rebuild
 from pipeinfer.replay.traces import load
 from pipeinfer.step_cost import StepCost
-from pipeinfer.trace.format import MAGIC, TraceHeader, pack_header, pack_records
-from pipeinfer.trace.notes import End
+from pipeinfer.trace.format import MAGIC, End, TraceHeader, pack_header, pack_records
 
 encode = msgspec.msgpack.encode
 

@@ -14,7 +14,7 @@ import pytest
 from pipeinfer import topology as topologies
 from pipeinfer.cli.deployment import chosen_stage
 from pipeinfer.cli.main import main
-from pipeinfer.runtime.find import (
+from pipeinfer.runtime.servers import (
     PREFIX,
     TOPOLOGY,
     ServerInfo,
@@ -99,7 +99,7 @@ def test_a_server_that_was_killed_does_not_run(temporary):
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from pipeinfer.runtime.find import record_running\n"
+        "from pipeinfer.runtime.servers import record_running\n"
         "with record_running(Path(sys.argv[1])):\n"
         "    print('alive', flush=True)\n"
         "    sys.stdin.read()\n"

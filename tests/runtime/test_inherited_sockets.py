@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from pipeinfer.runtime.listening import WAIT_FLAG, InheritedSockets, wait_until_listening
+from pipeinfer.runtime.servers import WAIT_FLAG, InheritedSockets, wait_until_listening
 from pipeinfer.settings import ConfigurationError
 
 

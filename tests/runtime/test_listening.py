@@ -12,13 +12,13 @@ from contextlib import closing
 
 import pytest
 
-from pipeinfer.runtime import listening
+from pipeinfer.runtime import servers
 from pipeinfer.settings import ConfigurationError
 
 ACCEPT_ONE = """
 import sys
-from pipeinfer.runtime import listening
-[one] = listening.adopt([int(sys.argv[1])])
+from pipeinfer.runtime import servers
+[one] = servers.adopt([int(sys.argv[1])])
 one.setblocking(True)
 connection, _ = one.accept()
 connection.sendall(sys.argv[2].encode())
@@ -35,7 +35,7 @@ def accept_one(one: socket.socket, word: str) -> None:
 
 
 def test_connections_wait_from_one_process_to_the_next():
-    [one] = listening.open_sockets("127.0.0.1", 0)
+    [one] = servers.open_sockets("127.0.0.1", 0)
     with closing(one):
         clients = [socket.create_connection(one.getsockname(), timeout=60) for _ in range(2)]
         for client, word in zip(clients, ("first", "second"), strict=True):
@@ -49,21 +49,21 @@ def test_connections_wait_from_one_process_to_the_next():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", ""])
 def test_every_address_of_a_host_gets_the_same_port(host):
-    opened = listening.open_sockets(host, 0)
+    opened = servers.open_sockets(host, 0)
     try:
         assert len({one.getsockname()[1] for one in opened}) == 1
         for one in opened:
             family_host = "::1" if one.family == socket.AF_INET6 else "127.0.0.1"
             socket.create_connection((family_host, one.getsockname()[1]), timeout=60).close()
     finally:
-        listening.close_all(opened)
+        servers.close_all(opened)
 
 
 def test_a_port_in_use_is_named_with_its_flag_its_owner_and_a_free_one():
-    [one] = listening.open_sockets("127.0.0.1", 0)
+    [one] = servers.open_sockets("127.0.0.1", 0)
     with closing(one):
         port = one.getsockname()[1]
-        for attempt in (listening.open_sockets, listening.check_free):
+        for attempt in (servers.open_sockets, servers.check_free):
             with pytest.raises(ConfigurationError) as error:
                 attempt("127.0.0.1", port)
             wanted = (
@@ -72,29 +72,29 @@ def test_a_port_in_use_is_named_with_its_flag_its_owner_and_a_free_one():
             )
             found = re.fullmatch(wanted, str(error.value))
             assert found, error.value
-            listening.check_free("127.0.0.1", int(found[1]))
-    listening.check_free("127.0.0.1", port)
+            servers.check_free("127.0.0.1", int(found[1]))
+    servers.check_free("127.0.0.1", port)
 
 
 def test_of_an_address_that_cannot_be_had_the_host_is_named():
     for host in ("no.such.host.invalid", "203.0.113.7"):
         wanted = rf"--host {re.escape(host)}: cannot listen on {re.escape(host)}:8000: \w+"
         with pytest.raises(ConfigurationError, match=wanted):
-            listening.open_sockets(host, 8000)
+            servers.open_sockets(host, 8000)
 
 
 def test_two_who_ask_for_a_port_at_once_do_not_disturb_each_other():
-    [one] = listening._opened("127.0.0.1", 0, backlog=0)  # as far as the first has come
+    [one] = servers._opened("127.0.0.1", 0, backlog=0)  # as far as the first has come
     with closing(one), closing(socket.socket()) as client:
         address = one.getsockname()
-        listening.check_free(*address)
+        servers.check_free(*address)
         assert client.connect_ex(address) == errno.ECONNREFUSED, "nobody listens meanwhile"
 
 
 def test_what_is_no_listening_socket_is_not_adopted():
     with closing(socket.socket()) as plain:
         with pytest.raises(ConfigurationError, match=f"--listen-fd {plain.fileno()}: it does not"):
-            listening.adopt([plain.fileno()])
+            servers.adopt([plain.fileno()])
         plain.detach()  # adopting took it over
     with pytest.raises(ConfigurationError, match="--listen-fd 999999"):
-        listening.adopt([999999])
+        servers.adopt([999999])

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-import pipeinfer.runtime.listening as owners
+import pipeinfer.runtime.servers as owners
 from pipeinfer import topology as topologies
-from pipeinfer.runtime.find import (
+from pipeinfer.runtime.servers import (
     PREFIX,
     TOPOLOGY,
     ServerInfo,
+    port_owner,
     publish_served_model,
     record_running,
 )
-from pipeinfer.runtime.listening import port_owner
 from pipeinfer.settings import Settings
 from servers import environment
 

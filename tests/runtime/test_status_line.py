@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from pipeinfer.runtime.terminal import StatusLine, waiting_summary
+from pipeinfer.runtime.logs import StatusLine, waiting_summary
 
 
 class OnTerminal(io.StringIO):

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from pipeinfer.runtime.terminal import can_rewrite
+from pipeinfer.runtime.logs import can_rewrite
 
-OPENS = "from pipeinfer.runtime.terminal import open_streams; open_streams(); "
+OPENS = "from pipeinfer.runtime.logs import open_streams; open_streams(); "
 
 
 def after_opening(code: str, redirected: str = "", **environment: str) -> str:

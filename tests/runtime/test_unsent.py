@@ -24,8 +24,7 @@ from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, builder
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity, Topology
-from pipeinfer.trace.notes import End, Unencoded
-from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.format import End, Trace, Unencoded
 from pipeinfer.wire import pack
 from waiting import until
 

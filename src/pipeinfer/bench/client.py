@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import aiohttp
 import msgspec
 
-from pipeinfer.bench.dataset import CustomDataset, RandomDataset, SampleRequest
+from pipeinfer.bench.dataset import CustomDataset, RandomDataset, SampleRequest, TokenRange
 from pipeinfer.bench.metrics import RequestTiming
-from pipeinfer.bench.options import TokenRange
 from pipeinfer.json_values import JsonObject, JsonValue
 
 

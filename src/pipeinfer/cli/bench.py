@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pipeinfer.bench.options import (
+from pipeinfer.bench.dataset import (
     DEFAULT_CONCURRENCY,
     MIN_REQUESTS,
     MIN_REQUESTS_PER_STREAM,

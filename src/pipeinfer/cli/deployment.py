@@ -28,7 +28,7 @@ from pipeinfer.bus.curve import keyring
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Swap, SwapState
 from pipeinfer.gateway import api_keys
-from pipeinfer.runtime.find import running_topology
+from pipeinfer.runtime.servers import running_topology
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import SUPERVISOR, StageEntry, Topology, deployed_topology, is_tcp
 

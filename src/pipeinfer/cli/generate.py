@@ -31,7 +31,7 @@ from pipeinfer.cli.chat_model import (
     read_flags,
 )
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.terminal import StatusLine, undecodable_input
+from pipeinfer.runtime.logs import StatusLine, undecodable_input
 from pipeinfer.settings import DEMO, ConfigurationError
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _answer_all(
     session: ModelSession, questions: Sequence[Question], lines: Sequence[JsonLine]
 ) -> None:
     """All at once, into `lines`; the first that is refused ends the others."""
-    from pipeinfer.runtime.terminal import StatusLine
+    from pipeinfer.runtime.logs import StatusLine
 
     shown = StatusLine(doing="answering")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.terminal import discard_unread, open_streams
+from pipeinfer.runtime.logs import discard_unread, open_streams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__
 

@@ -15,11 +15,15 @@ import msgspec
 
 from pipeinfer.bench import client, report, runner
 from pipeinfer.bench.client import Endpoint, ServerNotUsable
-from pipeinfer.bench.dataset import CustomDataset, RandomDataset, load_custom_dataset
-from pipeinfer.bench.load import load_trace
+from pipeinfer.bench.dataset import (
+    DEFAULT_CONCURRENCY,
+    CustomDataset,
+    RandomDataset,
+    load_custom_dataset,
+)
 from pipeinfer.bench.metrics import GoodputTarget
-from pipeinfer.bench.options import DEFAULT_CONCURRENCY
 from pipeinfer.bench.runner import Benchmark, LoadLimits, LoadPoint, PointResult, WorkerDied
+from pipeinfer.bench.worker import load_trace
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.urls import base
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Literal
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime import listening
-from pipeinfer.runtime.find import PREFIX, running_servers
+from pipeinfer.runtime import servers
+from pipeinfer.runtime.servers import PREFIX, running_servers
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import Targets, describe_rate
 from pipeinfer.topology import Topology
@@ -33,8 +33,8 @@ from pipeinfer.version import __version__
 if TYPE_CHECKING:
     from pipeinfer.gateway.health import StageStatus
     from pipeinfer.runtime.entry import InProcess
+    from pipeinfer.runtime.logs import StatusLine
     from pipeinfer.runtime.supervisor import Supervisor
-    from pipeinfer.runtime.terminal import StatusLine
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,7 @@ def run_serve(arguments: Sequence[str]) -> int:
     import zmq
 
     from pipeinfer.runtime.local import check_port, local_stages, prepare
-    from pipeinfer.runtime.logs import set_up_logging
-    from pipeinfer.runtime.terminal import StatusLine
+    from pipeinfer.runtime.logs import StatusLine, set_up_logging
 
     def on_settings(settings: config.Settings) -> None:
         set_up_logging(settings, "pipeinfer")
@@ -102,7 +101,7 @@ def add_model(command_line: argparse.ArgumentParser) -> None:
 
 async def _run(service: Supervisor | InProcess, line: StatusLine) -> int:
     from pipeinfer.runtime.entry import add_reload_handler
-    from pipeinfer.runtime.terminal import show_until_ready
+    from pipeinfer.runtime.logs import show_until_ready
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -325,7 +324,7 @@ def _check_http(settings: Settings) -> Iterator[Finding]:
 
 def _check_port(settings: Settings) -> Finding:
     try:
-        listening.check_free(settings.host, settings.port)
+        servers.check_free(settings.host, settings.port)
     except ConfigurationError as error:
         return "bad", "port", str(error)
     return "ok", "port", f"{settings.host}:{settings.port} is free"

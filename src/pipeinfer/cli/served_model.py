@@ -21,7 +21,7 @@ from pipeinfer.cli.chat_model import (
     RequestFailed,
 )
 from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.runtime.find import RunningServer, ServerInfo, running_servers
+from pipeinfer.runtime.servers import RunningServer, ServerInfo, running_servers
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.urls import base, without_password
 

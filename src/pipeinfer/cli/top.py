@@ -35,7 +35,7 @@ from pipeinfer.gateway.monitor import (
 )
 from pipeinfer.messages import Heartbeat
 from pipeinfer.observe.spans import MEASURED_PART, StageDurations
-from pipeinfer.runtime.terminal import can_rewrite
+from pipeinfer.runtime.logs import can_rewrite
 
 QUIT = b"qQ"
 

@@ -22,8 +22,10 @@ from pipeinfer.core import (
     NewEpoch,
     Send,
     StepDone,
+    StepNote,
     Tick,
     Unsent,
+    step_note,
 )
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager
@@ -46,7 +48,6 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import LogprobRows, ScoredChunk, Step
-from pipeinfer.trace.notes import StepNote, step_note
 from pipeinfer.wire import SCORE_WORDS, SCORES_PER_MESSAGE, WORD, pack, score_bytes, unpack
 
 

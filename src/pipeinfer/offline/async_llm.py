@@ -38,7 +38,7 @@ from pipeinfer.offline.outputs import (
 from pipeinfer.offline.pipeline import Pipeline
 from pipeinfer.offline.sampling import AnyParams, SamplingParams, public
 from pipeinfer.runtime.local import prepare
-from pipeinfer.runtime.terminal import waiting_summary
+from pipeinfer.runtime.logs import waiting_summary
 from pipeinfer.settings import Settings
 from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens, template_sources
 

@@ -34,7 +34,7 @@ from pipeinfer.replay.traces import (
     load,
     warn_of_tail,
 )
-from pipeinfer.trace.notes import Unencoded
+from pipeinfer.trace.format import Unencoded
 from pipeinfer.wire import unpack
 
 IGNORED_FIELDS: dict[str, frozenset[str]] = {

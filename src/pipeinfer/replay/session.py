@@ -19,8 +19,8 @@ from typing import Any
 
 import aiohttp
 
-from pipeinfer.bench.local_server import LocalServer
 from pipeinfer.replay.traces import EQUAL
+from pipeinfer.runtime.local import LocalServer
 
 WORDS = ("count", "from", "pipeline", "engine", "seven", "12", "what is", "copy:", "é", "页", "🙂")
 STOPS = (["e"], ["3"], ["ab", "a"], ["\n"], [" t", "10"], ["no such text"])

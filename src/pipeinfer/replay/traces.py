@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pipeinfer.topology import Identity
-from pipeinfer.trace.notes import End
-from pipeinfer.trace.reader import OtherProtocol, Trace, TraceHeader, UnreadableTrace
+from pipeinfer.trace.format import End, OtherProtocol, Trace, TraceHeader, UnreadableTrace
 
 EQUAL = 0
 DIFFERENT = 1

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pipeinfer.messages import Ended, Heartbeat, State
-from pipeinfer.runtime.incarnations import INCARNATION_VARIABLE, IncarnationNumbers
-from pipeinfer.runtime.stage import heartbeat
+from pipeinfer.runtime.stage import INCARNATION_VARIABLE, IncarnationNumbers, heartbeat
 from pipeinfer.topology import Identity
 
 # Exit codes of a stage's process.

@@ -24,12 +24,13 @@ from pipeinfer.core import EVERYONE, LOCAL, Drain, Leave, Send, Tick, Unsent
 from pipeinfer.liveness import FORGET_FACTOR, HEARTBEAT_SECONDS, heartbeat_period
 from pipeinfer.messages import Fenced, GroupFault, Message, Recover, State
 from pipeinfer.observe.observer import StageObserver
-from pipeinfer.runtime.incarnations import FencedOut, IncarnationFilter
 from pipeinfer.runtime.logs import request_fields
 from pipeinfer.runtime.stage import (
     CORE_CHANNELS,
     LEAVE_TIMEOUT,
     NOT_FOR_CORE,
+    FencedOut,
+    IncarnationFilter,
     Stage,
     StageContext,
     builder,

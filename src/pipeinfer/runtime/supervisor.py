@@ -24,11 +24,10 @@ from pipeinfer.control import CHANNEL, Swap, SwapState
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.liveness import HEARTBEAT_SECONDS
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
-from pipeinfer.runtime import find
+from pipeinfer.runtime import servers
 from pipeinfer.runtime.child import FAILED, MISCONFIGURED, ORDERLY, Child, Command, exit_cause
-from pipeinfer.runtime.incarnations import IncarnationNumbers
-from pipeinfer.runtime.listening import InheritedSockets
-from pipeinfer.runtime.stage import LEAVE_TIMEOUT, heartbeat
+from pipeinfer.runtime.servers import InheritedSockets
+from pipeinfer.runtime.stage import LEAVE_TIMEOUT, IncarnationNumbers, heartbeat
 from pipeinfer.settings import PREFIX, Settings, to_environment
 from pipeinfer.topology import SECRET_VARIABLE, Identity, Topology
 
@@ -316,9 +315,9 @@ class Supervisor:
     def _publish(self) -> None:
         """For commands on this host that look for a server."""
         made = self._settings
-        url = find.url_from_here(made.host, self._http_sockets.port, bool(made.tls_cert))
-        served = find.ServerInfo(url=url, model=made.model_name, path=made.model)
-        find.publish_served_model(Path(self._topology_file), served)
+        url = servers.url_from_here(made.host, self._http_sockets.port, bool(made.tls_cert))
+        served = servers.ServerInfo(url=url, model=made.model_name, path=made.model)
+        servers.publish_served_model(Path(self._topology_file), served)
 
     def states(self) -> dict[str, tuple[State, str]]:
         """The state of each stage here by its id, and what it does or tasks for."""

@@ -24,13 +24,18 @@ from pipeinfer.core import LOCAL, Core, NewEpoch, Tick
 from pipeinfer.messages import PROTOCOL, Message
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity, Topology
-from pipeinfer.trace.format import Direction, TraceHeader
-from pipeinfer.trace.notes import Crash, Unencoded
-from pipeinfer.trace.recorder import FlightRing, Recorder
-from pipeinfer.trace.recording import Outcome, Quota, Recording, default_folder, identify_model
+from pipeinfer.trace.format import Crash, Direction, TraceHeader, Unencoded
+from pipeinfer.trace.recorder import (
+    FlightRing,
+    Outcome,
+    Quota,
+    Recorder,
+    Recording,
+    default_folder,
+    identify_model,
+)
 from pipeinfer.trace.redact import redactor
-from pipeinfer.trace.snapshot import Unsnapshottable
-from pipeinfer.trace.state_copy import StateCopier, StateCopy, StateCopyFailed
+from pipeinfer.trace.snapshot import StateCopier, StateCopy, StateCopyFailed, Unsnapshottable
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,7 @@ import msgspec
 import numpy as np
 
 from pipeinfer.params import SamplingParams
-from pipeinfer.trace.format import Record, Row, TraceHeader
-from pipeinfer.trace.notes import Unencoded
-from pipeinfer.trace.reader import RecordDecoder
+from pipeinfer.trace.format import Record, RecordDecoder, Row, TraceHeader, Unencoded
 from pipeinfer.trace.snapshot import known_class
 
 RANKS = 8  # 64-bit ranks out of one hash
