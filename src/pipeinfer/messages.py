@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from pipeinfer.json_values import JsonObject
 from pipeinfer.params import (
     MAX_CHOICES,
     MAX_INT,
+    JsonObject,
     Number,
     SamplingParams,
     StructuredOutputs,

@@ -53,7 +53,7 @@ SCORES_PER_MESSAGE = 256  # of a prompt, that a message has: nobody is to be hel
 WORD = 4  # bytes
 SCORE_WORDS = 2  # of the token itself
 # vLLM's; JSON has no infinite numbers.
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 
 
 class Score(NamedTuple):
@@ -106,4 +106,4 @@ def unpack_scores(raw: bytes, most: int) -> Iterator[Score]:
 
 def json_logprob(logprob: float) -> float:
     """The same as a number that JSON can say."""
-    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

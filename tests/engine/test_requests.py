@@ -11,7 +11,7 @@ from msgspec import structs
 
 from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS, RequestTable, filled, logit_edits_of
 from pipeinfer.messages import Admit
-from pipeinfer.params import MOST_BAD_WORDS, MOST_BIASES, MOST_STOP_TOKENS, SamplingParams
+from pipeinfer.params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
 from pipeinfer.step import StepDelta
 from pipeinfer.wire import pack
 
@@ -43,9 +43,9 @@ def test_an_id_that_is_suppressed_and_biased_is_one_edit(suppress, biases, least
 
 
 def test_the_most_that_a_request_may_ask_for_has_room_on_the_device():
-    stops, biases = range(MOST_STOP_TOKENS + 9), range(5000, 5000 + MOST_BIASES)
+    stops, biases = range(MAX_STOP_TOKENS + 9), range(5000, 5000 + MAX_BIASES)
     most = admit(0, 1, stops, min_tokens=1, logit_bias=dict.fromkeys(biases, 1.0))
-    words = tuple((9000 + n,) for n in range(2 * MOST_BAD_WORDS))
+    words = tuple((9000 + n,) for n in range(2 * MAX_BAD_WORDS))
     edits = logit_edits_of(structs.replace(most, bad_word_ids=words))
     assert len(edits.ids) == len(stops) + len(biases) + len(words) < MAX_LOGIT_EDITS
 

@@ -16,7 +16,7 @@ import msgspec
 
 from pipeinfer.bench.dataset import CustomDataset, RandomDataset, SampleRequest, TokenRange
 from pipeinfer.bench.metrics import RequestTiming
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
 
 class EncodedRequest(msgspec.Struct, frozen=True):

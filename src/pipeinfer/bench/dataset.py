@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.settings import ConfigurationError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from pipeinfer.bench.dataset import (
     TokenRange,
 )
 from pipeinfer.command_line import CommandLine
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 
 
 def run_bench(arguments: Sequence[str]) -> int:

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.close_names import did_you_mean
-from pipeinfer.command_line import CommandLine
+from pipeinfer.command_line import CommandLine, did_you_mean
 from pipeinfer.runtime.logs import discard_unread, open_streams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__

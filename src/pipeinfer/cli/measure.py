@@ -24,8 +24,7 @@ from pipeinfer.bench.dataset import (
 from pipeinfer.bench.metrics import GoodputTarget
 from pipeinfer.bench.runner import Benchmark, LoadLimits, LoadPoint, PointResult, WorkerDied
 from pipeinfer.bench.worker import load_trace
-from pipeinfer.settings import ConfigurationError
-from pipeinfer.urls import base
+from pipeinfer.settings import ConfigurationError, base_url
 
 EACH = 1_000_003  # added to the seed for each further point
 HIDDEN = "--api-key"  # its value goes into no file
@@ -118,7 +117,7 @@ def _points(options: argparse.Namespace) -> list[LoadPoint]:
 async def _prepared(options: argparse.Namespace) -> tuple[Benchmark, dict[str, str]]:
     """What is the same at all points, and how it is unit; the server is warm then."""
     endpoint = Endpoint(
-        url=base(options.url),
+        url=base_url(options.url),
         chat=options.endpoint == "chat",
         model=options.model,
         api_key=options.api_key,

@@ -20,10 +20,9 @@ from pipeinfer.cli.chat_model import (
     Question,
     RequestFailed,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.runtime.servers import RunningServer, ServerInfo, running_servers
-from pipeinfer.settings import ConfigurationError
-from pipeinfer.urls import base, without_password
+from pipeinfer.settings import ConfigurationError, base_url, without_password
 
 DATA, DONE = b"data:", b"[DONE]"
 CONNECT_TIMEOUT = 10.0  # seconds
@@ -77,7 +76,7 @@ class ServedModel:
         """url: with or without /v1. model: "" for MODEL, or else the first that the server names.
         pid: of a server on this host, which may still start. ConfigurationError for a URL or a key
         that no request can have."""
-        self._url = base(url)
+        self._url = base_url(url)
         self._shown = without_password(self._url)
         self.name = model or flags.model or self._shown
         self._pid = pid

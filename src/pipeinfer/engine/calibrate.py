@@ -18,7 +18,7 @@ from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, unc
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.interface import GraphShape
-from pipeinfer.params import MOST_LOGPROBS
+from pipeinfer.params import MAX_LOGPROBS
 from pipeinfer.step import (
     LogitEdits,
     LogprobRows,
@@ -280,7 +280,7 @@ def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> St
         counts[row] += min(remaining, max_model_len - 1)
         remaining -= int(counts[row]) - 1
     step = dummy_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
-    every, max_logprobs = np.arange(rows), np.full(rows, MOST_LOGPROBS, dtype=np.int32)
+    every, max_logprobs = np.arange(rows), np.full(rows, MAX_LOGPROBS, dtype=np.int32)
     nothing, raised = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32)
     logit_edits = tuple(LogitEdits(slot, nothing, raised, nothing) for slot in range(rows))
     return replace(

@@ -19,10 +19,9 @@ import torch
 
 from pipeinfer.engine.step_buffers import Download
 from pipeinfer.kernels.host import is_truncated
-from pipeinfer.kernels.interface import Kernels, SamplingTensors
+from pipeinfer.kernels.interface import Kernels, SamplingTensors, tensor_of
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
-from pipeinfer.tensors import tensor_of
 from pipeinfer.wire import SCORE_WORDS, narrow_scores
 
 NONE = np.empty(0, dtype=np.int64)  # rows

@@ -23,10 +23,10 @@ from pipeinfer.memory.rows import Rows
 from pipeinfer.memory.shared_prefixes import find_shared_prefixes
 from pipeinfer.messages import Admit
 from pipeinfer.params import (
-    LONGEST_BAD,
-    MOST_BAD_WORDS,
-    MOST_BIASES,
-    MOST_STOP_TOKENS,
+    MAX_BAD_WORD_IDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_STOP_TOKENS,
     SamplingParams,
 )
 from pipeinfer.step import (
@@ -189,7 +189,7 @@ def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
 
 
 # Of one request: those that it names, and a model's own ends.
-MAX_LOGIT_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 2 * MOST_BAD_WORDS + 256
+MAX_LOGIT_EDITS = MAX_STOP_TOKENS + MAX_BIASES + 2 * MAX_BAD_WORDS + 256
 LAST_POSITION = 2**31 - 1
 NO_LOGPROBS = -1  # in place of a number of alternatives
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
@@ -377,7 +377,7 @@ def _bad_words(admit: Admit) -> BadWords | None:
     known = unpack(admit.token_ids)
     ends = np.cumsum([len(ids) for ids in longer], dtype=np.int32)
     ids = np.concatenate([np.array(ids, dtype=np.int32) for ids in longer])
-    recent = known[admit.prompt_len :][-LONGEST_BAD:]
+    recent = known[admit.prompt_len :][-MAX_BAD_WORD_IDS:]
     return BadWords(ends, ids, admit.prompt_len, len(known), recent)
 
 

@@ -20,7 +20,6 @@ from typing import NamedTuple
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeinfer import traceparent
 from pipeinfer.gateway.api_keys import ApiKeys, KeyLimitExceeded, KeyLimits, KeyUsage
 from pipeinfer.gateway.counters import MetricCounter
 from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Handler
@@ -28,6 +27,7 @@ from pipeinfer.gateway.events import Failed, OutputDelta, Started
 from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.sessions import ResponseSink
+from pipeinfer.observe.spans import read_traceparent
 from pipeinfer.runtime.logs import ACCESS
 from pipeinfer.topology import is_loopback
 
@@ -391,7 +391,7 @@ class AccessLog:
                 "prompt_tokens": prompt,
                 "output_tokens": output,
             }
-        parent = traceparent.read(given)
+        parent = read_traceparent(given)
         if parent is not None:
             fields["trace_id"] = parent.trace_id
         log.info(

@@ -34,7 +34,7 @@ from pipeinfer.gateway.serving import Service
 from pipeinfer.gateway.sessions import RequestSessions
 from pipeinfer.gateway.tool_parsers.registry import choose_parsers
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import ConfigurationError, Settings

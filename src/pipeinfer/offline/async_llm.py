@@ -20,7 +20,6 @@ from pipeinfer import settings as config
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.gateway.requests import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.gguf.header import is_gguf
-from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import ChatOptions, Message, Options, Prompt
 from pipeinfer.offline.keywords import settings_of
@@ -37,6 +36,7 @@ from pipeinfer.offline.outputs import (
 )
 from pipeinfer.offline.pipeline import Pipeline
 from pipeinfer.offline.sampling import AnyParams, SamplingParams, public
+from pipeinfer.params import JsonValue
 from pipeinfer.runtime.local import prepare
 from pipeinfer.runtime.logs import waiting_summary
 from pipeinfer.settings import Settings

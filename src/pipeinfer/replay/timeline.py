@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 from pipeinfer.replay.compare import line
 from pipeinfer.replay.rebuild import Subjects
 from pipeinfer.replay.show import RequestTimes, request_times

@@ -23,7 +23,7 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.checkpoint.source import find_model
-from pipeinfer.close_names import did_you_mean
+from pipeinfer.command_line import did_you_mean
 from pipeinfer.observe import opentelemetry
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.servers import PREFIX, TOPOLOGY, record_running

@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TextIO
 
-from pipeinfer import traceparent
 from pipeinfer.messages import State
+from pipeinfer.observe.spans import read_traceparent
 from pipeinfer.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def set_up_logging(settings: Settings, name: str) -> None:
 def request_fields(message: object) -> dict[str, str]:
     """`extra` of a line about a message: of which request it is, and of which trace."""
     request_id = str(getattr(message, "request_id", ""))
-    parent = traceparent.read(str(getattr(message, "trace", "")))
+    parent = read_traceparent(str(getattr(message, "trace", "")))
     found = {"request_id": request_id} if request_id else {}
     return found if parent is None else {**found, "trace_id": parent.trace_id}
 

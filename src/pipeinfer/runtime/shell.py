@@ -20,8 +20,18 @@ from pipeinfer import control
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import FrameHeader, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
-from pipeinfer.core import EVERYONE, LOCAL, Drain, Leave, Send, Tick, Unsent
-from pipeinfer.liveness import FORGET_FACTOR, HEARTBEAT_SECONDS, heartbeat_period
+from pipeinfer.core import (
+    EVERYONE,
+    FORGET_FACTOR,
+    HEARTBEAT_SECONDS,
+    LOCAL,
+    Drain,
+    Leave,
+    Send,
+    Tick,
+    Unsent,
+    heartbeat_period,
+)
 from pipeinfer.messages import Fenced, GroupFault, Message, Recover, State
 from pipeinfer.observe.observer import StageObserver
 from pipeinfer.runtime.logs import request_fields

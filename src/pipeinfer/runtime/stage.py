@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeinfer.bus.frames import FrameHeader
-from pipeinfer.close_names import none_of
+from pipeinfer.command_line import none_of
 from pipeinfer.control import Observed, Prefix, Prefixes
 from pipeinfer.core import Core
 from pipeinfer.messages import (

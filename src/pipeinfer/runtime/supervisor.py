@@ -21,8 +21,7 @@ import zmq
 from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.control import CHANNEL, Swap, SwapState
-from pipeinfer.core import EVERYONE, Send
-from pipeinfer.liveness import HEARTBEAT_SECONDS
+from pipeinfer.core import EVERYONE, HEARTBEAT_SECONDS, Send
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.child import FAILED, MISCONFIGURED, ORDERLY, Child, Command, exit_cause

@@ -16,8 +16,10 @@ import msgspec
 
 from pipeinfer.core import (
     ASK_AGAIN,
+    GIVE_UP_FACTOR,
     LOCAL,
     Drain,
+    FairQueue,
     Leave,
     RollCall,
     Send,
@@ -26,8 +28,6 @@ from pipeinfer.core import (
     bracketed_answer,
     stage_number,
 )
-from pipeinfer.fair_queue import FairQueue
-from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
     Accepted,

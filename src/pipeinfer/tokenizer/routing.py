@@ -20,8 +20,8 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeinfer.close_names import none_of
-from pipeinfer.liveness import SuspendAwareClock, silence_limit
+from pipeinfer.command_line import none_of
+from pipeinfer.core import SuspendAwareClock, silence_limit
 from pipeinfer.messages import Ended, GroupStatus
 from pipeinfer.settings import ConfigurationError
 

@@ -27,7 +27,7 @@ from typing import BinaryIO, Protocol, cast
 import msgspec
 
 from pipeinfer import pipes
-from pipeinfer.fair_queue import FairQueue
+from pipeinfer.core import FairQueue
 from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.grammars.validation import MAX_SECONDS, TooSlow, ValidationProcess
 from pipeinfer.messages import Message, Submit

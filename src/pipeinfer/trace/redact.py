@@ -74,8 +74,8 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.queue:GrammarQueue", "_processes"),
         ("pipeinfer.scheduler.queue:PendingGrammar", "ranks_prepared"),
         ("pipeinfer.scheduler.queue:PrefixesInProgress", "_blocks_led"),
-        ("pipeinfer.fair_queue:_Flows", "_last"),
-        ("pipeinfer.histogram:Histogram", "counts"),
+        ("pipeinfer.core:_Flows", "_last"),
+        ("pipeinfer.core:Histogram", "counts"),
         ("pipeinfer.scheduler.engine_state:_Rank", "first"),
         ("pipeinfer.scheduler.engine_state:_Rank", "own"),
     )
