@@ -677,8 +677,8 @@ State = Literal["starting", "loading", "waiting", "ready", "draining", "failed"]
 
 
 class Heartbeat(Message, frozen=True):
-    """Twice a second, less often in a large deployment (liveness.py), and at every change of state.
-    All fields may differ in a replay.
+    """Twice a second, less often in a large deployment (`heartbeat_period` of core.py), and at every
+    change of state. All fields may differ in a replay.
 
     Attributes:
     - stats: statistics by name; docs/reference/statistics.md explains them
@@ -702,7 +702,7 @@ GroupReadiness = Literal["serves", "waits", "deserted"]
 
 
 class GroupStatus(Message, frozen=True):
-    """scheduler -> tokenizers, again and again (liveness.py), and soon after a change of
+    """scheduler -> tokenizers, again and again (`heartbeat_period`), and soon after a change of
     `readiness`.
 
     Attributes:

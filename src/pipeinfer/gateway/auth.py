@@ -414,7 +414,7 @@ IPV6_HOST_BYTES = 8  # bytes of an IPv6 address that its host has
 class ClientHashes:
     """Hashes by which clients are told apart: no address and no name of a key leaves the gateway.
 
-    Clients take turns where they wait (fair_queue.py). Where keys are needed a client is a key.
+    Clients take turns where they wait (FairQueue). Where keys are needed a client is a key.
     Else a client is a connection of a host: a proxy has connections of many users, and several
     programs of one host are several clients. A host is an IPv4 address, or the /64 of an IPv6
     address.

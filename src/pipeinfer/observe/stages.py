@@ -242,7 +242,7 @@ def _taken(work: Work, outputs: Sequence[Send]) -> bool:
 
 
 class SchedulerObserver:
-    """Spans of a scheduler. Its steps are read in steps.py."""
+    """Spans of a scheduler. Its steps are read in observer.py."""
 
     def __init__(self, spans: SpanStore) -> None:
         self.spans = spans
