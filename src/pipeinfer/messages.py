@@ -677,7 +677,7 @@ State = Literal["starting", "loading", "waiting", "ready", "draining", "failed"]
 
 
 class Heartbeat(Message, frozen=True):
-    """Twice a second, less often in a large deployment (`heartbeat_period` of core.py), and at every
+    """Twice a second, less often in a large deployment (core.py), and at every
     change of state. All fields may differ in a replay.
 
     Attributes:
