@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core import (
-    ASK_AGAIN,
     HEARTBEAT_SECONDS,
     MAX_HEARTBEAT_RATE,
+    RECOVER_RETRY_SECONDS,
     REQUEST_SECONDS,
     SLICES,
     FairQueue,
@@ -47,13 +47,13 @@ def asked(*peers: str) -> list[Send]:
 def test_who_has_not_answered_is_asked_again_after_a_while():
     calls = RollCall(ME, INCARNATION, ["a", "b"])
     assert calls.ask(5.0) == asked("a", "b")
-    assert calls.ask(5.0 + ASK_AGAIN / 2) == []
+    assert calls.ask(5.0 + RECOVER_RETRY_SECONDS / 2) == []
     assert not calls.on_recovered(OPENING[0]) and not calls.on_recovered(END[0])
     assert calls.missing == ["b"] and not calls.complete
-    assert calls.ask(5.0 + ASK_AGAIN) == asked("b")
-    assert calls.ask(5.0 + 1.5 * ASK_AGAIN) == []
+    assert calls.ask(5.0 + RECOVER_RETRY_SECONDS) == asked("b")
+    assert calls.ask(5.0 + 1.5 * RECOVER_RETRY_SECONDS) == []
     assert not calls.on_recovered(OPENING[1])
-    assert calls.ask(5.0 + 2 * ASK_AGAIN) == asked("b"), "it has not told all"
+    assert calls.ask(5.0 + 2 * RECOVER_RETRY_SECONDS) == asked("b"), "it has not told all"
     assert calls.on_recovered(END[1])
     assert calls.complete and calls.missing == []
     assert calls.ask(100.0) == []

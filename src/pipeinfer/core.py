@@ -133,7 +133,7 @@ class StepDone(Message, frozen=True):
 # ------------------------------------------------------------------------------------ recovery
 
 DIGITS = re.compile("[0-9]{1,9}")
-ASK_AGAIN = 1.0  # seconds after which a peer that has not answered is asked again
+RECOVER_RETRY_SECONDS = 1.0  # after which a peer that has not answered is asked again
 
 
 class StepNote(Message, frozen=True):
@@ -201,7 +201,7 @@ class RollCall:
         """The questions that are due at `now` (seconds); the first time, one to each peer."""
         if not self._missing or now < self._ask_at:
             return []
-        self._ask_at = now + ASK_AGAIN
+        self._ask_at = now + RECOVER_RETRY_SECONDS
         return [Send("recovery", peer, self._question) for peer in self._missing]
 
     def on_recovered(self, bracket: Recovered) -> bool:
@@ -241,14 +241,14 @@ class RollCall:
         return not self._missing
 
 
-def bracketed_answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
-    """What `stage` sends to the stage that `asked`: all that is `known`, between two brackets."""
-    opening = Recovered(stage, asked.incarnation, opening=True)
-    end = Recovered(stage, asked.incarnation)
+def bracketed_answer(stage: str, question: Recover, known: Iterable[Send]) -> list[Send]:
+    """The answer of `stage` to `question`: all messages that are `known`, between two brackets."""
+    opening = Recovered(stage, question.incarnation, opening=True)
+    end = Recovered(stage, question.incarnation)
     return [
-        Send("recovery", asked.stage, opening),
+        Send("recovery", question.stage, opening),
         *known,
-        Send("recovery", asked.stage, end),
+        Send("recovery", question.stage, end),
     ]
 
 

@@ -340,9 +340,9 @@ def check_choices(name: str, count: int) -> None:
     _check_within(name, count, 1, MAX_CHOICES)
 
 
-def _check_within(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:  # also where it is NaN
-        raise InvalidParameter(name, f"{name} must be from {least:g} to {most:.10g}, not {value}")
+def _check_within(name: str, value: float, least: float, limit: float) -> None:
+    if not least <= value <= limit:  # also where it is NaN
+        raise InvalidParameter(name, f"{name} must be from {least:g} to {limit:.10g}, not {value}")
 
 
 # ------------------------------------------------------------- choices of one request

@@ -165,15 +165,15 @@ def session(endpoint: Endpoint) -> aiohttp.ClientSession:
 
 
 async def stream_request(
-    client: aiohttp.ClientSession, endpoint: Endpoint, asked: EncodedRequest, due: float
+    client: aiohttp.ClientSession, endpoint: Endpoint, request: EncodedRequest, due: float
 ) -> RequestTiming:
     """Sends one request and reads its stream to the end.
 
     due: when the request should be sent, of time.perf_counter(). A failure does not raise: it is in
     the `failure` and `error` of the timing.
     """
-    timing = RequestTiming(due, prompt_tokens=asked.prompt_len, max_tokens=asked.output_len)
-    await stream_into(client, endpoint, asked, timing)
+    timing = RequestTiming(due, prompt_tokens=request.prompt_len, max_tokens=request.output_len)
+    await stream_into(client, endpoint, request, timing)
     return timing
 
 
@@ -188,12 +188,15 @@ async def stream_all(endpoint: Endpoint, requests: Sequence[SampleRequest]) -> l
 
 
 async def stream_into(
-    client: aiohttp.ClientSession, endpoint: Endpoint, asked: EncodedRequest, timing: RequestTiming
+    client: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    request: EncodedRequest,
+    timing: RequestTiming,
 ) -> None:
     """Like `stream_request`, into a timing that the caller may read meanwhile."""
     timing.sent = time.perf_counter()
     try:
-        async with client.post(endpoint.api_url, data=asked.body) as answer:
+        async with client.post(endpoint.api_url, data=request.body) as answer:
             if answer.status != 200:
                 text = (await answer.content.read(4096)).decode(errors="replace")
                 raise _Failed(f"status {answer.status}", text)
@@ -210,10 +213,10 @@ async def stream_into(
         timing.failure, timing.error = GARBAGE, str(error)[:MAX_ERROR_CHARS]
     if timing.failure and not timing.error:
         timing.error = timing.failure
-    if not timing.error and endpoint.exact_length and timing.output_tokens != asked.output_len:
+    if not timing.error and endpoint.exact_length and timing.output_tokens != request.output_len:
         timing.failure, timing.error = (
             WRONG_LENGTH,
-            f"{timing.output_tokens} tokens instead of {asked.output_len}",
+            f"{timing.output_tokens} tokens instead of {request.output_len}",
         )
 
 

@@ -243,12 +243,12 @@ def swap_parser() -> CommandLine:
 def _follow(caller: ControlClient, request: Swap) -> int:
     """Asks, and prints what becomes of it."""
     caller.listen(SUPERVISOR)
-    last_message, has_asked = time.monotonic(), False
+    last_message, requested = time.monotonic(), False
     while time.monotonic() - last_message < ANSWER_TIMEOUT:
         for _, message in caller.receive(0.2):
             last_message = time.monotonic()
-            if not has_asked:
-                has_asked = True
+            if not requested:
+                requested = True
                 caller.send(SUPERVISOR, request)
             elif isinstance(message, SwapState) and message.swap == request.swap:
                 code = _print(message)

@@ -63,13 +63,13 @@ def run_generate(arguments: Sequence[str]) -> int:
     answer_options = AnswerOptions(MAX_TOKENS, batch=not streams, token_ids=options.json)
     batch = [_question(prompt, options.chat) for prompt in prompts]
     try:
-        with model_session(flags, answer_options) as answering:
+        with model_session(flags, answer_options) as session:
             if streams:
                 for question in batch:
-                    answering.thread.run(print_answer(answering.model, question))
+                    session.thread.run(print_answer(session.model, question))
                 return 0
             lines = [JsonLine(prompt) for prompt in prompts]
-            _answer_all(answering, batch, lines)
+            _answer_all(session, batch, lines)
     except RequestFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -229,12 +229,12 @@ def run_chat(arguments: Sequence[str]) -> int:
     flags = read_flags(command_line, command_line.parse_args(arguments))
 
     try:
-        with model_session(flags, AnswerOptions()) as answering:
+        with model_session(flags, AnswerOptions()) as session:
             if sys.stdin.isatty():
                 with suppress(ImportError):
                     import readline  # noqa: F401  (imported for what it does to input())
-                print(f"{answering.model.name}: {HELP}.")
-            read_questions(Conversation(answering))
+                print(f"{session.model.name}: {HELP}.")
+            read_questions(Conversation(session))
     except RequestFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -200,8 +200,8 @@ class _Session:
             if now - since > ANSWER_TIMEOUT:
                 del self._silent[stage]
                 self._fail(stage, f"was not heard for {ANSWER_TIMEOUT:g} s; does it run?")
-        for stage, heard in list(self._running.items()):
-            if now - heard > HEARTBEAT_TIMEOUT:
+        for stage, last_heard in list(self._running.items()):
+            if now - last_heard > HEARTBEAT_TIMEOUT:
                 self._lose(stage, f"is silent since {HEARTBEAT_TIMEOUT:g} s; its file ends there")
 
     def _lose(self, stage: str, what: str) -> None:

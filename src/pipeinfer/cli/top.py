@@ -47,10 +47,10 @@ class TerminalKeys:
     `hint`: which key ends the command, "" if none does.
     """
 
-    def __init__(self, wanted: bool = True) -> None:
+    def __init__(self, enabled: bool = True) -> None:
         self._source = -1
         self._quits = False
-        if wanted and sys.stdin.isatty():
+        if enabled and sys.stdin.isatty():
             source = sys.stdin.fileno()
             if not _in_background(source):
                 self._source = source
@@ -155,8 +155,8 @@ def listen(
     """Tells `health` of heartbeats for `seconds`, or until `enough(heartbeat)` or `quits()`; and
     `observed` of what stages see."""
     deadline = time.monotonic() + max(seconds, 0.1)
-    while (left := deadline - time.monotonic()) > 0 and not quits():
-        for _, message in caller.receive(min(0.2, left)):
+    while (remaining := deadline - time.monotonic()) > 0 and not quits():
+        for _, message in caller.receive(min(0.2, remaining)):
             if isinstance(message, Heartbeat) and message.stage in health.stages:
                 health.on_heartbeat(message, time.monotonic())
                 if enough(message):
@@ -195,8 +195,8 @@ class StageLine:
             text = ", ".join(self.parts[:count])
             if len(self.head) + len(text) <= columns:
                 break
-        whole = (self.head + text).rstrip()
-        return whole if len(whole) <= columns else f"{whole[: columns - 1]}…"
+        line = (self.head + text).rstrip()
+        return line if len(line) <= columns else f"{line[: columns - 1]}…"
 
 
 def _fitting(lines: list[StageLine], rewritten: bool) -> list[str]:

@@ -36,7 +36,7 @@ from pipeinfer.kernels.interface import (
     tensor_of,
 )
 from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, MAX_BAD_WORDS
-from pipeinfer.step import BadWords, LogitEdits, Step, StepDelta
+from pipeinfer.step import BadWords, RequestLogitBias, Step, StepDelta
 
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
 NONE = np.empty(0, dtype=np.int32)
@@ -473,20 +473,20 @@ class SlotState:
         counts = dict.fromkeys(slots.tolist(), 0)
         banned = counts.copy()
         self.biased[slots] = False
-        for edits in delta.edits:
+        for edits in delta.logit_biases:
             self.biased[edits.slot] = edits.values.any()
             counts[edits.slot] = -len(edits.ids) if edits.only else len(edits.ids)
             found += self._logit_edit_changes(edits)
-            if edits.bans is not None:
-                banned[edits.slot] = len(edits.bans.ends)
-                found += self._bad_word_changes(edits.slot, edits.bans)
+            if edits.bad_words is not None:
+                banned[edits.slot] = len(edits.bad_words.ends)
+                found += self._bad_word_changes(edits.slot, edits.bad_words)
         found.append((self._counts_at + slots, np.fromiter(counts.values(), np.int32)))
         found.append(
             (self._bad_words_at + slots * BAD_WORDS_SIZE, np.fromiter(banned.values(), np.int32))
         )
         return found
 
-    def _logit_edit_changes(self, edits: LogitEdits) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _logit_edit_changes(self, edits: RequestLogitBias) -> list[tuple[np.ndarray, np.ndarray]]:
         """Raises ValueError for more edits than there is room for."""
         many, count = self.padding_slot + 1, len(edits.ids)
         if count > self._max_edits:

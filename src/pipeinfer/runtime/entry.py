@@ -211,17 +211,19 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
     """Runs a stage until it stops; returns the exit code. `stage`: given by a script in stages/."""
     open_streams()
     made = parser(stage)
-    options, rest = made.parse_known_args(arguments)
+    options, flags = made.parse_known_args(arguments)
     try:
         file = options.topology or os.environ.get(f"{config.PREFIX}TOPOLOGY")
         topology = deployed_topology(file, os.environ)
-        settings = stage_settings(topology, config.parse_flags(rest), os.environ)
+        settings = stage_settings(topology, config.parse_flags(flags), os.environ)
         elected = _elect(topology, stage or options.stage, options)
         identity = elected.identity if elected is not None else _named_identity(stage, options)
         topology.address(identity.id)
         if topology.has_tcp():
             keyring(topology, identity.id)  # a missing key ends it here, with one line
-        rest = rest[1:] if rest[:1] == [stage] else rest  # `swap` names the stage for a script too
+        flags = (
+            flags[1:] if flags[:1] == [stage] else flags
+        )  # `swap` names the stage for a script too
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISCONFIGURED

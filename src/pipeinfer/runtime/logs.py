@@ -207,11 +207,13 @@ def waiting_summary(states: Mapping[str, tuple[State, str]]) -> str:
 
     Stages that wait for others, or do not say what they do, are named only if there are no others.
     """
-    left = {stage: status for stage, status in states.items() if status[0] != "ready"}
-    busy = {stage: status for stage, status in left.items() if status[0] in STARTING_STATES} or left
-    telling = {stage: status for stage, status in busy.items() if status[1]} or busy
+    not_ready = {stage: status for stage, status in states.items() if status[0] != "ready"}
+    busy = {
+        stage: status for stage, status in not_ready.items() if status[0] in STARTING_STATES
+    } or not_ready
+    with_reason = {stage: status for stage, status in busy.items() if status[1]} or busy
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for stage, (state, reason) in telling.items():
+    for stage, (state, reason) in with_reason.items():
         does = reason or state
         by_reason[does if state in STARTING_STATES else f"{state} ({does})"].append(stage)
     parts = [f"{_names(stages, states)}: {reason}" for reason, stages in by_reason.items()]

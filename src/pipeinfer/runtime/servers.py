@@ -210,13 +210,13 @@ def _inodes(host: str, port: int) -> Iterator[str]:
                     yield more[5]
 
 
-def _meets(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address, address: str) -> bool:
+def _meets(listened: ipaddress.IPv4Address | ipaddress.IPv6Address, address: str) -> bool:
     """`address`: words of 32 bits in hexadecimal, each in the order of this machine's bytes."""
     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
     other = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))
     if isinstance(other, ipaddress.IPv6Address) and other.ipv4_mapped is not None:
         other = other.ipv4_mapped
-    return wanted == other or wanted.is_unspecified or other.is_unspecified
+    return listened == other or listened.is_unspecified or other.is_unspecified
 
 
 def _holders(inodes: set[str]) -> Iterator[int]:

@@ -44,7 +44,7 @@ class SwapController:
     stage, and the old command back if that fails; publishes `SwapState` at every change.
 
     children: by stage id.
-    start: starts a child's command, unless the server has no more use for it, and cares for its
+    start: starts a child's command, unless the server does not need it any more, and cares for its
         process once the swap is over; OSError if the command cannot be executed.
     restart: the same, and ends everything if it cannot.
     gateway_seconds: that a gateway may take to finish its streams.
@@ -86,7 +86,7 @@ class SwapController:
             self._bus.send(Send("group", EVERYONE, child.death))
 
     async def close(self) -> None:
-        """When the children are gone: tasks for what is under way, and closes the sockets."""
+        """When the children are gone: waits for what is under way, and closes the sockets."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
         if self._heartbeats is not None:
@@ -112,23 +112,23 @@ class SwapController:
         else:
             self._bus.reader.drop(f"a {type(message).__name__} of {header.sender}")
 
-    def _publish_state(self, asked: Swap, state: Any, reason: str = "", **more: Any) -> None:
-        log.info("swap of %s: %s", asked.stage, " ".join(filter(None, (state, reason))))
-        swap_state = SwapState(asked.swap, asked.stage, state, reason, **more)
+    def _publish_state(self, swap: Swap, state: Any, reason: str = "", **fields: Any) -> None:
+        log.info("swap of %s: %s", swap.stage, " ".join(filter(None, (state, reason))))
+        swap_state = SwapState(swap.swap, swap.stage, state, reason, **fields)
         self._bus.send(Send(CHANNEL, EVERYONE, swap_state))
 
-    async def _swap(self, asked: Swap) -> None:
-        group = self._group(asked.stage)
+    async def _swap(self, swap: Swap) -> None:
+        group = self._group(swap.stage)
         if not group:
-            self._publish_state(asked, "failed", f"there is no {asked.stage} here")
+            self._publish_state(swap, "failed", f"there is no {swap.stage} here")
             return
         if self._stopping:
-            self._publish_state(asked, "failed", STOPPING)
+            self._publish_state(swap, "failed", STOPPING)
             return
         if any(child.swapping for child in group):
             pids = ", ".join(str(child.pid) for child in group)
             self._publish_state(
-                asked, "failed", f"a swap is under way; to end it, kill process {pids}"
+                swap, "failed", f"a swap is under way; to end it, kill process {pids}"
             )
             return
         for child in group:
@@ -137,7 +137,7 @@ class SwapController:
             for child in group:
                 async with child.starting:  # a restart that has begun gets its process first
                     continue
-            await self._replace(asked, group)
+            await self._replace(swap, group)
         finally:
             for child in group:
                 child.swapping = False
@@ -150,15 +150,15 @@ class SwapController:
         same = (c for c in self._children.values() if c.identity.name == "engine")
         return [c for c in same if c.identity.group == child.identity.group]
 
-    async def _replace(self, asked: Swap, group: list[Child]) -> None:
+    async def _replace(self, swap: Swap, group: list[Child]) -> None:
         old, before = tuple(c.pid for c in group), [c.command for c in group]
         began = time.monotonic()
-        self._publish_state(asked, "leaving", old=old)
+        self._publish_state(swap, "leaving", old=old)
         await self._stop_group(group)
-        trouble = await self._start_group(asked, group, old)
-        if not trouble:
+        failure = await self._start_group(swap, group, old)
+        if not failure:
             new, seconds = tuple(c.pid for c in group), time.monotonic() - began
-            self._publish_state(asked, "done", old=old, new=new, seconds=seconds)
+            self._publish_state(swap, "done", old=old, new=new, seconds=seconds)
             return
         for child in group:
             child.kill()
@@ -167,15 +167,17 @@ class SwapController:
             child.command, child.swapping = command, False
             await self._restart(child)
         if all(child.running for child in group):
-            trouble += "; the command that ran before is started again"
-        self._publish_state(asked, "failed", trouble, old=old)
+            failure += "; the command that ran before is started again"
+        self._publish_state(swap, "failed", failure, old=old)
 
     async def _stop_group(self, group: list[Child]) -> None:
         """Ends the running processes, in good order if they can."""
         for child in group:
             child.signal(signal.SIGUSR1)
-        own = self._gateway_seconds if group[0].identity.name == "gateway" else LEAVE_TIMEOUT
-        if not await self._wait_ended(group, own + LEAVE_MARGIN):
+        leave_seconds = (
+            self._gateway_seconds if group[0].identity.name == "gateway" else LEAVE_TIMEOUT
+        )
+        if not await self._wait_ended(group, leave_seconds + LEAVE_MARGIN):
             log.warning("%s did not leave in time and is killed", group[0].identity.id)
             for child in group:
                 child.kill()
@@ -187,41 +189,41 @@ class SwapController:
         tasks = [asyncio.ensure_future(c.process.wait()) for c in group if c.process is not None]
         if not tasks:
             return True
-        _, late = await asyncio.wait(tasks, timeout=seconds)
-        for wait in late:
+        _, pending = await asyncio.wait(tasks, timeout=seconds)
+        for wait in pending:
             wait.cancel()
-        return not late
+        return not pending
 
-    async def _start_group(self, asked: Swap, group: list[Child], old: tuple[int, ...]) -> str:
-        """Starts the new processes and tasks until they are ready; else says why they are not."""
+    async def _start_group(self, swap: Swap, group: list[Child], old: tuple[int, ...]) -> str:
+        """Starts the new processes and waits until they are ready; else says why they are not."""
         try:
             for child in group:
-                if asked.command:
-                    child.command = Command(asked.command, asked.folder)
+                if swap.command:
+                    child.command = Command(swap.command, swap.folder)
                 await self._start(child)
         except (OSError, ValueError) as error:  # ValueError: a NUL in its words
             return f"cannot start {group[0].command}: {getattr(error, 'strerror', '') or error}"
         if self._stopping and not all(child.running for child in group):
             return STOPPING
-        self._publish_state(asked, "starting", old=old, new=tuple(c.pid for c in group))
+        self._publish_state(swap, "starting", old=old, new=tuple(c.pid for c in group))
         return await self._wait_ready(group)
 
     async def _wait_ready(self, group: list[Child]) -> str:
         """Returns when all are ready (""), or when one of them never will be."""
         ends = [asyncio.ensure_future(self._describe_end(child)) for child in group]
         ready = asyncio.ensure_future(_all_set([child.ready for child in group]))
-        heard = asyncio.ensure_future(_all_set([child.has_reported for child in group]))
+        reported = asyncio.ensure_future(_all_set([child.has_reported for child in group]))
         try:
             await asyncio.wait(
-                {*ends, heard}, timeout=FIRST_REPORT_TIMEOUT, return_when="FIRST_COMPLETED"
+                {*ends, reported}, timeout=FIRST_REPORT_TIMEOUT, return_when="FIRST_COMPLETED"
             )
-            if not any(task.done() for task in (*ends, heard)):
+            if not any(task.done() for task in (*ends, reported)):
                 return f"its command was no stage that spoke within {FIRST_REPORT_TIMEOUT:g} s"
             await asyncio.wait({*ends, ready}, return_when="FIRST_COMPLETED")
             dead = [end for end, child in zip(ends, group, strict=True) if not child.running]
             return await dead[0] if dead else ""
         finally:
-            for task in (*ends, ready, heard):
+            for task in (*ends, ready, reported):
                 task.cancel()
 
     @staticmethod
@@ -319,7 +321,7 @@ class Supervisor:
         servers.publish_served_model(Path(self._topology_file), served)
 
     def states(self) -> dict[str, tuple[State, str]]:
-        """The state of each stage here by its id, and what it does or tasks for."""
+        """The state of each stage here by its id, and what it does or waits for."""
         return {stage: child.status for stage, child in self._children.items()}
 
     def stop(self, code: int = ORDERLY) -> None:
@@ -430,11 +432,10 @@ class Supervisor:
                     other.kill_for_group()  # its own watcher starts it again
         await self._restart(child)
 
-    # --------------------------------------------------------------------------------- status and
-    # deaths
+    # ---------------------------------------------------------------------------- status and deaths
 
     def _publish_death(self, child: Child, reason: str) -> None:
-        """So that nobody tasks until a dead stage's silence or its successor is noticed."""
+        """So that nobody waits until a dead stage's silence or its successor is noticed."""
         notice = child.death_notice(reason)
         if self._swaps is not None and notice is not None:
             self._swaps.publish_death(child, notice)
@@ -480,11 +481,11 @@ class Supervisor:
         tasks = [asyncio.ensure_future(c.process.wait()) for c in children if c.process is not None]
         if not tasks:
             return
-        _, late = await asyncio.wait(tasks, timeout=seconds)
-        if late:
+        _, pending = await asyncio.wait(tasks, timeout=seconds)
+        if pending:
             for child in children:
                 child.kill()
-            await asyncio.wait(late)
+            await asyncio.wait(pending)
 
     @staticmethod
     async def _first_of(*events: asyncio.Event) -> None:

@@ -15,9 +15,9 @@ from typing import ClassVar
 import msgspec
 
 from pipeinfer.core import (
-    ASK_AGAIN,
     GIVE_UP_FACTOR,
     LOCAL,
+    RECOVER_RETRY_SECONDS,
     Drain,
     FairQueue,
     Leave,
@@ -548,7 +548,7 @@ class TokenizerCore:
 
     def _is_due(self, group: int, now: float) -> bool:
         """Whether it is time to ask again for the requests of `group`."""
-        due = now >= self._hand_over_asked_at.get(group, float("-inf")) + ASK_AGAIN
+        due = now >= self._hand_over_asked_at.get(group, float("-inf")) + RECOVER_RETRY_SECONDS
         if due:
             self._hand_over_asked_at[group] = now
         return due

@@ -415,9 +415,9 @@ class TraceFile:
 
     def write(self, block: bytes) -> None:
         """Hands the block to the kernel, where it survives this process. Raises OSError."""
-        left = memoryview(block)
-        while left:
-            left = left[os.write(self._descriptor, left) :]
+        unwritten = memoryview(block)
+        while unwritten:
+            unwritten = unwritten[os.write(self._descriptor, unwritten) :]
         self.bytes += len(block)
 
     def close(self) -> None:
@@ -566,10 +566,10 @@ class Recording:
         """The next rows, whole events; `block` has them packed already, None if nobody has."""
         if self.ended:
             return
-        left = self._quota.messages - self._records if self._quota.messages else len(rows)
-        full = bool(self._quota.messages) and left <= len(rows)
+        num_left = self._quota.messages - self._records if self._quota.messages else len(rows)
+        full = bool(self._quota.messages) and num_left <= len(rows)
         if full:
-            rows = rows[: _end_of_event(rows, left)]
+            rows = rows[: _end_of_event(rows, num_left)]
         if full or self._rewriter is not None or block is None:
             if self._rewriter is not None:
                 rows = [self._rewriter.row(row) for row in rows]
@@ -592,8 +592,8 @@ class Recording:
 
     def _write(self, block: bytes, records: int) -> None:
         assert self._file is not None
-        most = self._quota.bytes
-        if most and self._file.bytes + len(block) + END_BYTES > most:
+        max_bytes = self._quota.bytes
+        if max_bytes and self._file.bytes + len(block) + END_BYTES > max_bytes:
             self.end("as many bytes as were asked for")
             return
         try:

@@ -67,12 +67,12 @@ class TooLarge(Exception):
     """The state has more values than were asked for."""
 
 
-def snapshot(core: object, most: int = 0) -> bytes:
+def snapshot(core: object, max_values: int = 0) -> bytes:
     """The state of `core`, between two events. Raises Unsnapshottable.
 
-    most: TooLarge beyond so many values, found out in the time that these take; 0: all there are.
+    max_values: TooLarge beyond so many values, found out in the time that these take; 0: no limit.
     """
-    walker = _Walker(externals(core), most or _ALL)
+    walker = _Walker(externals(core), max_values or _ALL)
     try:
         return _encode([FORMAT, walker.walk(core)])
     except (OverflowError, TypeError) as error:
@@ -149,8 +149,8 @@ def _outside(path: str, value: object) -> dict[str, object]:
 class _Walker:
     """Numbers what it meets and writes it down; breadth first: trees are deeper than a stack."""
 
-    def __init__(self, outside: dict[str, object], most: int = _ALL) -> None:
-        self._remaining = most
+    def __init__(self, outside: dict[str, object], max_values: int = _ALL) -> None:
+        self._remaining = max_values
         self._paths = {id(value): path for path, value in outside.items()}
         self._numbers: dict[int, int] = {}
         self._empty: dict[tuple[Any, ...], int] = {}
