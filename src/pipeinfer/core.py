@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 LOCAL = "local"  # to the stage's own driver: the device of an engine, the HTTP side of a gateway
-EVERYONE = ""  # published to whoever listens: plans, telemetry
+EVERYONE = ""  # published to all subscribers: plans, telemetry
 
 
 class Send(NamedTuple):
@@ -80,7 +80,7 @@ class Leave(Message, frozen=True):
 class Unsent(Message, frozen=True):
     """A message of this request could not be sent, and never can be: `reason` says why.
 
-    Nobody else was told anything in its place.
+    Nothing was sent in its place.
     """
 
     request_id: str
@@ -185,7 +185,8 @@ def step_note(step: _StepArrays) -> StepNote:
 
 
 class RollCall:
-    """Asks each of `peers` until it has told `stage`, a process with `incarnation`, all it knows.
+    """Asks each of `peers` until it has answered `stage`, a process with `incarnation`, with all it
+    knows.
 
     An answer stands between two messages, the brackets (Recovered). What was queued for a process
     that died may be lost, but never something after what arrived: an answer whose opening bracket
@@ -339,11 +340,11 @@ class RecentTable(Generic[Value]):
 
 # Seconds between two heartbeats of a stage, up to 50 stages.
 HEARTBEAT_SECONDS = 0.5
-# Times --host-loss: so long a lost host may come back to what nobody else can go on with. It may
+# Times --host-loss: so long a lost host may come back to work that no other can go on with. It may
 # have to boot, and to load a model.
 GIVE_UP_FACTOR = 10
-# Times --host-loss: after that what is kept for a lost host is dropped: nobody waits for its
-# answer.
+# Times --host-loss: after that what is kept for a lost host is dropped: its answer is not
+# waited for any more.
 FORGET_FACTOR = 2 * GIVE_UP_FACTOR
 # Heartbeats a second of all stages together. All of them reach every gateway, and what schedulers
 # publish of their groups every tokenizer; each takes 0.2 ms where nothing else is to be done.
@@ -365,7 +366,7 @@ def silence_limit(stages: int, least: float = 5.0) -> float:
 
 class SuspendAwareClock:
     """A clock that stands still while this process does: stopped by a signal, or on a sleeping
-    machine. So nobody else is late because nobody was here to read the answer.
+    machine. So no peer counts as late because this process was not there to read its answer.
 
     It is the clock of the events, less all but MAX_TICK_GAP seconds of each longer gap between
     ticks.

@@ -1,6 +1,6 @@
 """The protocol: every message between stages, and which of them travels on which channel.
 
-Knows nobody: no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
+Knows no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
 struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, scores are those
 of wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
 control.py has what a person asks.
@@ -187,7 +187,7 @@ class HandOver(Message, frozen=True):
     If the group is lost, the gateway answers `stage` with Delivered of the next attempt, which has
     the ids that its client has: from then on nothing of an earlier attempt reaches the client. A
     detokenizer asks the gateway the same if the tokens of the groups that run a request differ; the
-    request's own tokenizer is told then.
+    request's own tokenizer learns it then.
 
     Attributes:
     - stage: id of the tokenizer that asks; empty from a detokenizer
@@ -754,7 +754,7 @@ class Fenced(Message, frozen=True):
 
     Attributes:
     - newest: incarnation of the process that has taken its place
-    - since: seconds since that one was heard for the first time
+    - since: seconds since the first message of that one
     """
 
     stage: str

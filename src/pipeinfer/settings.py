@@ -452,9 +452,9 @@ def settings_help() -> dict[str, SettingHelp]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for every setting but `model`; what is not given stays out of the namespace."""
     defaults = Settings()
-    for group, told in groupby(settings_help().items(), lambda item: item[1].group):
+    for group, settings in groupby(settings_help().items(), lambda item: item[1].group):
         added = parser.add_argument_group(group)
-        for name, setting in told:
+        for name, setting in settings:
             if name == "model":
                 continue
             flag = other_servers.flag(name)

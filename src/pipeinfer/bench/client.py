@@ -319,8 +319,9 @@ async def drop_refused_fields(endpoint: Endpoint) -> Endpoint:
 
 
 async def calibrate_words(endpoint: Endpoint, dataset: RandomDataset) -> tuple[RandomDataset, bool]:
-    """The dataset with as many words as make the wanted tokens, and whether the server told token
-    counts. Two prompts of different length tell the tokens of a word and of the chat template."""
+    """The dataset with as many words as make the wanted tokens, and whether the server reported
+    token counts. Two prompts of different length give the tokens of a word and of the chat
+    template."""
     if dataset.highest_id is not None:
         return dataset, True
     probe = RandomDataset(

@@ -29,9 +29,9 @@ Question = str | Sequence[Mapping[str, str]]
 
 @dataclass(slots=True)
 class AnswerDelta:
-    """New text of an answer, with its tokens where they are known.
+    """New text of an answer, with its token ids if they are known.
 
-    thought: whether the model thinks it, and says it to nobody. finish_reason: of the last piece.
+    reasoning: whether the text is a thought of the model. finish_reason: of the last delta.
     """
 
     text: str
@@ -41,11 +41,11 @@ class AnswerDelta:
 
 
 class RequestFailed(Exception):
-    """Of a question that is refused, or whose answer broke off; the text says why."""
+    """A request was refused, or its answer broke off; the text says why."""
 
 
 class ChatModel(Protocol):
-    """What answers questions, on the loop of a thread of its own."""
+    """A model that answers prompts and chats, on the loop of a thread of its own."""
 
     name: str
 
@@ -58,7 +58,7 @@ class ChatModel(Protocol):
         ...
 
     def answer(self, question: Question) -> AsyncGenerator[AnswerDelta, None]:
-        """The answer as it comes; who leaves it early aborts it. RequestFailed."""
+        """The answer as it comes; leaving the generator early aborts it. RequestFailed."""
         ...
 
     async def close(self) -> None:
@@ -68,8 +68,11 @@ class ChatModel(Protocol):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What a command wants of answers. max_tokens: of each, if no flag says so. batch: whether only
-    the time of all of them counts. token_ids: whether pieces need theirs."""
+    """How a command wants its answers.
+
+    max_tokens: of each answer, if no flag says so. batch: whether only the time of all of them
+    counts. token_ids: whether deltas need their token ids.
+    """
 
     max_tokens: int | None = None
     batch: bool = False
@@ -97,7 +100,7 @@ class ModelFlags:
 
     @property
     def local_only_flags(self) -> list[str]:
-        """Flags that were given and that only a model which is loaded here can heed."""
+        """Flags that were given and that only apply to a model which is loaded here."""
         return [flag(name) for name in self.settings if name not in SERVER_SETTINGS]
 
     def params(self, defaults: SamplingParams, max_tokens: int | None) -> SamplingParams:

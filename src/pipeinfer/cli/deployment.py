@@ -195,7 +195,7 @@ ANSWER_TIMEOUT = 5.0  # seconds; a supervisor sends a heartbeat twice a second
 
 
 def run_swap(arguments: Sequence[str]) -> int:
-    """0 when the new process is ready; 1 if the old command is back, or nobody answers."""
+    """0 when the new process is ready; 1 if the old command runs again, or on no answer."""
     arguments = list(arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = swap_parser().parse_args(arguments[:end])
@@ -241,7 +241,7 @@ def swap_parser() -> CommandLine:
 
 
 def _follow(caller: ControlClient, request: Swap) -> int:
-    """Asks, and prints what becomes of it."""
+    """Sends the request, and prints each state of the swap."""
     caller.listen(SUPERVISOR)
     last_message, requested = time.monotonic(), False
     while time.monotonic() - last_message < ANSWER_TIMEOUT:

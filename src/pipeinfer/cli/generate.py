@@ -306,8 +306,8 @@ class ModelSession:
 
 @contextmanager
 def model_session(flags: ModelFlags, answer_options: AnswerOptions) -> Iterator[ModelSession]:
-    """The model that the flags mean, started; a terminal is told from the first moment on what is
-    waited for. Raises ConfigurationError or RequestFailed."""
+    """The model that the flags mean, started. From the first moment on a terminal shows what the
+    start waits for. Raises ConfigurationError or RequestFailed."""
     line = StatusLine()
     line.show(f"{flags.model or DEMO}")
     try:
@@ -329,7 +329,7 @@ def model_session(flags: ModelFlags, answer_options: AnswerOptions) -> Iterator[
 
 
 def _model(flags: ModelFlags, answer_options: AnswerOptions, line: StatusLine) -> ChatModel:
-    """Says in a line which running server is asked, if it was found and not named."""
+    """Chooses the model. Prints which running server is asked, if it was found and not named."""
     if flags.options.url:
         from pipeinfer.cli.served_model import ServedModel
 

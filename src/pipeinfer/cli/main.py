@@ -40,7 +40,7 @@ WRONG_USAGE = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 ended in order, 2 wrong usage or configuration, 1 everything else; 141, as a
-    shell says of SIGPIPE, where nobody reads any more what is printed."""
+    shell reports SIGPIPE, if the reader of the output has gone."""
     open_streams()
     with _until_pipe_closed():
         return _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -52,10 +52,10 @@ def _run(arguments: list[str]) -> int:
         print(parser().format_help(), end="", file=sys.stderr)
         return WRONG_USAGE
     if command not in COMMANDS:
-        print(f"error: unknown command {command!r}{_meant(command)}", file=sys.stderr)
+        print(f"error: unknown command {command!r}{_suggestion(command)}", file=sys.stderr)
         return WRONG_USAGE
     try:
-        _check_here()
+        _check_working_directory()
         return _function(command, "run_{}")(arguments[1:])
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,15 +99,15 @@ def _function(command: str, name: str) -> Callable[..., Any]:
     return getattr(module, name.format(command.replace("-", "_")))
 
 
-def _meant(command: str) -> str:
-    """The end of the error about a subcommand that there is not."""
+def _suggestion(command: str) -> str:
+    """The end of the error about an unknown subcommand: what is close to it, or all there are."""
     known = [*COMMANDS, "--help", "--version"]
     return did_you_mean(command, known) or f": there are {', '.join(COMMANDS)}"
 
 
 @contextmanager
 def _until_pipe_closed() -> Iterator[None]:
-    """Ends the process quietly once what it prints can reach nobody: `pipeinfer doctor | head`.
+    """Ends the process quietly once the reader of its output has gone: `pipeinfer doctor | head`.
     What a command has opened is closed before."""
     try:
         try:
@@ -121,7 +121,7 @@ def _until_pipe_closed() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
-def _check_here() -> None:
+def _check_working_directory() -> None:
     try:
         Path.cwd()
     except FileNotFoundError:

@@ -31,7 +31,7 @@ from pipeinfer.topology import Topology
 
 ANSWER_TIMEOUT = 10.0  # seconds in which a stage must be heard and must answer
 HEARTBEAT_TIMEOUT = 5.0  # seconds without a heartbeat after which a stage counts as lost
-DEFAULT_MAX_BYTES = 1 << 30  # of one file, if nobody says otherwise: whoever asked may be gone
+DEFAULT_MAX_BYTES = 1 << 30  # of one file without --max-bytes: the client may be gone by then
 KEY_FILE, KEY_BYTES = "redaction.key", 32
 
 
@@ -135,7 +135,8 @@ def _chosen(topology: Topology, named: list[str] | None) -> list[str]:
 
 
 class _Session:
-    """One recording of several stages: waits for each to be heard, asks it, waits for its end."""
+    """One recording of several stages: waits for a heartbeat of each, asks it to record, waits for
+    the end."""
 
     def __init__(self, caller: ControlClient, stages: list[str], request: StartRecording) -> None:
         self._caller = caller

@@ -92,12 +92,12 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 FIRST_LOOK_SECONDS = 3.0  # seconds in which two heartbeats of every stage should come
-WATCH_MARGIN = 2.5  # seconds beyond the next look for which stages say what they see
+WATCH_MARGIN = 2.5  # seconds beyond the next look for which stages publish their spans
 CLEAR = "\x1b[H\x1b[2J"
 
 
 def run_top(arguments: Sequence[str]) -> int:
-    """0 when ended by q or Ctrl-C, or with --once when every stage was heard; else 1."""
+    """0 when ended by q or Ctrl-C, or with --once when every stage sent a heartbeat; else 1."""
     options = top_parser().parse_args(arguments)
     topology = chosen_topology(options)
     health = Health(expected_stages(topology))
@@ -152,8 +152,8 @@ def listen(
     observed: StageDurations | None = None,
     quits: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Tells `health` of heartbeats for `seconds`, or until `enough(heartbeat)` or `quits()`; and
-    `observed` of what stages see."""
+    """Passes heartbeats to `health` for `seconds`, or until `enough(heartbeat)` or `quits()`; and
+    spans to `observed`."""
     deadline = time.monotonic() + max(seconds, 0.1)
     while (remaining := deadline - time.monotonic()) > 0 and not quits():
         for _, message in caller.receive(min(0.2, remaining)):
@@ -167,14 +167,14 @@ def listen(
 
 
 def _ask(caller: ControlClient, health: Health, seconds: float) -> None:
-    """Those that have a latency to tell, and are there, go on telling it for `seconds`."""
+    """Asks running stages that measure a latency to publish it for `seconds`."""
     for row in health.stages.values():
         if row.name in MEASURED_PART and row.last_seen is not None and row.state != "lost":
             caller.send(row.stage, Watch(seconds))
 
 
 def _twice(heartbeats: dict[str, int], beat: Heartbeat, pictures: PipelineRates) -> bool:
-    """Whether every stage was heard twice, so that there are rates."""
+    """Whether every stage sent two heartbeats, so that there are rates."""
     heartbeats[beat.stage] += 1
     if heartbeats[beat.stage] == 1:
         pictures.update()
@@ -183,7 +183,8 @@ def _twice(heartbeats: dict[str, int], beat: Heartbeat, pictures: PipelineRates)
 
 @dataclass(frozen=True)
 class StageLine:
-    """`head` is whole in any case; of `parts`, the most important first, as many as fit follow."""
+    """A line of the screen: `head`, never cut, and as many of `parts` as fit, the most important
+    first."""
 
     head: str
     parts: Sequence[str]

@@ -55,7 +55,7 @@ class StageObserver:
         self._exporter: OpenTelemetryExporter | None = None
         self._incarnation = incarnation
         self._publish = publish
-        self._until = 0.0  # on the loop's clock: when nobody watches any more
+        self._until = 0.0  # on the loop's clock: when the last watcher's time ends
         self._timer: asyncio.TimerHandle | None = None
         self._observer: SpanObserver | None = None
         self._ended: deque[RequestSpan] = deque(maxlen=MAX_ENDED)
@@ -239,8 +239,8 @@ class StepTimer:
 
 
 class LastMinute:
-    """A scheduler's steps: each is told to `stepped`, and sums by half seconds are kept of those of
-    the last minute. `target`: see StepTimer."""
+    """A scheduler's steps: each is passed to `stepped`, and sums by half seconds are kept of those
+    of the last minute. `target`: see StepTimer."""
 
     def __init__(self, target: float, stepped: Callable[[StepMade], object]) -> None:
         self._steps = StepTimer(target)

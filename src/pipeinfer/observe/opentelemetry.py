@@ -1,6 +1,6 @@
 """Passages as OpenTelemetry spans, sent to a collector by a thread of the library's.
 
-The one module that knows OpenTelemetry, which is imported when somebody asks for it. A collector
+The one module that knows OpenTelemetry, which is imported only when it is used. A collector
 that is slow or gone costs spans, and no request anything.
 """
 

@@ -41,7 +41,7 @@ IGNORED_FIELDS: dict[str, frozenset[str]] = {
     # Today's code; which graphs pay, and what steps take, as measured anew.
     "Hello": frozenset({"version", "graph_sizes", "step_cost"}),
     "Ready": frozenset({"steps"}),  # since the process started; a replay may begin later
-    # Slow masks are counted earlier, and whoever first needs a state of a lexer pays for it.
+    # Slow masks are counted earlier, and the first use of a lexer's state is the slow one.
     "StepDone": frozenset({"seconds", "mask_units"}),
 }
 
@@ -267,7 +267,7 @@ def _of_one(entry: TraceEntry, send: Send, skips: Skips) -> Mismatch | None:
         if one != other:
             return Mismatch(name, one, other)
     if unencoded:
-        return None  # it could not be sent, and nobody knows what it said
+        return None  # it could not be encoded, so that its fields are not known
     return first_mismatch(entry.message, send.message, skips)
 
 

@@ -149,7 +149,7 @@ def settings_of(
 
 
 def topology_of(stages: Sequence[str]) -> Topology:
-    """A topology with these stage ids, at addresses that nobody opens."""
+    """A topology with these stage ids, at addresses that are never opened."""
     return Topology(tuple(_entry(stage) for stage in stages))
 
 

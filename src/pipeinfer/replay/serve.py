@@ -71,11 +71,11 @@ class Role(Protocol):
     finished: bool
 
     def take(self, channel: str, message: Message) -> list[TimedSend]:
-        """A live message; what the recorded stage answered. Raises ReplayDiverged."""
+        """Takes a live message; returns what the recorded stage answered. Raises ReplayDiverged."""
         ...
 
     def tick(self) -> list[TimedSend]:
-        """Ten times a second; what must be repeated until it is heard."""
+        """Called ten times a second; returns what must be repeated until it is answered."""
         ...
 
 
@@ -294,7 +294,7 @@ def _same(recorded: Plan, live: Plan, recorded_ids: NumberedIds, live_ids: Numbe
 
 
 def _recovered(channel: str, message: Message, name: str) -> list[TimedSend]:
-    """A new neighbour that asks what it should know is told that there is nothing."""
+    """The empty answer to a new neighbour that asks for what it should know."""
     if not isinstance(message, Recover):
         return []
     return [

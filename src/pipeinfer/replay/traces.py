@@ -253,6 +253,6 @@ def _bounds(recordings: Sequence[LoadedTrace]) -> list[list[float]]:
 
 
 def _by_wall_clock(first: LoadedTrace, other: LoadedTrace) -> float:
-    """Monotonic clocks against wall clocks, which somebody keeps right."""
+    """Monotonic clocks against wall clocks, which are taken to be synchronized."""
     a, b = first.header, other.header
     return (b.monotonic - b.wall) - (a.monotonic - a.wall)

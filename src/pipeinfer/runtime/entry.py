@@ -361,7 +361,7 @@ async def _run(
         loop.add_signal_handler(signal.SIGINT, shell.drain)
         if identity.name == "engine":
             end_on_group_fault(topology, identity, shell.incarnation, context, lambda: shell.built)
-    if options.child:  # whoever started it says so for all
+    if options.child:  # its parent shows the start of all stages
         return await run_shell(shell)
     line = StatusLine(settings.log_format == "text")
     starting = asyncio.create_task(show_until_ready(lambda: {identity.id: shell.state()}, line))
@@ -415,7 +415,7 @@ def elect_instance(topology: Topology, name: str, on: str, folder: Path) -> Elec
     """A stage called `name` on host `on` ("" for any) that no other process has claimed.
 
     folder: of the locks, the same for all processes of the host. ConfigurationError if there is
-    none left, or if something of somebody else lies where a lock or the note belongs.
+    none left, or if a file of another user lies where a lock or the note belongs.
     """
     mine = [e for e in topology.entries if e.name == name and (not on or e.host == on)]
     for entry in mine:
@@ -441,14 +441,14 @@ def instance_file() -> Path:
 
 def elected_instance() -> str:
     """The id of the stage that was claimed here. OSError, or ConfigurationError if the note is not
-    ours, so that nobody else can say how this stage is."""
+    ours: a file of another user is not believed."""
     with _locked_file(instance_file(), os.O_RDONLY) as file:
         return file.read()
 
 
 def _locked_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[str]:
     """Opens a plain file of this user's, and no link to another one: folders for temporary files
-    are shared, and whoever comes first chooses what lies there. Raises ConfigurationError."""
+    are shared, and another user may have put something there. Raises ConfigurationError."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:

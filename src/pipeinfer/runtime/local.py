@@ -50,8 +50,8 @@ def prepare(
 ) -> Settings:
     """Settings from `given` over the environment over the topology file, the model as a folder.
 
-    A hub id is downloaded here, once, and not by every stage; `progress` is told what takes time.
-    `check` sees the settings before that, and raises what should be known at once.
+    A hub id is downloaded here, once, and not by every stage; `progress` gets lines about what
+    takes time. `check` sees the settings before that, and raises what should be known at once.
     Raises ConfigurationError.
     """
     named = {**config.from_environment(os.environ), **given}
@@ -106,9 +106,9 @@ def local_stages(
 ) -> Iterator[LocalStages]:
     """The stages of prepared `settings`, all but those called `without`: the caller runs those.
 
-    on: only the stages of that host, where the topology names several. on_give_up: told why the
-    processes are not started again any more. The folder of their sockets is removed at the end.
-    Raises ConfigurationError.
+    on: only the stages of that host, where the topology names several. on_give_up: gets the reason
+    why the processes are not started again any more. The folder of their sockets is removed at the
+    end. Raises ConfigurationError.
     """
     if settings.in_process:
         topology = _topology(settings, "inproc://")

@@ -127,8 +127,8 @@ def can_rewrite(output: TextIO) -> bool:
 
 
 def discard_unread() -> bool:
-    """Sends what is printed from now on, and what still lies in buffers, nowhere, where nobody
-    reads it any more; whether there was such an output."""
+    """Points outputs whose reader has gone at /dev/null, for what is printed from now on and what
+    still lies in buffers; whether there was such an output."""
     closed = [number for number in (1, 2) if _has_no_reader(number)]
     if closed:
         devnull = os.open(os.devnull, os.O_WRONLY)

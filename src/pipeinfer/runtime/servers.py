@@ -79,8 +79,8 @@ def record_running(file: Path) -> Iterator[None]:
 
 
 def publish_served_model(file: Path, served: ServerInfo) -> None:
-    """Says what the running server of the topology `file` serves, and where. Whoever looks finds
-    all of it or nothing."""
+    """Publishes what the running server of the topology `file` serves, and where, in one step:
+    readers find all of it or nothing."""
     unfinished = file.with_name(f"{SERVED}.new")
     unfinished.write_bytes(msgspec.json.encode(served))
     unfinished.replace(file.with_name(SERVED))
@@ -103,7 +103,7 @@ def running_servers() -> list[RunningServer]:
             status = mark.lstat()
             owners = {status.st_uid, mark.parent.lstat().st_uid}
             if owners != {os.getuid()} or not stat.S_ISREG(status.st_mode) or not _locked(mark):
-                continue  # somebody else's, or made to look like ours
+                continue  # another user's, or made to look like ours
             file = mark.with_name(TOPOLOGY)
             running = RunningServer(
                 int(mark.read_text()), file, topologies.load(file), _served(file)
@@ -184,7 +184,7 @@ UNKNOWN_OWNER = "by a process that this user cannot see"
 
 def port_owner(host: str, port: int) -> str:
     """What a message says of whose an address is: "by process 4711 (nginx)", of a server of
-    pipeinfer also its model. `host`: a number, "" for all of this host's. "" if nobody is found."""
+    pipeinfer also its model. `host`: a number, "" for all of this host's. "" if none is found."""
     inodes = set(_inodes(host, port))
     pids = sorted(_holders(inodes))
     # A server that starts has bound its port and does not listen yet: only its own word tells.
@@ -223,7 +223,7 @@ def _holders(inodes: set[str]) -> Iterator[int]:
     """The processes of this user that have one of these sockets open."""
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for folder in PROC.glob("[0-9]*/fd") if wanted else ():
-        with suppress(OSError):  # it ended meanwhile, or is somebody else's
+        with suppress(OSError):  # it ended meanwhile, or is another user's
             if any(_link(file) in wanted for file in folder.iterdir()):
                 yield int(folder.parent.name)
 
@@ -274,12 +274,12 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """The same, but nobody can connect before `listen`."""
+    """The same, but clients cannot connect before `listen`."""
     return _opened(host, port, 0)
 
 
 def listen(sockets: Iterable[socket.socket]) -> None:
-    """Raises ConfigurationError if somebody else listens by now."""
+    """Raises ConfigurationError if another process listens by now."""
     for one in sockets:
         try:
             one.listen(BACKLOG)
@@ -289,7 +289,7 @@ def listen(sockets: Iterable[socket.socket]) -> None:
 
 
 def check_free(host: str, port: int) -> None:
-    """That nobody listens on these addresses; nobody does while this is found out, either.
+    """Checks that no process listens on these addresses; none can while this is checked, either.
 
     Raises ConfigurationError.
     """
@@ -393,7 +393,8 @@ class InheritedSockets:
     """The HTTP sockets of a supervisor, which its gateways inherit before anybody listens on them.
 
     A gateway that has come early reads a pipe until `listen` writes to it: so it loads its modules
-    while the engine loads its own, and nobody can connect before. Without sockets before `bind`.
+    while the engine loads its own, and clients cannot connect before. Without sockets before
+    `bind`.
     """
 
     def __init__(self) -> None:
@@ -401,7 +402,7 @@ class InheritedSockets:
         self._source = self._sink = -1  # of the pipe, until `listen`
 
     def bind(self, host: str, port: int) -> None:
-        """Takes the addresses. ConfigurationError if somebody listens there."""
+        """Takes the addresses. ConfigurationError if another process listens there."""
         self._sockets = bound_sockets(host, port)
         self._source, self._sink = os.pipe()
 
@@ -422,7 +423,7 @@ class InheritedSockets:
         return words + [word for one in self._pipe_fds for word in (WAIT_FLAG, str(one))]
 
     def listen(self) -> None:
-        """Listens, and lets waiting gateways begin. ConfigurationError if somebody else listens."""
+        """Listens, and lets waiting gateways begin. ConfigurationError if the port is taken."""
         listen(self._sockets)
         os.write(self._sink, b".")
         self._close_pipe()

@@ -88,7 +88,7 @@ LEAVE_POLL = 0.005  # seconds between looks whether the core is idle; the succes
 
 
 class StoppedWhileBuilding(Exception):
-    """The stage was told to stop before it was built."""
+    """The stage was stopped before it was built."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ProcessOptions:
 
 
 class Shell:
-    """Runs one stage on the current event loop until it is told to stop.
+    """Runs one stage on the current event loop until it is stopped.
 
     on_state_change: called as `on_state_change(state, reason)` at every change of state, beside the
         heartbeat.
@@ -197,8 +197,8 @@ class Shell:
     def reload(self) -> None:
         """Read again what the stage can read again; one that cannot ignores it.
 
-        Told while it is built, it reads once more: what it has read may be the old. A reload that
-        fails is logged, and the stage goes on with what it had.
+        Called while the stage is built, it takes effect afterwards: what was read may be stale. A
+        reload that fails is logged, and the stage goes on with what it had.
         """
         if self._stage is None:
             self._reload_when_built = True
@@ -285,7 +285,7 @@ class Shell:
     async def _built(self) -> Stage:
         """The stage, built in a thread so that heartbeats go on while weights load.
 
-        A daemon thread: a stage told to stop while it loads does not wait for the load.
+        A daemon thread: a stage that is stopped while it loads does not wait for the load.
         """
         context = StageContext(
             self.settings, self._topology, self.identity, self.incarnation, self._report
@@ -390,7 +390,7 @@ class Shell:
             self.bus.send(Send(control.CHANNEL, stage, message))
 
     def _rejection(self, channel: str, message: Message) -> str:
-        """Why the core must not get the message, whoever made that mistake; "" if it may."""
+        """Why the core must not get the message; "" if it may."""
         if channel not in self._core_channels:
             return channel
         if channel == "recovery":

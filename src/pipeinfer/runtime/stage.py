@@ -4,7 +4,7 @@ heartbeat; and the incarnation of its process.
 An incarnation is a number, and the later process of a stage has the greater: the time when it was
 given, in Unix nanoseconds, or, where the clock was set back since the last one, that one and a
 little more. Who starts a process gives it. Messages of a dead process may still lie in sockets when
-its successor has been told what to go on from; read late, they would contradict that:
+its successor has recovered its state; read late, they would contradict that:
 IncarnationFilter keeps them out.
 
 Knows no particular stage; builders are found by name and imported only when asked for. No I/O.
@@ -203,7 +203,7 @@ INCARNATION_VARIABLE = "PIPEINFER_INCARNATION"  # in the environment of a stage:
 
 
 def own_incarnation(environ: MutableMapping[str, str]) -> int:
-    """The number of this process, taken out of `environ`; the time where nobody gave one."""
+    """The number of this process, taken out of `environ`; the time if it has none."""
     number = environ.pop(INCARNATION_VARIABLE, "")
     return int(number) if number.isdecimal() and len(number) < 20 else time.time_ns()
 
@@ -214,7 +214,7 @@ def incarnation_after(last: int, now: int) -> int:
 
 
 class IncarnationNumbers:
-    """Gives numbers, one greater than the other whoever they are for."""
+    """Gives numbers, each greater than all before it."""
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
         self._clock = clock
@@ -266,7 +266,8 @@ class IncarnationFilter:
         ] = {}  # the older process notified last, and when
 
     def accepts(self, header: FrameHeader, now: float) -> bool:
-        """False if a newer process of the same stage was heard before. `now`: monotonic seconds."""
+        """False if a frame of a newer process of the same stage came before. `now`: seconds,
+        monotonic."""
         newest = self._newest.get(header.sender, -1)
         if header.incarnation < newest:
             self.dropped += 1

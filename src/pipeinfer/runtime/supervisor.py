@@ -333,7 +333,7 @@ class Supervisor:
         self._stopping.set()
         if self._swaps is not None:
             self._swaps.stop()
-        # Only the gateway's own copies are left: it refuses requests, and then nobody listens.
+        # Only the gateway's own copies are left: it refuses requests, and then closes them.
         self._http_sockets.close()
 
     def reload(self) -> None:

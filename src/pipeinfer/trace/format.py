@@ -34,8 +34,8 @@ MAGIC = b"PITRACE1"
 PREFIX = struct.Struct("<II")  # length and CRC-32 of a block's payload
 MAX_BLOCK_BYTES = 1 << 30  # bytes of a block, packed or not; more is no block
 # Bytes that a block may expand to, for each that it has, and in any case. Recordings of sessions
-# have 4 to 30; so a small file stays small in memory, whoever made it. Behind what would expand to
-# more (a text of one letter, a million times) there is padding.
+# have 4 to 30; so a small file stays small in memory, even a hostile one. Behind what would expand
+# to more (a text of one letter, a million times) there is padding.
 RATIO, FLOOR = 200, 16 << 10
 MAX_HEADER_DEPTH = 32  # of the settings and facts in a header, which are tables of plain values
 LARGE_STATE = 1 << 20  # bytes
@@ -100,7 +100,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct, array_like=True):
     """One message that a core took ("in") or gave ("out"), or a remark ("note").
 
-    time: monotonic seconds; of an input exactly the `now` that its core was told. channel: of the
+    time: monotonic seconds; of an input exactly the `now` that its core was given. channel: of the
     bus, or "local". peer: stage id of the sender or receiver, "" for everyone and for local ones.
     number, sent: the frame's FrameHeader.seq and FrameHeader.sent, 0 for local ones. body: the
     message as MessagePack (trace/format.py decodes it). seq: its place in the file, set by the
@@ -253,7 +253,7 @@ def _is_shallow(value: Any) -> bool:
 
 
 class Unencoded(Message, frozen=True):
-    """An output that has no encoding, or that nobody could be sent: its type's name."""
+    """An output that has no encoding, or no receiver: its type's name."""
 
     kind: str
 

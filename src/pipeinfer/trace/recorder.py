@@ -4,7 +4,7 @@ ring.
 - `Recorder`: the stage's loop only appends rows to a list; the owner says when a piece of the list
   is whole, which header a file gets and what the core's state is
 - `FlightRing`: the last minute, in memory
-- `Recording`: a trace file that takes blocks of records until it is told to end or reaches a limit;
+- `Recording`: a trace file that takes blocks of records until `end` or a limit;
   used by the recorder's thread alone. Files are for their owner alone (0600), because prompts stand
   in them
 
@@ -108,7 +108,7 @@ class FlightRing:
         """Whether a new segment should begin: the current one is long, or there is none.
 
         One that is old and has less in it than a state takes goes on: of a stage that does nothing
-        no state is taken, again and again. undisturbed: taking one holds up nobody; where all is
+        no state is taken, again and again. undisturbed: taking one delays nothing; where all is
         kept, that is waited for.
         """
         try:
@@ -425,7 +425,7 @@ class TraceFile:
 
 
 def default_folder() -> Path:
-    """Where flight recordings go if nobody says otherwise: XDG's folder for state."""
+    """Where flight recordings go without --flight-dir: XDG's folder for state."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "pipeinfer"
 
@@ -515,7 +515,7 @@ class Recording:
     """Records into `folder` until a limit, `end`, or an error of the disk.
 
     rewriter: makes what rewrites the rows (redaction), when it is needed first; ValueError if it
-    cannot. on_change: told at the beginning and at the end, on the calling thread.
+    cannot. on_change: called at the beginning and at the end, on the calling thread.
     """
 
     def __init__(
@@ -563,7 +563,7 @@ class Recording:
         self._settle("failed", reason)
 
     def take(self, rows: Sequence[Row], block: bytes | None) -> None:
-        """The next rows, whole events; `block` has them packed already, None if nobody has."""
+        """The next rows, whole events; `block` has them packed already, None: pack them here."""
         if self.ended:
             return
         num_left = self._quota.messages - self._records if self._quota.messages else len(rows)

@@ -408,8 +408,8 @@ class StateCopy(Protocol):
     def packed(self, given_up: Callable[[], bool]) -> bytes:
         """The snapshot (trace/snapshot.py) as one zstd frame; waits for it, in any thread.
 
-        `given_up()`: asked now and then whether nobody wants it any more. Raises StateCopyFailed,
-        or Unsnapshottable.
+        `given_up()`: called now and then, whether the copy is not needed any more. Raises
+        StateCopyFailed, or Unsnapshottable.
         """
         ...
 
@@ -451,7 +451,7 @@ class StateCopier:
         return _Meanwhile(core, still, self._learn)
 
     def _fork(self, core: object) -> StateCopy:
-        """A signal that reached the copy would be told to our own loop: it takes none at all."""
+        """A signal to the copy would reach our own loop: the copy takes none at all."""
         source, sink = os.pipe()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -475,7 +475,7 @@ class StateCopier:
 
 
 def _walk(core: object, sink: int) -> NoReturn:
-    """The copy's whole life. No lock may be asked for here: whoever held it was not copied."""
+    """The copy's whole life. No lock may be taken here: the thread that held it was not copied."""
     try:
         gc.disable()
         # Sockets and locks are ours as long as we hold them: a successor of a stage that is killed
@@ -555,7 +555,7 @@ class _Elsewhere:
         finally:
             os.close(self._source)
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # it has ended, or nobody wants it
+                os.kill(self.pid, signal.SIGKILL)  # it has ended, or is not needed
             with suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
         whole = len(received) >= _LEADING.size
