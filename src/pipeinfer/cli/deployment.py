@@ -40,11 +40,11 @@ def run_topology(arguments: Sequence[str]) -> int:
     options = topology_parser().parse_args(arguments)
     topology = deployed_topology(options.file, os.environ)
     config.build(topology.defaults())  # its [settings] are read by the stages only when they start
-    own = keyring(topology)
+    keys = keyring(topology)
     print("\n".join(drawing(topology)))
-    if own is not None:
-        public = {key: stage for stage, key in own.stages.items()}
-        print(f"keys: {len(public)} public, the secret of {own.own.name!r} is here")
+    if keys is not None:
+        public = {key: stage for stage, key in keys.stages.items()}
+        print(f"keys: {len(public)} public, the secret of {keys.own.name!r} is here")
     print("the topology holds")
     return 0
 
@@ -76,8 +76,8 @@ def _pipeline(topology: Topology) -> Iterator[str]:
     for group, line in enumerate(lines):
         corner = 0 if last == 0 else 1 if group == 0 else 3 if group == last else 2
         left, right = "─┬├└"[corner] + "► ", " ─" + "─┐┤┘"[corner]
-        ends = f"► {detokenizer} ─► {gateway}" if group == 0 else ""
-        yield f"{start if group == 0 else '':{len(start)}}{left}{line:{wide}}{right}{ends}"
+        tail = f"► {detokenizer} ─► {gateway}" if group == 0 else ""
+        yield f"{start if group == 0 else '':{len(start)}}{left}{line:{wide}}{right}{tail}"
 
 
 def _details(entry: StageEntry, topology: Topology) -> str:

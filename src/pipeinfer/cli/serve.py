@@ -54,14 +54,14 @@ def run_serve(arguments: Sequence[str]) -> int:
     import uvloop
     import zmq
 
-    from pipeinfer.runtime.local import check_port, local_stages, prepare
+    from pipeinfer.runtime.local import check_port, local_stages, prepare_settings
     from pipeinfer.runtime.logs import StatusLine, set_up_logging
 
     def on_settings(settings: config.Settings) -> None:
         set_up_logging(settings, "pipeinfer")
         check_port(settings, on)
 
-    settings = prepare(flags, log.info, on_settings)
+    settings = prepare_settings(flags, log.info, on_settings)
     with local_stages(settings, zmq.Context.instance(), on=on) as stages:
         return uvloop.run(_run(stages.service, StatusLine(settings.log_format == "text")))
 
@@ -154,10 +154,10 @@ def _findings(flags: dict[str, object]) -> Iterator[Finding]:
     yield "ok", "pipeinfer", f"{__version__}, Python {platform.python_version()}"
     gpus = yield from _check_devices()
 
-    from pipeinfer.runtime.local import prepare
+    from pipeinfer.runtime.local import prepare_settings
 
     try:
-        settings = prepare(flags, lambda text: None)
+        settings = prepare_settings(flags, lambda text: None)
     except ConfigurationError as error:
         yield "bad", "settings", str(error)
         return

@@ -101,7 +101,7 @@ def run_top(arguments: Sequence[str]) -> int:
     options = top_parser().parse_args(arguments)
     topology = chosen_topology(options)
     health = Health(expected_stages(topology))
-    pictures, latencies = PipelineRates(health), StageDurations()
+    rates, latencies = PipelineRates(health), StageDurations()
     rewritten = can_rewrite(sys.stdout) and not options.once
     with ControlClient(topology, zmq.Context.instance()) as caller, TerminalKeys(rewritten) as keys:
         for stage in health.stages:
@@ -112,21 +112,21 @@ def run_top(arguments: Sequence[str]) -> int:
                 caller,
                 health,
                 FIRST_LOOK_SECONDS,
-                lambda beat: _twice(heartbeats, beat, pictures),
+                lambda beat: _seen_twice(heartbeats, beat, rates),
                 quits=keys.quit_pressed,
             )
             while not keys.quit_pressed():
                 now = time.monotonic()
                 health.mark_lost(now)
-                pictures.update()
-                figures = pictures.snapshot("", now, time.time(), latencies.median)
-                lines = _screen_lines(health, pictures, figures, keys.hint)
+                rates.update()
+                snapshot = rates.snapshot("", now, time.time(), latencies.median)
+                lines = _screen_lines(health, rates, snapshot, keys.hint)
                 print("\n".join(_fitting(lines, rewritten)), flush=True)
                 if options.once:
                     return (
                         0 if all(row.last_seen is not None for row in health.stages.values()) else 1
                     )
-                _ask(caller, health, options.seconds + WATCH_MARGIN)
+                _request_spans(caller, health, options.seconds + WATCH_MARGIN)
                 listen(caller, health, options.seconds, observed=latencies, quits=keys.quit_pressed)
     return 0
 
@@ -166,18 +166,18 @@ def listen(
                     observed.on_span(span)
 
 
-def _ask(caller: ControlClient, health: Health, seconds: float) -> None:
+def _request_spans(caller: ControlClient, health: Health, seconds: float) -> None:
     """Asks running stages that measure a latency to publish it for `seconds`."""
     for row in health.stages.values():
         if row.name in MEASURED_PART and row.last_seen is not None and row.state != "lost":
             caller.send(row.stage, Watch(seconds))
 
 
-def _twice(heartbeats: dict[str, int], beat: Heartbeat, pictures: PipelineRates) -> bool:
+def _seen_twice(heartbeats: dict[str, int], beat: Heartbeat, rates: PipelineRates) -> bool:
     """Whether every stage sent two heartbeats, so that there are rates."""
     heartbeats[beat.stage] += 1
     if heartbeats[beat.stage] == 1:
-        pictures.update()
+        rates.update()
     return min(heartbeats.values()) >= 2
 
 
@@ -214,23 +214,23 @@ def _fitting(lines: list[StageLine], rewritten: bool) -> list[str]:
 
 
 def _screen_lines(
-    health: Health, pictures: PipelineRates, figures: PipelineSnapshot, hint: str
+    health: Health, rates: PipelineRates, snapshot: PipelineSnapshot, hint: str
 ) -> list[StageLine]:
     """A head, a line for each stage, and one for each latency of the last minute."""
     wide = max(map(len, health.stages))
     lines = [StageLine(f"{'stage':{wide}} {'pid':>7} {'state':8} ", [hint])]
-    for shown in figures.stages:
+    for shown in snapshot.stages:
         row = health.stages[shown.stage]
         if row.last_seen is None:
             lines.append(StageLine(f"{shown.stage:{wide}} {'':7} silent", []))
             continue
         head = f"{shown.stage:{wide}} {row.pid:7} {row.state:8} "
-        parts = [row.reason] if row.state != "ready" and row.reason else _does(row, shown, pictures)
+        parts = [row.reason] if row.state != "ready" and row.reason else _details(row, shown, rates)
         if row.restarts:
             parts.insert(1, f"started again {row.restarts} times")
         lines.append(StageLine(head, parts))
     for what, name in (("first token", "ttft_ms"), ("between tokens", "itl_ms")):
-        latency = figures.latency[name]
+        latency = snapshot.latency[name]
         if latency.count:
             lines.append(StageLine(f"{what + ':':15} ", _milliseconds(latency)))
     return lines
@@ -243,26 +243,26 @@ def _milliseconds(latency: LatencyQuantiles) -> list[str]:
     return [f"{shown} ms ({latency.count:,} in the last minute)"]
 
 
-def _does(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
-    parts = DOES[row.name](row, shown, pictures)
+def _details(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
+    parts = DETAILS[row.name](row, shown, rates)
     if shown.latency_ms is not None and row.name != "gateway":  # whose has a line of its own
         parts.append(f"latency {shown.latency_ms:,.2f} ms")
     return parts
 
 
-def _gateway(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
+def _gateway(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     return [f"{shown.running} streams", f"{shown.waiting} without output yet"]
 
 
-def _tokenizer(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
+def _tokenizer(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     return [
         f"{shown.rate:,.1f} requests/s",
-        f"{pictures.rate(row.stage, 'prompt_tokens_total'):,.0f} prompt tokens/s",
+        f"{rates.rate(row.stage, 'prompt_tokens_total'):,.0f} prompt tokens/s",
         f"{row.stats.get('groups_up', 0.0):.0f} groups up",
     ]
 
 
-def _scheduler(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
+def _scheduler(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     return [
         f"{shown.running} run",
         f"{shown.waiting} wait",
@@ -271,15 +271,15 @@ def _scheduler(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) 
     ]
 
 
-def _engine(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
+def _engine(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     stats = row.stats
-    busy, idle = (pictures.increase(row.stage, name) for name in ("busy_seconds", "idle_seconds"))
+    busy, idle = (rates.increase(row.stage, name) for name in ("busy_seconds", "idle_seconds"))
     pages = max(stats.get("pages_total", 0.0), 1.0)
     cached, prompts = (stats.get(f"{name}_tokens_total", 0.0) for name in ("cached", "prompt"))
-    share = busy / (busy + idle) if busy + idle > 0 else 0.0
+    busy_share = busy / (busy + idle) if busy + idle > 0 else 0.0
     return [
         f"{shown.rate:,.0f} tokens/s",
-        f"{share:.0%} busy",
+        f"{busy_share:.0%} busy",
         f"{shown.running}/{stats.get('slots_total', 0.0):.0f} slots",
         f"KV {stats.get('pages_free', 0.0) / pages:.0%} free",
         f"{stats.get('pages_evictable', 0.0) / pages:.0%} cached",
@@ -287,11 +287,11 @@ def _engine(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> 
     ]
 
 
-def _detokenizer(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
+def _detokenizer(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     return [f"{shown.rate:,.0f} tokens/s", f"{shown.running} streams"]
 
 
-DOES: dict[str, Callable[[StageStatus, StageSnapshot, PipelineRates], list[str]]] = {
+DETAILS: dict[str, Callable[[StageStatus, StageSnapshot, PipelineRates], list[str]]] = {
     "gateway": _gateway,
     "tokenizer": _tokenizer,
     "scheduler": _scheduler,

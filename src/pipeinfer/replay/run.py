@@ -88,12 +88,12 @@ class ReplayCounts:
     def step(self, exchange: TraceExchange, report: StepDone) -> None:
         """A step of the device, and the exchange that has what was recorded of it."""
         recorded: StepDone = exchange.input.message
-        one, other = unpack(recorded.token_ids), unpack(report.token_ids)
-        self.tokens += len(one)
-        if len(one) != len(other):
-            self.wrong += max(len(one), len(other))
+        recorded_ids, ids = unpack(recorded.token_ids), unpack(report.token_ids)
+        self.tokens += len(recorded_ids)
+        if len(recorded_ids) != len(ids):
+            self.wrong += max(len(recorded_ids), len(ids))
             return
-        wrong = np.flatnonzero(one != other)
+        wrong = np.flatnonzero(recorded_ids != ids)
         self.wrong += len(wrong)
         result = next((o.message for o in exchange.outputs if isinstance(o.message, Result)), None)
         if not len(wrong) or result is None:
@@ -167,9 +167,9 @@ class CorePlayer:
             halt(self._core, entry)
         sends = self._core.handle(entry.message, entry.time)
         self.inputs += 1
-        kept = [send for send in sends if not self._for_the_device(send)]
-        self.outputs += len(kept)
-        return first_difference(exchange, kept, self._skips, tail=exchange.is_last)
+        outputs = [send for send in sends if not self._for_the_device(send)]
+        self.outputs += len(outputs)
+        return first_difference(exchange, outputs, self._skips, tail=exchange.is_last)
 
     def _for_the_device(self, send: Send) -> bool:
         """Whoever computes gets it. Arrays for a device are not in the recording."""
@@ -350,8 +350,8 @@ class ReplayRun:
             return exchanges
         if header.snapshot is None and not header.broken:
             return exchanges
-        mine = header.incarnation
-        fresh = list(dropwhile(lambda exchange: not _begins(exchange, mine), exchanges))
+        incarnation = header.incarnation
+        fresh = list(dropwhile(lambda exchange: not _begins(exchange, incarnation), exchanges))
         if not fresh and header.broken:
             raise CannotReplay(
                 USAGE, "the recording's beginning did not fit into the flight recorder's memory, "
@@ -434,5 +434,5 @@ def debugger(core: Core, entry: TraceEntry) -> None:
 
 def _begins(exchange: TraceExchange, incarnation: int) -> bool:
     """True for the Begin of an epoch that this engine takes part in."""
-    listed = getattr(exchange.input.message, "incarnations", ())
-    return exchange.input.kind == "Begin" and incarnation in listed
+    incarnations = getattr(exchange.input.message, "incarnations", ())
+    return exchange.input.kind == "Begin" and incarnation in incarnations

@@ -274,10 +274,10 @@ def _longest_epoch(recording: LoadedTrace) -> list[RecordedAnswers]:
             answers = epochs.get(message.epoch, {}).get(message.number)
             if answers is not None:
                 answers.outputs.append(entry)
-    whole = [plans for plans in epochs.values() if 0 in plans]
-    if not whole:
+    complete = [plans for plans in epochs.values() if 0 in plans]
+    if not complete:
         raise CannotReplay(USAGE, f"{recording.path} has no epoch from its beginning on")
-    plans = max(whole, key=len)
+    plans = max(complete, key=len)
     return [plans[number] for number in range(len(plans)) if number in plans]
 
 

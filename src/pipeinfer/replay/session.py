@@ -148,7 +148,7 @@ async def _all(url: str, requests: list[SessionRequest], concurrency: int) -> Co
     waiting = iter(requests)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     async with aiohttp.ClientSession(timeout=timeout) as client:
-        outcomes.update(await asyncio.gather(*(_one(client, url, twin) for twin in twins())))
+        outcomes.update(await asyncio.gather(*(_one(client, url, pair) for pair in twins())))
 
         async def work() -> None:
             for request in waiting:

@@ -210,8 +210,8 @@ GATEWAY_GC_THRESHOLDS = (5_000, 20, 100)
 def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> int:
     """Runs a stage until it stops; returns the exit code. `stage`: given by a script in stages/."""
     open_streams()
-    made = parser(stage)
-    options, flags = made.parse_known_args(arguments)
+    command_line = parser(stage)
+    options, flags = command_line.parse_known_args(arguments)
     try:
         file = options.topology or os.environ.get(f"{config.PREFIX}TOPOLOGY")
         topology = deployed_topology(file, os.environ)
@@ -271,26 +271,32 @@ def stage_settings(
 
 def parser(stage: str | None) -> CommandLine:
     """The words of the command line; without a `stage` its name is one of them."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog=f"stages/{stage}.py" if stage else "python -m pipeinfer.runtime",
         description="Runs one stage. Further flags are those of `pipeinfer serve`.",
     )
     if stage is None:
-        made.add_argument("stage", choices=topologies.NAMES)
-    made.add_argument("--topology", metavar="FILE", help="default: PIPEINFER_STAGES says it all")
-    made.add_argument("--group", type=int, default=0)
-    made.add_argument("--rank", type=int, default=0)
-    made.add_argument("--index", type=int, default=0)
-    made.add_argument(
+        command_line.add_argument("stage", choices=topologies.NAMES)
+    command_line.add_argument(
+        "--topology", metavar="FILE", help="default: PIPEINFER_STAGES says it all"
+    )
+    command_line.add_argument("--group", type=int, default=0)
+    command_line.add_argument("--rank", type=int, default=0)
+    command_line.add_argument("--index", type=int, default=0)
+    command_line.add_argument(
         "--claim",
         metavar="DIR",
         default="",
         help="be the first stage of this name that no other process of this host is; DIR is theirs "
         "in common",
     )
-    made.add_argument("--on", metavar="HOST", default="", help="claim a stage of this host only")
-    made.add_argument("--child", action="store_true", help="stop when the parent process is gone")
-    made.add_argument(
+    command_line.add_argument(
+        "--on", metavar="HOST", default="", help="claim a stage of this host only"
+    )
+    command_line.add_argument(
+        "--child", action="store_true", help="stop when the parent process is gone"
+    )
+    command_line.add_argument(
         "--listen-fd",
         type=int,
         action="append",
@@ -298,13 +304,13 @@ def parser(stage: str | None) -> CommandLine:
         metavar="N",
         help="a listening socket of the parent process, instead of --host and --port",
     )
-    made.add_argument(
+    command_line.add_argument(
         WAIT_FLAG,
         type=int,
         metavar="N",
         help="begin when the parent process writes into this pipe, and end when it closes it",
     )
-    return made
+    return command_line
 
 
 @dataclass(frozen=True)
@@ -417,8 +423,8 @@ def elect_instance(topology: Topology, name: str, on: str, folder: Path) -> Elec
     folder: of the locks, the same for all processes of the host. ConfigurationError if there is
     none left, or if a file of another user lies where a lock or the note belongs.
     """
-    mine = [e for e in topology.entries if e.name == name and (not on or e.host == on)]
-    for entry in mine:
+    entries = [e for e in topology.entries if e.name == name and (not on or e.host == on)]
+    for entry in entries:
         lock = _locked_file(folder / f"{entry.identity.id}.lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -428,8 +434,8 @@ def elect_instance(topology: Topology, name: str, on: str, folder: Path) -> Elec
         return ElectedInstance(entry.identity, lock)
     where = f" on host {on}" if on else ""
     raise ConfigurationError(
-        f"the topology has {len(mine)} stages {name!r}{where}, and all of them run"
-        if mine
+        f"the topology has {len(entries)} stages {name!r}{where}, and all of them run"
+        if entries
         else f"the topology has no stage {name!r}{where}"
     )
 
@@ -455,8 +461,8 @@ def _locked_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[str]:
         reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
         raise ConfigurationError(f"cannot open {path}: {reason}") from None
     status = os.fstat(descriptor)
-    mine = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
-    if not mine:
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+    if not is_own:
         os.close(descriptor)
         raise ConfigurationError(f"{path} is not a plain file of this user's")
     return os.fdopen(descriptor, "r" if flags == os.O_RDONLY else "r+")
@@ -482,8 +488,8 @@ def busy_poll_seconds(
         return BUSY_POLL_SECONDS
     here = topology.entry(identity.id).host
     processes = sum(entry.host == here for entry in topology.entries)
-    spare = usable_cores(root) >= CORES_PER_PROCESS * processes
-    return BUSY_POLL_SECONDS if spare and _on_gpus(settings, root) else 0.0
+    enough_cores = usable_cores(root) >= CORES_PER_PROCESS * processes
+    return BUSY_POLL_SECONDS if enough_cores and _on_gpus(settings, root) else 0.0
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -491,9 +497,9 @@ def usable_cores(root: Path = Path("/")) -> int:
     allowed = len(os.sched_getaffinity(0))
     quota = root / "sys/fs/cgroup/cpu.max"
     if quota.exists():
-        most, _, period = quota.read_text().partition(" ")
-        if most.isdigit():
-            allowed = min(allowed, int(most) // int(period))
+        quota_us, _, period = quota.read_text().partition(" ")
+        if quota_us.isdigit():
+            allowed = min(allowed, int(quota_us) // int(period))
     return allowed
 
 

@@ -43,7 +43,7 @@ class LocalStages:
     topology: Topology
 
 
-def prepare(
+def prepare_settings(
     given: Mapping[str, object],
     progress: Callable[[str], None],
     check: Callable[[Settings], None] = lambda _settings: None,

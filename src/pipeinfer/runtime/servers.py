@@ -186,7 +186,7 @@ def port_owner(host: str, port: int) -> str:
     """What a message says of whose an address is: "by process 4711 (nginx)", of a server of
     pipeinfer also its model. `host`: a number, "" for all of this host's. "" if none is found."""
     inodes = set(_inodes(host, port))
-    pids = sorted(_holders(inodes))
+    pids = sorted(_processes_with(inodes))
     # A server that starts has bound its port and does not listen yet: only its own word tells.
     for server in running_servers():
         served = server.served
@@ -200,17 +200,21 @@ def port_owner(host: str, port: int) -> str:
 
 def _inodes(host: str, port: int) -> Iterator[str]:
     """Of the sockets that listen on `port` at an address that `host` meets."""
-    wanted = ipaddress.ip_address(host.partition("%")[0] or "::")
+    host_address = ipaddress.ip_address(host.partition("%")[0] or "::")
     for table in ("tcp", "tcp6"):
         with suppress(OSError):  # no such family here, or no /proc that may be read
             for line in (PROC / "net" / table).read_text().splitlines()[1:]:
                 _, local, _, state, *more = line.split()
                 address, _, number = local.partition(":")
-                if state == LISTEN_STATE and int(number, 16) == port and _meets(wanted, address):
+                if (
+                    state == LISTEN_STATE
+                    and int(number, 16) == port
+                    and _matches(host_address, address)
+                ):
                     yield more[5]
 
 
-def _meets(listened: ipaddress.IPv4Address | ipaddress.IPv6Address, address: str) -> bool:
+def _matches(listened: ipaddress.IPv4Address | ipaddress.IPv6Address, address: str) -> bool:
     """`address`: words of 32 bits in hexadecimal, each in the order of this machine's bytes."""
     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
     other = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))
@@ -219,7 +223,7 @@ def _meets(listened: ipaddress.IPv4Address | ipaddress.IPv6Address, address: str
     return listened == other or listened.is_unspecified or other.is_unspecified
 
 
-def _holders(inodes: set[str]) -> Iterator[int]:
+def _processes_with(inodes: set[str]) -> Iterator[int]:
     """The processes of this user that have one of these sockets open."""
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for folder in PROC.glob("[0-9]*/fd") if wanted else ():
@@ -270,12 +274,12 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
 
     With port 0 the first takes a free port, the others the same. Raises ConfigurationError.
     """
-    return _opened(host, port, BACKLOG)
+    return _open_all(host, port, BACKLOG)
 
 
 def bound_sockets(host: str, port: int) -> list[socket.socket]:
     """The same, but clients cannot connect before `listen`."""
-    return _opened(host, port, 0)
+    return _open_all(host, port, 0)
 
 
 def listen(sockets: Iterable[socket.socket]) -> None:
@@ -285,7 +289,7 @@ def listen(sockets: Iterable[socket.socket]) -> None:
             one.listen(BACKLOG)
         except OSError as error:
             host, port, *_ = one.getsockname()
-            raise ConfigurationError(_why(host, port, error)) from error
+            raise ConfigurationError(_bind_error(host, port, error)) from error
 
 
 def check_free(host: str, port: int) -> None:
@@ -293,10 +297,10 @@ def check_free(host: str, port: int) -> None:
 
     Raises ConfigurationError.
     """
-    close_all(_opened(host, port, 0))
+    close_all(_open_all(host, port, 0))
 
 
-def _opened(host: str, port: int, backlog: int) -> list[socket.socket]:
+def _open_all(host: str, port: int, backlog: int) -> list[socket.socket]:
     """A backlog of 0: only bound, which fails beside a socket that listens."""
     opened: list[socket.socket] = []
     absent: OSError | None = None
@@ -313,7 +317,7 @@ def _opened(host: str, port: int, backlog: int) -> list[socket.socket]:
             raise absent or OSError(errno.EADDRNOTAVAIL, "it has no address")
     except OSError as error:
         close_all(opened)
-        raise ConfigurationError(_why(host, port, error)) from error
+        raise ConfigurationError(_bind_error(host, port, error)) from error
     return opened
 
 
@@ -342,7 +346,7 @@ def _adopted(descriptor: int) -> socket.socket:
     return adopted
 
 
-def _why(host: str, port: int, error: OSError) -> str:
+def _bind_error(host: str, port: int, error: OSError) -> str:
     """Which flag is to be changed, and why; of a port that is taken also whose it is, and another
     one that is free."""
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}" if host else f"port {port}"

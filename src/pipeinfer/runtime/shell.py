@@ -124,8 +124,8 @@ class Shell:
         self.identity, self.settings = identity, settings
         self.incarnation = process.incarnation or time.time_ns()
         self._started_at = _clock()
-        patience = FORGET_FACTOR * settings.host_loss
-        self.bus = Bus(identity, self.incarnation, topology, context, resend_seconds=patience)
+        resend_seconds = FORGET_FACTOR * settings.host_loss
+        self.bus = Bus(identity, self.incarnation, topology, context, resend_seconds=resend_seconds)
         self._topology = topology
         self._build = build or builder(identity.name)
         self._core_channels = CORE_CHANNELS[identity.name]
@@ -149,8 +149,10 @@ class Shell:
         """Builds the stage and serves. Raises what the builder, the core or the driver raises."""
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
-        whose = self.settings, self._topology, self.identity, self.incarnation
-        self._hook = RecorderHook(*whose, self._publish_control, self.handle, self._options.forks)
+        stage_arguments = self.settings, self._topology, self.identity, self.incarnation
+        self._hook = RecorderHook(
+            *stage_arguments, self._publish_control, self.handle, self._options.forks
+        )
         beat = self._loop.call_soon(self._heartbeat)
         try:
             self._observer.begin()

@@ -283,7 +283,7 @@ class Supervisor:
 
         Returns an exit code when all children are gone. ConfigurationError if it cannot listen.
         """
-        groups = {c.identity.group for c in self._others() if c.identity.name == "engine"}
+        groups = {c.identity.group for c in self._other_children() if c.identity.name == "engine"}
         schedulers = {f"scheduler-{group}" for group in groups}  # on another host perhaps
         for stage in sorted(self._children.keys() - schedulers):
             self._listener.listen(stage)
@@ -298,7 +298,7 @@ class Supervisor:
                 self._publish()
             for child in sorted(self._children.values(), key=_start_order):
                 await self._start(child)
-            await self._first_of(self._configs_valid, self._stopping)
+            await self._wait_first(self._configs_valid, self._stopping)
             if self._gateways() and not self._stopping.is_set():
                 self._http_sockets.listen()
             await self._stopping.wait()
@@ -349,7 +349,7 @@ class Supervisor:
     def _gateways(self) -> list[Child]:
         return [c for c in self._children.values() if c.identity.name == "gateway"]
 
-    def _others(self) -> list[Child]:
+    def _other_children(self) -> list[Child]:
         return [c for c in self._children.values() if c.identity.name != "gateway"]
 
     def _group(self, group: int) -> list[Child]:
@@ -361,11 +361,11 @@ class Supervisor:
     async def _start(self, child: Child) -> None:
         """Starts the child's command, and watches it."""
         async with child.starting:
-            if self._wanted(child):
+            if self._should_run(child):
                 await self._spawn(child)
                 self._watch(child)
 
-    def _wanted(self, child: Child) -> bool:
+    def _should_run(self, child: Child) -> bool:
         """Whether its process is to run: while gateways finish, all that they need for it is."""
         if self._ending or not self._stopping.is_set():
             return not self._ending
@@ -395,7 +395,7 @@ class Supervisor:
         }
         environment = {**inherited, **to_environment(self._settings)}
         await child.start(arguments, environment, descriptors)
-        if not self._wanted(child):
+        if not self._should_run(child):
             child.kill()  # too late for the signals that the others got
 
     def _watch(self, child: Child) -> None:
@@ -408,7 +408,7 @@ class Supervisor:
         code = await process.wait()
         if process is child.process:
             child.read_reports()  # its last reports, before anything is made of its end
-        if child.swapping or not self._wanted(child):
+        if child.swapping or not self._should_run(child):
             return
         name = child.identity.id
         if code == MISCONFIGURED:
@@ -473,7 +473,7 @@ class Supervisor:
         """The gateway first, so that what runs is finished; then the rest."""
         await self._terminate(self._gateways(), self._settings.drain_timeout + STOP_GRACE)
         self._ending = True
-        await self._terminate(self._others(), STOP_GRACE)
+        await self._terminate(self._other_children(), STOP_GRACE)
 
     async def _terminate(self, children: list[Child], seconds: float) -> None:
         for child in children:
@@ -488,7 +488,7 @@ class Supervisor:
             await asyncio.wait(pending)
 
     @staticmethod
-    async def _first_of(*events: asyncio.Event) -> None:
+    async def _wait_first(*events: asyncio.Event) -> None:
         tasks = [asyncio.ensure_future(event.wait()) for event in events]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for wait in tasks:

@@ -216,12 +216,12 @@ def _block(payload: bytes) -> bytes:
 
 def _decompressed(payload: bytes) -> bytes:
     """At most what so many bytes may stand for, whatever they say of themselves."""
-    most = _allowed(len(payload))
+    max_bytes = _allowed(len(payload))
     size = zstandard.frame_content_size(payload)
-    if size > most:
+    if size > max_bytes:
         raise UnreadableTrace(f"a block of {len(payload)} bytes that expands to {size}")
     # Where it does not say its size (-1), or another one, that is found out within `most`.
-    return zstandard.ZstdDecompressor().decompress(payload, max_output_size=most)
+    return zstandard.ZstdDecompressor().decompress(payload, max_output_size=max_bytes)
 
 
 def _allowed(packed: int) -> int:

@@ -304,8 +304,8 @@ class Recorder:
         """The chunk, cut before each Begin if that restarts the core."""
         if not self._restarts or self.ring is None:
             return [chunk]
-        cuts = [0, *(at for at, row in enumerate(chunk) if at and _restarts(row)), len(chunk)]
-        return [chunk[a:b] for a, b in itertools.pairwise(cuts)]
+        bounds = [0, *(at for at, row in enumerate(chunk) if at and _restarts(row)), len(chunk)]
+        return [chunk[a:b] for a, b in itertools.pairwise(bounds)]
 
     def _restart_segment(self, now: float) -> None:
         assert self.ring is not None
