@@ -18,7 +18,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.wire import pack
 
 SLOTS, LIMIT = 40, 64
-WITHIN = "fields", "edits"  # of a delta: looked into
+WITHIN = "fields", "logit_biases"  # of a delta: looked into
 
 
 class Side:
