@@ -7,12 +7,11 @@ from gateway_pipeline import STAGES, heartbeat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick
+from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, Drain, Leave, Send, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, StatusChanged
 from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.gateway.ledger import MAX_STALE, Backlog
-from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
     Accepted,

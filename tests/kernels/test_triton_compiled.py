@@ -38,7 +38,7 @@ from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_W16,
     MoeGemmConfig,
 )
-from pipeinfer.params import LONGEST_BAD
+from pipeinfer.params import MAX_BAD_WORD_IDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HALF = "*bf16"
@@ -94,7 +94,8 @@ def test_edits(values):
     constants = {
         "ADD_BIAS": values, "BLOCK": logits_processing.BIAS_BLOCK,
         "ALLOWED_BLOCK": logits_processing.MAX_ALLOWED_IDS,
-        "FILL_BLOCK": logits_processing.FILL_BLOCK, "HISTORY": LONGEST_BAD, "SEQUENCES": SEQUENCES,
+        "FILL_BLOCK": logits_processing.FILL_BLOCK, "HISTORY": MAX_BAD_WORD_IDS,
+        "SEQUENCES": SEQUENCES,
     }  # fmt: skip
     assert compiled(logits_processing._logit_bias_kernel, types, constants, num_warps=1).asm["ptx"]
 

@@ -54,7 +54,7 @@ class Area:
 RECOVERY = (
     "core.py",
     "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/requests.py", "gateway/ledger.py",
-    "runtime/incarnations.py", "tokenizer/routing.py",
+    "runtime/stage.py", "tokenizer/routing.py",
 )  # fmt: skip
 
 AREAS = {

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeinfer.close_names import did_you_mean
+from pipeinfer.command_line import did_you_mean
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step import AttentionShape
 

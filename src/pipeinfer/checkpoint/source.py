@@ -27,8 +27,7 @@ from pipeinfer.checkpoint.fields import read_object
 from pipeinfer.checkpoint.transfer import Say, Transfer, size
 from pipeinfer.demo import demo_path
 from pipeinfer.gguf.header import is_gguf
-from pipeinfer.settings import DEMO, ConfigurationError, Settings
-from pipeinfer.urls import without_password
+from pipeinfer.settings import DEMO, ConfigurationError, Settings, without_password
 
 log = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, unc
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.interface import GraphShape
-from pipeinfer.params import MOST_LOGPROBS
+from pipeinfer.params import MAX_LOGPROBS
 from pipeinfer.step import (
-    LogitEdits,
     LogprobRows,
     MaskRows,
     PenaltyRows,
+    RequestLogitBias,
     SharedPrefixes,
     Step,
     StepDelta,
@@ -280,12 +280,12 @@ def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> St
         counts[row] += min(remaining, max_model_len - 1)
         remaining -= int(counts[row]) - 1
     step = dummy_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
-    every, max_logprobs = np.arange(rows), np.full(rows, MOST_LOGPROBS, dtype=np.int32)
+    every, max_logprobs = np.arange(rows), np.full(rows, MAX_LOGPROBS, dtype=np.int32)
     nothing, raised = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32)
-    logit_edits = tuple(LogitEdits(slot, nothing, raised, nothing) for slot in range(rows))
+    logit_edits = tuple(RequestLogitBias(slot, nothing, raised, nothing) for slot in range(rows))
     return replace(
         step,
-        delta=replace(step.delta, edits=logit_edits),
+        delta=replace(step.delta, logit_biases=logit_edits),
         penalties=PenaltyRows(every, every, np.full((rows, 3), 1.5, dtype=np.float32)),
         logprobs=LogprobRows(every, max_logprobs, suppressed=True),
         masked=MaskRows(every, step.slots),

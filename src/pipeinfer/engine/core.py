@@ -22,8 +22,10 @@ from pipeinfer.core import (
     NewEpoch,
     Send,
     StepDone,
+    StepNote,
     Tick,
     Unsent,
+    step_note,
 )
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager
@@ -46,7 +48,6 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import LogprobRows, ScoredChunk, Step
-from pipeinfer.trace.notes import StepNote, step_note
 from pipeinfer.wire import SCORE_WORDS, SCORES_PER_MESSAGE, WORD, pack, score_bytes, unpack
 
 
@@ -497,7 +498,7 @@ def _in_order(
     parts: list[tuple[int, bytes]] = []
     at = 0
     for row, alternatives in zip(
-        logprob_rows.rows.tolist(), logprob_rows.most.tolist(), strict=True
+        logprob_rows.rows.tolist(), logprob_rows.num_alternatives.tolist(), strict=True
     ):
         end = at + int(counts[row]) * score_bytes(alternatives)
         parts.append((int(sampled[row]), raw[at:end]))
@@ -509,8 +510,10 @@ def _scores_error(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
     """What is wrong with the log-probs that a step brings; "" if nothing is."""
     asked, expected = plan.logprobs, 0
     if asked is not None:
-        expected = WORD * int((counts[asked.rows] * (SCORE_WORDS + 2 * asked.most)).sum())
-    parts = [len(chunk.ids) * score_bytes(chunk.most) for chunk in plan.prompts]
+        expected = WORD * int(
+            (counts[asked.rows] * (SCORE_WORDS + 2 * asked.num_alternatives)).sum()
+        )
+    parts = [len(chunk.ids) * score_bytes(chunk.num_alternatives) for chunk in plan.prompts]
     if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompts]):
         return ""
     return f"brought {len(done.logprobs)} bytes of log-probs, where {expected} were expected"
@@ -520,7 +523,7 @@ def _prompt_scores(chunks: tuple[ScoredChunk, ...], done: StepDone) -> Iterator[
     """What the step says of prompts, in messages of a bounded size."""
     for chunk, raw in zip(chunks, done.prompts, strict=True):
         for begin in range(0, len(chunk.ids), SCORES_PER_MESSAGE):
-            width = score_bytes(chunk.most)
+            width = score_bytes(chunk.num_alternatives)
             yield PromptLogprobs(
                 epoch=done.epoch,
                 number=done.number,

@@ -19,11 +19,11 @@ import torch
 from pipeinfer.attention.interface import KV, Attention, Plan, Traits
 from pipeinfer.attention.torch_backend import attend_unfused
 from pipeinfer.kernels.formats import E4M3, dequantize_e4m3, hadamard_transform, quantize_e4m3
+from pipeinfer.kernels.interface import tensor_of
 from pipeinfer.layers.attention import LayerQKV
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import AttentionShape
-from pipeinfer.tensors import tensor_of
 
 CENTERING_TOKENS = (
     512  # of the sequence for find_key_centers: 256 were a little worse, 1024 no better

@@ -37,12 +37,11 @@ from pipeinfer.engine.profiling import nvtx_if_loaded
 from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, StepScores, truncated
 from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
 from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS
-from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels
+from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels, tensor_of
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost
-from pipeinfer.tensors import tensor_of
 
 
 @dataclass

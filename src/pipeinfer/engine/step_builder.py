@@ -23,23 +23,23 @@ from pipeinfer.memory.rows import Rows
 from pipeinfer.memory.shared_prefixes import find_shared_prefixes
 from pipeinfer.messages import Admit
 from pipeinfer.params import (
-    LONGEST_BAD,
-    MOST_BAD_WORDS,
-    MOST_BIASES,
-    MOST_STOP_TOKENS,
+    MAX_BAD_WORD_IDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_STOP_TOKENS,
     SamplingParams,
 )
 from pipeinfer.step import (
     LAST_TOKEN,
-    NOTHING,
+    NO_CHANGES,
     BadWords,
     Constrained,
     Extended,
-    LogitEdits,
     LogprobRows,
     MaskRows,
     PenaltyHistory,
     PenaltyRows,
+    RequestLogitBias,
     ScoredChunk,
     Step,
     StepDelta,
@@ -94,7 +94,7 @@ class StepBuilder:
             tokens=_tokens(rows, order, memory),
             fields=self._requests.fields(slots[last]),
             penalties=self._requests.penalties(slots[last]),
-            delta=self._delta() if len(order) else NOTHING,
+            delta=self._delta() if len(order) else NO_CHANGES,
             logprobs=self._requests.logprobs(slots[last], ends[last]),
             prompts=tuple(self._scored_chunks(rows, order)) if self._requests.scores else (),
             masked=self._requests.masked(slots[last]),
@@ -155,10 +155,10 @@ class StepBuilder:
     def _delta(self) -> StepDelta:
         """What changed since the last step that computes anything."""
         pages, requests = self._memory.table.take_changes(), self._requests.changes()
-        delta = NOTHING if pages is None else StepDelta(*pages)
+        delta = NO_CHANGES if pages is None else StepDelta(*pages)
         if requests is not None:
             admitted, fields, edits = requests
-            delta = replace(delta, admitted=admitted, fields=fields, edits=edits)
+            delta = replace(delta, admitted=admitted, fields=fields, logit_biases=edits)
         if released := self._requests.take_released():
             delta = replace(delta, released=released)
         if self._unverified:
@@ -189,7 +189,7 @@ def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
 
 
 # Of one request: those that it names, and a model's own ends.
-MAX_LOGIT_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 2 * MOST_BAD_WORDS + 256
+MAX_LOGIT_EDITS = MAX_STOP_TOKENS + MAX_BIASES + 2 * MAX_BAD_WORDS + 256
 LAST_POSITION = 2**31 - 1
 NO_LOGPROBS = -1  # in place of a number of alternatives
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
@@ -200,7 +200,7 @@ class RequestTable:
 
     def __init__(self, max_slots: int) -> None:
         self._fields = filled(max_slots)
-        self._edits: dict[int, LogitEdits] = {}
+        self._edits: dict[int, RequestLogitBias] = {}
         self._admitted: dict[int, None] = {}  # slots, since changes were asked for, in order
         self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
         self._penalized = np.zeros(max_slots, dtype=bool)
@@ -266,7 +266,9 @@ class RequestTable:
         first, end = max(first, scores[0]), min(end, scores[1])
         return (first, end, scores[2]) if first < end else None
 
-    def changes(self) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[LogitEdits, ...]] | None:
+    def changes(
+        self,
+    ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[RequestLogitBias, ...]] | None:
         """The slots that were filled since it was asked last, int32 [a], their fields [a] and the
         edits of those that have any; None if there are none.
         """
@@ -342,7 +344,7 @@ def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
-def logit_edits_of(admit: Admit) -> LogitEdits:
+def logit_edits_of(admit: Admit) -> RequestLogitBias:
     """What a request must not sample, what it suppresses, and what it makes more or less likely;
     some ids may be all of that. Where it names all that are allowed, only these are left.
 
@@ -366,7 +368,7 @@ def logit_edits_of(admit: Admit) -> LogitEdits:
     until[: len(never)] = LAST_POSITION
     ids = np.fromiter(values, dtype=np.int32)
     added = np.fromiter(values.values(), dtype=np.float32)
-    return LogitEdits(admit.slot, ids, added, until, allowed is not None, _bad_words(admit))
+    return RequestLogitBias(admit.slot, ids, added, until, allowed is not None, _bad_words(admit))
 
 
 def _bad_words(admit: Admit) -> BadWords | None:
@@ -377,7 +379,7 @@ def _bad_words(admit: Admit) -> BadWords | None:
     known = unpack(admit.token_ids)
     ends = np.cumsum([len(ids) for ids in longer], dtype=np.int32)
     ids = np.concatenate([np.array(ids, dtype=np.int32) for ids in longer])
-    recent = known[admit.prompt_len :][-LONGEST_BAD:]
+    recent = known[admit.prompt_len :][-MAX_BAD_WORD_IDS:]
     return BadWords(ends, ids, admit.prompt_len, len(known), recent)
 
 

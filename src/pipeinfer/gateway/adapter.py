@@ -27,8 +27,8 @@ from pipeinfer.gateway.tool_parsers.base import (
     PlainTextParser,
     ReasoningTokenCounter,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import FinishReason
+from pipeinfer.params import JsonObject, JsonValue
 
 CUT_OFF_REASONS = ("length", "abort")  # how an answer ends that might have gone on
 

@@ -51,7 +51,7 @@ from pipeinfer.gateway.schema import (
     about,
 )
 from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, MESSAGES, Refusals
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
 # What chats call a field, and what it is called here.
 FIELD_NAMES = {

@@ -13,7 +13,7 @@ from math import inf
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pipeinfer.histogram import Histogram
+from pipeinfer.core import Histogram
 
 
 class MetricCounter:

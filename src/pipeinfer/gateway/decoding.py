@@ -25,7 +25,7 @@ from pipeinfer.gateway.unsupported_fields import (
     IGNORED_NESTED_FIELDS,
     is_neutral,
 )
-from pipeinfer.json_values import JsonValue
+from pipeinfer.params import JsonValue
 
 # Objects of one body that are looked at, a few ms at the worst. A client that sends more sends the
 # same names with each.

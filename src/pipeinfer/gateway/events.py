@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason, LogprobTexts, Message
-from pipeinfer.params import SamplingParams, StructuredOutputs, ThoughtState
+from pipeinfer.params import JsonObject, SamplingParams, StructuredOutputs, ThoughtState
 
 Status = Literal["starting", "ready", "degraded", "draining"]
 

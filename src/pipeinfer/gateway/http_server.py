@@ -25,8 +25,8 @@ from pipeinfer.gateway.events import StatusChanged
 from pipeinfer.gateway.metrics import RollingLatencies
 from pipeinfer.gateway.serving import Service
 from pipeinfer.messages import Message
-from pipeinfer.runtime.listening import BACKLOG, close_all
-from pipeinfer.runtime.terminal import CLEAR_LINE, can_rewrite, discard_unread
+from pipeinfer.runtime.logs import CLEAR_LINE, can_rewrite, discard_unread
+from pipeinfer.runtime.servers import BACKLOG, close_all
 from pipeinfer.settings import ConfigurationError, Settings
 
 

@@ -14,14 +14,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from pipeinfer import traceparent
 from pipeinfer.core import RecentTable
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.token_scores import without_first
-from pipeinfer.json_values import JsonValue
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
-from pipeinfer.params import SEED_MASK, SamplingParams, choice_id
-from pipeinfer.traceparent import Traceparent
+from pipeinfer.observe.spans import Traceparent, read_traceparent
+from pipeinfer.params import SEED_MASK, JsonValue, SamplingParams, choice_id
 from pipeinfer.wire import score_bytes
 
 TRACEPARENT = "traceparent"
@@ -31,7 +29,7 @@ TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits
 def client_traceparent(headers: Mapping[str, str]) -> str:
     """The client's W3C traceparent; "" if there is none or it is malformed."""
     given = headers.get(TRACEPARENT, "")
-    return given if traceparent.read(given) is not None else ""
+    return given if read_traceparent(given) is not None else ""
 
 
 class RequestTraces:
@@ -53,7 +51,7 @@ class RequestTraces:
         Names the gateway's span, in the client's trace or in a new one. A trace that its client
         does not sample is passed on as it is.
         """
-        client = traceparent.read(given)
+        client = read_traceparent(given)
         if not self._on or (client is not None and not client.sampled):
             return given
         digest = hashlib.sha256(f"{self._salt}/{request_id}".encode()).hexdigest()

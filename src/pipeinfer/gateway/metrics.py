@@ -21,10 +21,10 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from pipeinfer.core import REQUEST_SECONDS, read_histogram
 from pipeinfer.gateway.counters import CounterFamily, MetricCounter, SecondsHistogram, add_histogram
 from pipeinfer.gateway.health import Health, kv_usage
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
-from pipeinfer.histogram import OF_REQUESTS, read
 from pipeinfer.step_cost import NO_TARGETS, Targets
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Metrics:
         self.request_seconds = SecondsHistogram(
             "pipeinfer_request_seconds",
             "From a request's arrival to its end, of those that ended by stop or length.",
-            OF_REQUESTS,
+            REQUEST_SECONDS,
         )
         for times in (
             self.time_to_first_token,
@@ -262,7 +262,7 @@ class _StageCollector(Collector):
         ):
             family = HistogramMetricFamily(f"pipeinfer_{name}_seconds", text, labels=["group"])
             for row in self._health.one_per_group("scheduler"):
-                histogram = read(row.stats, name)
+                histogram = read_histogram(row.stats, name)
                 if histogram is not None:
                     add_histogram(family, [str(row.group)], *histogram)
             yield family

@@ -31,7 +31,7 @@ from pipeinfer.gateway.tools import (
     request_tools,
     tool_call_for_template,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
 
 def _for_template(request: ChatRequest) -> JsonObject:

@@ -36,8 +36,7 @@ from pipeinfer.gateway.tools import (
     functions_to_tools,
     tool_call_constraint,
 )
-from pipeinfer.json_values import JsonObject
-from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
+from pipeinfer.params import InvalidParameter, JsonObject, SamplingParams, check_choices, normalized
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import content_text
 from pipeinfer.wire import pack

@@ -16,8 +16,8 @@ from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import OutputDelta, Started
 from pipeinfer.gateway.token_scores import RankedToken, TokenScore
 from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import FinishReason
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.wire import json_logprob, unpack
 
 DONE = b"data: [DONE]\n\n"

@@ -34,8 +34,7 @@ from pipeinfer.gateway.schema import ChatRequest, DetokenizeRequest, TokenizeReq
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
 from pipeinfer.gateway.streams import EventStream, FullResponse, WriteBatch, api_error
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
-from pipeinfer.json_values import JsonObject
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import JsonObject, SamplingParams
 from pipeinfer.wire import pack, unpack
 
 

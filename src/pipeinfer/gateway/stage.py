@@ -34,8 +34,8 @@ from pipeinfer.gateway.serving import Service
 from pipeinfer.gateway.sessions import RequestSessions
 from pipeinfer.gateway.tool_parsers.registry import choose_parsers
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
-from pipeinfer.json_values import JsonObject
-from pipeinfer.runtime import listening
+from pipeinfer.params import JsonObject
+from pipeinfer.runtime import servers
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import Targets
@@ -198,8 +198,8 @@ def _reload(settings: Settings, admission: Admission, certificate: Certificate |
 def _listen(context: StageContext) -> list[socket.socket]:
     """Sockets that the parent process handed over, or new ones."""
     if context.listen_fds:
-        return listening.adopt(context.listen_fds)
-    return listening.open_sockets(context.settings.host, context.settings.port)
+        return servers.adopt(context.listen_fds)
+    return servers.open_sockets(context.settings.host, context.settings.port)
 
 
 def _context_length(settings: Settings, folder: Path) -> int:

@@ -17,8 +17,7 @@ from pipeinfer.gateway.errors import ApiError, field_in
 from pipeinfer.gateway.schema import Generation, ResponseFormat, Structured
 from pipeinfer.grammars.bounds import GrammarError, check, schema_of
 from pipeinfer.grammars.json_schema import compilable_schema
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 
 ANY_OBJECT = '{"type":"object"}'
 ENTIRE_SCHEMA = "schema"  # as an entry of `unenforced`: all of the schema

@@ -18,9 +18,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from pipeinfer.core import REQUEST_SECONDS, Histogram, read_histogram
 from pipeinfer.gateway.counters import add_histogram
 from pipeinfer.gateway.health import Health, StageStatus, kv_usage
-from pipeinfer.histogram import OF_REQUESTS, Histogram, read
 
 VLLM_TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -31,7 +31,7 @@ VLLM_ITL_BUCKETS = (
     40.0, 80.0,
 )  # fmt: skip
 SHORTEST_REQUEST = 0.3  # of the buckets of whole requests, and of what they go through
-REQUEST_BUCKETS = tuple(bound for bound in OF_REQUESTS if bound >= SHORTEST_REQUEST)
+REQUEST_BUCKETS = tuple(bound for bound in REQUEST_SECONDS if bound >= SHORTEST_REQUEST)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
 
@@ -213,7 +213,7 @@ class VllmMetrics(Collector):
         ):
             family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=LABELS)
             for row in self._groups_of(stage):
-                histogram = read(row.stats, statistic)
+                histogram = read_histogram(row.stats, statistic)
                 if histogram is not None:
                     longer = [
                         (bound, count) for bound, count in histogram[0] if bound >= SHORTEST_REQUEST

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from pipeinfer.gguf.header import GgufHeader, Metadata, quote, read_header
 from pipeinfer.gguf.tokenizer import MODEL, TokenType, load_tokenizer, tokenizer_config
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 from pipeinfer.settings import ConfigurationError
 
 # The bound of all sizes but those in MOST. The product of three sizes, in bytes, fits into 64 bits.

@@ -25,8 +25,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from pipeinfer.grammars.bounds import GrammarError, check, schema_of
 from pipeinfer.grammars.json_schema import compilable_schema
 from pipeinfer.grammars.regex import with_plain_digits
-from pipeinfer.json_values import JsonObject
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, StructuredOutputs
 
 # Bytes of stack of a thread that compiles. A chain of 3,000 rules overflows 8 MB. The longest chain
 # that fits into MAX_GRAMMAR_BYTES, about 5,900 rules, overflows 16 MB but not 32 MB, the stack of a

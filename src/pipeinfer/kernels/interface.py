@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 NO_LOGITS = -(2**31)  # in DeviceStep.logits_rows: nothing is sampled after this row
@@ -326,3 +327,8 @@ class Kernels(Protocol):
         own_keys: int64 [N], the greatest of all ranks' keys of each id.
         """
         ...
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """On the CPU, of the same shape and dtype, in the same memory."""
+    return torch.from_numpy(array)

@@ -21,12 +21,12 @@ import triton.language as tl
 
 from pipeinfer.kernels.interface import NO_LOGIT_KEY
 from pipeinfer.kernels.triton_support import key_score, key_token, pack_logit_key
-from pipeinfer.params import MOST_LOGPROBS
+from pipeinfer.params import MAX_LOGPROBS
 from pipeinfer.wire import NO_ID
 
 # Fixed, whatever the batch: partial results must not depend on how many rows present are.
 BLOCK = 4096  # logits of one program
-MAX_KEYS = triton.next_power_of_2(MOST_LOGPROBS)  # keys of a record at most: compiled once for all
+MAX_KEYS = triton.next_power_of_2(MAX_LOGPROBS)  # keys of a record at most: compiled once for all
 _HEADER = tl.constexpr(2)  # words of a record before its keys
 _NO_KEY = tl.constexpr(NO_LOGIT_KEY)
 _NO_ID = tl.constexpr(NO_ID)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from pipeinfer.close_names import did_you_mean
+from pipeinfer.command_line import did_you_mean
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.layers.mlp import silu_and_mul
 from pipeinfer.layers.weight import ActivationQuantizer, Activations

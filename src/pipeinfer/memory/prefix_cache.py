@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from pipeinfer.close_names import none_of
+from pipeinfer.command_line import none_of
 from pipeinfer.memory.pages import IntegrityError
 from pipeinfer.settings import ConfigurationError
 

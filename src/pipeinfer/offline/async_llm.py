@@ -20,7 +20,6 @@ from pipeinfer import settings as config
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.gateway.requests import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.gguf.header import is_gguf
-from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import ChatOptions, Message, Options, Prompt
 from pipeinfer.offline.keywords import settings_of
@@ -37,8 +36,9 @@ from pipeinfer.offline.outputs import (
 )
 from pipeinfer.offline.pipeline import Pipeline
 from pipeinfer.offline.sampling import AnyParams, SamplingParams, public
-from pipeinfer.runtime.local import prepare
-from pipeinfer.runtime.terminal import waiting_summary
+from pipeinfer.params import JsonValue
+from pipeinfer.runtime.local import prepare_settings
+from pipeinfer.runtime.logs import waiting_summary
 from pipeinfer.settings import Settings
 from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens, template_sources
 
@@ -230,7 +230,7 @@ class AsyncLLM:
 
     def _prepare(self) -> Settings:
         """Finds, perhaps downloads the model, and refuses what no stage could load."""
-        settings = prepare(self._given, self._say)
+        settings = prepare_settings(self._given, self._say)
         self._folder = Path(settings.model)
         read_outline(self._folder, settings.model_impl)
         defaults = public(sampling_defaults(self._folder))

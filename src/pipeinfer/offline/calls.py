@@ -13,13 +13,12 @@ import msgspec
 import numpy as np
 
 from pipeinfer.gateway.events import Call
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.offline.keywords import is_neutral
 from pipeinfer.offline.outputs import OfflineRequest, RequestError
 from pipeinfer.offline.sampling import AnyParams, public, wrong_types
 from pipeinfer.offline.sampling import SamplingParams as OfCallers
 from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
-from pipeinfer.params import InvalidParameter, SamplingParams, normalized
+from pipeinfer.params import InvalidParameter, JsonObject, JsonValue, SamplingParams, normalized
 from pipeinfer.wire import pack
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from tqdm import tqdm
 
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.async_llm import AsyncLLM
 from pipeinfer.offline.calls import ChatOptions, Message, Prompt
@@ -21,6 +20,7 @@ from pipeinfer.offline.keywords import EngineArgs
 from pipeinfer.offline.loop_thread import LoopThread
 from pipeinfer.offline.outputs import OfflineRequest, Progress, RequestOutput
 from pipeinfer.offline.sampling import AnyParams, SamplingParams
+from pipeinfer.params import JsonObject, JsonValue
 
 
 class ProgressBar:

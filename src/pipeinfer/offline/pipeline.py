@@ -21,7 +21,7 @@ from pipeinfer.gateway.sessions import CacheResets
 from pipeinfer.gateway.stage import TICK
 from pipeinfer.messages import CacheReset, Message, State
 from pipeinfer.params import choice_ids
-from pipeinfer.runtime import busy_poll
+from pipeinfer.runtime import entry
 from pipeinfer.runtime.child import MISCONFIGURED
 from pipeinfer.runtime.entry import InProcess
 from pipeinfer.runtime.local import local_stages
@@ -182,7 +182,7 @@ class Pipeline:
         )
         self._service = stages.service
         # The caller's own loop, and perhaps the only core that it has: awake only if asked to be.
-        poll_seconds = busy_poll.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
+        poll_seconds = entry.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
         self._shell = Shell(
             self._settings, stages.topology, Identity("gateway"), self._context, self._build,
             ProcessOptions(busy_poll=poll_seconds),

@@ -14,10 +14,19 @@ from typing import ClassVar, Literal, get_args
 
 import msgspec
 
-from pipeinfer.core import EVERYONE, Drain, Leave, RollCall, Send, Tick, bracketed_answer
+from pipeinfer.core import (
+    EVERYONE,
+    FORGET_FACTOR,
+    Drain,
+    Histogram,
+    Leave,
+    RollCall,
+    Send,
+    SuspendAwareClock,
+    Tick,
+    bracketed_answer,
+)
 from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
-from pipeinfer.histogram import Histogram
-from pipeinfer.liveness import FORGET_FACTOR, SuspendAwareClock
 from pipeinfer.messages import (
     Abort,
     Admitted,

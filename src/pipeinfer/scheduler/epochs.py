@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from pipeinfer.core import EVERYONE, Send
-from pipeinfer.liveness import heartbeat_period
+from pipeinfer.core import EVERYONE, Send, heartbeat_period
 from pipeinfer.messages import (
     PROTOCOL,
     Begin,

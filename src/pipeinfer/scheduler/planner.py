@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from pipeinfer.histogram import Histogram
+from pipeinfer.core import Histogram
 from pipeinfer.messages import Extend, Hello, Plan, Prepare, Prepared
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.composer import StepComposer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Protocol
 
-from pipeinfer.close_names import none_of
+from pipeinfer.command_line import none_of
 from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.settings import ConfigurationError
 

@@ -20,8 +20,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import JsonObject, JsonValue, ThoughtState
 from pipeinfer.text import SPACE, ThoughtTags, content_text, thought_state
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, argument_forms
 from pipeinfer.tokenizer.token_bounds import components

@@ -27,8 +27,7 @@ from pipeinfer.gateway.tool_parsers.xml_calls import XmlTags
 from pipeinfer.grammars.bounds import schema_of
 from pipeinfer.grammars.regex import with_plain_digits
 from pipeinfer.grammars.schema_facts import DEFINITIONS
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 from pipeinfer.text import AddedId
 
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -26,7 +26,7 @@ from pipeinfer.gateway.tool_parsers.base import (
 )
 from pipeinfer.gateway.tool_parsers.partial_json import JsonValueScanner
 from pipeinfer.gateway.tool_parsers.pythonic import PythonLiteralParser
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
 MAX_NAME_CHARS = 256  # of a name
 _PYTHON = ("T", "F", "N", "[", "{", "(")  # what a literal begins with that JSON may not know

@@ -1,7 +1,7 @@
-"""Loads traces for replays: exchanges of inputs and the outputs that they gave, several files of a
-stage as one, and the clocks of several hosts brought together.
+"""Traces as replays read them: exchanges of inputs and the outputs that they gave, several files of
+a stage as one, and the clocks of several hosts brought together.
 
-Knows no core.
+Also the exit codes of `pipeinfer replay`, and CannotReplay, which carries one. Knows no core.
 """
 
 from __future__ import annotations
@@ -12,10 +12,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pipeinfer.replay.codes import OTHER_PROTOCOL, UNREADABLE, USAGE, CannotReplay
 from pipeinfer.topology import Identity
-from pipeinfer.trace.notes import End
-from pipeinfer.trace.reader import OtherProtocol, Trace, TraceHeader, UnreadableTrace
+from pipeinfer.trace.format import End, OtherProtocol, Trace, TraceHeader, UnreadableTrace
+
+EQUAL = 0
+DIFFERENT = 1
+USAGE = 2
+UNREADABLE = 3  # no trace, or its header cannot be read
+OTHER_PROTOCOL = 4
+CRASHED = 5  # the stage raised
+
+
+class CannotReplay(Exception):
+    """One line for the user, and the exit code that goes with it."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
 
 Direction = Literal["in", "out", "note"]
 
@@ -239,6 +253,6 @@ def _bounds(recordings: Sequence[LoadedTrace]) -> list[list[float]]:
 
 
 def _by_wall_clock(first: LoadedTrace, other: LoadedTrace) -> float:
-    """Monotonic clocks against wall clocks, which somebody keeps right."""
+    """Monotonic clocks against wall clocks, which are taken to be synchronized."""
     a, b = first.header, other.header
     return (b.monotonic - b.wall) - (a.monotonic - a.wall)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import topology as topologies
+from pipeinfer.cli.deployment import chosen_stage
 from pipeinfer.cli.main import main
-from pipeinfer.cli.swap import chosen_stage
-from pipeinfer.runtime.find import (
+from pipeinfer.runtime.servers import (
     PREFIX,
     TOPOLOGY,
     ServerInfo,
@@ -99,7 +99,7 @@ def test_a_server_that_was_killed_does_not_run(temporary):
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from pipeinfer.runtime.find import record_running\n"
+        "from pipeinfer.runtime.servers import record_running\n"
         "with record_running(Path(sys.argv[1])):\n"
         "    print('alive', flush=True)\n"
         "    sys.stdin.read()\n"
@@ -158,7 +158,7 @@ def test_without_a_supervisor_swap_says_what_to_do_by_hand(temporary, capsys):
 
 
 def test_a_supervisor_that_is_gone_does_not_answer(temporary, capsys, monkeypatch):
-    monkeypatch.setattr("pipeinfer.cli.swap.ANSWER_TIMEOUT", 0.3)
+    monkeypatch.setattr("pipeinfer.cli.deployment.ANSWER_TIMEOUT", 0.3)
     assert main(["swap", "scheduler", "--topology", str(server(temporary, "gone"))]) == 1
     assert "does not answer" in capsys.readouterr().err
 

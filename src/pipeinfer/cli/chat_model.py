@@ -1,7 +1,9 @@
-"""What `generate` and `chat` ask of a model and get, whoever answers; and the flags that say which
-model and how to sample.
+"""Models that answer prompts and chats of `generate` and `chat`: the interface, the flags that say
+which model is asked and how it samples, and the model that is loaded here.
 
-Knows no command, no model and no server.
+    ChatModel      the interface; also served_model.py has one
+    ModelFlags     what the flags say
+    LocalModel     loaded for this command, by the offline classes
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +21,7 @@ from pipeinfer import settings as config
 from pipeinfer.command_line import CommandLine
 from pipeinfer.other_servers import flag
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
+from pipeinfer.settings import DEMO
 
 # A text to be completed, or the messages of a chat, whose answer is next.
 Question = str | Sequence[Mapping[str, str]]
@@ -25,9 +29,9 @@ Question = str | Sequence[Mapping[str, str]]
 
 @dataclass(slots=True)
 class AnswerDelta:
-    """New text of an answer, with its tokens where they are known.
+    """New text of an answer, with its token ids if they are known.
 
-    thought: whether the model thinks it, and says it to nobody. finish_reason: of the last piece.
+    reasoning: whether the text is a thought of the model. finish_reason: of the last delta.
     """
 
     text: str
@@ -37,11 +41,11 @@ class AnswerDelta:
 
 
 class RequestFailed(Exception):
-    """Of a question that is refused, or whose answer broke off; the text says why."""
+    """A request was refused, or its answer broke off; the text says why."""
 
 
 class ChatModel(Protocol):
-    """What answers questions, on the loop of a thread of its own."""
+    """A model that answers prompts and chats, on the loop of a thread of its own."""
 
     name: str
 
@@ -54,7 +58,7 @@ class ChatModel(Protocol):
         ...
 
     def answer(self, question: Question) -> AsyncGenerator[AnswerDelta, None]:
-        """The answer as it comes; who leaves it early aborts it. RequestFailed."""
+        """The answer as it comes; leaving the generator early aborts it. RequestFailed."""
         ...
 
     async def close(self) -> None:
@@ -64,8 +68,11 @@ class ChatModel(Protocol):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What a command wants of answers. max_tokens: of each, if no flag says so. batch: whether only
-    the time of all of them counts. token_ids: whether pieces need theirs."""
+    """How a command wants its answers.
+
+    max_tokens: of each answer, if no flag says so. batch: whether only the time of all of them
+    counts. token_ids: whether deltas need their token ids.
+    """
 
     max_tokens: int | None = None
     batch: bool = False
@@ -93,7 +100,7 @@ class ModelFlags:
 
     @property
     def local_only_flags(self) -> list[str]:
-        """Flags that were given and that only a model which is loaded here can heed."""
+        """Flags that were given and that only apply to a model which is loaded here."""
         return [flag(name) for name in self.settings if name not in SERVER_SETTINGS]
 
     def params(self, defaults: SamplingParams, max_tokens: int | None) -> SamplingParams:
@@ -102,7 +109,9 @@ class ModelFlags:
         return normalized(msgspec.structs.replace(defaults, **chosen))
 
 
-def parser(command: str, usage: str, description: str, essential: Sequence[str]) -> CommandLine:
+def chat_model_parser(
+    command: str, usage: str, description: str, essential: Sequence[str]
+) -> CommandLine:
     """A parser with the choice of a server, the sampling flags and all settings. `essential`: flags
     of the command that `--help` shows before others."""
     command_line = CommandLine(
@@ -160,3 +169,53 @@ def read_flags(command_line: CommandLine, options: argparse.Namespace) -> ModelF
     if "log_level" not in environment:
         settings.setdefault("log_level", "warning")  # a terminal is for the answers
     return found
+
+
+class LocalModel:
+    """`name`: as it was given."""
+
+    def __init__(self, flags: ModelFlags, answer_options: AnswerOptions) -> None:
+        from pipeinfer.llm import AsyncLLM  # seconds, which a served model does not take
+        from pipeinfer.offline.llm import batch_defaults
+
+        self.name = flags.model or DEMO
+        self._flags = flags
+        self._max_tokens = answer_options.max_tokens
+        settings = dict(flags.settings)
+        model = str(settings.pop("model", ""))
+        self._llm = AsyncLLM(
+            model, **(batch_defaults(settings) if answer_options.batch else settings)
+        )
+        self._params = SamplingParams()
+
+    async def start(self) -> None:
+        from pipeinfer.llm import PipelineStopped
+
+        try:
+            await self._llm.start()
+        except PipelineStopped as error:
+            raise RequestFailed(str(error)) from None
+        defaults = self._llm.get_default_sampling_params().plain()
+        self._params = self._flags.params(defaults, self._max_tokens)
+
+    def startup_status(self) -> str:
+        return self._llm.waits_for()
+
+    async def answer(self, question: Question) -> AsyncGenerator[AnswerDelta, None]:
+        from pipeinfer.llm import PipelineStopped, RequestError
+
+        try:
+            if isinstance(question, str):
+                deltas = self._llm.generate(question, self._params)
+            else:
+                deltas = self._llm.chat([dict(message) for message in question], self._params)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield AnswerDelta(delta.text, delta.token_ids, False, delta.finish_reason)
+                    if delta.error:
+                        raise RequestFailed(delta.error)
+        except (PipelineStopped, RequestError) as error:
+            raise RequestFailed(str(error)) from None
+
+    async def close(self) -> None:
+        await self._llm.close()

@@ -18,9 +18,9 @@ import pytest
 from terminal import CTRL_C, Terminal
 
 from pipeinfer import topology as topologies
-from pipeinfer.cli.running import servers_of
+from pipeinfer.cli.served_model import servers_of
 from pipeinfer.demo import demo_path
-from pipeinfer.runtime.find import (
+from pipeinfer.runtime.servers import (
     PREFIX,
     TOPOLOGY,
     ServerInfo,
