@@ -121,7 +121,7 @@ class BadWords:
     ends: np.ndarray
     ids: np.ndarray
     begin: int
-    known: int
+    num_known: int
     recent: np.ndarray
 
 
@@ -138,7 +138,7 @@ class LogitEdits:
     values: np.ndarray
     until: np.ndarray
     only: bool = False
-    bans: BadWords | None = None
+    bad_words: BadWords | None = None
 
 
 _NONE = np.empty(0, dtype=np.int32)

@@ -61,7 +61,7 @@ def test_what_is_allowed_and_what_never_is_are_one_edit_an_id(allowed, suppress,
     state = Edited(2)
     fields = {name: values[:1] for name, values in filled(1).items()}
     state.apply(StepDelta(admitted=np.array([1], np.int32), fields=fields, edits=(edits,)))
-    assert len(set(edits.ids.tolist())) == len(edits.ids) and edits.bans is None
+    assert len(set(edits.ids.tolist())) == len(edits.ids) and edits.bad_words is None
     for position, values in ((5, False), (5, True), (6, True)):
         logits = np.zeros((1, VOCABULARY), np.float32)
         left = state.logits(logits, [1], [position], 0, values)[0]

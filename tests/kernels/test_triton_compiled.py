@@ -126,7 +126,7 @@ def test_the_gate():
 
 
 def test_scores():
-    whole = dict.fromkeys(("own_keys", "block_records", "records", "ids", "keys"), "*i64") | {
+    whole = dict.fromkeys(("token_keys", "block_records", "records", "ids", "keys"), "*i64") | {
         "logits": HALF
     }
     whole |= dict.fromkeys(("stride", "width", "first_id", "count", "num_top"), "i32")

@@ -1,8 +1,8 @@
 """What steps take on this GPU: dummy steps of all sizes, by graphs or without, are timed.
 
 All ranks of a group measure the same steps in the same order, because steps hold collectives. Dummy
-steps are steps that nobody asked for: to warm up, to measure, to capture. They write to the dummy
-page, and leave nothing in the first slots that anybody reads. Knows sizes and arrays of steps; no
+steps belong to no request: they warm up, measure, or are captured. They write to the dummy page,
+and leave nothing in the first slots that a later step reads. Knows sizes and arrays of steps; no
 request, and not what the times are for.
 """
 
@@ -232,7 +232,7 @@ def dummy_step(
     counts: np.ndarray,
     page_size: int,
     starts: np.ndarray | None = None,
-    own_pages: bool = False,
+    distinct_pages: bool = False,
     **fields: float,
 ) -> Step:
     """Rows of these counts int32 (ones first) after so many tokens `starts` int32, by default none,
@@ -250,7 +250,7 @@ def dummy_step(
     )
     before = (
         column < np.repeat(starts // page_size, num_pages)
-        if own_pages
+        if distinct_pages
         else np.zeros(len(slot), bool)
     )
     pages = np.where(before, np.cumsum(before), 0).astype(np.int32)
@@ -300,7 +300,7 @@ def allow_all(words: np.ndarray) -> dict[int, str]:
 def deep_decodes(rows: int, pages: int, page_size: int) -> Step:
     """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
     starts = np.full(rows, pages * page_size, dtype=np.int32)
-    return dummy_step(np.ones(rows, dtype=np.int32), page_size, starts, own_pages=True)
+    return dummy_step(np.ones(rows, dtype=np.int32), page_size, starts, distinct_pages=True)
 
 
 def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:

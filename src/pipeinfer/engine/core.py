@@ -91,7 +91,7 @@ Span = Callable[[str, int], AbstractContextManager[None]]  # (phase, step number
 
 
 def unobserved(phase: str, number: int) -> AbstractContextManager[None]:
-    """The span of an engine that nobody observes: measures nothing."""
+    """The span of an engine without an observer: measures nothing."""
     return nullcontext()
 
 
@@ -190,7 +190,7 @@ class EngineCore:
                 with self._span("plan", event.number):
                     return self._on_plan(event)
             case StepDone():
-                return self._step_done(event)
+                return self._on_step_done(event)
             case Prepare():
                 return [Send(LOCAL, "", self._compile(event))]
             case Compiled():
@@ -420,7 +420,7 @@ class EngineCore:
 
     # --------------------------------------------------------------------------------------- result
 
-    def _step_done(self, done: StepDone) -> list[Send]:
+    def _on_step_done(self, done: StepDone) -> list[Send]:
         epoch = self._epoch
         if epoch is None or done.epoch != epoch.number:
             return []

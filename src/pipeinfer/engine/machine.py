@@ -253,7 +253,7 @@ class CudaDevice:
             tensors = body()
         finally:
             graph.capture_end()
-        graph.replay()  # the first brings it to the device: a millisecond, of nobody's step here
+        graph.replay()  # the first brings it to the device: a millisecond, here outside of any step
         # What is captured next may use the same memory.
         return Replay(graph.replay, tuple(map(non_owning_view, tensors)))
 
@@ -285,8 +285,9 @@ class CudaDevice:
             loop.call_soon(self._ask, loop)
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Calls whom it can, and asks again in the loop's next iteration while anybody waits, also
-        if one that was called raises: the loop's exception handler gets that."""
+        """Calls the callbacks of events that have ended, and polls again in the loop's next
+        iteration while callbacks are left. What a callback raises goes to the loop's exception
+        handler."""
         try:
             while self._callbacks and self._callbacks[0][0].ready:
                 self._callbacks.popleft()[1]()  # which may ask for the next one

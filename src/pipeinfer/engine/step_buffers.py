@@ -211,7 +211,7 @@ class DeviceBuffers:
 
     def views(self, shape: GraphShape, num_logits: int, padded: bool) -> DeviceStep:
         """For steps of that shape with so many rows of logits. padded: others may be smaller, and
-        every row that is not theirs is padding.
+        every other row is padding.
 
         Raises ValueError for more than there is room for.
         """
@@ -291,7 +291,7 @@ class DeviceBuffers:
         return AttentionInputs(views, queries, pages, parity, host)
 
     def _on_host(self, views: DeviceStep, words: np.ndarray) -> HostLengths:
-        """What the device makes of the words, as far as planning on the host needs it."""
+        """Lengths and indptrs as the device computes them from the words."""
         at, rows = layout(views.shape), views.shape.rows
         starts, counts = (words[begin : begin + rows] for begin in (at.starts, at.counts))
         counts = np.maximum(counts, views.padding_row_tokens)
@@ -475,9 +475,9 @@ class SlotState:
             self.biased[edits.slot] = edits.values.any()
             counts[edits.slot] = -len(edits.ids) if edits.only else len(edits.ids)
             found += self._logit_edit_changes(edits)
-            if edits.bans is not None:
-                banned[edits.slot] = len(edits.bans.ends)
-                found += self._bad_word_changes(edits.slot, edits.bans)
+            if edits.bad_words is not None:
+                banned[edits.slot] = len(edits.bad_words.ends)
+                found += self._bad_word_changes(edits.slot, edits.bad_words)
         found.append((self._counts_at + slots, np.fromiter(counts.values(), np.int32)))
         found.append(
             (self._bad_words_at + slots * BAD_WORDS_SIZE, np.fromiter(banned.values(), np.int32))
@@ -506,8 +506,11 @@ class SlotState:
         begin = self._bad_words_at + slot * BAD_WORDS_SIZE
         ends_at = begin + BAD_WORDS_HEADER + LONGEST_BAD
         longest = np.diff(bad_words.ends, prepend=0).max()
-        head = np.array((bad_words.begin, bad_words.known, longest), dtype=np.int32)
-        recent = np.arange(bad_words.known - len(bad_words.recent), bad_words.known) % LONGEST_BAD
+        head = np.array((bad_words.begin, bad_words.num_known, longest), dtype=np.int32)
+        recent = (
+            np.arange(bad_words.num_known - len(bad_words.recent), bad_words.num_known)
+            % LONGEST_BAD
+        )
         ends, ids = np.concatenate(([0], bad_words.ends)), bad_words.ids
         return [
             (begin + 1 + np.arange(len(head)), head),

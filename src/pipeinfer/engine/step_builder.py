@@ -48,7 +48,7 @@ from pipeinfer.wire import unpack
 
 class StepBuilder:
     """One plan after the other. Keeps the last step, of which most of the next one may be the
-    same: its arrays are shared then, and nobody writes to them. shares: steps say what decodes
+    same: its arrays are shared then, and never written to. shares: steps say what decodes
     begin with in common.
     """
 
@@ -196,7 +196,7 @@ NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
 class RequestTable:
-    """Sampling parameters by slot, [max_slots] each; stale in empty slots, where nobody reads."""
+    """Sampling parameters by slot, [max_slots] each; stale in empty slots, which are not read."""
 
     def __init__(self, max_slots: int) -> None:
         self._fields = filled(max_slots)
@@ -244,7 +244,7 @@ class RequestTable:
             self.scores[slot] = admit.score_from, admit.prompt_len, params.prompt_logprobs
 
     def extend(self, slot: int, first: int, ids: np.ndarray) -> None:
-        """The request in `slot` was told `ids` int32 [n] from position `first` on."""
+        """An Extend gave the request in `slot` output `ids` int32 [n], from position `first` on."""
         if slot in self._constrained:
             self._extended.setdefault(slot, []).append(Extended(slot, first, ids))
 
@@ -295,15 +295,15 @@ class RequestTable:
         return PenaltyRows(rows, chosen, self._factors[chosen], new)
 
     def drop_grammars(self, slots: Iterable[int]) -> None:
-        """The requests in these slots are gone."""
+        """The requests in these slots have gone; their grammars are dropped."""
         self._released.update(slot for slot in slots if slot in self._constrained)
 
     def drop_all_grammars(self) -> None:
-        """No slot has a request."""
+        """Drops the grammars of all slots."""
         self._released.update(self._constrained)
 
     def take_dropped_grammars(self) -> tuple[int, ...]:
-        """Slots whose requests had a grammar and are gone, since this was asked last."""
+        """Slots whose requests had a grammar and have gone since the last call."""
         released = tuple(self._released)
         self._released.clear()
         return released
@@ -388,7 +388,7 @@ MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Field:
-    """filler: of a row that is nobody's. of: the number of the request that `admit` admits."""
+    """filler: of an empty slot. of: the number of the request that `admit` admits."""
 
     name: str
     dtype: Any

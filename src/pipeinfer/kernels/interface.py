@@ -311,19 +311,19 @@ class Kernels(Protocol):
         ...
 
     def local_topk(
-        self, logits: torch.Tensor, own_keys: torch.Tensor, num_top: int, first_id: int, /
+        self, logits: torch.Tensor, token_keys: torch.Tensor, num_top: int, first_id: int, /
     ) -> torch.Tensor:
         """int64 [N, 2 + num_top], a rank's record: the bits of float32 logsumexp(logits), the
         number of keys above the row's own, and the greatest keys, falling.
 
         logits: [N, shard].
-        own_keys: int64 [N], of `logit_keys`.
+        token_keys: int64 [N], of `logit_keys`.
         """
         ...
 
-    def merge_topk(self, records: torch.Tensor, own_keys: torch.Tensor, /) -> torch.Tensor:
+    def merge_topk(self, records: torch.Tensor, token_keys: torch.Tensor, /) -> torch.Tensor:
         """As `logprobs`, from the records int64 [ranks, N, 2 + num_top] of all ranks.
 
-        own_keys: int64 [N], the greatest of all ranks' keys of each id.
+        token_keys: int64 [N], the greatest of all ranks' keys of each id.
         """
         ...

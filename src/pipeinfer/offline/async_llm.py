@@ -307,7 +307,7 @@ class OfflineDriver:
         return await self._resets.reset(self._feed, stages)
 
     def deliver(self, message: Message) -> None:
-        """Takes the core's local outputs; what nobody waits for is dropped."""
+        """Takes the core's local outputs; outputs without a waiting caller are dropped."""
         if isinstance(message, OutputDelta):  # hot path: once for every token of every request
             if message.finish is None:
                 sink = self._sinks.get(message.request_id)
