@@ -400,14 +400,18 @@ TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bit
 class SlotState:
     """What the device keeps of the requests in their slots, as regions of one buffer of words:
 
-        | page table    | sampling fields | numbers of edits | edits            | bad words     |
-          [slots + 1, P]  (slots + 1) * F   [slots + 1]        [3, slots + 1, E]  [slots + 1, B]
+        region              shape
+        page table          [rows, pages]
+        sampling fields     rows * FIELD_WORDS
+        numbers of edits    [rows]
+        edits               [3, rows, max_edits]
+        bad words           [rows, BAD_WORDS_SIZE]
 
-    for `slots` requests with up to `pages` pages (P) and `max_edits` edits (E) each; F is
-    FIELD_WORDS, B is BAD_WORDS_SIZE. One buffer, so that whatever changes (Step.delta) is a list of
-    indices and values. On the forward stream scatter_words writes it, and apply_logit_bias the
-    latest ids of requests with bad words. Beside it lies last_token, int64 [slots + 1], the id that
-    each slot sampled last, which sampling kernels write.
+    rows: a row for each of `slots` requests, and one for the padding slot. One buffer, so that
+    whatever changes (Step.delta) is a list of indices and values. On the forward stream
+    scatter_words writes it, and apply_logit_bias the latest ids of requests with bad words. Beside
+    it lies last_token, int64 [rows], the id that each slot sampled last, which sampling kernels
+    write.
 
     padding_slot: the last one, which padding rows have. by_slot, logit_edits: what kernels read.
     words: all of the buffer. biased: on the host, bool [slots], whose edits raise or lower logits.

@@ -134,12 +134,12 @@ TOPK_BLOCK = 128  # ids whose greatest logit is looked at first, for the best lo
 def truncation_thresholds(
     x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> np.ndarray:
-    """float32 [F, 1]: what top-k, top-p and min-p leave of row r are the ids with x >= threshold.
+    """float32 [N, 1]: what top-k, top-p and min-p leave of row r are the ids with x >= threshold.
 
-    x: float32 [F, vocab], logits after temperature, shifted so that each row's maximum is 0.
-    top_k: int32 [F], applied first; 0 is off.
-    top_p: float32 [F], applied to the rest of the probability, renormalised; 1 is off.
-    min_p: float32 [F], relative to the largest probability; 0 is off.
+    x: float32 [N, vocab], logits after temperature, shifted so that each row's maximum is 0.
+    top_k: int32 [N], applied first; 0 is off.
+    top_p: float32 [N], applied to the rest of the probability, renormalised; 1 is off.
+    min_p: float32 [N], relative to the largest probability; 0 is off.
 
     The maximum always stays. Equal logits stand or fall together, so that neither ids nor the order
     of a sort decide; a threshold depends on its own row only.
@@ -157,7 +157,7 @@ def truncation_thresholds(
 
 
 def _top_k_top_p(x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> np.ndarray:
-    """The thresholds of top_k (0 is off), then top_p (infinity is off), all [F, 1].
+    """The thresholds of top_k (0 is off), then top_p (infinity is off), all [N, 1].
 
     Looks at the best few values, and at more of them for rows where the few do not reach top_p.
     """
@@ -194,7 +194,7 @@ def _nucleus(x: np.ndarray, values: np.ndarray, kth: np.ndarray, top_p: np.ndarr
 
 
 def _largest(x: np.ndarray, width: int) -> np.ndarray:
-    """The `width` largest values of each row, falling, [F, min(width, vocab)]."""
+    """The `width` largest values of each row, falling, [N, min(width, vocab)]."""
     width = min(width, x.shape[1])
     if width < x.shape[1]:
         x = np.partition(x, x.shape[1] - width, axis=-1)[:, x.shape[1] - width :]
