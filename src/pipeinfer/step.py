@@ -156,7 +156,7 @@ class BadWords:
     ends: np.ndarray
     ids: np.ndarray
     begin: int
-    known: int
+    num_known: int
     recent: np.ndarray
 
 
@@ -282,7 +282,7 @@ class SharedPrefixes:
 
 @dataclass(frozen=True)
 class Step:
-    """One step on the host: what `Rows` (memory/rows.py) becomes, and what a DeviceStep
+    """One step on the host: what `Rows` (memory/manager.py) becomes, and what a DeviceStep
     (kernels/interface.py) is made from. Written by StepBuilder, read by Runner and the masks.
 
     R rows, T tokens, S rows that sample. Rows with one token (decodes) come first.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from pipeinfer.checkpoint.config import read_generation, read_outline
-from pipeinfer.checkpoint.fields import read_object
+from pipeinfer.checkpoint.files import read_object
 from pipeinfer.gguf.config import tokenizer as gguf_tokenizer
 from pipeinfer.gguf.header import is_gguf
 from pipeinfer.grammars.bounds import VocabularySetup

@@ -43,9 +43,9 @@ def test_session_with_one_step_in_flight_and_prompts_first_replays(other_session
 
 
 NOISE = (
-    "from pipeinfer.kernels import noise\n"
-    "right = noise.philox_words\n"
-    "noise.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
+    "from pipeinfer.kernels import host\n"
+    "right = host.philox_words\n"
+    "host.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
 )
 
 

@@ -10,7 +10,7 @@ from pipeinfer.engine import executor
 from pipeinfer.engine.core import Capture, EngineCore
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.executor import BackgroundCapture, DeviceDriver, Executor
-from pipeinfer.engine.phases import Phases
+from pipeinfer.engine.profiling import Phases
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.replay.compare import ignored_fields

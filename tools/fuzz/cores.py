@@ -427,7 +427,7 @@ class Cores:
 
     instrumented = (
         "pipeinfer.gateway.core", "pipeinfer.tokenizer.core", "pipeinfer.scheduler.core",
-        "pipeinfer.detokenizer.core", "pipeinfer.scheduler.epochs", "pipeinfer.scheduler.composer",
+        "pipeinfer.detokenizer.core", "pipeinfer.scheduler.epochs", "pipeinfer.scheduler.policies",
         "pipeinfer.tokenizer.prompts", "pipeinfer.scheduler.engine_state",
         "pipeinfer.scheduler.request", "pipeinfer.scheduler.planner", "pipeinfer.engine.core",
         "pipeinfer.memory.manager",

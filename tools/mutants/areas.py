@@ -61,7 +61,7 @@ AREAS = {
     "scheduler": Area(
         ("scheduler/*.py",),
         (
-            "tests/scheduler/test_composer.py",
+            "tests/scheduler/test_policies.py",
             "tests/scheduler/test_request_state.py",
             "tests/scheduler/test_request_phases.py",
             "tests/scheduler/test_probation.py",

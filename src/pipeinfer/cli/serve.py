@@ -179,8 +179,7 @@ def _check_devices() -> Iterator[Finding]:
     """What computes here; its value is the number of GPUs."""
     import torch
 
-    from pipeinfer.engine.gpu_kinds import doctor_line
-    from pipeinfer.engine.host_memory import available_bytes
+    from pipeinfer.engine.machine import available_bytes, doctor_line
 
     free = available_bytes() / 2**30
     yield "ok", "CPU", f"{torch.get_num_threads()} threads, {free:.1f} GiB of memory free"

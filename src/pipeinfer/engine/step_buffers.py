@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import HostLengths, Plan, PlanInputs, Traits
+from pipeinfer.attention.interface import AttentionInputs, AttentionMetadata, HostLengths, Traits
 from pipeinfer.engine.device import Device
-from pipeinfer.engine.graph_shapes import LargestStep
+from pipeinfer.engine.graphs import LargestStep
 from pipeinfer.engine.step_builder import FIELDS, filled
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
@@ -204,14 +204,14 @@ class DeviceBuffers:
         self._by_row = [zeros(rows + 1) for _ in range(5)]
         table = self._state.by_slot.page_table.view(-1)
         self._kv_indices = zeros(logits * largest.pages + logits) if traits.lists_pages else table
-        with_pages = {"none": 0, "prefills": 1, "all": 2}[traits.block_table]
-        self._block_table = zeros(with_pages * largest.rows * largest.pages)
+        with_pages = {"none": 0, "prefills": 1, "all": 2}[traits.page_table]
+        self._row_page_table = zeros(with_pages * largest.rows * largest.pages)
         self._by_logits = [zeros(logits, torch.int64) for _ in range(3)]
         self._sampling_words = zeros(logits * FIELD_WORDS)
 
     def views(self, shape: GraphShape, num_logits: int, padded: bool) -> DeviceStep:
         """For steps of that shape with so many rows of logits. padded: others may be smaller, and
-        every row that is not theirs is padding.
+        every other row is padding.
 
         Raises ValueError for more than there is room for.
         """
@@ -229,7 +229,7 @@ class DeviceBuffers:
             )
         at, words, rows, tokens = layout(shape), self.words, shape.rows, shape.tokens
         pages = self._state.by_slot.page_table.shape[1]
-        tables = {"none": 0, "prefills": shape.prefills, "all": rows}[self._traits.block_table]
+        tables = {"none": 0, "prefills": shape.prefills, "all": rows}[self._traits.page_table]
         input_ids, positions, slot_mapping = (part[:tokens] for part in self._by_token)
         qo_indptr, prefill_qo_indptr, seq_lens, last_page_len, kv_indptr = self._by_row
         logits_indices, write_slots, sample_positions = (
@@ -257,7 +257,7 @@ class DeviceBuffers:
             last_page_len=last_page_len[:rows],
             kv_indptr=kv_indptr[: rows + 1],
             kv_indices=self._kv_indices,
-            block_table=self._block_table[: tables * pages].view(tables, pages),
+            row_page_table=self._row_page_table[: tables * pages].view(tables, pages),
             logits_indices=logits_indices,
             write_slots=write_slots,
             sample_positions=sample_positions,
@@ -276,9 +276,9 @@ class DeviceBuffers:
         self._kernels.scatter_words(step.changes, step.num_changes, self._state.words)
         self._kernels.prepare_inputs(step, self._state.by_slot, self._page_size)
 
-    def plan_inputs(
+    def attention_inputs(
         self, views: DeviceStep, parity: int, words: np.ndarray, step: Step
-    ) -> PlanInputs:
+    ) -> AttentionInputs:
         """For attention. words: the step's on the host, read only if the traits want lengths
         there."""
         if views.padded:  # whatever steps a graph will run
@@ -288,10 +288,10 @@ class DeviceBuffers:
             queries = int(step.counts.max())
             pages = -(-int((step.starts + step.counts).max()) // self._page_size)
         host = self._on_host(views, words) if self._traits.host_lengths else None
-        return PlanInputs(views, queries, pages, parity, host)
+        return AttentionInputs(views, queries, pages, parity, host)
 
     def _on_host(self, views: DeviceStep, words: np.ndarray) -> HostLengths:
-        """What the device makes of the words, as far as planning on the host needs it."""
+        """Lengths and indptrs as the device computes them from the words."""
         at, rows = layout(views.shape), views.shape.rows
         starts, counts = (words[begin : begin + rows] for begin in (at.starts, at.counts))
         counts = np.maximum(counts, views.padding_row_tokens)
@@ -349,7 +349,7 @@ class Download:
 class StepBuffers:
     """One parity.
 
-    plan: what attention made of the last step that was launched in them; its memory is in use until
+    attention_metadata: of the last step that was launched in them; its memory is in use until
     that step has ended.
     """
 
@@ -359,7 +359,7 @@ class StepBuffers:
         self.parity = parity
         self._pinned = device.pinned((words,), torch.int32)
         self.packer = StepPacker(self._pinned.numpy(), padding_slot)
-        self.plan: Plan = None
+        self.attention_metadata: AttentionMetadata = None
         self._drawn = device.pinned((max_rows, 2), torch.int64)
         self._drawn_on_host: np.ndarray = self._drawn.numpy()
         # Cutting tensors costs as much as a copy.
@@ -402,14 +402,18 @@ TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bit
 class SlotState:
     """What the device keeps of the requests in their slots, as regions of one buffer of words:
 
-        | page table    | sampling fields | numbers of edits | edits            | bad words     |
-          [slots + 1, P]  (slots + 1) * F   [slots + 1]        [3, slots + 1, E]  [slots + 1, B]
+        region              shape
+        page table          [rows, pages]
+        sampling fields     rows * FIELD_WORDS
+        numbers of edits    [rows]
+        edits               [3, rows, max_edits]
+        bad words           [rows, BAD_WORDS_SIZE]
 
-    for `slots` requests with up to `pages` pages (P) and `max_edits` edits (E) each; F is
-    FIELD_WORDS, B is BAD_WORDS_SIZE. One buffer, so that whatever changes (Step.delta) is a list of
-    indices and values. On the forward stream scatter_words writes it, and apply_logit_bias the
-    latest ids of requests with bad words. Beside it lies last_token, int64 [slots + 1], the id that
-    each slot sampled last, which sampling kernels write.
+    rows: a row for each of `slots` requests, and one for the padding slot. One buffer, so that
+    whatever changes (Step.delta) is a list of indices and values. On the forward stream
+    scatter_words writes it, and apply_logit_bias the latest ids of requests with bad words. Beside
+    it lies last_token, int64 [rows], the id that each slot sampled last, which sampling kernels
+    write.
 
     padding_slot: the last one, which padding rows have. by_slot, logit_edits: what kernels read.
     words: all of the buffer. biased: on the host, bool [slots], whose edits raise or lower logits.
@@ -508,9 +512,10 @@ class SlotState:
         begin = self._bad_words_at + slot * BAD_WORDS_SIZE
         ends_at = begin + BAD_WORDS_HEADER + MAX_BAD_WORD_IDS
         longest = np.diff(bad_words.ends, prepend=0).max()
-        head = np.array((bad_words.begin, bad_words.known, longest), dtype=np.int32)
+        head = np.array((bad_words.begin, bad_words.num_known, longest), dtype=np.int32)
         recent = (
-            np.arange(bad_words.known - len(bad_words.recent), bad_words.known) % MAX_BAD_WORD_IDS
+            np.arange(bad_words.num_known - len(bad_words.recent), bad_words.num_known)
+            % MAX_BAD_WORD_IDS
         )
         ends, ids = np.concatenate(([0], bad_words.ends)), bad_words.ids
         return [

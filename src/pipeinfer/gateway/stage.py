@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeinfer.checkpoint.fields import read_json
+from pipeinfer.checkpoint.files import read_json
 from pipeinfer.checkpoint.source import FILES_TO_FETCH, find_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import api_keys, http_server

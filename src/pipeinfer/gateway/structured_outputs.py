@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from pipeinfer.gateway.errors import ApiError, field_in
 from pipeinfer.gateway.schema import Generation, ResponseFormat, Structured
 from pipeinfer.grammars.bounds import GrammarError, check, schema_of
-from pipeinfer.grammars.json_schema import compilable_schema
+from pipeinfer.grammars.rewriting import compilable_schema
 from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 
 ANY_OBJECT = '{"type":"object"}'
@@ -35,7 +35,7 @@ class OutputConstraint:
 
     Attributes:
     - spec: None if any text will do
-    - unenforced: keywords of the schema that are not enforced, see grammars/json_schema.py
+    - unenforced: keywords of the schema that are not enforced, see grammars/rewriting.py
     - field: of the request, that asked for it
     - fallback: the constraint where `spec` cannot be compiled; None: the request is refused then
     - fallback_omits: what the fallback does not enforce

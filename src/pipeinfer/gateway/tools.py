@@ -37,7 +37,7 @@ from pipeinfer.gateway.tool_parsers.grammars import (
 from pipeinfer.gateway.tool_parsers.harmony import final_message_grammar
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.grammars.bounds import MAX_GRAMMAR_BYTES, GrammarError, check
-from pipeinfer.grammars.json_schema import compilable_schema
+from pipeinfer.grammars.rewriting import compilable_schema
 from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 
 # Letters, of all calls in a conversation. The tokenizer parses them, some 40 ms at the worst.

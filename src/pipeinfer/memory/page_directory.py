@@ -20,8 +20,8 @@ from hashlib import blake2b
 
 import numpy as np
 
+from pipeinfer.memory.manager import Rows
 from pipeinfer.memory.pages import PageTable, SlotArrays
-from pipeinfer.memory.rows import Rows
 
 DIGEST_BYTES = 16
 NO_PARENT = bytes(DIGEST_BYTES)  # the digest before a chain's first page
@@ -355,7 +355,7 @@ class ChainTracker:
         starts, counts = rows.starts[computes], rows.counts[computes]
         ends, chosen = starts + counts, rows.slots[computes]
         known_ids, filled_pages = dict[int, np.ndarray](), dict[int, np.ndarray]()
-        for row in np.flatnonzero(rows.known[computes]).tolist():
+        for row in np.flatnonzero(rows.is_prefill[computes]).tolist():
             known = slots.known_tokens(int(chosen[row]))
             known_ids[row] = known[starts[row] : ends[row]]
         begins, behind = starts // size, ends // size

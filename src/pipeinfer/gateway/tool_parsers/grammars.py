@@ -25,7 +25,7 @@ from pipeinfer.gateway.tool_parsers.lark import (
 from pipeinfer.gateway.tool_parsers.pythonic import ARGUMENT_NAME, FUNCTION_NAME, PythonicFormat
 from pipeinfer.gateway.tool_parsers.xml_calls import XmlTags
 from pipeinfer.grammars.bounds import schema_of
-from pipeinfer.grammars.regex import with_plain_digits
+from pipeinfer.grammars.rewriting import with_plain_digits
 from pipeinfer.grammars.schema_facts import DEFINITIONS
 from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 from pipeinfer.text import AddedId

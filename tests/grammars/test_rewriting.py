@@ -1,5 +1,6 @@
-"""Schemas in the compiler's words: what comes fits the schema that was sent, or the keyword that it
-may not fit is named. Also for schemas as pydantic, zod, TypeBox and valibot write them."""
+"""Schemas and regular expressions in the compiler's words: what comes fits the schema sent,
+or the keyword that it may not fit is named. Also for schemas as pydantic, zod, TypeBox and valibot
+write them."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ from llguidance import LLMatcher
 from vocabulary import ENDS, TOKENIZER, allowed, ids_of, source
 
 from pipeinfer.grammars.bounds import GrammarError
-from pipeinfer.grammars.json_schema import LEAST_COMPILABLE, compilable_schema
-from pipeinfer.grammars.regex import without_lookaround
+from pipeinfer.grammars.rewriting import (
+    LEAST_COMPILABLE,
+    compilable_schema,
+    with_plain_digits,
+    without_lookaround,
+)
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # pydantic's
 KINDS = {
@@ -421,3 +426,23 @@ def test_references_in_a_circle_come_to_an_end():
          "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
     ):  # fmt: skip
         compilable_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "plain"),
+    [
+        (r"\d{3}", "[0-9]{3}"),
+        (r"[\d.]-\d", "[0-9.]-[0-9]"),
+        (r"[]\d]\d", "[]0-9][0-9]"),
+        (r"[\]\d]", r"[\]0-9]"),
+        (r"[a[\d]]\d", "[a[0-9]][0-9]"),
+        (r"[^\d]\D[\D]", r"[^\d]\D[\D]"),
+        (r"[^a[\d]]\d", r"[^a[\d]][0-9]"),
+        (r"\\d\\\d", r"\\d\\[0-9]"),
+        (r"\w\s]\d", r"\w\s][0-9]"),
+        ("a\\", "a\\"),
+        ("", ""),
+    ],
+)
+def test_digits_are_plain_where_they_match(pattern, plain):
+    assert with_plain_digits(pattern) == plain

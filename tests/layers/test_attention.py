@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.layers.rope import Rope, rotate
+from pipeinfer.layers.attention import Rope, rotate
 
 REAL: dict[str, tuple[int, dict[str, Any]]] = {
     "llama 2": (4096, {"rope_type": "default", "rope_theta": 10_000.0}),

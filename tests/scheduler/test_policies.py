@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_memory_runs_short import SIZE, running, work
 
-from pipeinfer.scheduler.composer import MAX_JUMPS, StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
+from pipeinfer.scheduler.policies import MAX_JUMPS, StepComposer
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.step_cost import PrefillBudget, Prompt

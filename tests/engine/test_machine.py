@@ -1,21 +1,34 @@
-"""A stream as a device, with events that end when the test says so: who asks, in which order, when.
+"""A stream as a device, with events that end when the test says so; views of a GPU's memory; which
+kinds of GPU can run what.
 
-And that a step waits for the one whose buffers it takes.
+A step waits for the step whose buffers it takes.
 """
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from single_steps import empty_step
 
-from pipeinfer.engine import cuda as module
-from pipeinfer.engine.cuda import CudaDevice
+from pipeinfer.attention.registry import PACKAGES
+from pipeinfer.engine import machine as module
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.graphs import Graphs
-from pipeinfer.engine.phases import Phases
+from pipeinfer.engine.machine import (
+    ALL_PACKAGES,
+    KINDS,
+    PLAIN,
+    CudaDevice,
+    array_interface,
+    doctor_line,
+    non_owning_view,
+    table,
+)
+from pipeinfer.engine.profiling import Phases
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.step_buffers import PARITIES, StepBuffers
 
@@ -226,3 +239,54 @@ def test_what_takes_long_is_measured_less_often(device, monkeypatch, took, times
         (took + (times == 1)) / 1e3
     )
     assert len(calls) == times
+
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+class Told:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__array_interface__ = array_interface(tensor) | {"version": 3}  # NumPy's name for it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("part", [np.s_[:], np.s_[1:, ::2], np.s_[2], np.s_[:, 3:]])
+def test_a_place_is_that_of_the_numbers(dtype, part):
+    tensor = torch.arange(24).reshape(4, 6).to(dtype)[part]
+    seen, bits = np.asarray(Told(tensor)), tensor.view(INTEGERS[tensor.itemsize])
+    assert np.array_equal(seen, bits.numpy())
+    tensor[..., -1] = 7
+    assert np.array_equal(seen, bits.numpy()), "it is the same memory"
+
+
+def test_where_torch_makes_no_view_the_tensor_is_kept_and_that_is_said(caplog):
+    tensor = torch.ones(3)
+    assert non_owning_view(tensor) is tensor
+    assert "keep more memory" in caplog.text
+    caplog.clear()
+    for small in (torch.ones(3, dtype=torch.int64), torch.ones(0)):
+        assert non_owning_view(small) is small
+    assert not caplog.text
+
+
+PAGE = Path(__file__).parents[2] / "docs/gpus.md"
+
+
+def test_the_page_has_the_table_that_the_code_makes():
+    assert table() in PAGE.read_text()
+
+
+def test_kinds_differ_in_what_they_run():
+    ampere, ada, hopper, blackwell = KINDS
+    assert "hybrid" in hopper.backends and "hybrid" not in blackwell.backends
+    assert "flashinfer" not in ampere.fp8_kv and "flashinfer" in ada.fp8_kv
+    assert ampere.fp8_weights == ada.fp8_weights == PLAIN != hopper.fp8_weights
+
+
+def test_what_never_ran_is_said():
+    assert "not yet: " in doctor_line((9, 0)) and "what was run: nothing" in doctor_line((8, 0))
+    assert "never run on this kind" in doctor_line((12, 0))
+
+
+def test_all_packages_of_backends_are_counted_as_there():
+    assert {*ALL_PACKAGES} == {name for names in PACKAGES.values() for name in names}
