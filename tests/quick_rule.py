@@ -20,7 +20,7 @@ HEAVY = frozenset((
     # What starts processes itself:
     "pipeinfer.grammars.validation.ValidationProcess",
     "pipeinfer.tokenizer.workers.GrammarValidation",
-    "pipeinfer.runtime.supervisor.Supervisor", "pipeinfer.trace.state_copy",
+    "pipeinfer.runtime.supervisor.Supervisor", "pipeinfer.trace.snapshot.StateCopier",
 ))  # fmt: skip
 HEAVY_NAMES = frozenset(("LLM", "AsyncLLM", "Ordeal", "Storm"))
 QUICK_ANYWAY = frozenset((

@@ -5,8 +5,14 @@ Only names; see offline/ for what they do, and docs/offline.md for how to use th
 
 from __future__ import annotations
 
-from pipeinfer.offline.async_llm import AsyncLLM
-from pipeinfer.offline.calls import TextPrompt, TokensPrompt
+from pipeinfer.offline.async_llm import AsyncLLM, PipelineStopped
+from pipeinfer.offline.calls import (
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from pipeinfer.offline.engine import Engine, async_stream_and_merge, stream_and_merge
 from pipeinfer.offline.keywords import EngineArgs, FlexibleArgumentParser
 from pipeinfer.offline.llm import LLM
@@ -18,8 +24,6 @@ from pipeinfer.offline.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from pipeinfer.offline.pipeline import PipelineStopped
-from pipeinfer.offline.sampling import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from pipeinfer.settings import ConfigurationError
 
 __all__ = [

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
 from pipeinfer import other_servers
-from pipeinfer.close_names import did_you_mean, no_number, none_of
-from pipeinfer.command_line import CommandLine
+from pipeinfer.command_line import CommandLine, did_you_mean, no_number, none_of
 
 PREFIX = "PIPEINFER_"
 DEMO = "pipeinfer-demo"
@@ -316,7 +316,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "extension, which know those names. [The reference](reference/metrics.md) lists them; "
         "`/metrics` has them beside those of pipeinfer.",
         unset="only those of pipeinfer")] = False
-    # runtime/busy_poll.py
+    # runtime/entry.py
     stay_awake: Annotated[Literal["auto", "always", "never"], about("",
         "auto: beside GPUs, where there are cores to spare for it",
         "Whether stages other than engines sleep between messages that come within 5 ms of one "
@@ -452,9 +452,9 @@ def settings_help() -> dict[str, SettingHelp]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for every setting but `model`; what is not given stays out of the namespace."""
     defaults = Settings()
-    for group, told in groupby(settings_help().items(), lambda item: item[1].group):
+    for group, settings in groupby(settings_help().items(), lambda item: item[1].group):
         added = parser.add_argument_group(group)
-        for name, setting in told:
+        for name, setting in settings:
             if name == "model":
                 continue
             flag = other_servers.flag(name)
@@ -507,3 +507,26 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, object]:
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS)
     add_flags(parser)
     return vars(parser.parse_args(arguments))
+
+
+def base_url(url: str) -> str:
+    """The base URL of a server, without a trailing `/v1`; `http://` is added if there is no scheme.
+    Raises ConfigurationError if `url` is not an HTTP URL.
+    """
+    plain = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    whole = plain if "://" in plain else f"http://{plain}"
+    refusal = ConfigurationError(f"{url!r} is no URL of HTTP, such as http://127.0.0.1:8000")
+    try:
+        parts = urlsplit(whole)
+        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # an unbalanced bracket, or a port that is not a number
+        raise refusal from None
+    if not right:
+        raise refusal
+    return whole
+
+
+def without_password(url: str) -> str:
+    """`url` without user and password, for messages that people pass on."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

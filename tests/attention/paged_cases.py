@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from device_steps import device_step
-from pipeinfer.attention.interface import PlanInputs
+from pipeinfer.attention.interface import AttentionInputs
 from pipeinfer.attention.torch_backend import RowPages
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.interface import GraphShape
@@ -46,14 +46,14 @@ class Case:
         width = self.pages.shape[1]
         indptr = np.arange(len(self.pages)) * width
         pages = RowPages(indptr, self.pages.reshape(-1), self.pool.page_size)
-        at = pages.places(row, first + np.arange(len(row)))
+        at = pages.kv_locations(row, first + np.arange(len(row)))
         both = [self.tokens(part[layer]) for part in (self.keys, self.values)]
         for flat, new in zip(self.pool.token_views(), both, strict=True):
             flat[layer][torch.from_numpy(at)] = new.flatten(1)
         return both
 
 
-def plan_inputs(step: Step, pages: np.ndarray) -> PlanInputs:
+def attention_inputs(step: Step, pages: np.ndarray) -> AttentionInputs:
     """Of a step without a graph, `pages` int32 [R, P]; what a CPU's plans do not read is empty."""
     ints = {
         "seq_lens": step.starts + step.counts,
@@ -64,7 +64,7 @@ def plan_inputs(step: Step, pages: np.ndarray) -> PlanInputs:
     views = {name: torch.from_numpy(values.astype(np.int32)) for name, values in ints.items()}
     shape = GraphShape(len(step.tokens), step.decodes, len(step.slots) - step.decodes)
     longest = int(step.counts.max(initial=0))
-    return PlanInputs(device_step(shape, **views), longest, pages.shape[1])
+    return AttentionInputs(device_step(shape, **views), longest, pages.shape[1])
 
 
 def make_case(

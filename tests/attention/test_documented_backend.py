@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from paged_cases import dense, make_case, plan_inputs
+from paged_cases import attention_inputs, dense, make_case
 
 from pipeinfer.step import AttentionShape
 
@@ -35,7 +35,7 @@ def test_the_documented_backend_attends_as_it_should(page_size, soft_cap):
     backend = module.ByRow(shapes, torch.device("cpu"))
     backend.bind(case.pool, 100)
     with torch.inference_mode():
-        plan = backend.plan(plan_inputs(case.step, case.pages))
+        metadata = backend.build_metadata(attention_inputs(case.step, case.pages))
         for layer in range(len(shapes)):
-            out = backend.attend(layer, case.queries[layer], *case.stored(layer), plan)
+            out = backend.attend(layer, case.queries[layer], *case.stored(layer), metadata)
             assert float((out - dense(case, layer)).abs().max()) < 2e-6

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import Case, dense, make_case, plan_inputs
+from paged_cases import Case, attention_inputs, dense, make_case
 
 from pipeinfer.attention import torch_backend
 from pipeinfer.attention.torch_backend import TorchBackend
@@ -20,13 +20,13 @@ HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]
 
 
 def attend(case: Case) -> list[torch.Tensor]:
-    """Outputs of all layers, in order, by one plan."""
+    """Outputs of all layers, in order, with one metadata."""
     backend = TorchBackend(case.shapes, CPU)
     backend.bind(case.pool, 100)
     with torch.inference_mode():
-        plan = backend.plan(plan_inputs(case.step, case.pages))
+        metadata = backend.build_metadata(attention_inputs(case.step, case.pages))
         return [
-            backend.attend(layer, case.queries[layer], *case.stored(layer), plan)
+            backend.attend(layer, case.queries[layer], *case.stored(layer), metadata)
             for layer in range(len(case.shapes))
         ]
 
@@ -105,8 +105,8 @@ def test_queries_that_are_views_of_a_merged_buffer_are_taken_as_they_are():
     backend = TorchBackend(case.shapes, CPU)
     backend.bind(case.pool, 100)
     with torch.inference_mode():
-        plan = backend.plan(plan_inputs(case.step, case.pages))
-        out = backend.attend(0, merged[:, :4], merged[:, 4:6], merged[:, 6:], plan)
+        metadata = backend.build_metadata(attention_inputs(case.step, case.pages))
+        out = backend.attend(0, merged[:, :4], merged[:, 4:6], merged[:, 6:], metadata)
     assert float((out - dense(case, 0)).abs().max()) < 2e-6
 
 
@@ -114,10 +114,10 @@ def test_decode_behind_a_window_reads_no_page_outside_it():
     backend = TorchBackend([shape(window=20)], CPU)
     case = make_case([shape(window=20)], [(1000, 1), (64, 1), (10, 1), (500, 30)], 16, seed=5)
     backend.bind(case.pool, 100)
-    within = backend.plan(plan_inputs(case.step, case.pages))[20]
+    within = backend.build_metadata(attention_inputs(case.step, case.pages))[20]
     read = torch.cat(
-        [bucket.places for bucket in within.buckets]
-        + [piece.places for piece in within.pieces if piece.places is not None]
+        [bucket.kv_locations for bucket in within.buckets]
+        + [chunk.kv_locations for chunk in within.chunks if chunk.kv_locations is not None]
     )
     allowed = {0}
     spans = zip(case.step.starts, case.step.counts, case.pages, strict=True)

@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from pipeinfer.distributed import all_reduce
 from pipeinfer.distributed.all_reduce import AllReduceNorm
-from pipeinfer.kernels.norm import all_reduce_norm_reference
+from pipeinfer.kernels.elementwise import all_reduce_norm_reference
 from quick_interpreter import hurry
 
 SIZE = 24

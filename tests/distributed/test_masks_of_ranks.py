@@ -14,7 +14,7 @@ from grammars.costly_grammars import AMBIGUOUS, growing
 from parity.cores import Cores
 from pipeinfer.engine.loading import LoadedEngine, load_engine
 from pipeinfer.engine.masks import GrammarMasks, ReceivedMasks
-from pipeinfer.grammars.store import GrammarStore
+from pipeinfer.grammars.compiling import GrammarStore
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.settings import Settings
 from pipeinfer.text import grammar_setup
@@ -77,10 +77,10 @@ class BothRanks:
     def launch(self, step):
         return Flights([runner.launch(step) for runner in self._runners], step, self._received)
 
-    def finish(self, launched, fill):
+    def sample_masked(self, launched, fill):
         fills = fill, partial(self._received.fill, launched.step)
         for runner, flight, its_fill in zip(self._runners, launched.flights, fills, strict=True):
-            runner.finish(flight, its_fill)
+            runner.sample_masked(flight, its_fill)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import pytest
 from docs.statistics import EACH, START, STATISTICS
 from pipeinfer import LLM
 from pipeinfer import topology as topologies
-from pipeinfer.cli import questions
+from pipeinfer.cli import chat_model
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.engine.start import PHASES
 from pipeinfer.gateway.errors import CODES
@@ -115,7 +115,9 @@ def test_python_and_toml_blocks_are_valid(page):
 def known_flags() -> set[str]:
     settings = {"--" + name.replace("_", "-") for name in Settings.__struct_fields__}
     asked = {
-        option for a in questions.parser("x", "", "", ())._actions for option in a.option_strings
+        option
+        for a in chat_model.chat_model_parser("x", "", "", ())._actions
+        for option in a.option_strings
     }
     sources = [ROOT / "tests/conftest.py"]
     sources += [

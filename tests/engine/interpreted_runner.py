@@ -26,14 +26,14 @@ from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.distributed.collectives import join_group  # noqa: E402
-from pipeinfer.engine import calibrate, graph_shapes, graphs, loading  # noqa: E402
+from pipeinfer.engine import calibrate, graphs, loading  # noqa: E402
 from pipeinfer.engine.calibrate import alike_decodes  # noqa: E402
 from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
 from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
-from pipeinfer.kernels.decode_splits import DecodeConfig, LoadConfig  # noqa: E402
 from pipeinfer.kernels.interface import GraphShape  # noqa: E402
+from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig  # noqa: E402
 from pipeinfer.memory import shared_prefixes  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 from quick_interpreter import hurry  # noqa: E402
@@ -51,24 +51,26 @@ class TorchPart:
     def __init__(self, shapes, device) -> None:
         self._shapes = shapes
 
-    def bind(self, pool, most_rows) -> None:
+    def bind(self, pool, max_rows) -> None:
         self._pool = pool
 
-    def plan(self, inputs, begin, end):
+    def build_metadata(self, inputs, begin, end):
         return inputs.step, begin, end, inputs.step.qo_indptr_of(begin, end)
 
-    def run(self, layer, q, out, plan) -> None:
-        arrays, begin, end, queries = plan
+    def run(self, layer, q, out, metadata) -> None:
+        arrays, begin, end, queries = metadata
         firsts, size = queries.tolist(), self._pool.page_size
         lengths = arrays.seq_lens[begin:end].tolist()
-        for row, (length, pages) in enumerate(zip(lengths, self._pages(*plan[:3]), strict=True)):
+        for row, (length, pages) in enumerate(
+            zip(lengths, self._pages(*metadata[:3]), strict=True)
+        ):
             mine = slice(firsts[row], firsts[row + 1])
             if mine.start < mine.stop and length:
                 out[mine] = self._attend(layer, q[mine], pages[: -(-length // size)], length)
 
     def _pages(self, arrays, begin, end):
         if self.by_table:
-            yield from arrays.block_table_of(begin, end).long()
+            yield from arrays.page_table_of(begin, end).long()
             return
         for row in range(begin, end):
             first, length = int(arrays.kv_indptr[row]), int(arrays.seq_lens[row])
@@ -99,13 +101,13 @@ def kind(prefill, decode=TorchPart, **traits):
 # What a GPU's backends read, and that of any device.
 READS = "hybrid"
 KINDS = {
-    "hybrid": kind(TablePart, block_table="prefills"),
+    "hybrid": kind(TablePart, page_table="prefills"),
     "flashinfer": kind(TorchPart, host_lengths=True, lists_pages=True),
     "fa3": PagedKind(
-        TablePart, TablePart, Traits(None, 16, captures_decode=True, block_table="all")
+        TablePart, TablePart, Traits(None, 16, captures_decode=True, page_table="all")
     ),
     "torch": TorchBackend,
-    "own decodes": kind(TablePart, hybrid.TritonDecodeKernel, block_table="prefills", shares=True),
+    "own decodes": kind(TablePart, hybrid.TritonDecodeKernel, page_table="prefills", shares=True),
 }
 
 
@@ -161,7 +163,7 @@ def checked(work):
 
 hurry()
 shared_prefixes.MIN_SHARED_TOKENS = 16  # tokens: prompts here are short
-graph_shapes.MIN_SHARED_DECODES = graphs.MIN_SHARED_DECODES = 2
+graphs.MIN_SHARED_DECODES = 2
 READ = LoadConfig(block_n=16, num_warps=4, num_stages=2)
 FEW = DecodeConfig(8, 4, 64, READ, prefix_queries=16, min_prefix_tokens=16, prefix_load=READ)
 hybrid.tile_config = lambda *_: FEW

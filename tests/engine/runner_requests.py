@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from grammars.vocabulary import KNOWN, SETUP
 from pipeinfer.engine.masks import GrammarMasks
-from pipeinfer.grammars.store import GrammarStore
+from pipeinfer.grammars.compiling import GrammarStore
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.wire import unpack_scores as scores_in
 

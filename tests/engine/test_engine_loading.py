@@ -14,8 +14,8 @@ from single_steps import Row, build_step
 from kept_logits import logits_of
 from pipeinfer.engine import loading, machine
 from pipeinfer.engine.calibrate import allow_all, largest_step
-from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose_engine, load_engine
+from pipeinfer.engine.machine import available_bytes
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import truncated
 from pipeinfer.models import loading as checkpoint_files
@@ -150,7 +150,7 @@ def test_the_step_that_memory_is_measured_with_asks_for_all_that_sampling_can_do
     assert len(step.tokens) == 32 and step.samples.sum() == len(step.penalties.rows) == 4
     assert truncated(step.fields).tolist() == [0, 1, 2, 3]
     launched = runner.launch(step)
-    runner.finish(launched, allow_all)
+    runner.sample_masked(launched, allow_all)
     sampled = launched.take()
     assert runner._state.biased.all()
     assert sampled.counts.tolist() == [1] * 4 and len(sampled.logprobs) > 0

@@ -193,7 +193,7 @@ class MaskedRunner(Runner):
         self.launched.append(TwoParts(step.number, self.log))
         return self.launched[-1]
 
-    def finish(self, launched, fill):
+    def sample_masked(self, launched, fill):
         self.log.append(("fill", launched.number, fill(np.zeros((1, 1), np.int32))))
         launched.event.complete(launched.rest)
 

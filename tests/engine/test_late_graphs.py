@@ -13,7 +13,7 @@ from pipeinfer.core import GraphDue
 from pipeinfer.engine import executor
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import BackgroundCapture, DeviceDriver, Executor
-from pipeinfer.engine.phases import Phases
+from pipeinfer.engine.profiling import Phases
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.step import Sampled

@@ -15,9 +15,8 @@ import pipeinfer.demo
 from grammars.costly_grammars import LATE
 from parity.cores import Cores
 from pipeinfer.engine.masks import GrammarMasks
-from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
+from pipeinfer.grammars.compiling import Grammar, GrammarStore, GrammarVocabulary
 from pipeinfer.grammars.masks import fill_masks, make_source
-from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.messages import Result
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.scheduler.queue import UNITS_PER_STEP

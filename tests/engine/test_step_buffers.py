@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from pipeinfer.attention.interface import Traits
 from pipeinfer.engine.calibrate import PageGeometry, alike_decodes, amid_prompts, deep_decodes
 from pipeinfer.engine.device import HostDevice
-from pipeinfer.engine.graph_shapes import (
+from pipeinfer.engine.graphs import (
     MIN_SHARED_DECODES,
+    Graphs,
     LargestStep,
     decode_ladder,
     decode_only,
@@ -27,13 +28,12 @@ from pipeinfer.engine.graph_shapes import (
     shape_of,
     shared_prefix_variants,
 )
-from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_buffers import DeviceBuffers, SlotState, StepPacker, layout
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import NO_SLOT
 from pipeinfer.kernels.interface import GraphShape as Shape
-from pipeinfer.step import LAST_TOKEN, LogitEdits, Step, StepDelta
+from pipeinfer.step import LAST_TOKEN, RequestLogitBias, Step, StepDelta
 from step_pages import all_pages, pages_of
 
 SLOTS, PAGES = 12, 96
@@ -73,11 +73,9 @@ def make_step(starts, counts, samples, page_size, seed=0) -> Step:
 class Side:
     """The device's arrays for steps, and what its first two kernels do with them."""
 
-    def __init__(self, page_size: int, lists_pages: bool = False, block_table="none") -> None:
+    def __init__(self, page_size: int, lists_pages: bool = False, page_table="none") -> None:
         self.page_size = page_size
-        traits = Traits(
-            None, 16, host_lengths=True, lists_pages=lists_pages, block_table=block_table
-        )
+        traits = Traits(None, 16, host_lengths=True, lists_pages=lists_pages, page_table=page_table)
         self.state = SlotState(SLOTS, PAGES, 4, CPU)
         self.state.by_slot.last_token[:] = LAST + torch.arange(SLOTS + 1)
         self.arrays = DeviceBuffers(LARGEST, page_size, traits, self.state, CPU, host)
@@ -135,12 +133,12 @@ def check_tokens(step, views, pages, row, begin, size) -> None:
 
 
 def check_pages(side: Side, views, index: int, pages: list[int]) -> None:
-    """They stand behind where the row's pages begin, and in the block table."""
+    """They stand behind where the row's pages begin, and in the page table."""
     begin, count, last = int(views.kv_indptr[index]), len(pages), int(views.last_page_len[index])
     assert views.kv_indices[begin : begin + count].tolist() == pages
     assert (count - 1) * side.page_size + last == int(views.seq_lens[index])
-    if index >= views.shape.rows - len(views.block_table):
-        [row] = views.block_table_of(index, index + 1)
+    if index >= views.shape.rows - len(views.row_page_table):
+        [row] = views.page_table_of(index, index + 1)
         assert row[:count].tolist() == pages
 
 
@@ -164,7 +162,7 @@ def check_logits_rows(step, views, entries, found) -> None:
 
 def check_host(side: Side, step: Step, views) -> None:
     """What backends plan with on the host is what the device has."""
-    inputs = side.arrays.plan_inputs(views, 0, side.buffer, step)
+    inputs = side.arrays.attention_inputs(views, 0, side.buffer, step)
     names = ["last_page_len", "qo_indptr", "prefill_qo_indptr"]
     for name in [*names, "kv_indptr"] if views.lists_pages else names:
         assert torch.equal(getattr(inputs.on_host, name), getattr(views, name)), name
@@ -238,12 +236,13 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
 
     def edits(slot, ids):
         count = len(ids)
-        return LogitEdits(slot, np.array(ids, np.int32), random.random(count, dtype=np.float32),
+        return RequestLogitBias(
+            slot, np.array(ids, np.int32), random.random(count, dtype=np.float32),
                      random.integers(0, 99, count).astype(np.int32))  # fmt: skip
 
     admitted, said = np.array([3, 11, 0], np.int32), (edits(11, [5, 7, 9, 2]), edits(0, [8]))
     fields = some_fields(3, random)
-    apply(admitted=admitted, fields=fields, edits=said)
+    apply(admitted=admitted, fields=fields, logit_biases=said)
     apply(slots=np.array([3], np.int32), columns=np.array([95], np.int32),
           pages=np.array([77], np.int32))  # fmt: skip
     assert np.argwhere(state.by_slot.page_table.numpy()).tolist() == [[3, 95]]
@@ -259,7 +258,9 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
         "nothing of who was there before"
     )
     with pytest.raises(ValueError, match="5 edits"):
-        apply(admitted=admitted[:1], fields=some_fields(1, random), edits=(edits(3, range(5)),))
+        apply(
+            admitted=admitted[:1], fields=some_fields(1, random), logit_biases=(edits(3, range(5)),)
+        )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeinfer.engine.graph_shapes import GraphShape
+from pipeinfer.engine.graphs import GraphShape
 from pipeinfer.engine.step_buffers import StepPacker, layout
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager

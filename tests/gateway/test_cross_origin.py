@@ -11,7 +11,7 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient, answers
 
-from pipeinfer.runtime import listening
+from pipeinfer.runtime import servers
 from pipeinfer.settings import ConfigurationError
 
 PAGE, OTHER = "https://chat.example.org", "https://evil.example.org"
@@ -258,8 +258,8 @@ async def test_the_name_to_listen_on_is_the_servers_own(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    real = listening.open_sockets
-    monkeypatch.setattr(listening, "open_sockets", lambda _, port: real("127.0.0.1", port))
+    real = servers.open_sockets
+    monkeypatch.setattr(servers, "open_sockets", lambda _, port: real("127.0.0.1", port))
     gateway = await start_gateway(host="gpu.example.org")
     gateway.driver.url = gateway.url.replace("gpu.example.org", "127.0.0.1")
     assert (await ask(gateway, "GET", "/v1/models", host="gpu.example.org:1")).status_code == 200

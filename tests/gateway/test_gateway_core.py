@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick, Unsent
+from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, Drain, Leave, Send, Tick, Unsent
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.gateway.ledger import (
@@ -21,7 +21,6 @@ from pipeinfer.gateway.ledger import (
     Started,
     StatusChanged,
 )
-from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
     Accepted,

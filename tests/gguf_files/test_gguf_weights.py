@@ -19,7 +19,7 @@ import gguf_writing
 from checkpoints import CheckpointCache
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.gguf.header import BLOCKS, TYPES, read_header
-from pipeinfer.gguf.weights import PIECE, GgufTensor, WeightFile, model_tensors
+from pipeinfer.gguf.weights import CHUNK_VALUES, GgufTensor, WeightFile, model_tensors
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
@@ -137,7 +137,7 @@ def test_no_more_than_a_piece_is_held_while_weights_are_read(checkpoint, tmp_pat
     tracemalloc.stop()
     largest = 20_000 * 512 * 4
     assert largest > 1.8 * peak, "numpy's arrays are counted; the model's own memory is not"
-    assert peak > PIECE  # and something was
+    assert peak > CHUNK_VALUES  # and something was
 
 
 def test_type_that_cannot_be_decoded_is_named(checkpoint, tmp_path):

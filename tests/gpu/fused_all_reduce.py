@@ -97,7 +97,7 @@ class Check:
     def __init__(self, collectives: Any, rows: int, hidden: int, shots: int) -> None:
         import torch
 
-        from pipeinfer.kernels.norm import all_reduce_norm_reference
+        from pipeinfer.kernels.elementwise import all_reduce_norm_reference
 
         self.collectives, self.shots = collectives, shots
         make = partial(torch.randn, dtype=torch.bfloat16, device="cuda")

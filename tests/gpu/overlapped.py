@@ -49,7 +49,7 @@ class GpuCores(Cores):
             if step.masked is not None:
                 if step is not item[0]:
                     break  # nothing is launched behind it before it is finished
-                runner.finish(self._launched[step.number], partial(self.masks.fill, step))
+                runner.sample_masked(self._launched[step.number], partial(self.masks.fill, step))
         step, names = item
         launched = self._launched.pop(step.number)
         sampled, busy = launched.take(), launched.event.busy

@@ -8,7 +8,7 @@ import torch
 
 from device_steps import device_step
 from draws import seeded
-from pipeinfer.attention.interface import HostLengths, PlanInputs
+from pipeinfer.attention.interface import AttentionInputs, HostLengths
 from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
@@ -76,11 +76,13 @@ def test_a_graph_that_holds_the_first_plan_attends_rightly_whatever_lengths_foll
         used = np.concatenate([table[row, :count] for row, count in enumerate(pages.tolist())])
         listed[: len(used)] = torch.from_numpy(used).int().to(device)
         host = HostLengths(last_page_len, queries, queries[-1:], indptr)
-        plan = kernel.plan(PlanInputs(step, 1, ROW_PAGES, number % 2, host), 0, rows)
+        metadata = kernel.build_metadata(
+            AttentionInputs(step, 1, ROW_PAGES, number % 2, host), 0, rows
+        )
         if number == 0:
-            kernel.run(0, q, out, plan)  # what is built once is built outside of the graph
+            kernel.run(0, q, out, metadata)  # what is built once is built outside of the graph
             with torch.cuda.graph(graph):
-                kernel.run(0, q, out, plan)
+                kernel.run(0, q, out, metadata)
         out.zero_()
         graph.replay()
         for row in {0, rows // 2, rows - 1}:

@@ -13,7 +13,7 @@ from test_cuda_parity import BACKENDS, cores, generate, prompts
 from device_steps import device_step
 from draws import seeded
 from pipeinfer.attention import registry
-from pipeinfer.attention.interface import HostLengths, PlanInputs
+from pipeinfer.attention.interface import AttentionInputs, HostLengths
 from pipeinfer.kernels.formats import E4M3, KVScales, quantize_e4m3
 from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.memory.kv_pool import KVPool
@@ -27,7 +27,7 @@ SCALES = KVScales(0.5, 0.02)
 ROWS = ((1, 1), (1, 64), (1, 300), (50, 50), (70, 230))
 
 
-def plan_inputs(rows, device) -> tuple[PlanInputs, torch.Tensor]:
+def attention_inputs(rows, device) -> tuple[AttentionInputs, torch.Tensor]:
     """Their arrays, as a step without a graph has them, and the pages int64 [rows, P]."""
     counts, lengths = (np.array(part, dtype=np.int32) for part in zip(*rows, strict=True))
     held = -(-lengths // PAGE)
@@ -46,11 +46,11 @@ def plan_inputs(rows, device) -> tuple[PlanInputs, torch.Tensor]:
     there = {name: tensor.to(device) for name, tensor in both.items()} | {
         "seq_lens": torch.from_numpy(lengths).to(device),
         "kv_indices": listed.to(device),
-        "block_table": table.to(device),
+        "row_page_table": table.to(device),
     }
     shape = GraphShape(int(counts.sum()), decodes, len(rows) - decodes)
     step = device_step(shape, lists_pages=True, **there)
-    inputs = PlanInputs(step, int(counts.max()), width, host=HostLengths(**both))
+    inputs = AttentionInputs(step, int(counts.max()), width, host=HostLengths(**both))
     return inputs, table.long().to(device)
 
 
@@ -80,7 +80,7 @@ def dense(pool, shape, q, rows, pages, rounded_q) -> torch.Tensor:
 def test_a_backend_reads_pages_of_8_bits_with_their_scales(backend, dim, window):
     device = torch.device("cuda")
     shape = AttentionShape(HEADS, KV_HEADS, dim, dim**-0.5, window)
-    rows, pages = plan_inputs(ROWS, device)
+    rows, pages = attention_inputs(ROWS, device)
     size = int(pages.max()) + 2
     pool = KVPool([shape], size, PAGE, torch.bfloat16, device, scales=[SCALES])
     generator = seeded(0, device)
@@ -94,7 +94,7 @@ def test_a_backend_reads_pages_of_8_bits_with_their_scales(backend, dim, window)
     q = random(tokens, HEADS, dim).bfloat16()
     made = registry.create(backend, [shape], device)
     made.bind(pool, 16)
-    got = made.attend(0, q, None, None, made.plan(rows)).float()
+    got = made.attend(0, q, None, None, made.build_metadata(rows)).float()
     torch.cuda.synchronize()
     prompt = torch.arange(tokens, device=device) >= rows.step.shape.decodes
     rounded_q = {"fa3": prompt | True, "hybrid": prompt, "flashinfer": prompt & False}[backend]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeinfer.engine.cuda import CudaDevice, non_owning_view
+from pipeinfer.engine.machine import CudaDevice, non_owning_view
 
 pytestmark = pytest.mark.gpu
 

@@ -5,41 +5,33 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    "kernels.all_reduce_norm_cases",
+    "kernels.elementwise_cases",
     "kernels.store_cases",
-    "kernels.activations_cases",
     "kernels.decode_attention_cases",
     "kernels.prepare_inputs_cases",
     "kernels.sampling_cases",
     "kernels.moe_cases",
     "kernels.moe_fp8_cases",
-    "kernels.sharded_sampling_cases",
-    "kernels.logprobs_cases",
-    "kernels.norm_cases",
+    "kernels.logits_cases",
     "kernels.gemm_cases",
-    "kernels.moe_routing_cases",
     "kernels.triton_cases",
 )
 
 import torch  # noqa: E402
 
 from kernels import decode_attention_cases as attention  # noqa: E402
-from kernels.activations_cases import *  # noqa: E402, F403
-from kernels.all_reduce_norm_cases import *  # noqa: E402, F403
 from kernels.decode_attention_cases import *  # noqa: E402, F403
+from kernels.elementwise_cases import *  # noqa: E402, F403
 from kernels.gemm_cases import *  # noqa: E402, F403
-from kernels.logprobs_cases import *  # noqa: E402, F403
+from kernels.logits_cases import *  # noqa: E402, F403
 from kernels.moe_cases import *  # noqa: E402, F403
 from kernels.moe_fp8_cases import *  # noqa: E402, F403
-from kernels.moe_routing_cases import *  # noqa: E402, F403
-from kernels.norm_cases import *  # noqa: E402, F403
 from kernels.prepare_inputs_cases import *  # noqa: E402, F403
 from kernels.sampling_cases import *  # noqa: E402, F403
-from kernels.sharded_sampling_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402
 from pipeinfer.attention.hybrid import tile_config  # noqa: E402
-from pipeinfer.kernels.decode_splits import empty_splits, max_total_splits  # noqa: E402
+from pipeinfer.kernels.decode_attention import empty_splits, max_total_splits  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

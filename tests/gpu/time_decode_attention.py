@@ -18,8 +18,10 @@ from pipeinfer.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
     decode_attention_reference,
+    empty_splits,
+    split_rows,
 )
-from pipeinfer.kernels.decode_splits import DecodeConfig, LoadConfig, empty_splits, split_rows
+from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
 READS = ((64, 4, 2), (64, 4, 3), (64, 2, 3), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 2, 3),

@@ -20,10 +20,13 @@ import torch
 from graph_timing import each_us
 from torch.nn import functional
 
-from pipeinfer.kernels import gemm, int4
-from pipeinfer.kernels.activations import quantize_groups, swiglu_quantize_groups
+from pipeinfer.kernels import gemm
+from pipeinfer.kernels.elementwise import (
+    quantize_groups,
+    rms_norm_quantized,
+    swiglu_quantize_groups,
+)
 from pipeinfer.kernels.formats import INT4_TILE_K, dequantize_int4, quantize_rows
-from pipeinfer.kernels.norm import rms_norm_quantized
 from pipeinfer.kernels.tile_configs import GemmConfig, Int4GemmConfig, small_m_gemm_config
 
 SHAPES = {"qkv": (7168, 5120), "out": (5120, 5120), "gate-up": (34816, 5120), "down": (5120, 17408)}
@@ -88,7 +91,7 @@ def jobs(kinds, heights):
 def call(kind, x, weight, shape, name):
     """x: in FP8, RoundedRows' two parts."""
     if kind == "int4":
-        return int4.int4_small_m_gemm(
+        return gemm.int4_small_m_gemm(
             x, *weight, Int4GemmConfig(*shape), None, None if name in PARTS else arrived()
         )
     made, scales = GemmConfig(*shape), gemm.GemmScales(x[1], weight[1])
@@ -174,7 +177,7 @@ def show(lines, checked, name, width, depth, rows):
             found[label] = each_us(one, eight, times)
         except Exception as error:
             print(name, rows, label, repr(error)[:200], flush=True)
-    found["decode 4 bits"] = each_us(lambda w: int4.int4_dequantize(*w, x.dtype), four, times)
+    found["decode 4 bits"] = each_us(lambda w: gemm.int4_dequantize(*w, x.dtype), four, times)
     for (of, height, kind, shape), error in checked.items():
         if (of, height) == (name, rows) and isinstance(error, float):
             weights, given = (four, x) if kind == "int4" else (eight, (rounded, by_row))

@@ -13,12 +13,10 @@ import torch
 from triton.testing import do_bench_cudagraph
 
 from pipeinfer.kernels import sampling, store
-from pipeinfer.kernels.activations import swiglu
+from pipeinfer.kernels.elementwise import rms_norm, swiglu
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.kernels.gemm import split_k_gemm
-from pipeinfer.kernels.moe import fused_experts
-from pipeinfer.kernels.moe_routing import moe_align_block_size, topk_softmax
-from pipeinfer.kernels.norm import rms_norm
+from pipeinfer.kernels.moe import fused_experts, moe_align_block_size, topk_softmax
 from pipeinfer.kernels.tile_configs import small_m_gemm_config
 
 BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200

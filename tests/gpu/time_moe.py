@@ -23,10 +23,15 @@ import torch
 from graph_timing import each_us
 
 from pipeinfer.kernels import moe_fp8
-from pipeinfer.kernels.activations import quantize_groups
-from pipeinfer.kernels.moe import down_gemm, fused_experts, gate_up_gemm, moe_sum
+from pipeinfer.kernels.elementwise import quantize_groups
+from pipeinfer.kernels.moe import (
+    down_gemm,
+    fused_experts,
+    gate_up_gemm,
+    moe_align_block_size,
+    moe_sum,
+)
 from pipeinfer.kernels.moe_fp8 import INTERMEDIATE_GROUP, fused_experts_w8a8_by_pair
-from pipeinfer.kernels.moe_routing import moe_align_block_size
 from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_W8A8,
     MOE_CONFIGS_W8A16,

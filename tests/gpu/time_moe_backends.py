@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from graph_timing import each_us
 
-from pipeinfer.layers.moe_backends import BACKENDS, StackedExperts
+from pipeinfer.layers.experts import BACKENDS, StackedExperts
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)

@@ -14,20 +14,17 @@ import torch
 from graph_timing import DIM, asked, each_us
 
 from pipeinfer.kernels.decode_attention import (
+    DecodePrefixes,
     DecodeRows,
     DecodeWorkspace,
     decode_attention,
     decode_attention_reference,
-)
-from pipeinfer.kernels.decode_splits import (
-    DecodeConfig,
-    DecodePrefixes,
-    LoadConfig,
     empty_prefix_merges,
     empty_splits,
     max_total_splits,
     split_rows,
 )
+from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig
 from pipeinfer.wire import PREFIX_UPPER
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3

@@ -11,17 +11,13 @@ from device_steps import device_step
 from draws import seeded
 from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, randn_on_device, relative_error
 from pipeinfer.attention.hybrid import TritonDecodeKernel
-from pipeinfer.attention.interface import PlanInputs
+from pipeinfer.attention.interface import AttentionInputs
 from pipeinfer.kernels.decode_attention import (
+    DecodePrefixes,
     DecodeRows,
     DecodeWorkspace,
     decode_attention,
     decode_attention_reference,
-)
-from pipeinfer.kernels.decode_splits import (
-    DecodeConfig,
-    DecodePrefixes,
-    LoadConfig,
     empty_prefix_merges,
     empty_splits,
     max_prefix_splits,
@@ -31,6 +27,7 @@ from pipeinfer.kernels.decode_splits import (
 )
 from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.kernels.interface import GraphShape
+from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 from pipeinfer.wire import MAX_SHARED_PREFIXES, PREFIX_UPPER
@@ -227,7 +224,7 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim, scales):
             kv_indptr=case.indptr,
             kv_indices=case.indices,
         )
-        plan = kernel.plan(PlanInputs(step, 1, len(case.indices)), 0, len(lengths))
+        plan = kernel.build_metadata(AttentionInputs(step, 1, len(case.indices)), 0, len(lengths))
         there = case.lengths > 0
         for layer, window in enumerate(windows):
             out = torch.zeros_like(case.q)

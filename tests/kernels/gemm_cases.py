@@ -1,4 +1,4 @@
-"""Products of few rows in Triton: cases for interpreter and GPU."""
+"""GEMMs of few rows, with FP8 blocks and with 4 bits in Triton: for interpreter and GPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draws import seeded
 from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import gemm
-from pipeinfer.kernels.activations import quantize_groups_reference
-from pipeinfer.kernels.formats import quantize_rows
-from pipeinfer.kernels.norm import rms_norm_reference
-from pipeinfer.kernels.tile_configs import GemmConfig
+from pipeinfer.kernels.elementwise import quantize_groups_reference, rms_norm_reference
+from pipeinfer.kernels.formats import dequantize_int4, pack_int4, quantize_rows, unpack_int4
+from pipeinfer.kernels.tile_configs import GemmConfig, Int4GemmConfig
 from pipeinfer.layers.weight import SmallMGemm
 
 WIDTH, DEPTH = 64, 256
@@ -122,3 +122,64 @@ def test_skinny_products_of_both_sides_in_fp8(tile, rows, dtype, blocks):
     assert got.dtype == dtype and relative_error(got, expected) < bound
     got = gemm.split_k_gemm(x, weight, replace(tile, split_k=2), bias, scales)
     assert got.dtype == torch.float32 and relative_error(got.sum(0), expected) < bound
+
+
+@pytest.mark.parametrize("rows", [3, 65, 140])
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_and_weights_in_blocks_of_fp8(rows, biased):
+    x, x_scale = quantize_groups_reference(randn(0, rows, 256), 128)
+    weight = (randn(1, 384, 256) * 50).to(torch.float8_e4m3fn)
+    scale, bias = randn(2, 3, 2).abs() / 100, randn(3, 384) if biased else None
+    got = gemm.block_scaled_gemm(x, x_scale, weight, scale, torch.float32, bias)
+    expected = gemm.block_scaled_gemm_reference(x, x_scale, weight, scale, bias)
+    # Tensor cores add up products of FP8 with fewer bits than float32.
+    assert relative_error(got, expected) < (1e-5 if INTERPRETED else 2e-3)
+
+
+def in_4_bits(group, dtype=torch.float32):
+    width, depth = 64, 512
+    source = seeded(group)
+    numbers = torch.randint(0, 16, (width, depth), generator=source, dtype=torch.uint8)
+    zero = torch.randint(0, 17, (width, depth // group), generator=source, dtype=torch.uint8)
+    scale = (randn(4, width, depth // group).abs() / 20 + 0.01).to(dtype)
+    words = pack_int4(numbers)
+    assert torch.equal(unpack_int4(words), numbers)
+    kept = torch.stack((scale, zero.to(scale)), dim=-1)
+    return words.transpose(0, 1).contiguous().to(scale.device), kept.transpose(0, 1).contiguous()
+
+
+def plain_of(values, dtype):
+    numbers, kept = values
+    scale, zero = kept.permute(2, 1, 0)
+    return dequantize_int4(numbers.transpose(0, 1), scale, zero, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 512])
+def test_weights_in_4_bits_are_decoded(group, dtype):
+    values = in_4_bits(group, dtype)
+    assert torch.equal(gemm.int4_dequantize(*values, dtype), plain_of(values, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "rows"), [(16, 1), (32, 3), (64, 1), (128, 5), (512, 19)])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_few_rows_are_multiplied_with_weights_in_4_bits(splits, group, rows, dtype):
+    wide, values = randn(5, rows, 1024, dtype=dtype), in_4_bits(group, dtype)
+    x, bias = wide[:, :512], randn(6, 64)
+    how = Int4GemmConfig(16, 64, 1 if splits == 4 else 2, splits, 4)
+    got = gemm.int4_small_m_gemm(x, *values, how, bias)
+    assert got.shape == (splits, rows, 64) and got.dtype == torch.float32
+    expected = torch.nn.functional.linear(x.float(), plain_of(values, dtype).float(), bias)
+    assert relative_error(got.sum(0), expected) < 2 * TOLERANCE[dtype]
+    arrived = torch.zeros(2, dtype=torch.int32, device=x.device)
+    for _ in range(2):
+        [whole] = gemm.int4_small_m_gemm(x, *values, how, bias, arrived)
+        assert torch.equal(whole, in_order(got).to(dtype)) and not arrived.any()
+
+
+def in_order(parts):
+    whole = torch.zeros_like(parts[0])
+    for part in parts:
+        whole += part
+    return whole

@@ -1,4 +1,4 @@
-"""Fused experts and the alignment of their pairs: cases for interpreter and GPU."""
+"""Routing of mixtures, and their experts as grouped GEMMs: cases for interpreter and GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.triton_cases import DEVICE, HALVES, randn, relative_error
-from pipeinfer.kernels import moe_routing
+from kernels.triton_cases import DEVICE, HALVES, INTERPRETED, TOLERANCE, randn, relative_error
+from pipeinfer.kernels import moe
+from pipeinfer.kernels.elementwise import rms_norm_reference, sum_rms_norm
 from pipeinfer.kernels.formats import quantize_rows
 from pipeinfer.kernels.moe import (
     ClampedSwiglu,
@@ -16,9 +17,11 @@ from pipeinfer.kernels.moe import (
     fused_experts,
     fused_experts_by_pair,
     fused_experts_reference,
+    moe_align_block_size,
+    moe_align_block_size_reference,
+    topk_softmax,
+    topk_softmax_reference,
 )
-from pipeinfer.kernels.moe_routing import moe_align_block_size, moe_align_block_size_reference
-from pipeinfer.kernels.norm import rms_norm_reference, sum_rms_norm
 from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_MXFP4,
     MOE_CONFIGS_W8A16,
@@ -26,8 +29,64 @@ from pipeinfer.kernels.tile_configs import (
     MoeConfig,
     MoeGemmConfig,
 )
-from pipeinfer.layers.moe_backends import StackedExperts, TorchExperts, TritonExperts
+from pipeinfer.layers.experts import StackedExperts, TorchExperts, TritonExperts
 from quantized_checkpoints import mxfp4
+
+SHAPES = [(1, 8, 2), (3, 128, 8), (9, 60, 4), (6, 5, 5), (2, 1, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SHAPES)
+def test_choices_and_weights_are_those_of_the_reference(tokens, experts, top_k, normalize, dtype):
+    scores = (2 * randn(0, tokens, experts + 8)).to(dtype)[:, :experts]
+    weights, chosen = topk_softmax(scores, top_k, normalize, dtype)
+    expected, experts_expected = topk_softmax_reference(scores, top_k, normalize, dtype)
+    assert torch.equal(chosen, experts_expected) and weights.dtype == dtype
+    assert relative_error(weights, expected) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scores_that_are_still_to_be_summed_are_rounded_as_a_product_is(dtype, splits):
+    partials = (32 * randn(0, splits, 5, 24)).round() / 32  # their sums have one value in any order
+    if dtype == torch.bfloat16 and INTERPRETED:
+        partials = partials.round()  # it truncates
+    weights, chosen = topk_softmax(partials, 4, True, dtype)
+    expected, experts = topk_softmax_reference(partials, 4, True, dtype)
+    assert torch.equal(chosen, experts)
+    assert relative_error(weights, expected) < 2 * TOLERANCE[dtype]
+
+
+def test_of_equal_scores_the_lower_expert_comes_first():
+    scores = torch.zeros(2, 16, device=DEVICE)
+    scores[0, [3, 5]] = -0.0
+    scores[1, [2, 9, 12]] = 1.0
+    _, chosen = topk_softmax(scores, 4, True, torch.float32)
+    assert chosen.tolist() == [[0, 1, 2, 3], [2, 9, 12, 0]]
+
+
+def test_scores_that_cannot_be_chosen_or_are_no_numbers():
+    scores = randn(0, 4, 12)
+    scores[0, :10] = float("-inf")
+    scores[1, 4] = float("nan")
+    scores[2, :] = float("-inf")
+    scores[3, 7] = -float("nan")
+    weights, chosen = topk_softmax(scores, 4, True, torch.float32)
+    expected, experts = topk_softmax_reference(scores, 4, True, torch.float32)
+    assert torch.equal(chosen[0], experts[0])
+    torch.testing.assert_close(weights[0], expected[0])
+    assert weights[1:].isnan().all()
+    assert all(len(set(row)) == 4 and set(row) <= set(range(12)) for row in chosen.tolist())
+
+
+def test_a_token_chooses_the_same_in_any_batch():
+    scores = randn(0, 11, 32)
+    weights, chosen = topk_softmax(scores, 4, True, torch.float32)
+    alone, expert = topk_softmax(scores[6:7], 4, True, torch.float32)
+    assert torch.equal(alone, weights[6:7]) and torch.equal(expert, chosen[6:7])
+    assert topk_softmax(scores[:0], 4, True, torch.float32)[0].shape == (0, 4)
+
 
 ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
 CUT = MoeGemmConfig(block_n=16, block_k=16, num_warps=4, num_stages=2)
@@ -62,7 +121,7 @@ def test_pairs_come_by_expert_in_their_order_and_padded(tokens, experts, top_k, 
 
 
 def test_more_pairs_than_a_program_looks_at_in_one_go_keep_their_order(monkeypatch):
-    monkeypatch.setattr(moe_routing, "PAIRS_PER_CHUNK", 16)
+    monkeypatch.setattr(moe, "PAIRS_PER_CHUNK", 16)
     _, chosen = routed(30, 5, 3)
     got, expected = (
         moe_align_block_size(chosen, 5, 16),

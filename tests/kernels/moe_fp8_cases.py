@@ -8,7 +8,7 @@ import torch
 from kernels.moe_cases import in_8_bits, routed
 from kernels.triton_cases import DEVICE, HALVES, INTERPRETED, randn, relative_error
 from pipeinfer.checkpoint.quantization import Fp8, Quantization
-from pipeinfer.kernels.activations import quantize_groups
+from pipeinfer.kernels.elementwise import quantize_groups
 from pipeinfer.kernels.formats import SCALE_BLOCK
 from pipeinfer.kernels.moe import fused_experts_reference, moe_sum
 from pipeinfer.kernels.moe_fp8 import (
@@ -18,9 +18,8 @@ from pipeinfer.kernels.moe_fp8 import (
 )
 from pipeinfer.kernels.tile_configs import MOE_CONFIGS_W8A8, MoeConfig, MoeGemmConfig
 from pipeinfer.layers import quantized_float
-from pipeinfer.layers.experts import GatedExperts
+from pipeinfer.layers.experts import GatedExperts, TritonExperts
 from pipeinfer.layers.moe import SoftmaxRouter, SparseMoeBlock
-from pipeinfer.layers.moe_backends import TritonExperts
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import PartialSum, Placement, Shard
 

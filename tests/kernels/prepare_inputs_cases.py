@@ -69,7 +69,7 @@ def room(
     padded=True,
 ) -> DeviceStep:  # fmt: skip
     """A step with that upload. listed: capacity of kv_indices, 0: they are the whole page table;
-    with_pages: rows in the block table."""
+    with_pages: rows in the page table."""
     rows, long = len(uploaded["counts"]), torch.int64
     return device_step(
         GraphShape(tokens, rows - prefills, prefills), padded, **uploaded,
@@ -77,7 +77,7 @@ def room(
         slot_mapping=full(tokens, dtype=long), qo_indptr=full(rows + 1),
         prefill_qo_indptr=full(prefills + 1), seq_lens=full(rows), last_page_len=full(rows),
         kv_indptr=full(rows + 1), kv_indices=full(listed) if listed else held.page_table.view(-1),
-        block_table=full(with_pages, held.page_table.shape[1]),
+        row_page_table=full(with_pages, held.page_table.shape[1]),
         logits_indices=full(logits, dtype=long),
         write_slots=full(logits, dtype=long), sample_positions=full(logits, dtype=long),
         sampling_words=full(WORDS * logits), lists_pages=listed > 0,

@@ -32,8 +32,8 @@ def prepare_inputs_reference(step: DeviceStep, held: SlotTables, page_size: int)
         step.kv_indptr[row] = at_page if step.lists_pages else slot * held.page_table.shape[1]
         if step.lists_pages:
             step.kv_indices[at_page : at_page + used] = pages
-        if row >= total - len(step.block_table):
-            step.block_table[row - (total - len(step.block_table)), :used] = pages
+        if row >= total - len(step.row_page_table):
+            step.row_page_table[row - (total - len(step.row_page_table)), :used] = pages
         entry = int(step.logits_rows[row])
         if entry != NO_LOGITS:
             real, entry = entry >= 0, entry if entry >= 0 else -1 - entry

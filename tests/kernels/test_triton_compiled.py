@@ -18,19 +18,7 @@ from triton.compiler import ASTSource
 
 from pipeinfer.attention.hybrid import tile_config
 from pipeinfer.engine.step_buffers import SEQUENCES
-from pipeinfer.kernels import (
-    activations,
-    decode_attention,
-    gemm,
-    int4,
-    logits_processing,
-    logprobs,
-    moe,
-    moe_fp8,
-    moe_routing,
-    norm,
-    store,
-)
+from pipeinfer.kernels import decode_attention, elementwise, gemm, logits, moe, moe_fp8, store
 from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_MXFP4,
     MOE_CONFIGS_W8A8,
@@ -38,7 +26,7 @@ from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_W16,
     MoeGemmConfig,
 )
-from pipeinfer.params import LONGEST_BAD
+from pipeinfer.params import MAX_BAD_WORD_IDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HALF = "*bf16"
@@ -71,15 +59,20 @@ def test_norms(offset):
     constants |= {"OFFSET": offset, "E4M3_MAX": 448.0, "MIN_SCALE": 1e-12}
     alone = {"unquantized_out": None, "STORE_UNQUANTIZED": False}
     usual = constants | alone | {"GROUP_SIZE": 0, "out_scale": None}
-    assert compiled(norm._rms_norm_kernel, types, usual, num_warps=8).asm["ptx"]
+    assert compiled(elementwise._rms_norm_kernel, types, usual, num_warps=8).asm["ptx"]
     types |= {"out": EIGHTH, "out_scale": "*fp32"}
     for part in (640, 128):
         made = compiled(
-            norm._rms_norm_kernel, types, constants | alone | {"GROUP_SIZE": part}, num_warps=8
+            elementwise._rms_norm_kernel,
+            types,
+            constants | alone | {"GROUP_SIZE": part},
+            num_warps=8,
         )
         assert CONVERTED in made.asm["ptx"]
     kept = constants | {"STORE_UNQUANTIZED": True, "GROUP_SIZE": 128}
-    made = compiled(norm._rms_norm_kernel, types | {"unquantized_out": HALF}, kept, num_warps=8)
+    made = compiled(
+        elementwise._rms_norm_kernel, types | {"unquantized_out": HALF}, kept, num_warps=8
+    )
     assert CONVERTED in made.asm["ptx"]
 
 
@@ -92,11 +85,12 @@ def test_edits(values):
     )
     types |= {"logits": "*fp32" if values else HALF, "stride": "i32"}
     constants = {
-        "ADD_BIAS": values, "BLOCK": logits_processing.BIAS_BLOCK,
-        "ALLOWED_BLOCK": logits_processing.MAX_ALLOWED_IDS,
-        "FILL_BLOCK": logits_processing.FILL_BLOCK, "HISTORY": LONGEST_BAD, "SEQUENCES": SEQUENCES,
+        "ADD_BIAS": values, "BLOCK": logits.BIAS_BLOCK,
+        "ALLOWED_BLOCK": logits.MAX_ALLOWED_IDS,
+        "FILL_BLOCK": logits.FILL_BLOCK, "HISTORY": MAX_BAD_WORD_IDS,
+        "SEQUENCES": SEQUENCES,
     }  # fmt: skip
-    assert compiled(logits_processing._logit_bias_kernel, types, constants, num_warps=1).asm["ptx"]
+    assert compiled(logits._logit_bias_kernel, types, constants, num_warps=1).asm["ptx"]
 
 
 @pytest.mark.parametrize("pages", [HALF, EIGHTH])
@@ -128,28 +122,28 @@ def test_the_store_of_large_heads(offset, pages):
 
 def test_the_gate():
     types = {"merged": HALF, "out": HALF, "stride": "i32"}
-    constants = {"SIZE": 2048, "ACTIVATION_BLOCK": 1024, "GELU_SLOPE": activations.GELU_SLOPE}
-    assert compiled(activations._geglu_kernel, types, constants, num_warps=4).asm["ptx"]
+    constants = {"SIZE": 2048, "ACTIVATION_BLOCK": 1024, "GELU_SLOPE": elementwise.GELU_SLOPE}
+    assert compiled(elementwise._geglu_kernel, types, constants, num_warps=4).asm["ptx"]
 
 
 def test_scores():
-    whole = dict.fromkeys(("own_keys", "block_records", "records", "ids", "keys"), "*i64") | {
+    whole = dict.fromkeys(("token_keys", "block_records", "records", "ids", "keys"), "*i64") | {
         "logits": HALF
     }
     whole |= dict.fromkeys(("stride", "width", "first_id", "count", "num_top"), "i32")
     whole |= dict.fromkeys(("row_stride", "record_stride"), "i32")
     whole["out"] = "*i32"
     constants = {
-        "BLOCK": logprobs.BLOCK,
-        "MAX_KEYS": logprobs.MAX_KEYS,
+        "BLOCK": logits.BLOCK,
+        "MAX_KEYS": logits.MAX_KEYS,
         "RECORDS": 64,
         "WHOLE": True,
     }
     for kernel in (
-        logprobs._logit_keys_kernel,
-        logprobs._scan_block,
-        logprobs._merge_blocks,
-        logprobs._merge_records,
+        logits._logit_keys_kernel,
+        logits._scan_block,
+        logits._merge_blocks,
+        logits._merge_records,
     ):
         names = kernel.arg_names
         types = {name: whole[name] for name in names if name in whole}
@@ -252,7 +246,7 @@ def test_rounding_to_8_bits(part):
     constants |= {"USE_PDL": True, "TAIL": 1024}
     for gated in (False, True):
         made = compiled(
-            activations._quantize_kernel, types, constants | {"SWIGLU": gated}, num_warps=32
+            elementwise._quantize_kernel, types, constants | {"SWIGLU": gated}, num_warps=32
         )
         assert CONVERTED in made.asm["ptx"]
 
@@ -280,14 +274,14 @@ def test_weights_in_4_bits(group):
     few = constants | {"BLOCK_M": 16, "BLOCK_N": 64, "K_TILES": 2, "SPLIT_K": 4}
     for merged in (False, True):
         few |= {"HAS_BIAS": merged, "MERGE_SPLITS": merged, "USE_PDL": True}
-        made = compiled(int4._int4_small_m_kernel, types, few, num_warps=4, num_stages=3)
+        made = compiled(gemm._int4_small_m_kernel, types, few, num_warps=4, num_stages=3)
         assert made.asm["ptx"].count("wgmma.mma") >= 2 * 8
         assert made.asm["ptx"].count("mul.rn.bf16x2") == 2 * 32  # nothing is made twice
         # Weights go from registers to tensor cores; what is stored there is the result.
         assert len(re.findall(r"st\.shared", made.asm["ptx"])) < 24
     types = {name: types[name] for name in ("packed", "scales_zeros", "out")}
     constants = {"N": 1024, "K": 1024, "GROUP_SIZE": group, "BLOCK_N": 8, "PAIRS": True}
-    assert compiled(int4._int4_dequantize_kernel, types, constants, num_warps=4).asm["ptx"]
+    assert compiled(gemm._int4_dequantize_kernel, types, constants, num_warps=4).asm["ptx"]
 
 
 @pytest.mark.parametrize("partials", [0, 8])
@@ -302,11 +296,9 @@ def test_choices_of_experts(experts, top_k, partials):
     constants = {
         "PARTIALS": partials, "NUM_EXPERTS": experts, "BLOCK": triton.next_power_of_2(experts),
         "TOP_K": top_k, "TOP_K_PADDED": triton.next_power_of_2(top_k), "RENORMALIZE": True,
-        "TOKENS": moe_routing.TOKENS_PER_PROGRAM, "USE_PDL": True,
+        "TOKENS": moe.TOKENS_PER_PROGRAM, "USE_PDL": True,
     }  # fmt: skip
-    made = compiled(
-        moe_routing._topk_softmax_kernel, types, constants, num_warps=moe_routing.TOKENS_PER_PROGRAM
-    )
+    made = compiled(moe._topk_softmax_kernel, types, constants, num_warps=moe.TOKENS_PER_PROGRAM)
     assert made.asm["ptx"]
 
 
@@ -320,7 +312,7 @@ def test_pairs_by_expert(experts, chunk, warps, chosen):
     }
     types |= dict.fromkeys(("num_pairs", "num_experts", "first_expert"), "i32")
     constants = {"NUM_EXPERTS": experts, "BLOCK": 16, "PAIRS_PER_CHUNK": chunk, "USE_PDL": True}
-    assert compiled(moe_routing._align_kernel, types, constants, num_warps=warps).asm["ptx"]
+    assert compiled(moe._align_kernel, types, constants, num_warps=warps).asm["ptx"]
 
 
 def experts(kernel: Any, rows: int, cut: MoeGemmConfig, scales: int, bounded: bool = False) -> Any:
@@ -438,6 +430,6 @@ def test_sums_of_a_tokens_pairs():
     constants = {"SIZE": 2048, "BLOCK": 2048, "PARTIALS": 8, "ADD": True, "OFFSET": 0.0}
     constants |= {"out_scale": None, "GROUP_SIZE": 0, "E4M3_MAX": 0.0, "MIN_SCALE": 0.0}
     constants |= {"unquantized_out": None, "STORE_UNQUANTIZED": False}
-    assert compiled(norm._rms_norm_kernel, types, constants | {"USE_PDL": True}, num_warps=16).asm[
-        "ptx"
-    ]
+    assert compiled(
+        elementwise._rms_norm_kernel, types, constants | {"USE_PDL": True}, num_warps=16
+    ).asm["ptx"]

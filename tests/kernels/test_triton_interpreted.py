@@ -20,16 +20,12 @@ AREAS = (
     "store",
     "prepare_inputs",
     "sampling",
-    "sharded_sampling",
-    "logprobs",
+    "logits",
     "moe",
     "moe_fp8",
-    "moe_routing",
-    "norm",
+    "elementwise",
     "gemm",
-    "activations",
     "decode_attention",
-    "all_reduce_norm",
 )
 
 

@@ -22,8 +22,7 @@ from hash_device import HashDevice, chain
 from page_mirror import PageMirror
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory import shared_prefixes
-from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.memory.rows import Rows
+from pipeinfer.memory.manager import MemoryManager, Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.params import SamplingParams
 from pipeinfer.step import LAST_TOKEN, Step

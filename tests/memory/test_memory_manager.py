@@ -10,9 +10,8 @@ import pytest
 from hash_device import HashDevice, chain
 from page_mirror import PageMirror
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.memory.manager import MemoryManager, RunningDigest
+from pipeinfer.memory.manager import MemoryManager, Rows, RunningDigest
 from pipeinfer.memory.pages import IntegrityError, ProtocolError
-from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError

@@ -1,4 +1,4 @@
-"""Every page has one owner, their order is a function of the calls, and the block table tells what
+"""Every page has one owner, their order is a function of the calls, and the page table tells what
 changed.
 """
 

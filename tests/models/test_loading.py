@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.checkpoint.safetensors import weight_files
+from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.layers.weight import UnquantizedWeight
 from pipeinfer.models import loading as module
 from pipeinfer.models.build import build_model

@@ -13,7 +13,7 @@ import torch
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.kernels.norm import all_reduce_norm_reference
+from pipeinfer.kernels.elementwise import all_reduce_norm_reference
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import load_weights

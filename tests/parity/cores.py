@@ -20,9 +20,8 @@ from pipeinfer.engine.loading import load_engine
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Plan, PromptTokens, Tokens, Work
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.policies import Mixed
+from pipeinfer.scheduler.policies import Mixed, StepComposer
 from pipeinfer.settings import Settings
 from pipeinfer.wire import pack, unpack
 
@@ -143,7 +142,7 @@ class Cores:
         runner.keep_logits = True
         flight = runner.launch(step)
         if step.masked is not None:
-            runner.finish(flight, partial(self.masks.fill, step))
+            runner.sample_masked(flight, partial(self.masks.fill, step))
         sampled = flight.take()
         if self.masks is not None:
             sampled = self.masks.take(step, sampled)

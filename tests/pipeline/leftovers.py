@@ -10,7 +10,7 @@ import zmq
 
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.messages import Heartbeat
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.runtime.servers import running_servers
 from servers import Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))

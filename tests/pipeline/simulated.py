@@ -39,7 +39,7 @@ from pipeinfer.messages import (
     Tokens,
 )
 from pipeinfer.params import SamplingParams, choice_id
-from pipeinfer.runtime.incarnations import IncarnationFilter
+from pipeinfer.runtime.stage import IncarnationFilter
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import EncodeNext, GrammarVerdict, TokenizerCore, ValidateGrammar

@@ -16,8 +16,8 @@ from pipeinfer.engine.step_builder import constrained
 from pipeinfer.grammars.masks import RowSource
 from pipeinfer.messages import Admit
 from pipeinfer.scheduler import core
-from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits
+from pipeinfer.scheduler.policies import StepComposer
 from pipeinfer.scheduler.queue import GrammarQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.step import Constrained

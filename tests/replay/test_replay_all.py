@@ -16,8 +16,8 @@ from pipeinfer.core import StepDone
 from pipeinfer.messages import Admit, Plan, Result
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import Difference
-from pipeinfer.replay.recording import TraceEntry, TraceExchange, load
 from pipeinfer.replay.run import ReplayCounts
+from pipeinfer.replay.traces import TraceEntry, TraceExchange, load
 from pipeinfer.wire import pack
 
 STAGES = ("tokenizer", "scheduler", "engine", "detokenizer")
@@ -43,9 +43,9 @@ def test_session_with_one_step_in_flight_and_prompts_first_replays(other_session
 
 
 NOISE = (
-    "from pipeinfer.kernels import noise\n"
-    "right = noise.philox_words\n"
-    "noise.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
+    "from pipeinfer.kernels import host\n"
+    "right = host.philox_words\n"
+    "host.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
 )
 
 

@@ -13,7 +13,7 @@ from pipeinfer.engine.core import EngineCore
 from pipeinfer.messages import Plan
 from pipeinfer.replay.compare import Difference
 from pipeinfer.replay.rebuild import rebuild
-from pipeinfer.replay.recording import LoadedTrace, load
+from pipeinfer.replay.traces import LoadedTrace, load
 
 STAGES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 
@@ -81,7 +81,7 @@ def entry(recording: LoadedTrace, seq: int):
 
 def test_wrong_victim_is_found_at_the_plan_that_preempts_it(planted, session):
     bug = (
-        "from pipeinfer.scheduler import composer\n"
+        "from pipeinfer.scheduler import policies\n"
         "def victim(self):\n"
         "    stay = [r for r in self._running if r not in self.preempted]\n"
         "    if len(stay) < 2:\n"
@@ -89,7 +89,7 @@ def test_wrong_victim_is_found_at_the_plan_that_preempts_it(planted, session):
         "    exempt = next((r for r in stay if r.prefilling), None)\n"
         "    choice = [r for r in stay if r is not exempt]\n"
         "    return min(choice, key=lambda r: (r.work.priority, r.arrival))\n"
-        "composer.StepComposer._victim = victim\n"
+        "policies.StepComposer._victim = victim\n"
     )
     found = planted("scheduler", bug)
     assert found.channel == "plan"
@@ -196,9 +196,9 @@ def first_plan_with_duplicates(recording: LoadedTrace) -> tuple[int, int]:
 
 def test_wrong_noise_is_found_at_the_first_step_that_draws(planted, session):
     bug = (
-        "from pipeinfer.kernels import noise\n"
-        "right = noise.philox_words\n"
-        "noise.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
+        "from pipeinfer.kernels import host\n"
+        "right = host.philox_words\n"
+        "host.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
     )
     found = planted("engine", bug)
     recording = load(session["engine"])

@@ -63,7 +63,7 @@ def test_where_there_is_room_for_all_nothing_is_deferred_and_nobody_is_taken_bac
 def test_what_a_later_plan_left_stands_when_an_earlier_one_reports():
     credits = PageCredits(page_size=4, pages=20)
     for number in range(3):
-        credits.plan(number, 5)
+        credits.reserve(number, 5)
     assert credits.on_page_counts(1, free=10, evictable=0)
     assert credits.available == 10 - 5
     assert not credits.on_page_counts(0, free=15, evictable=0)

@@ -86,7 +86,9 @@ class Holding(RuleBasedStateMachine):
 
     @rule()
     def a_plan_begins(self) -> None:
-        self.queue.release_waiting([request for request in self.live if request.phase == "running"])
+        self.queue.requeue_unblocked(
+            [request for request in self.live if request.phase == "running"]
+        )
         for request in self.live:
             lending = [r for r in self.of(request.work.group_leader) if r.provides_prefix]
             assert request.phase != "waiting_for_prefix" or not lending, "its prompt is there"

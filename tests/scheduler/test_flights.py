@@ -176,7 +176,7 @@ def flown(logprobs: int | None = None) -> tuple[StepsInFlight, Request]:
     request.max_total, request.slot, request.phase = 25, 2, "running"
     request.admit()
     for number, count in enumerate((5, 1)):
-        flights.launch(number, [(request, count)], 0.0)
+        flights.add(number, [(request, count)], 0.0)
     return flights, request
 
 
@@ -207,7 +207,7 @@ def test_rows_behind_the_trouble_of_a_request_that_was_taken_back_end_no_epoch(t
     flights, request = flown(logprobs=None)
     list(flights.process_result(said(0, 0, 5, [10])))
     request.append([10], b"")
-    flights.launch(2, [(request, 1)], 0.0)
+    flights.add(2, [(request, 1)], 0.0)
     request.phase = "waiting"
     assert list(flights.process_result(replace(said(1, 5, 1, []), **trouble))) == []
     assert list(flights.process_result(replace(said(2, 6, 1, []), **trouble))) == []
@@ -252,8 +252,8 @@ def test_a_hit_that_lets_a_prompt_grow_further_than_its_plans_counted_takes_its_
     chunks.slots.begin(3, PageCredits(page_size=1, pages=40))
     request = flown()[1]
     for number, count in enumerate((3, 2)):
-        chunks.in_flight.launch(number, [(request, count)], 0.0)
-        chunks.slots.credits.plan(number, count)
+        chunks.in_flight.add(number, [(request, count)], 0.0)
+        chunks.slots.credits.reserve(number, count)
     request.counts_in_flight[:] = [3, 2]
     request.rebase(0)
     told = Admitted(

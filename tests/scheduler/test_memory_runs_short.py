@@ -6,9 +6,9 @@ import numpy as np
 
 from pipeinfer.messages import PROTOCOL, Hello, Plan, Ready, Result, Work
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
+from pipeinfer.scheduler.policies import StepComposer
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.step_cost import PrefillBudget

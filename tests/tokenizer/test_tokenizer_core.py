@@ -17,8 +17,7 @@ from tokenizer_folders import CHATML, make_tokenizer, write_json
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick
-from pipeinfer.liveness import GIVE_UP_FACTOR
+from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, Drain, Leave, Send, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,

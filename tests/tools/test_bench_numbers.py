@@ -12,8 +12,8 @@ import pytest
 
 from bench import compare, floor, online, report, shapes, storm, workload
 from bench.cli import main
+from pipeinfer.bench.dataset import TokenRange
 from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
-from pipeinfer.bench.options import TokenRange
 
 H200 = floor.Machine(flops=790e12, bandwidth=4.3e12)
 

@@ -14,7 +14,7 @@ from simulated_clusters import tallied
 import servers
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.messages import Work
-from pipeinfer.replay.recording import LoadedTrace
+from pipeinfer.replay.traces import LoadedTrace
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost, Targets
 from pipeinfer.trace.format import TraceHeader

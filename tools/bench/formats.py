@@ -17,7 +17,7 @@ from typing import Any
 from bench import batch, shapes, workload
 from bench.offline import efficiency, highest_id
 from pipeinfer import LLM
-from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.dataset import TokenRange
 
 FP8 = {"quantization": "fp8"}
 FP8_KV = {"kv_cache_dtype": "fp8_e4m3"}

@@ -15,7 +15,7 @@ from typing import Any
 from bench import against_transformers, batch, floor, shapes, workload
 from bench.workload import Work
 from pipeinfer import LLM
-from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.dataset import TokenRange
 from pipeinfer.checkpoint.source import resolve_model
 
 

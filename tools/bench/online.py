@@ -15,12 +15,11 @@ from typing import Any
 
 from bench import plot
 from pipeinfer.bench.client import WARMUP_SEED, Endpoint, stream_all
-from pipeinfer.bench.dataset import RandomDataset, SampleRequest
-from pipeinfer.bench.load import OpenLoop, load_trace, poisson_arrivals
-from pipeinfer.bench.local_server import LocalServer
+from pipeinfer.bench.dataset import RandomDataset, SampleRequest, TokenRange
 from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
-from pipeinfer.bench.options import TokenRange
 from pipeinfer.bench.runner import run_load
+from pipeinfer.bench.worker import OpenLoop, load_trace, poisson_arrivals
+from pipeinfer.runtime.local import LocalServer
 from pipeinfer.settings import ConfigurationError
 
 WARM_UP = 4  # requests before the first rate

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.dataset import TokenRange
 
 
 @dataclass(frozen=True)

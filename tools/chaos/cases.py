@@ -17,13 +17,13 @@ from chaos.wire import Way
 from pipeinfer.gateway.requests import MAX_PROMPTS
 from pipeinfer.gateway.schema import MAX_DEPTH, MAX_MESSAGES
 from pipeinfer.params import (
-    LEAST_REPETITION,
-    LEAST_TOP_P,
+    MAX_REPETITION,
+    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
-    MOST_REPETITION,
-    MOST_STOP_LETTERS,
-    MOST_STOP_TOKENS,
-    MOST_TEMPERATURE,
+    MAX_STOP_TOKENS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION,
+    MIN_TOP_P,
 )
 
 CONTEXT, VOCABULARY, LONGEST_TOKEN = 2048, 264, 13
@@ -167,7 +167,7 @@ LIST_OF_TEXTS: dict[str, Any] = {
 }
 
 DEPTH = MAX_DEPTH - 2  # within a value of an object of the body's
-LETTERS = MOST_STOP_LETTERS
+LETTERS = MAX_STOP_CHARS
 
 CASES: tuple[Case, ...] = (
     # ------------------------------------------------------------------------------- nested JSON
@@ -203,7 +203,7 @@ CASES: tuple[Case, ...] = (
         "repetition_penalty at its bounds",
         lambda: [
             chat(repetition_penalty=p, max_tokens=200, ignore_eos=True)
-            for p in (LEAST_REPETITION, MOST_REPETITION)
+            for p in (MIN_REPETITION, MAX_REPETITION)
         ], "200",
     ),
     _case(
@@ -213,7 +213,7 @@ CASES: tuple[Case, ...] = (
     _case(
         "parameters at their edges",
         lambda: [
-            chat(temperature=1e-300), chat(temperature=MOST_TEMPERATURE), chat(top_p=LEAST_TOP_P),
+            chat(temperature=1e-300), chat(temperature=MAX_TEMPERATURE), chat(top_p=MIN_TOP_P),
             chat(top_p=5e-324, temperature=1.0), chat(top_p=0, temperature=1.0),
             chat(top_k=2**31 - 1, temperature=1.0),
             chat(min_p=1.0, temperature=1.0), chat(seed=2**64 - 1), chat(seed=-(2**63)),
@@ -245,7 +245,7 @@ CASES: tuple[Case, ...] = (
     ),
     chats(
         "as many stop ids as may be", "200 400",
-        min_tokens=8, stop_token_ids=list(range(256, 256 + MOST_STOP_TOKENS)),
+        min_tokens=8, stop_token_ids=list(range(256, 256 + MAX_STOP_TOKENS)),
     ),
     # What is large is made when it is sent.
     _case(

@@ -23,7 +23,7 @@ import psutil
 from chaos.serving import Serving, leftovers
 from chaos.streams import Broken, StreamClient
 from pipeinfer.demo.tasks import copy_task
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.runtime.servers import running_servers
 
 PATIENCE = 240.0  # seconds for one answer, blows included
 STUCK = 90.0  # seconds after a blow until every stream moves again

@@ -20,10 +20,10 @@ from typing import Any
 
 import zmq
 
-from pipeinfer.bench import local_server
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.messages import Heartbeat
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.runtime import local
+from pipeinfer.runtime.servers import running_servers
 
 Stage = tuple[str, int, int]  # name, group and rank of a stage
 RETURN_SECONDS = 120.0  # seconds for a stage to come back
@@ -39,14 +39,14 @@ class Serving:
     def __init__(self, settings: Mapping[str, Any], *words: str) -> None:
         handle, self._log = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".log")
         command = [sys.executable, "-m", "pipeinfer", "serve"]
-        command += [*local_server.flags({**settings, "port": 0}), *words]
+        command += [*local.serve_flags({**settings, "port": 0}), *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=handle, text=True)
         os.close(handle)
         self.url = ""
 
     def __enter__(self) -> Serving:
         try:
-            self.url = local_server.wait_ready(self.process)
+            self.url = local.wait_ready(self.process)
         except BaseException:
             print(self.log(), file=sys.stderr)
             self.__exit__(None, None, None)
@@ -59,12 +59,12 @@ class Serving:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        local_server.stop(self.process)
+        local.stop_process(self.process)
         Path(self._log).unlink()
 
     def stop(self) -> int:
         """Tells it to stop; the exit code."""
-        local_server.stop(self.process)
+        local.stop_process(self.process)
         return self.process.returncode
 
     def log(self) -> str:

@@ -22,7 +22,7 @@ from chaos.ordeal import Blow, Ordeal, summary
 from chaos.pester import Hostile
 from chaos.serving import Serving
 from chaos.streams import Broken
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.runtime.servers import running_servers
 from pipeinfer.settings import ConfigurationError
 
 SLOW = (0.05, 200_000.0)  # seconds that each piece comes late, bytes a second

@@ -11,7 +11,7 @@ from itertools import groupby
 
 from docs.markdown import bullets, sentence
 from docs.markdown import page as page_of
-from pipeinfer.histogram import names_of
+from pipeinfer.core import histogram_names
 
 BUCKET = "_le_"  # before the upper end of a histogram's bucket
 INTRODUCTION = """Every stage says these numbers in its heartbeats. `LLM.stats()` returns the \
@@ -76,7 +76,7 @@ def _latencies(name: str, what: str, since: str) -> dict[str, str]:
 
 def _histogram(name: str, what: str) -> dict[str, str]:
     """Of seconds, by buckets."""
-    *buckets, count, total = names_of(name)
+    *buckets, count, total = histogram_names(name)
     said = {one: f"of those, within {one.rpartition('_')[2]} s" for one in buckets}
     return {count: what, total: "seconds of those, all together", **said}
 

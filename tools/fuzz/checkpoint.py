@@ -21,7 +21,7 @@ from typing import Any
 from fuzz import inputs
 from fuzz.engines import Wrong
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.checkpoint.safetensors import SINGLE, SIZES
+from pipeinfer.checkpoint.files import SINGLE, SIZES
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
 from pipeinfer.settings import ConfigurationError
@@ -61,8 +61,8 @@ class Checkpoint:
     """See Target."""
 
     instrumented = (
-        "pipeinfer.checkpoint.quantization", "pipeinfer.checkpoint.safetensors",
-        "pipeinfer.checkpoint.fields", "pipeinfer.models.loading",
+        "pipeinfer.checkpoint.quantization", "pipeinfer.checkpoint.files",
+        "pipeinfer.checkpoint.files", "pipeinfer.models.loading",
     )  # fmt: skip
 
     def __init__(self) -> None:

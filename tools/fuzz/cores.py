@@ -387,9 +387,11 @@ def ended(step: Step, bad: bool) -> StepDone:
         counts[0], wrong = 0, pack([0])
     asked, scores = step.logprobs, b""
     if asked is not None:
-        each = zip(asked.rows.tolist(), asked.most.tolist(), strict=True)
+        each = zip(asked.rows.tolist(), asked.num_alternatives.tolist(), strict=True)
         scores = b"".join([bytes(score_bytes(most)) * int(counts[row]) for row, most in each])
-    prompts = tuple(bytes(len(chunk.ids) * score_bytes(chunk.most)) for chunk in step.prompts)
+    prompts = tuple(
+        bytes(len(chunk.ids) * score_bytes(chunk.num_alternatives)) for chunk in step.prompts
+    )
     return StepDone(
         epoch=step.epoch,
         number=step.number,
@@ -425,7 +427,7 @@ class Cores:
 
     instrumented = (
         "pipeinfer.gateway.core", "pipeinfer.tokenizer.core", "pipeinfer.scheduler.core",
-        "pipeinfer.detokenizer.core", "pipeinfer.scheduler.epochs", "pipeinfer.scheduler.composer",
+        "pipeinfer.detokenizer.core", "pipeinfer.scheduler.epochs", "pipeinfer.scheduler.policies",
         "pipeinfer.tokenizer.prompts", "pipeinfer.scheduler.engine_state",
         "pipeinfer.scheduler.request", "pipeinfer.scheduler.planner", "pipeinfer.engine.core",
         "pipeinfer.memory.manager",

@@ -54,14 +54,14 @@ class Area:
 RECOVERY = (
     "core.py",
     "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/requests.py", "gateway/ledger.py",
-    "runtime/incarnations.py", "tokenizer/routing.py",
+    "runtime/stage.py", "tokenizer/routing.py",
 )  # fmt: skip
 
 AREAS = {
     "scheduler": Area(
         ("scheduler/*.py",),
         (
-            "tests/scheduler/test_composer.py",
+            "tests/scheduler/test_policies.py",
             "tests/scheduler/test_request_state.py",
             "tests/scheduler/test_request_phases.py",
             "tests/scheduler/test_probation.py",

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from pipeinfer.core import LOCAL, StepDone, Tick
+from pipeinfer.core import HEARTBEAT_SECONDS, LOCAL, StepDone, Tick
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.liveness import HEARTBEAT_SECONDS
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,

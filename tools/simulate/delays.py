@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pipeinfer.messages import Plan, Result, Submit, Text, Tokens, Work
-from pipeinfer.replay.recording import LoadedTrace
+from pipeinfer.replay.traces import LoadedTrace
 from simulate import fitting
 from simulate.fitting import nonnegative
 

@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 
 from pipeinfer.messages import Result, Submit, Text, Work
-from pipeinfer.replay.codes import CannotReplay
-from pipeinfer.replay.recording import LoadedTrace, TraceEntry, load
+from pipeinfer.replay.traces import CannotReplay, LoadedTrace, TraceEntry, load
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import StepCost
 from pipeinfer.wire import unpack

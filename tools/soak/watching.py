@@ -20,7 +20,7 @@ from bench.processes import cpu_seconds
 from chaos.serving import Serving
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.messages import Heartbeat
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.runtime.servers import running_servers
 
 SAMPLE = re.compile(r"^pipeinfer_(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 VALUE = re.compile(r'="([^"]*)"')

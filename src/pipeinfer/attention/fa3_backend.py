@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipeinfer.attention.interface import PlanInputs, Traits
+from pipeinfer.attention.interface import AttentionInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.kernels.formats import E4M3, quantize_e4m3
 from pipeinfer.memory.kv_pool import KVPool
@@ -18,7 +18,7 @@ from pipeinfer.step import AttentionShape
 
 
 @dataclass(frozen=True)
-class Fa3Plan:
+class Fa3Metadata:
     """Rows begin..end-1 of a step: queries from q_indptr, keys from the table.
 
     schedules: of prefill rows, the kernel's own list of work, by shape. The first layer of a shape
@@ -33,7 +33,7 @@ class Fa3Plan:
 
 
 class Fa3Kernel:
-    """The kernel schedules itself on the device, so that a plan begins with views only.
+    """The kernel schedules itself on the device, so that its metadata begins with views only.
 
     It does so once a step, not once a layer. That saves little by itself; but where decodes attend
     meanwhile, a prompt's blocks get multiprocessors at once, else when the decodes are through.
@@ -55,7 +55,7 @@ class Fa3Kernel:
         self._v: list[torch.Tensor] = []
         self._descales: list[torch.Tensor] = []  # of each layer, if pages hold e4m3: q, k, v
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
+    def bind(self, pool: KVPool, max_rows: int) -> None:
         self._k = pool.k
         self._v = pool.v
         if pool.storage_dtype == E4M3:
@@ -64,60 +64,60 @@ class Fa3Kernel:
                 for scales in pool.scales
             ]
 
-    def plan(self, inputs: PlanInputs, begin: int, end: int) -> Fa3Plan:
+    def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> Fa3Metadata:
         step = inputs.step
-        return Fa3Plan(
+        return Fa3Metadata(
             step.qo_indptr_of(begin, end),
             step.seq_lens[begin:end],
-            step.block_table_of(begin, end)[:, : inputs.max_pages],
+            step.page_table_of(begin, end)[:, : inputs.max_pages],
             1 if end <= step.shape.decodes else inputs.max_query_len,
         )
 
-    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Fa3Plan) -> None:
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: Fa3Metadata) -> None:
         shape = self._shapes[layer]
-        prefill, descales = plan.longest_query > 1, {}
+        prefill, descales = metadata.longest_query > 1, {}
         if self._descales:
-            q, descales = quantize_e4m3(q, 1.0), self._descaled(layer, plan)
+            q, descales = quantize_e4m3(q, 1.0), self._descaled(layer, metadata)
         if prefill and layer in self._first:
-            plan.schedules[shape] = self._scheduled(layer, q, plan)
+            metadata.schedules[shape] = self._scheduled(layer, q, metadata)
         self._attend(
             q,
             self._k[layer],
             self._v[layer],
-            cache_seqlens=plan.lengths,
-            page_table=plan.table,
-            cu_seqlens_q=plan.q_indptr,
-            max_seqlen_q=plan.longest_query,
+            cache_seqlens=metadata.lengths,
+            page_table=metadata.table,
+            cu_seqlens_q=metadata.q_indptr,
+            max_seqlen_q=metadata.longest_query,
             softmax_scale=shape.scale,
             causal=True,
             window_size=_window(shape),
             num_splits=1 if prefill else 0,  # many queries fill the GPU unsplit
-            scheduler_metadata=plan.schedules.get(shape),
+            scheduler_metadata=metadata.schedules.get(shape),
             sinks=shape.sinks,
             out=out,
             **descales,
         )
 
-    def _descaled(self, layer: int, plan: Fa3Plan) -> dict[str, torch.Tensor]:
+    def _descaled(self, layer: int, metadata: Fa3Metadata) -> dict[str, torch.Tensor]:
         """What q, k and v are multiplied by, [rows, kv_heads] each: one number, seen so often."""
-        size = len(plan.lengths), self._shapes[layer].num_kv_heads
+        size = len(metadata.lengths), self._shapes[layer].num_kv_heads
         names = ("q_descale", "k_descale", "v_descale")
         parts = self._descales[layer]
         return {name: parts[at].expand(size) for at, name in enumerate(names)}
 
-    def _scheduled(self, layer: int, q: torch.Tensor, plan: Fa3Plan) -> torch.Tensor:
+    def _scheduled(self, layer: int, q: torch.Tensor, metadata: Fa3Metadata) -> torch.Tensor:
         """What the kernel else finds out at the beginning of each layer of that shape."""
         shape, page_size = self._shapes[layer], self._k[layer].shape[1]
         return self._schedule(
-            len(plan.lengths),
-            plan.longest_query,
-            plan.table.shape[1] * page_size,
+            len(metadata.lengths),
+            metadata.longest_query,
+            metadata.table.shape[1] * page_size,
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
-            plan.lengths,
+            metadata.lengths,
             qkv_dtype=q.dtype,
-            cu_seqlens_q=plan.q_indptr,
+            cu_seqlens_q=metadata.q_indptr,
             page_size=page_size,
             causal=True,
             window_size=_window(shape),
@@ -134,5 +134,5 @@ def _window(shape: AttentionShape) -> tuple[int, int]:
 FA3 = PagedKind(
     Fa3Kernel,
     Fa3Kernel,
-    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, block_table="all"),
+    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, page_table="all"),
 )

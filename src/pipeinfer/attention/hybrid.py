@@ -15,18 +15,14 @@ from functools import lru_cache
 import torch
 
 from pipeinfer.attention.fa3_backend import Fa3Kernel
-from pipeinfer.attention.interface import PlanInputs, Traits
+from pipeinfer.attention.interface import AttentionInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.kernels.decode_attention import (
     MIN_QUERY_ROWS,
+    DecodePrefixes,
     DecodeRows,
     DecodeWorkspace,
     decode_attention,
-)
-from pipeinfer.kernels.decode_splits import (
-    DecodeConfig,
-    DecodePrefixes,
-    LoadConfig,
     empty_prefix_merges,
     empty_splits,
     max_prefix_splits,
@@ -34,6 +30,7 @@ from pipeinfer.kernels.decode_splits import (
     split_rows,
 )
 from pipeinfer.kernels.formats import E4M3
+from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
@@ -92,7 +89,7 @@ FEW_KV_HEADS_LOAD = LoadConfig(block_n=64, num_warps=4, num_stages=3)
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodeMetadata:
     """windows: rows of one step, for each length of window that layers have.
 
     early: launches need not wait for the kernel before to end. Beside prompts they must: programs
@@ -148,24 +145,24 @@ class TritonDecodeKernel:
         groups = {s.num_heads // s.num_kv_heads for s in shapes if s.sliding_window is None}
         self._group = groups.pop() if len(groups) == 1 else 0  # where rows share what they read
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
-        """Allocates what the splits of a row leave for their sum, for steps of `most_rows` rows."""
+    def bind(self, pool: KVPool, max_rows: int) -> None:
+        """Allocates what the splits of a row leave for their sum, for steps of `max_rows` rows."""
         self._pool = pool
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
-        configs = [(rows, self._tile_config(rows)) for rows in range(1, most_rows + 1)]
+        configs = [(rows, self._tile_config(rows)) for rows in range(1, max_rows + 1)]
         splits = max(max_total_splits(rows, c, self._prefix_rows(c)) for rows, c in configs)
         prefixes = max(max_prefix_splits(rows, c, self._prefix_rows(c)) for rows, c in configs)
         queries = max(c.prefix_queries if self._group else 0 for _, c in configs)
         self._workspaces = {
-            size: DecodeWorkspace(most_rows, splits, size, self._device, prefixes, queries)
+            size: DecodeWorkspace(max_rows, splits, size, self._device, prefixes, queries)
             for size in sizes
         }
         self._splits = {
             window: empty_splits(splits, self._device) for window in self._first.values()
         }
-        self._prefix_merges = empty_prefix_merges(most_rows, self._device)
+        self._prefix_merges = empty_prefix_merges(max_rows, self._device)
 
-    def plan(self, inputs: PlanInputs, begin: int, end: int) -> DecodePlan:
+    def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> DecodeMetadata:
         """Views only."""
         step, prefixes = inputs.step, None
         seq_lens, kv_indptr = step.seq_lens[begin:end], step.kv_indptr[begin : end + 1]
@@ -179,14 +176,14 @@ class TritonDecodeKernel:
             )
             for window, splits in self._splits.items()
         }
-        return DecodePlan(windows, early=end == step.shape.rows)
+        return DecodeMetadata(windows, early=end == step.shape.rows)
 
-    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: DecodePlan) -> None:
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: DecodeMetadata) -> None:
         """See PagedKernel."""
         shape, pool = self._shapes[layer], self._pool
         size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         window, first = shape.sliding_window, layer in self._first
-        rows, config = plan.windows[window], self._tile_config(len(q))
+        rows, config = metadata.windows[window], self._tile_config(len(q))
         if first:
             prefix_rows, page_size = self._prefix_rows(config), pool.page_size
             split_rows(
@@ -202,7 +199,7 @@ class TritonDecodeKernel:
             self._workspaces[size],
             config,
             window,
-            use_pdl=plan.early and not first,
+            use_pdl=metadata.early and not first,
             sinks=shape.sinks,
             scales=pool.scales[layer],
         )
@@ -224,7 +221,7 @@ HYBRID = PagedKind(
         PREFERRED,
         captures_decode=True,
         captures_prefill=True,
-        block_table="prefills",
+        page_table="prefills",
         shares=True,
     ),
     at_once=True,

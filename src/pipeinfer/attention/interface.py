@@ -1,4 +1,4 @@
-"""What an attention backend is, on every device: a plan per step, a call per layer.
+"""What an attention backend is, on every device: metadata per step, a call per layer.
 
 Knows no model, no request and no policy; implementations are found through the registry.
 """
@@ -15,21 +15,24 @@ from pipeinfer.kernels.interface import DeviceStep
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
-Plan = Any  # what a backend makes of a step's rows: nobody else looks into it
+# What a backend's layers share in one step: indices, masks, work lists. Only the backend that built
+# it reads it.
+AttentionMetadata = Any
 KV = torch.Tensor | None  # [T, kv_heads, head_dim] of a step's tokens; None: in pages only
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What differs between backends, for those who call them: nobody asks which one it is.
+    """What callers need to know of a backend; no caller asks for its name.
 
     page_sizes: those that it takes, None for any. needs_kv: it attends to the step's own keys and
-    values, too; else it reads pages only. host_lengths: its plans depend on lengths that it reads
-    on the host (PlanInputs.host), so the rows of a graph are planned anew before each replay.
+    values, too; else it reads pages only. host_lengths: its metadata depends on lengths that it
+    reads on the host (AttentionInputs.host), so a graph's metadata is built before each replay.
     captures_decode: a CUDA graph can hold steps of decode rows (without needs_kv only, because
-    padding has keys that nobody keeps); captures_prefill: and steps with both kinds of rows.
+    padding has keys that are not stored); captures_prefill: and steps with both kinds of rows.
     lists_pages: kv_indices has the pages of row after row, else it is the page table of all slots.
-    block_table: which rows it reads there: of "all", of the "prefills" or of "none".
+    page_table: the rows whose pages it reads in DeviceStep.row_page_table: "all", the "prefills" or
+    "none".
     shares: keys and values that decodes begin with in common may be read once for several of them.
     """
 
@@ -40,13 +43,13 @@ class Traits:
     captures_decode: bool = False
     captures_prefill: bool = False
     lists_pages: bool = False
-    block_table: Literal["none", "prefills", "all"] = "none"
+    page_table: Literal["none", "prefills", "all"] = "none"
     shares: bool = False
 
 
 @dataclass(frozen=True)
 class HostLengths:
-    """For backends that plan on the host: what DeviceStep has under these names, int32 on the CPU.
+    """For backends with `host_lengths`: what DeviceStep has under these names, int32 on the CPU.
     Made of the words that are uploaded, so the device is not waited for."""
 
     last_page_len: torch.Tensor
@@ -60,8 +63,8 @@ class HostLengths:
 
 
 @dataclass(frozen=True)
-class PlanInputs:
-    """What a backend plans a step from: its views on the device, and what the host knows of it.
+class AttentionInputs:
+    """What a backend builds metadata from: the step on the device, and its sizes on the host.
 
     step: which is expanded already, except a graph's (`step.padded`): then its arrays stand at
     addresses that a graph has captured, and padding rows must not write anything.
@@ -91,19 +94,21 @@ class Attention(Protocol):
         """The same always, also before a pool is bound."""
         ...
 
-    def bind(self, pool: KVPool, most_rows: int, /) -> None:
-        """The pool that later steps read; a step has at most `most_rows` rows."""
+    def bind(self, pool: KVPool, max_rows: int, /) -> None:
+        """The pool that later steps read; a step has at most `max_rows` rows."""
         ...
 
-    def plan(self, inputs: PlanInputs, /) -> Plan:
+    def build_metadata(self, inputs: AttentionInputs, /) -> AttentionMetadata:
         """What all layers of a step share: indices, masks, work lists; copies go to the current
-        stream. The plan of the next step may be made while layers still read this one, which its
-        caller keeps until they are done. Later plans of a graph's step go to where the first one
-        lies.
+        stream. The metadata of the next step may be built while layers still read this step's, so
+        the caller keeps it until they are done. Later metadata of a graph goes to the addresses of
+        its first.
         """
         ...
 
-    def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: Plan, /) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: KV, v: KV, metadata: AttentionMetadata, /
+    ) -> torch.Tensor:
         """q [T, heads, head_dim], decodes first: a tensor of that shape. k, v: what was stored of
         the step; maybe None for a backend without `needs_kv`. Rows may be strided, the last two
         dimensions are contiguous.

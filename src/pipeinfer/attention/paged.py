@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.attention.interface import KV, Plan, PlanInputs, Traits
+from pipeinfer.attention.interface import KV, AttentionInputs, AttentionMetadata, Traits
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
@@ -23,15 +23,17 @@ PREFERRED = 64  # with which they were measured
 class PagedKernel(Protocol):
     """One kernel family for one kind of row. Nothing here waits for the device."""
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
-        """The pool to read; `most_rows` bounds the rows of one step."""
+    def bind(self, pool: KVPool, max_rows: int) -> None:
+        """The pool to read; `max_rows` bounds the rows of one step."""
         ...
 
-    def plan(self, inputs: PlanInputs, begin: int, end: int) -> Plan:
+    def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> AttentionMetadata:
         """Prepares rows begin..end-1 for all layers; copies go to the current stream."""
         ...
 
-    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Plan) -> None:
+    def run(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
         """Attends with q [n, heads, head_dim] of those rows into `out` of the same shape."""
         ...
 
@@ -40,16 +42,16 @@ KernelMaker = Callable[[Sequence[AttentionShape], torch.device], PagedKernel]
 
 
 @dataclass(frozen=True)
-class PagedPlan:
-    """The kernels' plans of one step; None where there is no such row.
+class PagedMetadata:
+    """The kernels' metadata of one step; None where there is no such row.
 
     prefill_from: the token from which prefill rows count their queries. at_once: both kernels may
     run at the same time, because they write nothing in common.
     """
 
     decodes: int
-    decode: Plan
-    prefill: Plan
+    decode: AttentionMetadata
+    prefill: AttentionMetadata
     prefill_from: int = 0
     at_once: bool = False
 
@@ -70,53 +72,59 @@ class PagedBackend:
         # Of higher priority: its blocks need a multiprocessor each, and find none free later on.
         self._decode_stream = torch.cuda.Stream(device, priority=-1) if kind.at_once else None
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
+    def bind(self, pool: KVPool, max_rows: int) -> None:
         """See interface.py, here and below."""
         for kernel in {id(kernel): kernel for kernel in (self._decode, self._prefill)}.values():
-            kernel.bind(pool, most_rows)
+            kernel.bind(pool, max_rows)
 
-    def plan(self, inputs: PlanInputs) -> PagedPlan:
+    def build_metadata(self, inputs: AttentionInputs) -> PagedMetadata:
         step, decodes, total = inputs.step, inputs.step.shape.decodes, inputs.step.shape.rows
         decode = prefill = None
         if decodes:
-            decode = self._decode.plan(inputs, 0, decodes)
+            decode = self._decode.build_metadata(inputs, 0, decodes)
         if decodes < total:
-            prefill = self._prefill.plan(inputs, decodes, total)
+            prefill = self._prefill.build_metadata(inputs, decodes, total)
         both = decode is not None and prefill is not None
-        return PagedPlan(
+        return PagedMetadata(
             decodes, decode, prefill, step.prefill_query_base, at_once=step.padded and both
         )
 
-    def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: PagedPlan) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: KV, v: KV, metadata: PagedMetadata
+    ) -> torch.Tensor:
         out = torch.empty_like(q)
-        if plan.at_once and self._decode_stream is not None:
+        if metadata.at_once and self._decode_stream is not None:
             stream = torch.cuda.current_stream()
             self._decode_stream.wait_stream(stream)
             with torch.cuda.stream(self._decode_stream):
-                self._run_prefill(layer, q, out, plan)
-            self._run_decode(layer, q, out, plan)
+                self._run_prefill(layer, q, out, metadata)
+            self._run_decode(layer, q, out, metadata)
             stream.wait_stream(self._decode_stream)
             return out
-        if plan.decode is not None:
-            self._run_decode(layer, q, out, plan)
-        if plan.prefill is not None:
-            self._run_prefill(layer, q, out, plan)
+        if metadata.decode is not None:
+            self._run_decode(layer, q, out, metadata)
+        if metadata.prefill is not None:
+            self._run_prefill(layer, q, out, metadata)
         return out
 
-    def _run_decode(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: PagedPlan) -> None:
-        self._decode.run(layer, q[: plan.decodes], out[: plan.decodes], plan.decode)
+    def _run_decode(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: PagedMetadata
+    ) -> None:
+        self._decode.run(layer, q[: metadata.decodes], out[: metadata.decodes], metadata.decode)
 
-    def _run_prefill(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: PagedPlan) -> None:
-        begin = plan.prefill_from
-        self._prefill.run(layer, q[begin:], out[begin:], plan.prefill)
+    def _run_prefill(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: PagedMetadata
+    ) -> None:
+        begin = metadata.prefill_from
+        self._prefill.run(layer, q[begin:], out[begin:], metadata.prefill)
 
 
 @dataclass(frozen=True)
 class PagedKind:
     """An `AttentionKind`: its kernels, built only when it is called with (shapes, device).
 
-    With captures_prefill, the prefill kernel's plan is device arrays only, and the decode kernel
-    leaves out rows without keys. at_once: in a graph both run at the same time.
+    With captures_prefill, the prefill kernel's metadata is device arrays only, and the decode
+    kernel leaves out rows without keys. at_once: in a graph both run at the same time.
     """
 
     decode: KernelMaker

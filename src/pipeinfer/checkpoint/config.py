@@ -18,7 +18,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypedDict
 
-from pipeinfer.checkpoint.fields import Fields, read_json
+from pipeinfer.checkpoint.files import Fields, read_json
 from pipeinfer.checkpoint.quantization import Quantization, read_quantization
 from pipeinfer.checkpoint.rope import (
     GPT_OSS_ROPE,

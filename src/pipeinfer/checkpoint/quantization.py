@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from pipeinfer.checkpoint.fields import Fields
+from pipeinfer.checkpoint.files import Fields
 from pipeinfer.settings import ConfigurationError
 
 GROUPS = (32, 64, 128)  # supported group sizes of INT4, in columns, besides whole rows

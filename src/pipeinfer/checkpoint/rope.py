@@ -2,7 +2,7 @@
 `rope_theta`.
 
 Most models have one RoPE for all layers; some have one for layers with a sliding window and one for
-the others. layers/rope.py computes with the numbers. Imports no torch.
+the others. layers/attention.py computes with the numbers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from pipeinfer.checkpoint.fields import Fields
-from pipeinfer.json_values import JsonObject
+from pipeinfer.checkpoint.files import Fields
+from pipeinfer.params import JsonObject
 
 # The RoPE of a gpt-oss file that has no object about it.
 GPT_OSS_ROPE: JsonObject = {

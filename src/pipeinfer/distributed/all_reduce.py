@@ -1,11 +1,11 @@
 """All-reduce between GPUs that have mapped each other's memory, in place of NCCL's.
 
-Two kinds, each with a rule that says, alike on all ranks, which messages are for it:
+Two kinds, each with a rule, the same on all ranks, for which messages it is used:
 
 - `CustomAllReduce`: the sum alone, by torch's kernels over its symmetric memory
   (torch.ops.symm_mem).
 - `AllReduceNorm`: the sum, the residual addition and RMSNorm in one kernel of this project
-  (kernels/norm.py, which needs Triton).
+  (kernels/elementwise.py, which needs Triton).
 
 Both work in one shot (every rank reads the messages of all others) or in two (every rank adds up
 its share, then all collect the shares). Nothing here uses NVLink multicast. Knows no layer and no
@@ -120,7 +120,7 @@ def choose_shots(rows: int, row_bytes: int, ranks: int) -> Shots:
 
 def region_bytes() -> int:
     """Bytes of a rank's region for AllReduceNorm; needs Triton."""
-    from pipeinfer.kernels.norm import SIGNAL_BYTES
+    from pipeinfer.kernels.elementwise import SIGNAL_BYTES
 
     return ARRIVALS_OFFSET + SIGNAL_BYTES
 
@@ -143,7 +143,7 @@ class AllReduceNorm:
     ) -> None:
         """region: uint8 [region_bytes()] of this rank, zero at first. addresses: of every rank's
         region, in the order of ranks."""
-        from pipeinfer.kernels import norm as kernel
+        from pipeinfer.kernels import elementwise as kernel
 
         self._kernel = kernel
         counts = torch.zeros(kernel.MAX_PROGRAMS, dtype=torch.int32, device=region.device)

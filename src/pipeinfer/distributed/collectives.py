@@ -194,7 +194,7 @@ class TorchCollectives:
     def _norms_as_reference(self, hidden: int, fusion: AllReduceNorm) -> bool:
         """Whether `fusion` gives the reference's norms and sums, up to rounding, in one shot and in
         two."""
-        from pipeinfer.kernels.norm import all_reduce_norm_reference
+        from pipeinfer.kernels.elementwise import all_reduce_norm_reference
 
         good = True
         make = partial(torch.randn, dtype=fusion.dtype, device=self._device)

@@ -22,13 +22,14 @@ from pipeinfer.core import (
     NewEpoch,
     Send,
     StepDone,
+    StepNote,
     Tick,
     Unsent,
+    step_note,
 )
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.manager import MemoryManager, Rows
 from pipeinfer.memory.pages import IntegrityError, ProtocolError
-from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import (
     Admitted,
     Begin,
@@ -46,7 +47,6 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import LogprobRows, ScoredChunk, Step
-from pipeinfer.trace.notes import StepNote, step_note
 from pipeinfer.wire import SCORE_WORDS, SCORES_PER_MESSAGE, WORD, pack, score_bytes, unpack
 
 
@@ -92,7 +92,7 @@ Span = Callable[[str, int], AbstractContextManager[None]]  # (phase, step number
 
 
 def unobserved(phase: str, number: int) -> AbstractContextManager[None]:
-    """The span of an engine that nobody observes: measures nothing."""
+    """The span of an engine without an observer: measures nothing."""
     return nullcontext()
 
 
@@ -102,11 +102,16 @@ class DeviceError(RuntimeError):
 
 @dataclass
 class _InFlight:
-    """A plan whose result is not sent yet. `sampled` [S]: rows of the plan, in the step's order.
-    `logprobs`, `prompts`: what is asked for beside tokens."""
+    """A plan whose result is not sent yet.
+
+    rows: of the plan.
+    plan_rows: int64 [S]; of each row that samples, in the step's order, its row in the plan.
+    logprobs, prompts: rows and prompt tokens whose log-probs are asked for.
+    done: the device's result, once it has come.
+    """
 
     rows: Rows
-    sampled: np.ndarray
+    plan_rows: np.ndarray
     logprobs: LogprobRows | None = None
     prompts: tuple[ScoredChunk, ...] = ()
     done: StepDone | None = None
@@ -184,13 +189,13 @@ class EngineCore:
         match event:
             case Plan():
                 with self._span("plan", event.number):
-                    return self._plan(event)
+                    return self._on_plan(event)
             case StepDone():
-                return self._step_done(event)
+                return self._on_step_done(event)
             case Prepare():
                 return [Send(LOCAL, "", self._compile(event))]
             case Compiled():
-                return [self._prepared(event)]
+                return [self._on_compiled(event)]
             case GraphDue():
                 return [Send(LOCAL, "", Capture())]
             case Begin():
@@ -255,7 +260,7 @@ class EngineCore:
             return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
         self._stop("")
         self.memory.reset()
-        self._requests.release_all()
+        self._requests.drop_all_grammars()
         self._epoch = _Epoch(begin.epoch)
         hello, steps = self.hello, self._totals["steps_total"]
         return [
@@ -319,12 +324,12 @@ class EngineCore:
     def _compile(self, prepare: Prepare) -> Compile:
         """With no step under way there may be none for long that says what was released."""
         quiet = self._epoch is None or not self._epoch.in_flight
-        released = self._requests.take_released() if quiet else ()
+        released = self._requests.take_dropped_grammars() if quiet else ()
         return Compile(
             request_id=prepare.request_id, spec=prepare.spec, slow=prepare.slow, released=released
         )
 
-    def _prepared(self, compiled: Compiled) -> Send:
+    def _on_compiled(self, compiled: Compiled) -> Send:
         hello = self.hello
         return self._to_scheduler(
             Prepared(
@@ -337,7 +342,7 @@ class EngineCore:
 
     # ----------------------------------------------------------------------------------------- plan
 
-    def _plan(self, plan: Plan) -> list[Send]:
+    def _on_plan(self, plan: Plan) -> list[Send]:
         epoch = self._epoch
         if epoch is None or plan.epoch != epoch.number or self._leaving:
             self._totals["plans_dropped_total"] += 1
@@ -352,7 +357,7 @@ class EngineCore:
         except (ProtocolError, IntegrityError) as error:
             return self._fault(f"plan {plan.number}: {error}")
         if plan.releases:
-            self._requests.release(release.slot for release in plan.releases)
+            self._requests.drop_grammars(release.slot for release in plan.releases)
         for admit in plan.admits:
             self._requests.put(admit)
         for extend in plan.extends:
@@ -360,8 +365,8 @@ class EngineCore:
             first = int(self.memory.slots.num_known[extend.slot]) - len(ids)
             self._requests.extend(extend.slot, first, ids)
         self._count(plan, rows)
-        step, sampled = self._steps.build(plan.epoch, rows)
-        epoch.in_flight.append(_InFlight(rows, sampled, step.logprobs, step.prompts))
+        step, plan_rows = self._steps.build(plan.epoch, rows)
+        epoch.in_flight.append(_InFlight(rows, plan_rows, step.logprobs, step.prompts))
         sends = self._add_digest(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
         if len(step.slots):
             self._totals["steps_total"] += 1
@@ -416,7 +421,7 @@ class EngineCore:
 
     # --------------------------------------------------------------------------------------- result
 
-    def _step_done(self, done: StepDone) -> list[Send]:
+    def _on_step_done(self, done: StepDone) -> list[Send]:
         epoch = self._epoch
         if epoch is None or done.epoch != epoch.number:
             return []
@@ -425,10 +430,10 @@ class EngineCore:
             expected = "none" if waiting is None else str(waiting.rows.number)
             return self._fault(f"step {done.number} ended where {expected} was expected")
         counts, ids = unpack(done.counts), len(done.token_ids) // 4
-        if (len(counts), ids) != (len(waiting.sampled), int(counts.sum())):
+        if (len(counts), ids) != (len(waiting.plan_rows), int(counts.sum())):
             return self._fault(
                 f"step {done.number} sampled {ids} ids and said it of {len(counts)} rows, "
-                f"where {len(waiting.sampled)} sample"
+                f"where {len(waiting.plan_rows)} sample"
             )
         if any(not 0 <= row < len(counts) or counts[row] for row in done.refused):
             return self._fault(f"step {done.number} refused rows that sampled, or that it has not")
@@ -457,19 +462,19 @@ class EngineCore:
 
 def _result(plan: _InFlight, done: StepDone) -> Result:
     """Of the plan's rows in the plan's order."""
-    rows, sampled = plan.rows, plan.sampled
+    rows, plan_rows = plan.rows, plan.plan_rows
     produced, token_ids = done.counts, done.token_ids
     logprobs = done.logprobs
     if not rows.same_as_previous:  # else every row samples, in the plan's order
         counts = unpack(done.counts)
         of_all = np.zeros(len(rows.slots), dtype=np.int32)
-        of_all[sampled] = counts
+        of_all[plan_rows] = counts
         produced = pack(of_all)
-        order = np.argsort(np.repeat(sampled, counts), kind="stable")
+        order = np.argsort(np.repeat(plan_rows, counts), kind="stable")
         token_ids = pack(unpack(done.token_ids)[order])
         if plan.logprobs is not None:
-            logprobs = _in_order(plan.logprobs, sampled, counts, logprobs)
-    bad = pack(rows.slots[sampled[unpack(done.bad)]]) if done.bad else b""
+            logprobs = _in_order(plan.logprobs, plan_rows, counts, logprobs)
+    bad = pack(rows.slots[plan_rows[unpack(done.bad)]]) if done.bad else b""
     return Result(
         epoch=done.epoch,
         number=done.number,
@@ -485,22 +490,22 @@ def _result(plan: _InFlight, done: StepDone) -> Result:
         bad=bad,
         evicted=rows.evicted,
         logprobs=logprobs,
-        refused={int(rows.slots[sampled[row]]): why for row, why in done.refused.items()},
-        mask_units={int(rows.slots[sampled[row]]): n for row, n in done.mask_units.items()},
+        refused={int(rows.slots[plan_rows[row]]): why for row, why in done.refused.items()},
+        mask_units={int(rows.slots[plan_rows[row]]): n for row, n in done.mask_units.items()},
     )
 
 
 def _in_order(
-    logprob_rows: LogprobRows, sampled: np.ndarray, counts: np.ndarray, raw: bytes
+    logprob_rows: LogprobRows, plan_rows: np.ndarray, counts: np.ndarray, raw: bytes
 ) -> bytes:
     """Entries in the plan's order, of rows that sample and ask; counts [S]: tokens of each."""
     parts: list[tuple[int, bytes]] = []
     at = 0
     for row, alternatives in zip(
-        logprob_rows.rows.tolist(), logprob_rows.most.tolist(), strict=True
+        logprob_rows.rows.tolist(), logprob_rows.num_alternatives.tolist(), strict=True
     ):
         end = at + int(counts[row]) * score_bytes(alternatives)
-        parts.append((int(sampled[row]), raw[at:end]))
+        parts.append((int(plan_rows[row]), raw[at:end]))
         at = end
     return b"".join([part for _, part in sorted(parts)])
 
@@ -509,8 +514,10 @@ def _scores_error(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
     """What is wrong with the log-probs that a step brings; "" if nothing is."""
     asked, expected = plan.logprobs, 0
     if asked is not None:
-        expected = WORD * int((counts[asked.rows] * (SCORE_WORDS + 2 * asked.most)).sum())
-    parts = [len(chunk.ids) * score_bytes(chunk.most) for chunk in plan.prompts]
+        expected = WORD * int(
+            (counts[asked.rows] * (SCORE_WORDS + 2 * asked.num_alternatives)).sum()
+        )
+    parts = [len(chunk.ids) * score_bytes(chunk.num_alternatives) for chunk in plan.prompts]
     if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompts]):
         return ""
     return f"brought {len(done.logprobs)} bytes of log-probs, where {expected} were expected"
@@ -520,7 +527,7 @@ def _prompt_scores(chunks: tuple[ScoredChunk, ...], done: StepDone) -> Iterator[
     """What the step says of prompts, in messages of a bounded size."""
     for chunk, raw in zip(chunks, done.prompts, strict=True):
         for begin in range(0, len(chunk.ids), SCORES_PER_MESSAGE):
-            width = score_bytes(chunk.most)
+            width = score_bytes(chunk.num_alternatives)
             yield PromptLogprobs(
                 epoch=done.epoch,
                 number=done.number,

@@ -1,8 +1,8 @@
 """Where steps are computed: in the order of their submission, while their submitter goes on.
 
 A CPU and a GPU differ in this: what is submitted to the host is called by a thread of its own,
-what is submitted to a GPU is called at once and queues its kernels (engine/cuda.py). Knows calls,
-tensors and an event loop, no step.
+what is submitted to a GPU is called at once and queues its kernels (CudaDevice in machine.py).
+Knows calls, tensors and an event loop, no step.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Replay:
 class Device(Protocol):
     """Works off what is submitted, one after the other."""
 
-    def submit(self, work: Work, prepare: Work = nothing, /) -> StepEvent:
-        """Queues `work`; what it raises belongs to its event. `prepare` is called right before it,
-        at the host's expense: a GPU that has nothing else to do is not busy with it."""
+    def submit(self, work: Work, host_work: Work = nothing, /) -> StepEvent:
+        """Queues `work`; what it raises belongs to its event. `host_work` is called right before
+        `work` and counts as time of the host: a GPU without other work is idle meanwhile."""
         ...
 
     def run(self, work: Work, /) -> None:
@@ -134,7 +134,7 @@ class TwoPhaseEvent:
 
     def wait(self) -> None:
         if not self._completed:
-            raise RuntimeError("nobody has submitted the second part yet")
+            raise RuntimeError("the second part has not been submitted yet")
         self._first.wait()
         self._second.wait()
 
@@ -189,17 +189,16 @@ class HostDevice:
         self._work: queue.SimpleQueue[tuple[Work, Work, HostEvent] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work, prepare: Work = nothing) -> HostEvent:
-        """From within other work it is done at once: whoever waits for it there would wait for
-        itself."""
+    def submit(self, work: Work, host_work: Work = nothing) -> HostEvent:
+        """From within other work it is done at once: the device's thread would wait for itself."""
         event = HostEvent()
         if threading.current_thread() is self._thread:
-            _do(prepare, work, event)
+            _do(host_work, work, event)
             return event
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="steps", daemon=True)
             self._thread.start()
-        self._work.put((prepare, work, event))
+        self._work.put((host_work, work, event))
         return event
 
     def run(self, work: Work) -> None:
@@ -240,18 +239,18 @@ class HostDevice:
             one = self._work.get()
             if one is None:
                 return
-            prepare, work, event = one
+            host_work, work, event = one
             if starved and ended is not None:
                 event.idle = time.perf_counter() - ended
-            ended = _do(prepare, work, event)
-            del one, prepare, work, event  # what they hold may be large
+            ended = _do(host_work, work, event)
+            del one, host_work, work, event  # what they hold may be large
 
 
-def _do(prepare: Work, work: Work, event: HostEvent) -> float:
+def _do(host_work: Work, work: Work, event: HostEvent) -> float:
     """Ends the event; returns when that was."""
     began, error = time.perf_counter(), None
     try:
-        prepare()
+        host_work()
         work()
     except Exception as raised:  # whatever it is, it belongs to who submitted the work
         error = raised

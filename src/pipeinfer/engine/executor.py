@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from pipeinfer.core import Compiled, GraphDue, StepDone
 from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
 from pipeinfer.engine.device import FailedEvent, StepEvent
-from pipeinfer.engine.phases import Phases
+from pipeinfer.engine.profiling import Phases
 from pipeinfer.messages import Message
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.runtime.logs import DETAILS
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # who drives a device that computes nothing starts without to
     from pipeinfer.engine.runner import LaunchedStep, Runner
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
-# not rank 0 may be told of a third: plans go by the results of rank 0.
+# not rank 0 may get a third: the scheduler plans by the results of rank 0.
 MAX_UNFINISHED = 4
 
 
@@ -131,18 +131,18 @@ class Executor:
                 event = FailedEvent(error)
             self._launched.append((step, event, launched))
             if self._unfinished:
-                self._finish()
+                self._sample_masked()
             else:
                 event.then(self._loop, self._report_finished)
 
-    def _finish(self) -> None:
+    def _sample_masked(self) -> None:
         """The step that waits for its masks, if all before it were reported."""
         if not self._unfinished or len(self._launched) > 1:
             return
         step, event, launched = self._launched[0]
         assert self._masks is not None and launched is not None
         try:
-            self._runner.finish(launched, partial(self._masks.fill, step))
+            self._runner.sample_masked(launched, partial(self._masks.fill, step))
         except Exception as error:
             event = FailedEvent(error)
             self._launched[0] = step, event, None
@@ -166,7 +166,7 @@ class Executor:
             self.busy_seconds += event.busy
             self.idle_seconds += event.idle
             self._on_done(step, sampled, event.busy)
-        self._finish()
+        self._sample_masked()
         self._go_on()
 
 
@@ -181,8 +181,8 @@ StartExecutor = Callable[
 ]
 
 
-# Has a grammar compiled, which may be slow, and tells the other why it cannot be, or ""; in these
-# slots no request has one any more.
+# (spec, then, slow, released): compiles the grammar `spec` and calls `then` with the error, or "".
+# slow: compiling may take long. released: slots whose requests with a grammar have gone.
 PrepareGrammar = Callable[[StructuredOutputs, Callable[[str], None], bool, Sequence[int]], None]
 
 
@@ -272,8 +272,8 @@ class DeviceDriver:
             self._executor.close()
 
     def stats(self) -> dict[str, float]:
-        """Seconds in which the device computed, and in which it had no step queued; phases.py's; of
-        the start, and how many graphs there are."""
+        """Seconds: in which the device computed, in which it had no step queued, of each phase, and
+        of the start; and how many graphs there are."""
         executor = self._executor
         if executor is None:
             return {}
@@ -301,7 +301,7 @@ class DeviceDriver:
 
 
 def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
-    """What the core is told of a step that gave `sampled`."""
+    """The core's event for `step`, which gave `sampled`."""
     counts, ids, bad = map(pack, (sampled.counts, sampled.ids, sampled.bad))
     return StepDone(
         epoch=step.epoch,

@@ -1,9 +1,10 @@
-"""Steps as CUDA graphs: launched one by one, their kernels would take longer to start than to run.
+"""CUDA graphs of steps: the shapes for which they are captured, and the choice of one for a step.
 
-Of decodes alone, by their number, and with prompts, by tokens and rows; those that are captured at
-once largest first, all in one pool. A graph holds the whole step: it takes ids from last_token,
-computes, samples by temperature and writes last_token. It reads fixed addresses only, which the
-forward stream fills before a replay. Knows no request.
+Launched one by one, the kernels of a step take longer to start than to run. A shape is a number of
+tokens, decode rows and prefill rows; its graph runs every step that fits into it. Shapes have
+decodes only, or prompts with or without decodes. A graph holds a whole step: it reads ids from
+last_token, computes, samples and writes last_token. It reads fixed addresses only, which the
+forward stream fills before a replay. All graphs share one memory pool. Knows no request.
 """
 
 from __future__ import annotations
@@ -16,17 +17,164 @@ from itertools import pairwise
 
 import torch
 
-from pipeinfer.attention.interface import Plan
+from pipeinfer.attention.interface import AttentionMetadata
 from pipeinfer.engine.device import Device, Work
-from pipeinfer.engine.graph_shapes import (
-    MAX_PADDING,
-    MAX_PADDING_DIVISOR,
-    MIN_SHARED_DECODES,
-    decode_only,
-    holds,
-)
 from pipeinfer.kernels.interface import DeviceStep, GraphShape
 from pipeinfer.step import Step
+from pipeinfer.step_cost import measured_sizes
+
+FIRST = (1, 2, 4)  # decode rows; then every multiple of STEP
+STEP = 8
+PROMPTS_ONLY, PROMPTS_WITH_DECODES = 8, 32  # prompts in a step: alone, and beside decodes
+TOKENS_PER_PROMPT, MAX_PROMPTS = (
+    64,
+    128,
+)  # in large steps, one for so many tokens, up to so many prompts
+DECODES = 64  # the smallest class of decode rows beside prompts, each other has twice as many
+MIN_SHARED_DECODES = 9  # decodes that share what they read, at least
+LARGE = 1024  # tokens of a step: beyond it rows that are not there cost nothing, and one class does
+MAX_PADDING = 128  # tokens, or
+MAX_PADDING_DIVISOR = 4  # that part of a shape's
+
+
+def shape_of(step: Step) -> GraphShape:
+    """The shape that `step` fills exactly."""
+    shares = step.shared_prefixes is not None
+    return GraphShape(len(step.tokens), step.decodes, len(step.slots) - step.decodes, shares)
+
+
+def holds(shape: GraphShape, step: Step) -> bool:
+    """Whether a graph of `shape` is large enough for `step`, and for steps of its kind (with
+    prompts, or decodes alone)."""
+    prompts = len(step.slots) - step.decodes
+    enough = shape.tokens >= len(step.tokens) and shape.prefills >= prompts
+    return enough and shape.decodes >= step.decodes and (prompts > 0) == (shape.prefills > 0)
+
+
+_NO_SHAPE = GraphShape(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class LargestStep:
+    """The largest step: rows, tokens, and pages of one row."""
+
+    rows: int
+    tokens: int
+    pages: int
+
+    def hold(self, shape: GraphShape) -> bool:
+        """Whether steps of that size may be. Graphs have room for as many rows of either kind."""
+        return shape.tokens <= self.tokens and max(shape.decodes, shape.prefills) <= self.rows
+
+
+def decode_ladder(largest: int) -> tuple[int, ...]:
+    """Numbers of decode rows up to `largest`, itself included: 1, 2, 4, 8, 16, 24 ..."""
+    if largest <= 0:
+        return ()
+    sizes = {size for size in (*FIRST, *range(STEP, largest + 1, STEP)) if size < largest}
+    return tuple(sorted(sizes | {largest}))
+
+
+def mixed_ladder(
+    max_tokens: int, max_rows: int, max_decodes: int, mixed: int
+) -> tuple[GraphShape, ...]:
+    """Shapes of steps of up to `max_tokens` and `max_rows`, ascending: of prompts alone, and of
+    prompts beside decodes that together have `mixed` tokens, or a few more where the decodes alone
+    nearly have. None if graphs of decodes are off (max_decodes 0).
+    """
+    if not max_decodes:
+        return ()
+    doubled = (DECODES << power for power in range(max_decodes.bit_length()))
+    classes = sorted({*(rows for rows in doubled if rows < max_decodes), max_decodes})
+    largest = max(mixed, max_decodes + mixed // MAX_PADDING_DIVISOR)
+    every = measured_sizes(max_tokens)
+    prompts_only = [
+        (tokens, 0, min(_max_prompts(tokens, PROMPTS_ONLY), max_rows)) for tokens in every
+    ]
+    with_decodes: list[tuple[int, int, int]] = []
+    for tokens in every:
+        prompts = min(_max_prompts(tokens, PROMPTS_WITH_DECODES), max_rows)
+        # Of each size also one with as many decodes as it has room for.
+        full = min(max(tokens - prompts, classes[0]), max_decodes)
+        if tokens < largest + DECODES:
+            rows = {*classes, full} if tokens <= LARGE else {max_decodes}
+            with_decodes += [(tokens, decodes, prompts) for decodes in rows]
+    shapes = (GraphShape(*one) for one in (*prompts_only, *with_decodes))
+    return tuple(sorted(shape for shape in shapes if shape.rows <= shape.tokens <= max_tokens))
+
+
+def eager_and_deferred(shapes: Sequence[GraphShape]) -> tuple[list[GraphShape], list[GraphShape]]:
+    """`shapes` of graphs as those that are captured at once, so that every step finds one that is
+    not much larger, and those whose capture is deferred, in the order in which they are worth it.
+    First come, of decodes alone, powers of two, one and a half times those, and the most; of each
+    number of tokens with prompts, the one for most rows, which holds those for fewer. Where one of
+    those has a shared-prefix variant, that comes first, since it serves every step.
+    """
+    every = set(shapes)
+    first = [
+        shared_variant if (shared_variant := replace(shape, shared_prefix=True)) in every else shape
+        for shape in (*_eager_decode_only(shapes), *_largest(shapes))
+    ]
+    eager = set(first)
+    return first, sorted((shape for shape in shapes if shape not in eager), key=_capture_priority)
+
+
+def shared_prefix_variants(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    """Of `shapes`, none of which shares, those that are wanted a second time for steps that do: as
+    many decodes alone as are there first, and beside prompts the smallest class and the largest.
+    """
+    with_prompts = {shape for shape in shapes if shape.prefills and shape.decodes == DECODES}
+    with_prompts |= {shape for shape in _largest(shapes) if shape.decodes}
+    enough = [
+        shape
+        for shape in (*_eager_decode_only(shapes), *sorted(with_prompts))
+        if shape.decodes >= MIN_SHARED_DECODES
+    ]
+    return [replace(shape, shared_prefix=True) for shape in enough]
+
+
+def _eager_decode_only(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    decode_shapes = sorted(shape for shape in shapes if not (shape.prefills or shape.shared_prefix))
+    eager = [shape for shape in decode_shapes if _is_coarse_size(shape.decodes)]
+    return eager + [shape for shape in decode_shapes[-1:] if shape not in eager]
+
+
+def _largest(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    """Of each number of tokens with prompts, the one for most rows."""
+    largest: dict[int, GraphShape] = {}
+    for shape in shapes:
+        rows = largest.get(shape.tokens, _NO_SHAPE).rows
+        if shape.prefills and not shape.shared_prefix and shape.rows > rows:
+            largest[shape.tokens] = shape
+    return list(largest.values())
+
+
+def _is_coarse_size(size: int) -> bool:
+    return size // (size & -size) in (1, 3)
+
+
+def _capture_priority(shape: GraphShape) -> tuple[bool, bool, GraphShape]:
+    """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
+    once saves more than prompts' graphs of the right size."""
+    return shape.prefills > 0 and not shape.shared_prefix, shape.shared_prefix, shape
+
+
+def uncaptured_shapes(max_tokens: int, max_rows: int) -> tuple[GraphShape, ...]:
+    """To be measured where no prompts are captured: of one prompt beside a few decodes."""
+    decodes = min(DECODES, max_rows - 1)
+    shapes = (GraphShape(tokens, decodes, 1) for tokens in measured_sizes(max_tokens))
+    return tuple(shape for shape in shapes if decodes > 0 and shape.rows < shape.tokens)
+
+
+def _max_prompts(tokens: int, least: int) -> int:
+    """That a step of so many tokens has room for, at least `least` of them."""
+    return max(least, min(tokens // TOKENS_PER_PROMPT, MAX_PROMPTS)) if tokens > LARGE else least
+
+
+def decode_only(decodes: int) -> GraphShape:
+    """For so many decodes and nothing else."""
+    return GraphShape(decodes, decodes, 0)
+
 
 SMALL = 8
 REPLAYS = 8
@@ -43,8 +191,8 @@ class Captured:
     drawn: torch.Tensor
 
 
-# (views, plan) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
-Body = Callable[[DeviceStep, Plan], tuple[torch.Tensor, torch.Tensor]]
+# (views, metadata) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
+Body = Callable[[DeviceStep, AttentionMetadata], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Graphs:
@@ -80,7 +228,7 @@ class Graphs:
         return len(self._captured)
 
     @property
-    def planned(self) -> tuple[GraphShape, ...]:
+    def captured_or_deferred(self) -> tuple[GraphShape, ...]:
         """As `mixed`, with those that get a graph later."""
         later = (shape for shape in self.deferred if shape.prefills and not shape.shared_prefix)
         return tuple(sorted({*self.mixed, *later}))
@@ -131,16 +279,18 @@ class Graphs:
     def capture(
         self,
         shapes: Sequence[GraphShape],
-        prepare: Callable[[GraphShape], tuple[DeviceStep, Plan]],
+        pack: Callable[[GraphShape], tuple[DeviceStep, AttentionMetadata]],
         body: Body,
         progress: Callable[[], None],
     ) -> None:
-        """Captures every shape, the largest first, from within the device's `run`. prepare(shape)
-        puts a step of padding rows where graphs read, and plans it. progress() after each.
+        """Captures every shape, the largest first, from within the device's `run`.
+
+        pack(shape) puts a step of padding rows into the buffers that graphs read, and builds its
+        metadata. progress() is called after each.
         """
         for shape in sorted(shapes, reverse=True):
-            views, plan = prepare(shape)
-            made = self._device.capture(partial(body, views, plan))
+            views, metadata = pack(shape)
+            made = self._device.capture(partial(body, views, metadata))
             self._captured[shape] = Captured(views, made.run, *made.tensors)
             progress()
         self._list()
@@ -155,14 +305,14 @@ class Graphs:
         self.mixed = tuple(sorted(mixed))
         self.shared_prefix_shapes = tuple(shape for shape in every if shape.shared_prefix)
 
-    def drop_slower_small_ones(self, prepare: Callable[[GraphShape], object]) -> None:
+    def drop_slower_small_ones(self, pack: Callable[[GraphShape], object]) -> None:
         """Forgets small numbers of decodes that take longer than the next one: for very few rows,
         libraries' matrix kernels are not always faster. As `capture`, after it.
         """
         small = [size for size in self.decodes if size <= SMALL]
         seconds: dict[int, float] = {}
         for size in small:
-            prepare(decode_only(size))  # all read the same words, each in its own way
+            pack(decode_only(size))  # all read the same words, each in its own way
             seconds[size] = self.seconds(decode_only(size))
         for size, larger in reversed(list(pairwise(small))):
             best = min(seconds[other] for other in small if other >= larger)

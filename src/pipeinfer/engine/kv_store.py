@@ -4,7 +4,7 @@ A `Store` takes the heads of one layer, norms and rotates them and writes keys a
 step's slot mapping; then an attention backend reads pages. There are two: TorchStore for backends
 that attend to the step's own keys, too, and FusedStore, one kernel. For pages of 8 bits
 `find_key_centers` finds, when a model is loaded, the vector that is subtracted from each layer's
-keys. Knows a pool and a backend's plan; no step and no request.
+keys. Knows a pool and a backend's metadata; no step and no request.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from functools import cache
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import KV, Attention, Plan, Traits
+from pipeinfer.attention.interface import KV, Attention, AttentionMetadata, Traits
 from pipeinfer.attention.torch_backend import attend_unfused
 from pipeinfer.kernels.formats import E4M3, dequantize_e4m3, hadamard_transform, quantize_e4m3
+from pipeinfer.kernels.interface import tensor_of
 from pipeinfer.layers.attention import LayerQKV
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import AttentionShape
-from pipeinfer.tensors import tensor_of
 
 CENTERING_TOKENS = (
     512  # of the sequence for find_key_centers: 256 were a little worse, 1024 no better
@@ -39,18 +39,18 @@ Store = Callable[[int, LayerQKV, torch.Tensor], Stored]
 class StepAttention:
     """The `Attend` that a model calls in one step, layer after layer (layers/attention.py).
 
-    plan: what `backend` planned of the step. slot_mapping: int64 [T], where its tokens are stored.
+    metadata: of `backend`, for the step. slot_mapping: int64 [T], where its tokens are stored.
     """
 
     backend: Attention
-    plan: Plan
+    metadata: AttentionMetadata
     store: Store
     slot_mapping: torch.Tensor
 
     def __call__(self, layer: int, heads: LayerQKV) -> torch.Tensor:
         """Stores first: a token sees itself."""
         q, k, v = self.store(layer, heads, self.slot_mapping)
-        return self.backend.attend(layer, q, k, v, self.plan)
+        return self.backend.attend(layer, q, k, v, self.metadata)
 
 
 def store_for(pool: KVPool, traits: Traits) -> Store:
@@ -127,7 +127,8 @@ class FusedStore:
 def _ready(
     pool: KVPool, layer: int, heads: LayerQKV
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values as pages want them: of 8 bits, queries and keys turned alike."""
+    """Queries, keys and values as pages store them; in 8 bits, queries and keys are transformed by
+    one matrix."""
     q, k, v = heads.split_and_rotate()
     if pool.storage_dtype != E4M3:
         return q, k, v
@@ -164,8 +165,8 @@ def find_key_centers(
     It is the key that queries see on average; None for a layer with sinks or a soft cap, whose
     weights would change.
 
-    Subtracted from all keys of a head it changes all scores of a query alike, which softmax does
-    not see: any vector is right, and the nearer keys are to it, the less is lost when they are
+    Subtracted from all keys of a head it changes all scores of a query by one value, which softmax
+    does not see: any vector is right, and the nearer keys are to it, the less is lost when they are
     rounded. Found from fixed ids that mean nothing, so by the weights alone: one sequence of at
     most `max_tokens` is computed, on all ranks of a group.
     """

@@ -18,10 +18,10 @@ import torch
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
 from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
+from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.quantization import choose_quantization
-from pipeinfer.checkpoint.safetensors import weight_files
 from pipeinfer.distributed.collectives import TorchCollectives
-from pipeinfer.engine.graph_shapes import LargestStep, decode_ladder, mixed_ladder
+from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
@@ -198,7 +198,7 @@ def load_engine(
     def build() -> Runner:
         if collectives is not None:
             with start.phase("ranks"):
-                _prepare(settings, choices, collectives)
+                _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
             model = _model(settings, folder, choices, collectives, progress)
         with start.phase("attention"):
@@ -309,14 +309,16 @@ def _transformers_model(
 def machine(device: str, settings: Settings, ordinal: int) -> Machine:
     """What `device` ("cpu" or "cuda") stands for; `ordinal`: of the GPU on its host."""
     if device == "cuda":
-        from pipeinfer.engine.cuda import CudaMachine  # which needs triton
+        from pipeinfer.engine.machine import CudaMachine  # which needs triton
 
         return CudaMachine(ordinal, settings.threads)
     return HostMachine(settings.threads, settings.tp)
 
 
-def _prepare(settings: Settings, choices: EngineChoices, collectives: TorchCollectives) -> None:
-    """How ranks add up; raises ConfigurationError if they were told different things."""
+def _agree_on_collectives(
+    settings: Settings, choices: EngineChoices, collectives: TorchCollectives
+) -> None:
+    """How ranks add up; raises ConfigurationError if their settings differ."""
     if choices.device == "cuda" and settings.all_reduce == "auto":
         collectives.enable_custom_all_reduce(choices.dtype, choices.config.hidden_size)
     split = int(choices.shard.expert_parallel)
@@ -466,7 +468,7 @@ def build_runner(
     collectives: TorchCollectives | None = None,
     start: Start | None = None,
 ) -> Runner:
-    """A runner with its pool and graphs; `start` is told what takes how long. `collectives`: of the
+    """A runner with its pool and graphs; `start` times the phases. `collectives`: of the
     ranks that this one computes with, `model` being its share.
 
     Raises ConfigurationError if not a single page fits.

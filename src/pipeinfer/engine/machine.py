@@ -1,22 +1,52 @@
-"""What an engine stands on: everything of it that depends on the kind of device, in one place.
+"""Everything of an engine that depends on the kind of device: host or GPU.
 
-Knows settings and bytes; no model and no step. The GPU's is in engine/cuda.py.
+    Machine        protocol: device, kernels, memory for pages, warm-up
+    HostMachine    the CPU, shared by the ranks on this host
+    CudaMachine    one GPU; how much memory its pages get is measured by a step of the largest size
+    CudaDevice     a stream of a GPU as a Device, see engine/device.py
+    GpuKind        what each kind of GPU can run, for docs/gpus.md and `pipeinfer doctor`
+
+Work for a GPU is called at once, and its kernels are queued. While a callback waits for an event,
+the event loop polls the oldest event instead of sleeping: a waiting thread would compete with the
+loop for the interpreter, and a core that sleeps between two steps runs the code of the next step
+with cold caches. Knows dummy steps; no request and no model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+import asyncio
+import gc
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 
-from pipeinfer.engine.device import Device, HostDevice
-from pipeinfer.engine.host_memory import available_bytes
+from pipeinfer.attention import registry
+from pipeinfer.attention.registry import Gpu
+from pipeinfer.engine.calibrate import (
+    LARGE_TOP_K,
+    alike_decodes,
+    allow_all,
+    dummy_step,
+    largest_step,
+)
+from pipeinfer.engine.device import Device, HostDevice, Replay, Tensors, Work, nothing
+from pipeinfer.engine.graphs import MIN_SHARED_DECODES
+from pipeinfer.engine.runner import Runner
+from pipeinfer.engine.start import hashing
 from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import Kernels
+from pipeinfer.layers.quantized_float import FP8_MIN_CAPABILITY
+from pipeinfer.layers.weight import MIN_SHARED_MEMORY_BYTES
 
-if TYPE_CHECKING:
-    from pipeinfer.engine.runner import Runner
+log = logging.getLogger(__name__)
 
 # A pool on the host competes with everything else that runs there, so it is not taken as large as
 # it could be; --kv-pages takes more.
@@ -93,3 +123,381 @@ class HostMachine:
     def free_for_pages(self, fraction: float) -> int:
         of_rank = int(available_bytes() // self._ranks * fraction)
         return min(of_rank - self._sampling_bytes, MAX_HOST_BYTES)
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes that can be taken without swapping, within the control group's limit if it has one."""
+    free = _meminfo(root / "proc/meminfo")
+    cgroup = root / "sys/fs/cgroup"
+    limit = _number(cgroup / "memory.max")
+    used = _number(cgroup / "memory.current")
+    if limit is not None and used is not None:
+        free = min(free, max(limit - used, 0))
+    return free
+
+
+def _meminfo(path: Path) -> int:
+    if path.exists():
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _number(path: Path) -> int | None:
+    """The number in `path`; None without the file, or where it says "max"."""
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None
+
+
+# Calls before a capture: lazy initialisation must not be captured. Most of it is of the first.
+FIRST_TRIES, TRIES = 2, 1
+LONG = 0.05  # seconds that are measured of any work
+EVENT_PAIRS = 16  # more than are under way, two a step; an end is also read for the event after it
+
+
+class CudaEvent:
+    """See StepEvent; between two events of the stream, `before` them the end of the last."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        began: torch.cuda.Event,
+        ended: torch.cuda.Event,
+        before: torch.cuda.Event | None,
+    ) -> None:
+        self._device = device
+        self._began = began
+        self._ended = ended
+        self._before = before
+        self._seconds: tuple[float, float] | None = None  # busy and idle, once they were read
+
+    @property
+    def ready(self) -> bool:
+        return self._seconds is not None or self._ended.query()
+
+    @property
+    def busy(self) -> float:
+        return self._read()[0]
+
+    @property
+    def idle(self) -> float:
+        return self._read()[1]
+
+    def wait(self) -> None:
+        self._read()
+
+    def then(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        self._device.ask(loop, self, call)
+
+    def _read(self) -> tuple[float, float]:
+        if self._seconds is None:
+            self._ended.synchronize()
+            busy = self._began.elapsed_time(self._ended) / 1e3
+            idle = 0.0
+            if self._before is not None:
+                idle = max(self._before.elapsed_time(self._began) / 1e3, 0.0)
+            self._seconds = busy, idle
+        return self._seconds
+
+
+class CudaDevice:
+    """See Device. What `work` raises is raised by `submit`: it could not be queued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._events = [
+            tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(EVENT_PAIRS)
+        ]
+        self._submitted = 0
+        self._last: torch.cuda.Event | None = None
+        self._callbacks: deque[tuple[CudaEvent, Callable[[], None]]] = deque()
+        self._polling = False
+        self._memory: Any = None  # of all that is captured
+
+    def submit(self, work: Work, host_work: Work = nothing) -> CudaEvent:
+        """The stream is current then, and stays it: what torch looks up to enter and leave one
+        takes as long as the launch of a graph.
+        """
+        began, ended = self._events[self._submitted % EVENT_PAIRS]
+        self._submitted += 1
+        torch.cuda.set_stream(self.stream)
+        host_work()
+        began.record(self.stream)
+        work()
+        ended.record(self.stream)
+        before, self._last = self._last, ended
+        return CudaEvent(self, began, ended, before)
+
+    def run(self, work: Work) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+            torch.cuda.synchronize()
+
+    def capture(self, body: Callable[[], Tensors]) -> Replay:
+        """As a CUDA graph."""
+        for _ in range(TRIES if self._memory else FIRST_TRIES):
+            body()
+        self.stream.synchronize()
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Not by torch.cuda.graph, which gives all cached memory back to the driver each time: the
+        # next call would ask for it again. Of this thread alone: NCCL has one of its own, which
+        # asks after events meanwhile.
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        try:
+            tensors = body()
+        finally:
+            graph.capture_end()
+        graph.replay()  # the first brings it to the device: a millisecond, here outside of any step
+        # What is captured next may use the same memory.
+        return Replay(graph.replay, tuple(map(non_owning_view, tensors)))
+
+    def seconds(self, work: Work, times: int) -> float:
+        """Less often if it takes long: what disturbs it takes as long as always."""
+        found: list[float] = []
+        while len(found) < times and sum(found) < LONG:
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            work()
+            ended.record()
+            ended.synchronize()
+            found.append(began.elapsed_time(ended) / 1e3)
+        return min(found)
+
+    def pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=True)
+
+    def close(self) -> None:
+        self.stream.synchronize()
+
+    def ask(
+        self, loop: asyncio.AbstractEventLoop, event: CudaEvent, call: Callable[[], None]
+    ) -> None:
+        """`call` on `loop`, which is the same one always, when `event` has ended."""
+        self._callbacks.append((event, call))
+        if not self._polling:
+            self._polling = True
+            loop.call_soon(self._ask, loop)
+
+    def _ask(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Calls the callbacks of events that have ended, and polls again in the loop's next
+        iteration while callbacks are left. What a callback raises goes to the loop's exception
+        handler."""
+        try:
+            while self._callbacks and self._callbacks[0][0].ready:
+                self._callbacks.popleft()[1]()  # which may ask for the next one
+        finally:
+            self._polling = len(self._callbacks) > 0
+            if self._polling:
+                loop.call_soon(self._ask, loop)
+
+
+WORDS = {1: "|i1", 2: "<i2", 4: "<i4"}  # by bytes: bfloat16 has no name there
+
+
+def array_interface(tensor: torch.Tensor) -> dict[str, object]:
+    """Where its numbers are, as integers of their size. Source:
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
+    size = tensor.itemsize
+    return {
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * size for stride in tensor.stride()),
+        "typestr": WORDS[size],
+        "data": (tensor.data_ptr(), False),
+        "version": 2,
+    }
+
+
+class _NonOwning:
+    """What torch makes a tensor of; it keeps nothing but this.
+
+    What a CUDA graph leaves behind is read before another graph runs. If each kept it, hundreds of
+    graphs would hold logits of some hundred MB each."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = array_interface(tensor)
+
+
+def non_owning_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in the same place on a GPU, until that is given to others; `tensor` itself
+    where torch makes no such view."""
+    if not tensor.numel() or tensor.itemsize not in WORDS:
+        return tensor
+    try:
+        found = torch.as_tensor(_NonOwning(tensor), device=tensor.device).view(tensor.dtype)
+    except (RuntimeError, TypeError, ValueError) as error:
+        log.warning("CUDA graphs keep more memory than they need: %s", error)
+        return tensor
+    return found if found.data_ptr() == tensor.data_ptr() else tensor
+
+
+GPU_STEP_TOKENS = 8192
+SWITCH_SECONDS = 2e-4
+
+
+class CudaMachine:
+    """See Machine."""
+
+    step_tokens = GPU_STEP_TOKENS
+
+    def __init__(self, ordinal: int, threads: int) -> None:
+        """Makes GPU `ordinal` the current one, and sets how long Python lets a thread run;
+        `threads` of torch on the host, if not 0."""
+        if threads:
+            torch.set_num_threads(threads)
+        # The thread that launches steps must not wait 5 ms, the default, for another one of Python.
+        sys.setswitchinterval(SWITCH_SECONDS)
+        torch.cuda.set_device(ordinal)
+        from pipeinfer.kernels import by_triton  # needs triton, which hosts without a GPU may lack
+
+        self.where = torch.device("cuda", ordinal)
+        self.device = CudaDevice(self.where)
+        self.kernels: Kernels = by_triton
+
+    def build(self, work: Callable[[], Built]) -> Built:
+        """On the caller's thread, which also launches steps."""
+        return work()
+
+    def warm_up(self, runner: Runner, max_tokens: int) -> None:
+        """Runs the largest step, and small ones of each kind: kernels are compiled and loaded."""
+        hashing().join()
+        page_size, rows = runner.pool.page_size, runner.largest.rows
+        largest = largest_step(runner.largest, page_size, max_tokens)
+        for _ in range(2):  # the first one also allocates what stays
+            launched = runner.launch(largest)
+            runner.sample_masked(launched, allow_all)
+            launched.take()
+        runner.run(dummy_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
+        runner.run(dummy_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
+        if runner.shares and rows > MIN_SHARED_DECODES:
+            # Graphs in which decodes share are captured at once, the others later, and each
+            # doubling of rows is cut by a kernel of its own, which must be there by then.
+            doubled = (
+                1 << power for power in range(MIN_SHARED_DECODES.bit_length(), rows.bit_length())
+            )
+            for many in sorted({*doubled, rows}):
+                runner.run(dummy_step(np.ones(many, dtype=np.int32), page_size))
+            runner.run(alike_decodes(rows, 0, page_size))
+            runner.run(alike_decodes(MIN_SHARED_DECODES, 1, page_size))
+
+    def free_for_pages(self, fraction: float) -> int:
+        """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the
+        warm-up's pool is gone."""
+        torch.cuda.synchronize()
+        gc.collect()
+        peak = torch.cuda.max_memory_reserved()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        transient = peak - torch.cuda.memory_reserved()
+        return int(total * fraction) - (total - free) - transient
+
+
+HEADS = (64, 96, 128, 192, 256)
+ALL_PACKAGES: frozenset[str] = frozenset({"flashinfer", "sgl_kernel"})
+YES, PLAIN = "in their format", "plain"
+TABLE_HEAD = (
+    "capability",
+    "GPUs",
+    "attention, heads",
+    "FP8 weights",
+    "4 bits",
+    "FP8 KV",
+    "run so far",
+)
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """GPUs of one capability. shared_bytes: of memory that a block may have; run: what was run
+    on one, in words; missing: what never was, though code is there for it."""
+
+    capability: tuple[int, int]
+    names: str
+    shared_bytes: int
+    run: str = "nothing"
+    missing: str = ""
+
+    @property
+    def number(self) -> str:
+        """As NVIDIA writes it."""
+        return "{}.{}".format(*self.capability)
+
+    @property
+    def backends(self) -> dict[str, tuple[int, ...]]:
+        """Head sizes by the attention backend that takes them in bfloat16, all packages there."""
+        found = {
+            name: tuple(dim for dim in HEADS if self._supports(name, dim))
+            for name in registry.BACKENDS
+        }
+        return {name: dims for name, dims in found.items() if dims}
+
+    def _supports(self, name: str, dim: int, e4m3: bool = False) -> bool:
+        gpu = Gpu(self.capability, "bfloat16", dim, ALL_PACKAGES, e4m3=e4m3)
+        return registry.obstacle(name, gpu) == ""
+
+    @property
+    def fp8_weights(self) -> str:
+        """In which format FP8 weights are computed: their own, or plain."""
+        fits = (
+            self.capability >= FP8_MIN_CAPABILITY and self.shared_bytes >= MIN_SHARED_MEMORY_BYTES
+        )
+        return YES if fits else PLAIN
+
+    @property
+    def int4_weights(self) -> str:
+        """In which format FP8 weights are computed: their own, or plain."""
+        return YES if self.shared_bytes >= MIN_SHARED_MEMORY_BYTES else PLAIN
+
+    @property
+    def fp8_kv(self) -> str:
+        """The backends that take it, for heads of 128."""
+        names = [name for name in registry.BACKENDS if self._supports(name, 128, e4m3=True)]
+        return ", ".join(names)
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table, under HEAD."""
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name, dims in self.backends.items():
+            groups.setdefault(dims, []).append(name)
+        attention = "; ".join(
+            f"{', '.join(names)}: {'all' if dims == HEADS else ', '.join(map(str, dims))}"
+            for dims, names in groups.items()
+        )
+        run = f"{self.run}; not yet: {self.missing}" if self.missing else self.run
+        formats = (self.fp8_weights, self.int4_weights, self.fp8_kv)
+        return (self.number, self.names, attention, *formats, run)
+
+
+KINDS: Sequence[GpuKind] = (
+    GpuKind((8, 0), "A100", 163 * 1024),
+    GpuKind((8, 9), "L4, L40S, RTX 4090", 99 * 1024),
+    GpuKind(
+        (9, 0),
+        "H100, H200",
+        227 * 1024,
+        run="bfloat16 and float16, heads of 64 and 128, with flashinfer 256, FP8 and 4 bits, "
+        "FP8 KV, models of transformers",
+        missing="other heads of 256, FP8 KV with flashinfer but for heads of 64",
+    ),
+    GpuKind((10, 0), "B200", 227 * 1024),
+)
+
+
+def doctor_line(capability: tuple[int, int]) -> str:
+    """The line of `pipeinfer doctor` about a GPU of that capability."""
+    kind = next((one for one in KINDS if one.capability == capability), None)
+    if kind is None:
+        return "pipeinfer was never run on this kind of GPU"
+    run = f"of this kind, what was run: {kind.run}"
+    return f"{run}; not yet: {kind.missing}" if kind.missing else run
+
+
+def table() -> str:
+    """All kinds, in Markdown."""
+    rows = (TABLE_HEAD, ("---",) * len(TABLE_HEAD), *(kind.cells() for kind in KINDS))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

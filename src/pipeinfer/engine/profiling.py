@@ -1,7 +1,10 @@
-"""`--profile N`: a torch profiler's trace of N steps, as JSON that Perfetto and Chrome open.
+"""How long the host spends on each phase of a step, and profiles for nsys and Perfetto.
 
-Knows when steps begin, on the thread that launches them; nothing of what a step computes. The rule:
-it begins when an epoch has had 20 steps that decode, once in a process.
+    Phases         seconds of each phase: sums, percentiles of the last steps, ranges on a timeline
+    StepProfile    --profile N: a torch profiler's trace of N steps, as JSON that Perfetto opens
+    NvtxRanges     the same ranges, for nsys
+
+Imports torch only for a profile or NVTX: engines without a model are timed, too.
 """
 
 from __future__ import annotations
@@ -9,20 +12,159 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
-from torch.profiler import ProfilerActivity, profile, record_function
+import numpy as np
 
-from pipeinfer.engine.phases import NoRanges, Phases, TimelineRanges
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step import Step
 
-# torch has no public name for it.
-
+if TYPE_CHECKING:
+    from torch.profiler import profile, record_function
 
 log = logging.getLogger(__name__)
+
+# plan: pages and arrays of a step. pack, upload: what the device needs of them, on a GPU.
+# attention_plan: index arrays of the attention backend. forward, sample: launched, or on a CPU
+# computed. masks: of rows with a grammar. result: the ids on their way to the scheduler.
+PHASES = ("plan", "pack", "upload", "attention_plan", "forward", "masks", "sample", "result")
+HOST = "host"  # all phases of a step together
+SAMPLES = 1024  # steps that percentiles are made of: sorting them delays a step
+FULL = 7 / 8  # share of the largest batch from which on a decode step counts as full
+QUANTILES = {"p50": 0.5, "p99": 0.99}
+
+
+class TimelineRanges(Protocol):
+    """Ranges on a timeline, nested, of the calling thread."""
+
+    def push(self, name: str) -> None: ...
+
+    def pop(self) -> None: ...
+
+
+class NoRanges:
+    """Ranges without a timeline."""
+
+    def push(self, name: str) -> None:
+        """Nothing."""
+
+    def pop(self) -> None:
+        """Nothing."""
+
+
+class PhaseSpan:
+    """One phase of one step, as a context manager."""
+
+    __slots__ = ("_begin", "_number", "_phase", "_phases", "_ranges")
+
+    def __init__(self, phases: Phases, phase: str, number: int) -> None:
+        self._phases = phases
+        self._phase = phase
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._ranges = self._phases.ranges  # may be others at the end
+        self._ranges.push(self._phase)
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._begin
+        self._ranges.pop()
+        self._phases.add(self._phase, self._number, seconds)
+
+
+class Phases:
+    """All steps of a process. Several threads may add, each its own phases of a step.
+
+    `seconds`: wall time of the host by phase since the start. `ranges` may be replaced at any time.
+    """
+
+    def __init__(self, ranges: TimelineRanges | None = None, samples: int = SAMPLES) -> None:
+        self.ranges: TimelineRanges = ranges or NoRanges()
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._samples = samples
+        self._at = {phase: index for index, phase in enumerate(PHASES)}
+        self._microseconds = np.zeros((len(PHASES), samples), dtype=np.float32)
+        self._done = np.zeros(samples, dtype=bool)
+        # Of full steps: rows, 0 where there is none, and microseconds.
+        self._rows = np.zeros(samples, dtype=np.int32)
+        self._full = np.zeros((len(PHASES), samples), dtype=np.float32)
+        self._fulls = self._largest = 0
+
+    def span(self, phase: str, number: int) -> PhaseSpan:
+        """Times a phase of step `number`; at most once for each step and phase."""
+        return PhaseSpan(self, phase, number)
+
+    @contextmanager
+    def range(self, name: str) -> Generator[None]:
+        """A range on the timeline that is not timed."""
+        ranges = self.ranges
+        ranges.push(name)
+        try:
+            yield
+        finally:
+            ranges.pop()
+
+    def add(self, phase: str, number: int, seconds: float) -> None:
+        """Phase `phase` of step `number` took that long."""
+        self.seconds[phase] += seconds
+        self._microseconds[self._at[phase], number % self._samples] = seconds * 1e6
+
+    def done(self, number: int, rows: int, decodes: int) -> None:
+        """Step `number` is over; it had `rows`, of which `decodes` computed one token."""
+        at = number % self._samples
+        self._done[at] = True
+        if decodes < rows:
+            return
+        self._largest = max(self._largest, rows)
+        if rows >= FULL * self._largest:
+            nth = self._fulls % self._samples
+            self._rows[nth] = rows
+            self._full[:, nth] = self._microseconds[:, at]
+            self._fulls += 1
+
+    def begin_anew(self) -> None:
+        """Percentiles are those of the steps from now on."""
+        self._done[:] = False
+        self._rows[:] = 0
+        self._fulls = self._largest = 0
+
+    def statistics(self) -> dict[str, float]:
+        """Sums, and percentiles in microseconds: of all steps, and of decode steps with at least
+        7/8 of the rows of the largest ("full"). 0 where there is nothing yet.
+        """
+        found = {f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
+        full = self._full[:, self._rows >= max(FULL * self._largest, 1)]
+        done = self._microseconds if self._done.all() else self._microseconds[:, self._done]
+        found |= self._percentiles(done, "us")
+        found |= self._percentiles(full, "full_us")
+        return found | {"full_rows": self._largest, "full_steps": full.shape[1]}
+
+    def _percentiles(self, times: np.ndarray, unit: str) -> dict[str, float]:
+        """Of the microseconds [phases, n]."""
+        names = [f"{phase}_{unit}" for phase in (*PHASES, HOST)]
+        if not times.size:
+            return {f"{name}_{which}": 0.0 for name in names for which in QUANTILES}
+        # np.percentile takes three times as long, while the engine has steps to report.
+        ordered = np.sort(np.vstack((times, times.sum(axis=0))), axis=1)
+        return {
+            f"{name}_{which}": value
+            for which, quantile in QUANTILES.items()
+            for name, value in zip(names, _quantile(ordered, quantile).tolist(), strict=True)
+        }
+
+
+def _quantile(ordered: np.ndarray, quantile: float) -> np.ndarray:
+    """Of each row of [rows, n], which are sorted: between the two nearest, as np.percentile."""
+    exact = quantile * (ordered.shape[1] - 1)
+    low = int(exact)
+    high = min(low + 1, ordered.shape[1] - 1)
+    return ordered[:, low] + (ordered[:, high] - ordered[:, low]) * (exact - low)
+
 
 WARM_STEPS = 20  # with decodes, before the first one that is recorded
 
@@ -45,7 +187,7 @@ def profile_path(settings: Settings, name: str) -> Path | None:
 
 
 class StepProfile:
-    """Records `steps` steps into the file `path`; see engine/executor.py's Watch."""
+    """Records `steps` steps into the file `path`; a StepObserver (engine/executor.py)."""
 
     def __init__(self, steps: int, path: Path, phases: Phases) -> None:
         self._path = path
@@ -74,6 +216,8 @@ class StepProfile:
             return
         remaining, self._remaining = self._remaining, 0
         self._phases.ranges = self._usual
+        import torch
+
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what is still running belongs to the trace
         recording.stop()
@@ -89,6 +233,12 @@ class StepProfile:
         return warm
 
     def _begin(self) -> profile:
+        import torch
+
+        # torch has no public name for _ExperimentalConfig.
+        from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
+        from torch.profiler import ProfilerActivity, profile
+
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -105,11 +255,15 @@ class NvtxRanges:
 
     def push(self, name: str) -> None:
         """Opens a range of this thread."""
+        import torch
+
         # torch's own code gives this argument no type.
         torch.cuda.nvtx.range_push(name)  # pyright: ignore[reportUnknownMemberType]
 
     def pop(self) -> None:
         """Closes the innermost one."""
+        import torch
+
         torch.cuda.nvtx.range_pop()
 
 
@@ -128,6 +282,8 @@ class ProfilerRanges:
 
     def push(self, name: str) -> None:
         """Opens a range of this thread."""
+        from torch.profiler import record_function
+
         opened = record_function(name)
         opened.__enter__()
         self._opened.ranges.append(opened)
@@ -139,4 +295,6 @@ class ProfilerRanges:
 
 def nvtx_if_loaded() -> TimelineRanges:
     """NVTX where torch has CUDA and a GPU, else none."""
+    import torch
+
     return NvtxRanges() if torch.cuda.is_available() else NoRanges()

@@ -1,7 +1,8 @@
 """Runs steps on a device without waiting for them.
 
-    launch:    pack -> upload -> expand, plan -> forward pass -> sample -> download    all queued
-    finish:    masks ----------------------------------------> sample -> download    of masked rows
+    launch:           pack -> upload -> prepare_inputs, attention metadata -> forward pass
+                      -> sample -> download, all queued
+    sample_masked:    masks -> sample -> download, of a step with masked rows
 
 The device works off what it is handed in order, and is the one writer of what lies there by slot.
 A forward pass is the replay of a CUDA graph, which also expands and samples by temperature, or goes
@@ -19,30 +20,29 @@ from functools import partial
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import Attention, Plan
+from pipeinfer.attention.interface import Attention, AttentionMetadata
 from pipeinfer.engine import calibrate
 from pipeinfer.engine.calibrate import empty_step
 from pipeinfer.engine.device import Device, StepEvent, TwoPhaseEvent
-from pipeinfer.engine.graph_shapes import (
+from pipeinfer.engine.graphs import (
+    Captured,
+    Graphs,
     LargestStep,
     decode_only,
     eager_and_deferred,
     shape_of,
     shared_prefix_variants,
 )
-from pipeinfer.engine.graphs import Captured, Graphs
 from pipeinfer.engine.kv_store import StepAttention, store_for
-from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.profiling import nvtx_if_loaded
+from pipeinfer.engine.profiling import Phases, nvtx_if_loaded
 from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, StepScores, truncated
 from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
 from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS
-from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels
+from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels, tensor_of
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost
-from pipeinfer.tensors import tensor_of
 
 
 @dataclass
@@ -55,7 +55,7 @@ class PackedStep:
     overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
     truncated: int64, those of the rows that sample with top-k, top-p or min-p; biased: whether the
     logits of some of them are raised or lowered.
-    scores: where log-probs are asked for. logits: [S, share] once computed, None if no row samples.
+    scores: where log-probs are asked for. logits: [S, shard] once computed, None if no row samples.
     """
 
     step: Step
@@ -87,9 +87,10 @@ Before = Callable[[Step], None]  # called with a step that is about to be launch
 class LaunchedStep:
     """`step` on its way through the device, in `buffers` of its parity.
 
-    event: its end, which is not ready before a step with masked rows was finished: `two_phase`.
-    packed: what is left to be computed: from its launch on, and of a step with masked rows until it
-    was finished. refused: those of its rows that must not sample, with the reason.
+    event: its end. two_phase: the same, of a step with masked rows: not ready before
+    `sample_masked`. packed: what is left to be computed: from the launch on, and of a step with
+    masked rows until `sample_masked`. refused: those of its rows that must not sample, with the
+    reason.
 
     Written by the device's work, read when the step has ended:
     drawn: int64 [S, 2], how many tokens each row of logits gave, and which. rows: those of `drawn`
@@ -110,7 +111,7 @@ class LaunchedStep:
     _sampled: Sampled | None = None
 
     def take(self) -> Sampled:
-        """What it gave, waited for if need be; raises what the step raised."""
+        """The step's result; waits for its end, and raises what the step raised."""
         if self._sampled is None:
             self.event.wait()
             sampled = Sampled.of(self.drawn[self.rows], self.refused)
@@ -171,7 +172,7 @@ class Runner:
 
     @property
     def shares(self) -> bool:
-        """Whether steps are to say what decodes begin with in common."""
+        """Whether steps carry the shared prefixes of their decodes."""
         return self._backend.traits.shares
 
     @property
@@ -196,24 +197,25 @@ class Runner:
         """Queues the step behind those that were launched before. Does not wait for the device,
         except for buffers still in use, which the depth of the overlap loop rules out on rank 0.
 
-        `before` is called with it before its buffers are waited for and packed, on the thread that
-        launches its kernels. A step with masked rows is computed up to their logits; see `finish`.
+        `before` is called with the step before its buffers are waited for and packed, on the thread
+        that launches its kernels. A step with masked rows is computed up to their logits; see
+        `sample_masked`.
         """
         parity = self._launched % PARITIES
         self._launched += 1
         launched = LaunchedStep(step, self._buffers[parity])
-        prepare = partial(self._prepare, launched, self._latest[parity], before)
+        pack = partial(self._wait_and_pack, launched, self._latest[parity], before)
         with self.phases.range(f"step {step.number}: {step.decodes} of {len(step.slots)} decode"):
-            launched.event = self.device.submit(partial(self._compute, launched), prepare)
+            launched.event = self.device.submit(partial(self._compute, launched), pack)
         if step.masked is not None:
             launched.event = launched.two_phase = TwoPhaseEvent(launched.event)
         self._latest[parity] = launched
         return launched
 
-    def _prepare(
+    def _wait_and_pack(
         self, launched: LaunchedStep, last: LaunchedStep | None, before: Before | None
     ) -> None:
-        """On the host, before the device begins."""
+        """The host's part, before the device begins: waits for the buffers and fills them."""
         step, buffers = launched.step, launched.buffers
         if before is not None:
             before(step)
@@ -225,23 +227,23 @@ class Runner:
 
     @torch.inference_mode()
     def _compute(self, launched: LaunchedStep) -> None:
-        """As the device's work: upload, plan, forward pass, sampling and download are queued."""
+        """The device's work: queues upload, attention metadata, forward, sampling, download."""
         packed, launched.packed = launched.packed, None
         assert packed is not None
         number, span = packed.step.number, self.phases.span
         with span("upload", number):
             self._upload(packed)
         with span("attention_plan", number):
-            plan = self._plan(packed)
+            metadata = self._attention_metadata(packed)
         with span("forward", number):
-            packed.logits = self._forward(packed, plan)
+            packed.logits = self._forward(packed, metadata)
         if packed.step.masked is not None:
             launched.packed = packed  # its rows are sampled when their masks are known
             return
         with span("sample", number):
             self._sample(packed, launched)
 
-    def finish(self, launched: LaunchedStep, fill: Fill) -> None:
+    def sample_masked(self, launched: LaunchedStep, fill: Fill) -> None:
         """Queues the rest of a step with masked rows, which was launched last. `fill` writes their
         masks."""
         masked, event = launched.step.masked, launched.two_phase
@@ -250,10 +252,10 @@ class Runner:
         words = launched.buffers.masks.take(many * width).view(many, width)
         with self.phases.span("masks", launched.step.number):
             launched.refused = fill(words.numpy())
-        event.complete(self.device.submit(partial(self._finish, launched, words)))
+        event.complete(self.device.submit(partial(self._sample_masked, launched, words)))
 
     @torch.inference_mode()
-    def _finish(self, launched: LaunchedStep, words: torch.Tensor) -> None:
+    def _sample_masked(self, launched: LaunchedStep, words: torch.Tensor) -> None:
         """As the device's work: `words` int32 [N, W] are the masks of the step's masked rows."""
         packed, launched.packed = launched.packed, None
         if packed is None:  # the first part has failed
@@ -304,7 +306,7 @@ class Runner:
         return packed
 
     def _upload(self, packed: PackedStep) -> None:
-        """What changes in the slots, and the step, on the current stream."""
+        """Queues the upload of slot changes and of the step, on the current stream."""
         cleared, overflow = packed.step.delta.cleared, packed.overflow_changes
         if len(cleared):  # rare: it waits for a copy, and so does what follows
             self.pool.zero_pages(cleared)
@@ -313,34 +315,34 @@ class Runner:
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
         packed.buffers.upload(packed.num_words, self._device_buffers.words)
 
-    def _plan(self, packed: PackedStep) -> Plan:
-        """What attention makes of the step; None where a graph holds what it needs. Of a graph's
-        rows: into where its first plan lies."""
+    def _attention_metadata(self, packed: PackedStep) -> AttentionMetadata:
+        """None where a graph holds what it needs. A graph's metadata goes to the addresses of its
+        first."""
         buffers = packed.buffers
         if packed.graph is None:
             self._device_buffers.expand(packed.views)
         elif not self._backend.traits.host_lengths:
             return None
-        buffers.plan = self._planned(packed)
-        return buffers.plan
+        buffers.attention_metadata = self._build_metadata(packed)
+        return buffers.attention_metadata
 
-    def _planned(self, packed: PackedStep) -> Plan:
+    def _build_metadata(self, packed: PackedStep) -> AttentionMetadata:
         views, buffers = packed.views, packed.buffers
-        return self._backend.plan(
-            self._device_buffers.plan_inputs(
+        return self._backend.build_metadata(
+            self._device_buffers.attention_inputs(
                 views, buffers.parity, buffers.packer.words, packed.step
             )
         )
 
-    def _forward(self, packed: PackedStep, plan: Plan) -> torch.Tensor | None:
-        """Logits [S, share], ready to be sampled; None if no row samples."""
+    def _forward(self, packed: PackedStep, metadata: AttentionMetadata) -> torch.Tensor | None:
+        """Logits [S, shard], ready to be sampled; None if no row samples."""
         if packed.graph is None:
-            return self._logits(packed.views, plan, packed.scores)
+            return self._logits(packed.views, metadata, packed.scores)
         packed.graph.replay()  # sampling by temperature included
         return packed.graph.logits
 
     def _sample(self, packed: PackedStep, launched: LaunchedStep) -> None:
-        """What the rows draw, and what is said of it, on their way to the host."""
+        """Samples the rows, and queues the download of ids and log-probs."""
         buffers, logits, scores = packed.buffers, packed.logits, packed.scores
         if logits is not None:
             drawn = self._draw(packed, logits)
@@ -354,11 +356,13 @@ class Runner:
             launched.scores = scores.download(buffers.logprobs)
 
     def _logits(
-        self, views: DeviceStep, plan: Plan, scores: Scores | None = None
+        self, views: DeviceStep, metadata: AttentionMetadata, scores: Scores | None = None
     ) -> torch.Tensor | None:
-        """Logits [S, share] of a step that is expanded, ready to be sampled; None if no row
-        samples. What `scores` wants to know of them and of others it is given."""
-        attend = StepAttention(self._backend, plan, self._store, views.slot_mapping)
+        """Logits [S, shard] after prepare_inputs, ready to be sampled; None if no row samples.
+
+        scores: gets the hidden states and logits that log-probs need.
+        """
+        attend = StepAttention(self._backend, metadata, self._store, views.slot_mapping)
         samples, rows = views.num_logits, None
         if samples and not views.logits_of_every_token:
             rows = views.logits_indices
@@ -384,7 +388,7 @@ class Runner:
         self._kernels.apply_logit_bias(logits, *where, edits, first, values)
 
     def _draw(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
-        """What the rows draw: a graph's own choice, unless some want more than temperature."""
+        """int64 [S, 2]: what the graph has sampled, unless some row needs more than temperature."""
         step, views, graph = packed.step, packed.views, packed.graph
         sample_rows, truncated = packed.sample_rows, packed.truncated
         alike = step.penalties is None and not len(truncated) and not packed.biased
@@ -405,7 +409,7 @@ class Runner:
         return drawn
 
     def _kept_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """A copy for who looks at logits; there when the step has ended."""
+        """A copy where `keep_logits`; complete when the step has ended."""
         return self._sampler.gather_logits(logits).clone() if self.keep_logits else None
 
     # --------------------------------------------------------------------------------------- graphs
@@ -446,17 +450,17 @@ class Runner:
 
     @property
     def graphs(self) -> int:
-        """How many there are."""
+        """How many graphs there are."""
         return len(self._graphs)
 
     @property
     def graphs_deferred(self) -> int:
-        """How many are to come, by `capture_next`."""
+        """How many graphs `capture_next` has still to capture."""
         return len(self._graphs.deferred)
 
     def capture_next(self) -> StepEvent:
-        """Queues the capture of the next one. Only while no step is under way: it packs where steps
-        are packed."""
+        """Queues the capture of the next deferred graph. Only while no step is in flight: the
+        capture uses a step's buffers."""
         graphs = self._graphs
 
         @torch.inference_mode()
@@ -466,7 +470,7 @@ class Runner:
         return self.device.submit(work)
 
     def stop_capturing(self) -> None:
-        """None comes any more."""
+        """Drops the deferred graphs."""
         self._graphs.deferred.clear()
 
     def measure(self, agreed: Callable[[Container[int]], frozenset[int]]) -> None:
@@ -495,38 +499,44 @@ class Runner:
             self.step_cost = calibrate.padded(cost, graphs.slow)
 
     def _seconds(self, step: Step) -> float:
-        """What the device takes for it, without a graph."""
+        """Seconds of the device for `step`, without a graph."""
         launched = self.launch(step)
         launched.take()
         return launched.event.busy
 
     def _replayed(self, shape: GraphShape, step: Step) -> float:
-        """What the device takes for it by the graph of that size."""
+        """Seconds of the device for `step`, by the graph of `shape`."""
         found: list[float] = []
 
         @torch.inference_mode()
         def work() -> None:
-            self._prepared(self._graphs[shape].views, step)
+            self._pack_for_graph(self._graphs[shape].views, step)
             found.append(self._graphs.seconds(shape, calibrate.REPLAYS))
 
         self.device.run(work)
         return found[0]
 
-    def _padding(self, shape: GraphShape) -> tuple[DeviceStep, Plan]:
-        """A step of padding rows where graphs of that shape read, planned."""
+    def _padding(self, shape: GraphShape) -> tuple[DeviceStep, AttentionMetadata]:
+        """A step of padding rows in the buffers that graphs read, and its metadata."""
         samples = min(shape.rows, self.largest.rows)
-        return self._prepared(self._device_buffers.views(shape, samples, padded=True), empty_step())
+        return self._pack_for_graph(
+            self._device_buffers.views(shape, samples, padded=True), empty_step()
+        )
 
-    def _prepared(self, views: DeviceStep, step: Step) -> tuple[DeviceStep, Plan]:
-        """The step where graphs read, planned."""
+    def _pack_for_graph(
+        self, views: DeviceStep, step: Step
+    ) -> tuple[DeviceStep, AttentionMetadata]:
+        """The step in the buffers that graphs read, and its metadata."""
         packed = self._make_packed(step, self._buffers[0], views, None)
         self._upload(packed)
-        return views, self._planned(packed)
+        return views, self._build_metadata(packed)
 
-    def _body(self, views: DeviceStep, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    def _body(
+        self, views: DeviceStep, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph holds; see graphs.py."""
         self._device_buffers.expand(views)
-        logits = self._logits(views, plan)
+        logits = self._logits(views, metadata)
         assert logits is not None
         last_token = self._state.by_slot.last_token
         return logits, self._sampler.sample(logits, views.sampling, last_token, NONE)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.control import Prefix
-from pipeinfer.engine.preload import preload_torch
-from pipeinfer.engine.start import GIB, Start, process_age
+from pipeinfer.engine.start import GIB, Start, preload_torch, process_age
 from pipeinfer.messages import PROTOCOL, Hello, State
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.runtime.stage import Stage, StageContext
@@ -194,7 +193,7 @@ def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
 
     if rank > 0:
         return ReceivedMasks()
-    from pipeinfer.grammars.store import GrammarStore
+    from pipeinfer.grammars.compiling import GrammarStore
     from pipeinfer.text import grammar_setup
 
     setup = partial(grammar_setup, folder, settings.model_impl)

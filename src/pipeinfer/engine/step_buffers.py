@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import HostLengths, Plan, PlanInputs, Traits
+from pipeinfer.attention.interface import AttentionInputs, AttentionMetadata, HostLengths, Traits
 from pipeinfer.engine.device import Device
-from pipeinfer.engine.graph_shapes import LargestStep
+from pipeinfer.engine.graphs import LargestStep
 from pipeinfer.engine.step_builder import FIELDS, filled
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
@@ -33,10 +33,10 @@ from pipeinfer.kernels.interface import (
     SlotBadWords,
     SlotLogitBias,
     SlotTables,
+    tensor_of,
 )
-from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, MOST_BAD_WORDS
-from pipeinfer.step import BadWords, LogitEdits, Step, StepDelta
-from pipeinfer.tensors import tensor_of
+from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, MAX_BAD_WORDS
+from pipeinfer.step import BadWords, RequestLogitBias, Step, StepDelta
 
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
 NONE = np.empty(0, dtype=np.int32)
@@ -204,14 +204,14 @@ class DeviceBuffers:
         self._by_row = [zeros(rows + 1) for _ in range(5)]
         table = self._state.by_slot.page_table.view(-1)
         self._kv_indices = zeros(logits * largest.pages + logits) if traits.lists_pages else table
-        with_pages = {"none": 0, "prefills": 1, "all": 2}[traits.block_table]
-        self._block_table = zeros(with_pages * largest.rows * largest.pages)
+        with_pages = {"none": 0, "prefills": 1, "all": 2}[traits.page_table]
+        self._row_page_table = zeros(with_pages * largest.rows * largest.pages)
         self._by_logits = [zeros(logits, torch.int64) for _ in range(3)]
         self._sampling_words = zeros(logits * FIELD_WORDS)
 
     def views(self, shape: GraphShape, num_logits: int, padded: bool) -> DeviceStep:
         """For steps of that shape with so many rows of logits. padded: others may be smaller, and
-        every row that is not theirs is padding.
+        every other row is padding.
 
         Raises ValueError for more than there is room for.
         """
@@ -229,7 +229,7 @@ class DeviceBuffers:
             )
         at, words, rows, tokens = layout(shape), self.words, shape.rows, shape.tokens
         pages = self._state.by_slot.page_table.shape[1]
-        tables = {"none": 0, "prefills": shape.prefills, "all": rows}[self._traits.block_table]
+        tables = {"none": 0, "prefills": shape.prefills, "all": rows}[self._traits.page_table]
         input_ids, positions, slot_mapping = (part[:tokens] for part in self._by_token)
         qo_indptr, prefill_qo_indptr, seq_lens, last_page_len, kv_indptr = self._by_row
         logits_indices, write_slots, sample_positions = (
@@ -257,7 +257,7 @@ class DeviceBuffers:
             last_page_len=last_page_len[:rows],
             kv_indptr=kv_indptr[: rows + 1],
             kv_indices=self._kv_indices,
-            block_table=self._block_table[: tables * pages].view(tables, pages),
+            row_page_table=self._row_page_table[: tables * pages].view(tables, pages),
             logits_indices=logits_indices,
             write_slots=write_slots,
             sample_positions=sample_positions,
@@ -276,9 +276,9 @@ class DeviceBuffers:
         self._kernels.scatter_words(step.changes, step.num_changes, self._state.words)
         self._kernels.prepare_inputs(step, self._state.by_slot, self._page_size)
 
-    def plan_inputs(
+    def attention_inputs(
         self, views: DeviceStep, parity: int, words: np.ndarray, step: Step
-    ) -> PlanInputs:
+    ) -> AttentionInputs:
         """For attention. words: the step's on the host, read only if the traits want lengths
         there."""
         if views.padded:  # whatever steps a graph will run
@@ -288,10 +288,10 @@ class DeviceBuffers:
             queries = int(step.counts.max())
             pages = -(-int((step.starts + step.counts).max()) // self._page_size)
         host = self._on_host(views, words) if self._traits.host_lengths else None
-        return PlanInputs(views, queries, pages, parity, host)
+        return AttentionInputs(views, queries, pages, parity, host)
 
     def _on_host(self, views: DeviceStep, words: np.ndarray) -> HostLengths:
-        """What the device makes of the words, as far as planning on the host needs it."""
+        """Lengths and indptrs as the device computes them from the words."""
         at, rows = layout(views.shape), views.shape.rows
         starts, counts = (words[begin : begin + rows] for begin in (at.starts, at.counts))
         counts = np.maximum(counts, views.padding_row_tokens)
@@ -349,7 +349,7 @@ class Download:
 class StepBuffers:
     """One parity.
 
-    plan: what attention made of the last step that was launched in them; its memory is in use until
+    attention_metadata: of the last step that was launched in them; its memory is in use until
     that step has ended.
     """
 
@@ -359,7 +359,7 @@ class StepBuffers:
         self.parity = parity
         self._pinned = device.pinned((words,), torch.int32)
         self.packer = StepPacker(self._pinned.numpy(), padding_slot)
-        self.plan: Plan = None
+        self.attention_metadata: AttentionMetadata = None
         self._drawn = device.pinned((max_rows, 2), torch.int64)
         self._drawn_on_host: np.ndarray = self._drawn.numpy()
         # Cutting tensors costs as much as a copy.
@@ -392,22 +392,28 @@ class StepBuffers:
 ORDER = sorted(FIELDS, key=lambda field: -np.dtype(field.dtype).itemsize)
 WIDE = sum(np.dtype(field.dtype).itemsize == 8 for field in FIELDS)
 FIELD_WORDS = len(FIELDS) + WIDE
-SEQUENCES = 2 * MOST_BAD_WORDS  # each has two spellings
-BAD_WORDS_SIZE = BAD_WORDS_HEADER + LONGEST_BAD + SEQUENCES + 1 + MOST_BAD_IDS  # words of a slot
+SEQUENCES = 2 * MAX_BAD_WORDS  # each has two spellings
+BAD_WORDS_SIZE = (
+    BAD_WORDS_HEADER + MAX_BAD_WORD_IDS + SEQUENCES + 1 + MAX_BAD_IDS
+)  # words of a slot
 TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bits
 
 
 class SlotState:
     """What the device keeps of the requests in their slots, as regions of one buffer of words:
 
-        | page table    | sampling fields | numbers of edits | edits            | bad words     |
-          [slots + 1, P]  (slots + 1) * F   [slots + 1]        [3, slots + 1, E]  [slots + 1, B]
+        region              shape
+        page table          [rows, pages]
+        sampling fields     rows * FIELD_WORDS
+        numbers of edits    [rows]
+        edits               [3, rows, max_edits]
+        bad words           [rows, BAD_WORDS_SIZE]
 
-    for `slots` requests with up to `pages` pages (P) and `max_edits` edits (E) each; F is
-    FIELD_WORDS, B is BAD_WORDS_SIZE. One buffer, so that whatever changes (Step.delta) is a list of
-    indices and values. On the forward stream scatter_words writes it, and apply_logit_bias the
-    latest ids of requests with bad words. Beside it lies last_token, int64 [slots + 1], the id that
-    each slot sampled last, which sampling kernels write.
+    rows: a row for each of `slots` requests, and one for the padding slot. One buffer, so that
+    whatever changes (Step.delta) is a list of indices and values. On the forward stream
+    scatter_words writes it, and apply_logit_bias the latest ids of requests with bad words. Beside
+    it lies last_token, int64 [rows], the id that each slot sampled last, which sampling kernels
+    write.
 
     padding_slot: the last one, which padding rows have. by_slot, logit_edits: what kernels read.
     words: all of the buffer. biased: on the host, bool [slots], whose edits raise or lower logits.
@@ -440,7 +446,7 @@ class SlotState:
             self.words[self._edits_at : self._bad_words_at].view(3, many, max_edits),
             SlotBadWords(
                 self.words[self._bad_words_at :].view(many, BAD_WORDS_SIZE),
-                LONGEST_BAD,
+                MAX_BAD_WORD_IDS,
                 SEQUENCES,
                 self.by_slot.last_token,
             ),
@@ -471,20 +477,20 @@ class SlotState:
         counts = dict.fromkeys(slots.tolist(), 0)
         banned = counts.copy()
         self.biased[slots] = False
-        for edits in delta.edits:
+        for edits in delta.logit_biases:
             self.biased[edits.slot] = edits.values.any()
             counts[edits.slot] = -len(edits.ids) if edits.only else len(edits.ids)
             found += self._logit_edit_changes(edits)
-            if edits.bans is not None:
-                banned[edits.slot] = len(edits.bans.ends)
-                found += self._bad_word_changes(edits.slot, edits.bans)
+            if edits.bad_words is not None:
+                banned[edits.slot] = len(edits.bad_words.ends)
+                found += self._bad_word_changes(edits.slot, edits.bad_words)
         found.append((self._counts_at + slots, np.fromiter(counts.values(), np.int32)))
         found.append(
             (self._bad_words_at + slots * BAD_WORDS_SIZE, np.fromiter(banned.values(), np.int32))
         )
         return found
 
-    def _logit_edit_changes(self, edits: LogitEdits) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _logit_edit_changes(self, edits: RequestLogitBias) -> list[tuple[np.ndarray, np.ndarray]]:
         """Raises ValueError for more edits than there is room for."""
         many, count = self.padding_slot + 1, len(edits.ids)
         if count > self._max_edits:
@@ -499,15 +505,18 @@ class SlotState:
         self, slot: int, bad_words: BadWords
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """All but how many there are. Raises ValueError for more than there is room for."""
-        if len(bad_words.ends) > SEQUENCES or len(bad_words.ids) > MOST_BAD_IDS:
+        if len(bad_words.ends) > SEQUENCES or len(bad_words.ids) > MAX_BAD_IDS:
             raise ValueError(
                 f"no room for {len(bad_words.ends)} sequences of {len(bad_words.ids)} ids"
             )
         begin = self._bad_words_at + slot * BAD_WORDS_SIZE
-        ends_at = begin + BAD_WORDS_HEADER + LONGEST_BAD
+        ends_at = begin + BAD_WORDS_HEADER + MAX_BAD_WORD_IDS
         longest = np.diff(bad_words.ends, prepend=0).max()
-        head = np.array((bad_words.begin, bad_words.known, longest), dtype=np.int32)
-        recent = np.arange(bad_words.known - len(bad_words.recent), bad_words.known) % LONGEST_BAD
+        head = np.array((bad_words.begin, bad_words.num_known, longest), dtype=np.int32)
+        recent = (
+            np.arange(bad_words.num_known - len(bad_words.recent), bad_words.num_known)
+            % MAX_BAD_WORD_IDS
+        )
         ends, ids = np.concatenate(([0], bad_words.ends)), bad_words.ids
         return [
             (begin + 1 + np.arange(len(head)), head),

@@ -26,8 +26,8 @@ from pipeinfer.gateway.tool_parsers.base import (
     PlainTextParser,
     ReasoningTokenCounter,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import FinishReason
+from pipeinfer.params import JsonObject, JsonValue
 
 TRUNCATED_REASONS = ("length", "abort")  # finish reasons of an output that is not complete
 

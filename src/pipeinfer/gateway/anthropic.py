@@ -53,7 +53,7 @@ from pipeinfer.gateway.schema import (
     prescan,
 )
 from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, MESSAGES, Refusals
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
 # {field of a chat: field of this API}.
 FIELD_NAMES = {

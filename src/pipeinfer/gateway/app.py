@@ -86,7 +86,7 @@ from pipeinfer.gateway.serving import (
     tokenize_response,
 )
 from pipeinfer.gateway.sessions import RESET_TIMEOUT
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.version import __version__
 from pipeinfer.wire import unpack
 

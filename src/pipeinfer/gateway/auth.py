@@ -30,12 +30,12 @@ from typing import NamedTuple
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeinfer import traceparent
 from pipeinfer.gateway.api_keys import ApiKeys, KeyLimitExceeded, KeyLimits, KeyUsage
 from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Handler
 from pipeinfer.gateway.ledger import Failed, OutputDelta, RequestTraces, Started, client_traceparent
 from pipeinfer.gateway.metrics import MetricCounter, Metrics
 from pipeinfer.gateway.sessions import ResponseSink
+from pipeinfer.observe.spans import read_traceparent
 from pipeinfer.runtime.logs import ACCESS
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import is_loopback
@@ -400,7 +400,7 @@ class AccessLog:
                 "prompt_tokens": prompt,
                 "output_tokens": output,
             }
-        parent = traceparent.read(given)
+        parent = read_traceparent(given)
         if parent is not None:
             fields["trace_id"] = parent.trace_id
         log.info(
@@ -423,7 +423,7 @@ IPV6_HOST_BYTES = 8  # bytes of an IPv6 address that its host has
 class ClientHashes:
     """Hashes of clients for the other stages: no address and no name of a key leaves the gateway.
 
-    Clients take turns where they wait (fair_queue.py). Where keys are needed a client is a key.
+    Clients take turns where they wait (FairQueue). Where keys are needed a client is a key.
     Else a client is a connection of a host: a proxy has connections of many users, and several
     programs of one host are several clients. A host is an IPv4 address, or the /64 of an IPv6
     address.

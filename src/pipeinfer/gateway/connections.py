@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.errors import ApiError, UnroutableResponse, error_response, http_error
-from pipeinfer.runtime.listening import BACKLOG
+from pipeinfer.runtime.servers import BACKLOG
 
 # Seconds after a probe at which its effect is checked; after the last check the next probe is sent.
 # The first is long enough for a client on this host, the second for one far away.

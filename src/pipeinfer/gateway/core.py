@@ -15,7 +15,17 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick, Unsent, bracketed_answer
+from pipeinfer.core import (
+    GIVE_UP_FACTOR,
+    LOCAL,
+    Drain,
+    Leave,
+    Send,
+    Tick,
+    Unsent,
+    bracketed_answer,
+    silence_limit,
+)
 from pipeinfer.gateway.health import ExpectedStage, Health, StageStatus
 from pipeinfer.gateway.ledger import (
     Backlog,
@@ -39,7 +49,6 @@ from pipeinfer.gateway.ledger import (
     offsets,
     resubmissions,
 )
-from pipeinfer.liveness import GIVE_UP_FACTOR, silence_limit
 from pipeinfer.messages import (
     Abort,
     Accepted,

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 
 TYPES = {
     400: "invalid_request_error",

@@ -24,12 +24,18 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from pipeinfer import traceparent
 from pipeinfer.core import RecentTable
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import Abort, Done, FinishReason, LogprobTexts, Message, Submit, TextRow
-from pipeinfer.params import SEED_MASK, SamplingParams, StructuredOutputs, ThoughtState, choice_id
-from pipeinfer.traceparent import Traceparent
+from pipeinfer.observe.spans import Traceparent, read_traceparent
+from pipeinfer.params import (
+    SEED_MASK,
+    JsonObject,
+    JsonValue,
+    SamplingParams,
+    StructuredOutputs,
+    ThoughtState,
+    choice_id,
+)
 from pipeinfer.wire import SCORE_WORDS, WORD, score_bytes, unpack_few, unpack_scores
 
 Status = Literal["starting", "ready", "degraded", "draining"]
@@ -233,7 +239,7 @@ SPAN_DIGITS = 16  # of a span id
 def client_traceparent(headers: Mapping[str, str]) -> str:
     """The client's W3C traceparent; "" if there is none or it is malformed."""
     given = headers.get(TRACEPARENT, "")
-    return given if traceparent.read(given) is not None else ""
+    return given if read_traceparent(given) is not None else ""
 
 
 class RequestTraces:
@@ -255,7 +261,7 @@ class RequestTraces:
         Names the gateway's span, in the client's trace or in a new one. A trace that its client
         does not sample is passed on as it is.
         """
-        client = traceparent.read(given)
+        client = read_traceparent(given)
         if not self._on or (client is not None and not client.sampled):
             return given
         digest = hashlib.sha256(f"{self._salt}/{request_id}".encode()).hexdigest()

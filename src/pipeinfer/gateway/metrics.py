@@ -29,8 +29,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from pipeinfer.core import REQUEST_SECONDS, Histogram, read_histogram
 from pipeinfer.gateway.health import Health, StageStatus, kv_usage
-from pipeinfer.histogram import OF_REQUESTS, Histogram, read
 from pipeinfer.step_cost import NO_TARGETS, Targets
 
 
@@ -185,7 +185,7 @@ class Metrics:
         self.request_seconds = SecondsHistogram(
             "pipeinfer_request_seconds",
             "From a request's arrival to its end, of those that ended by stop or length.",
-            OF_REQUESTS,
+            REQUEST_SECONDS,
         )
         for times in (
             self.time_to_first_token,
@@ -335,7 +335,7 @@ class _StageCollector(Collector):
         ):
             family = HistogramMetricFamily(f"pipeinfer_{name}_seconds", text, labels=["group"])
             for row in self._health.one_per_group("scheduler"):
-                histogram = read(row.stats, name)
+                histogram = read_histogram(row.stats, name)
                 if histogram is not None:
                     add_histogram(family, [str(row.group)], *histogram)
             yield family
@@ -443,7 +443,7 @@ VLLM_ITL_BUCKETS = (
     40.0, 80.0,
 )  # fmt: skip
 SHORTEST_REQUEST = 0.3  # of the buckets of whole requests, and of what they go through
-REQUEST_BUCKETS = tuple(bound for bound in OF_REQUESTS if bound >= SHORTEST_REQUEST)
+REQUEST_BUCKETS = tuple(bound for bound in REQUEST_SECONDS if bound >= SHORTEST_REQUEST)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
 
@@ -627,7 +627,7 @@ class VllmMetrics(Collector):
         ):
             family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=LABELS)
             for row in self._groups_of(stage):
-                histogram = read(row.stats, statistic)
+                histogram = read_histogram(row.stats, statistic)
                 if histogram is not None:
                     longer = [
                         (bound, count) for bound, count in histogram[0] if bound >= SHORTEST_REQUEST

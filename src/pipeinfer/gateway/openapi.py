@@ -23,7 +23,7 @@ from pipeinfer.gateway.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.version import __version__
 
 REF = "#/components/schemas/{name}"

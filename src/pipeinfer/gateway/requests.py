@@ -53,8 +53,14 @@ from pipeinfer.gateway.tools import (
     tool_call_constraint,
     tool_call_for_template,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
+from pipeinfer.params import (
+    InvalidParameter,
+    JsonObject,
+    JsonValue,
+    SamplingParams,
+    check_choices,
+    normalized,
+)
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import content_text
 from pipeinfer.wire import pack

@@ -15,8 +15,8 @@ import msgspec
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.ledger import OutputDelta, RankedToken, Started, TokenScore
 from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import FinishReason
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.wire import json_logprob, unpack
 
 DONE = b"data: [DONE]\n\n"

@@ -75,8 +75,7 @@ from pipeinfer.gateway.schema import (
 )
 from pipeinfer.gateway.tools import check_tool_type
 from pipeinfer.gateway.unsupported_fields import RESPONSES, Refusals
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import JsonObject, JsonValue, SamplingParams
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # Values of `include` that are accepted.

@@ -20,7 +20,7 @@ from pipeinfer.gateway.unsupported_fields import (
     REFUSED,
     Refusals,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
 INT32 = 2**31 - 1
 # Seconds. The ledgers of three stages keep a request until its time is up; a day is longer than

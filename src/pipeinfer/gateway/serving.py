@@ -71,8 +71,7 @@ from pipeinfer.gateway.unsupported_fields import (
     IGNORED_NESTED_FIELDS,
     is_neutral,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import JsonObject, JsonValue, SamplingParams
 from pipeinfer.wire import pack, unpack
 
 READ_TIMEOUT = 30.0  # seconds without a byte after which a client is not waited for

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from pipeinfer.checkpoint.fields import read_json
+from pipeinfer.checkpoint.files import read_json
 from pipeinfer.checkpoint.source import FILES_TO_FETCH, find_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import api_keys
@@ -52,12 +52,12 @@ from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
 from pipeinfer.gateway.serving import Service
 from pipeinfer.gateway.sessions import RequestSessions
 from pipeinfer.gateway.tool_parsers.registry import choose_parsers
-from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import Message
-from pipeinfer.runtime import listening
-from pipeinfer.runtime.listening import BACKLOG, close_all
+from pipeinfer.params import JsonObject
+from pipeinfer.runtime import servers
+from pipeinfer.runtime.logs import CLEAR_LINE, can_rewrite, discard_unread
+from pipeinfer.runtime.servers import BACKLOG, close_all
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
-from pipeinfer.runtime.terminal import CLEAR_LINE, can_rewrite, discard_unread
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import Targets
 from pipeinfer.text import (
@@ -227,8 +227,8 @@ def _reload_keys_and_certificate(
 def _listen(context: StageContext) -> list[socket.socket]:
     """Sockets that the parent process handed over, or new ones."""
     if context.listen_fds:
-        return listening.adopt(context.listen_fds)
-    return listening.open_sockets(context.settings.host, context.settings.port)
+        return servers.adopt(context.listen_fds)
+    return servers.open_sockets(context.settings.host, context.settings.port)
 
 
 def _context_length(settings: Settings, folder: Path) -> int:

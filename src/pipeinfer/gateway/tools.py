@@ -45,9 +45,8 @@ from pipeinfer.gateway.tool_parsers.grammars import (
 from pipeinfer.gateway.tool_parsers.harmony import final_message_grammar
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.grammars.bounds import MAX_GRAMMAR_BYTES, GrammarError, check, schema_of
-from pipeinfer.grammars.json_schema import compilable_schema
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.grammars.rewriting import compilable_schema
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 
 # Characters of the arguments of all calls in a conversation. The tokenizer parses them, some 40 ms
 # at the worst.
@@ -482,7 +481,7 @@ class OutputConstraint:
 
     Attributes:
     - spec: None if any text will do
-    - unenforced: keywords of the schema that are not enforced, see grammars/json_schema.py
+    - unenforced: keywords of the schema that are not enforced, see grammars/rewriting.py
     - field: of the request, that asked for it
     - fallback: the constraint where `spec` cannot be compiled; None: the request is refused then
     - fallback_omits: what the fallback does not enforce

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pipeinfer.json_values import JsonValue
+from pipeinfer.params import JsonValue
 
 Refusals = Mapping[str, Sequence[JsonValue]]
 

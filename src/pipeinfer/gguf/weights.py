@@ -19,7 +19,7 @@ import numpy as np
 from pipeinfer.gguf.config import Keys
 from pipeinfer.gguf.header import BLOCKS, GgufHeader, TensorInfo
 
-PIECE = 1 << 20  # values that are decoded at a time; as float32 they fit into a CPU's cache
+CHUNK_VALUES = 1 << 20  # values that are decoded at a time; as float32 they fit into a CPU's cache
 
 
 class WeightFile:
@@ -47,7 +47,7 @@ class WeightFile:
             return
         blocks = self._blocks(packed)
         begin, end = slices[0].start, slices[0].stop
-        step = max(PIECE // packed.shape[1], 1)
+        step = max(CHUNK_VALUES // packed.shape[1], 1)
         for start in range(begin, end, step):
             stop = min(start + step, end)
             rows = blocks[_order(start, stop, packed)]
@@ -84,7 +84,7 @@ def _order(start: int, stop: int, packed: GgufTensor) -> np.ndarray | slice:
     return rows - within + within % (size // 2) * 2 + within // (size // 2)
 
 
-WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+UNLAYERED = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -152,8 +152,8 @@ def _named(header: GgufHeader, keys: Keys, tensor: TensorInfo) -> Iterator[tuple
     stem, _, kind = tensor.name.rpartition(".")
     if tensor.name in UNUSED:
         return
-    if stem in WHOLE:
-        yield f"{WHOLE[stem]}.{kind}", _packed(header, keys, tensor)
+    if stem in UNLAYERED:
+        yield f"{UNLAYERED[stem]}.{kind}", _packed(header, keys, tensor)
     elif (found := LAYER.fullmatch(tensor.name)) is None:
         yield tensor.name, _packed(header, keys, tensor)
     else:

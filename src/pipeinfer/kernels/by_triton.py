@@ -9,8 +9,14 @@ import torch
 
 from pipeinfer.kernels import sampling as sampling_kernels
 from pipeinfer.kernels.interface import SamplingTensors
-from pipeinfer.kernels.logits_processing import apply_logit_bias, apply_token_bitmask
-from pipeinfer.kernels.logprobs import local_topk, logit_keys, logprobs, merge_topk
+from pipeinfer.kernels.logits import (
+    apply_logit_bias,
+    apply_token_bitmask,
+    local_topk,
+    logit_keys,
+    logprobs,
+    merge_topk,
+)
 from pipeinfer.kernels.prepare_inputs import prepare_inputs, scatter_words
 
 __all__ = [

@@ -3,7 +3,11 @@
 The definition of sampling: greedy, or Gumbel-max over what top-k, top-p and min-p leave, on one
 rank or from the candidates of ranks that each have a shard of the vocabulary. A row's token
 depends on its own logits, parameters, seed and position only: never on what else is in the batch.
-Knows rows, slots, ids and pages as arrays; no request. Needs no triton.
+
+Noise is a function of (seed, position, vocabulary index) and nothing else; a kernel for another
+device must give the same 32-bit words. Generator: Philox4x32-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3"). Knows rows, slots, ids and pages as arrays; no request. Needs no
+triton.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from math import inf
 import numpy as np
 import torch
 
-from pipeinfer.kernels import noise
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
     GREEDY_BELOW,
@@ -29,6 +32,97 @@ from pipeinfer.kernels.interface import (
 )
 from pipeinfer.wire import NO_ID
 
+# Noise. Key: (low, high) word of the seed. Counter: (id // 4, low word of the position, high
+# word of the position, 0). Word id % 4 of the output, w, becomes the uniform
+#   v = min(float32(w) * 2^-32 + 2^-33, 1 - 2^-24)          float32, round to nearest even
+# and the Gumbel variate -log(-log1p(-v)). Words and uniforms are exact on every device; logarithms
+# may differ in the last bit. Small v, the upper tail of the Gumbel, keep 24 significant bits.
+
+WORD = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+ROUNDS = 10
+LARGEST_UNIFORM = np.float32(1 - 2.0**-24)
+WORDS_PER_BLOCK = 1 << 18  # words made at a time, so that the intermediate arrays stay in the cache
+
+
+def philox(
+    counter: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    key: tuple[np.ndarray, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The four output words of Philox4x32-10. All arrays are uint64, hold 32 bits and broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        first = c0 * MULTIPLIERS[0]
+        second = c2 * MULTIPLIERS[1]
+        c0, c1 = (second >> HALF) ^ (c1 ^ k0), second & WORD
+        c2, c3 = (first >> HALF) ^ (c3 ^ k1), first & WORD
+        k0 = (k0 + WEYL[0]) & WORD
+        k1 = (k1 + WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def philox_words(
+    seeds: np.ndarray, positions: np.ndarray, counters: np.ndarray
+) -> list[np.ndarray]:
+    """Output words 0..3 for seeds (uint64), positions (int64) and id // 4, broadcast together."""
+    seeds = seeds.astype(np.uint64)
+    where = positions.astype(np.int64).view(np.uint64)
+    zero = np.zeros_like(where)
+    counter = (counters.astype(np.uint64), where & WORD, where >> HALF, zero)
+    return list(philox(counter, (seeds & WORD, seeds >> HALF)))
+
+
+def gumbel_noise(
+    seeds: np.ndarray, positions: np.ndarray, vocab: int, start: int = 0
+) -> np.ndarray:
+    """float32 [R, vocab] standard Gumbel noise of rows with `seeds` uint64 and `positions` int64,
+    for ids start .. start + vocab - 1.
+
+    Costs about 6 ns a value on one core; `gumbel_noise_at` is cheaper for less than a sixth of the
+    ids.
+    """
+    skipped = start % 4  # a counter makes the noise of four ids
+    if skipped:
+        return gumbel_noise(seeds, positions, vocab + skipped, start - skipped)[:, skipped:]
+    counters = np.arange(start // 4, -(-(start + vocab) // 4))[None, :]
+    out = np.empty((len(seeds), vocab), dtype=np.float32)
+    rows = max(WORDS_PER_BLOCK // max(vocab, 1), 1)
+    for begin in range(0, len(seeds), rows):
+        block = slice(begin, begin + rows)
+        words = philox_words(seeds[block, None], positions[block, None], counters)
+        for index, word in enumerate(words):
+            part = out[block, index::4]
+            part[...] = word[:, : part.shape[1]]  # uint64 to float32 rounds once, to nearest even
+        _to_gumbel(out[block])
+    return out
+
+
+def gumbel_noise_at(seeds: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """float32 [N]: the same noise as `gumbel_noise`, for single (seed, position, id) triples."""
+    out = np.empty(len(ids), dtype=np.float32)
+    for begin in range(0, len(ids), WORDS_PER_BLOCK // 4):
+        block = slice(begin, begin + WORDS_PER_BLOCK // 4)
+        words = philox_words(seeds[block], positions[block], ids[block] // 4)
+        out[block] = np.choose(ids[block] % 4, words)
+        _to_gumbel(out[block])
+    return out
+
+
+def _to_gumbel(word: np.ndarray) -> None:
+    """In place: float32 of 32-bit words to Gumbel variates."""
+    word *= np.float32(2.0**-32)
+    word += np.float32(2.0**-33)
+    np.minimum(word, LARGEST_UNIFORM, out=word)
+    np.negative(word, out=word)
+    np.log1p(word, out=word)
+    np.negative(word, out=word)
+    np.log(word, out=word)
+    np.negative(word, out=word)
+
+
 SORTED_WIDTHS = (512, 4096)  # values that are sorted before a top-p row sorts its whole vocabulary
 LOGITS_PER_BLOCK = 1 << 18  # logits handled at a time, so that the passes over them stay in cache
 SPARSE_NOISE_COST = 6  # noise for single ids costs so many times more than for a whole row
@@ -40,12 +134,12 @@ TOPK_BLOCK = 128  # ids whose greatest logit is looked at first, for the best lo
 def truncation_thresholds(
     x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> np.ndarray:
-    """float32 [F, 1]: what top-k, top-p and min-p leave of row r are the ids with x >= threshold.
+    """float32 [N, 1]: what top-k, top-p and min-p leave of row r are the ids with x >= threshold.
 
-    x: float32 [F, vocab], logits after temperature, shifted so that each row's maximum is 0.
-    top_k: int32 [F], applied first; 0 is off.
-    top_p: float32 [F], applied to the rest of the probability, renormalised; 1 is off.
-    min_p: float32 [F], relative to the largest probability; 0 is off.
+    x: float32 [N, vocab], logits after temperature, shifted so that each row's maximum is 0.
+    top_k: int32 [N], applied first; 0 is off.
+    top_p: float32 [N], applied to the rest of the probability, renormalised; 1 is off.
+    min_p: float32 [N], relative to the largest probability; 0 is off.
 
     The maximum always stays. Equal logits stand or fall together, so that neither ids nor the order
     of a sort decide; a threshold depends on its own row only.
@@ -63,7 +157,7 @@ def truncation_thresholds(
 
 
 def _top_k_top_p(x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> np.ndarray:
-    """The thresholds of top_k (0 is off), then top_p (infinity is off), all [F, 1].
+    """The thresholds of top_k (0 is off), then top_p (infinity is off), all [N, 1].
 
     Looks at the best few values, and at more of them for rows where the few do not reach top_p.
     """
@@ -100,7 +194,7 @@ def _nucleus(x: np.ndarray, values: np.ndarray, kth: np.ndarray, top_p: np.ndarr
 
 
 def _largest(x: np.ndarray, width: int) -> np.ndarray:
-    """The `width` largest values of each row, falling, [F, min(width, vocab)]."""
+    """The `width` largest values of each row, falling, [N, min(width, vocab)]."""
     width = min(width, x.shape[1])
     if width < x.shape[1]:
         x = np.partition(x, x.shape[1] - width, axis=-1)[:, x.shape[1] - width :]
@@ -170,7 +264,7 @@ def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int)
             scores = values.astype(np.float64)
             scores[random] /= rows.temperature[random, None]
             hot = rows.seeds[random], rows.positions[random]
-            scores[random] += noise.gumbel_noise(*hot, width, first_id)
+            scores[random] += gumbel_noise(*hot, width, first_id)
         local = scores.argmax(axis=-1)
         mine[:, 0] = np.take_along_axis(scores, local[:, None], axis=-1)[:, 0]
         mine[:, 1] = local + first_id
@@ -178,11 +272,11 @@ def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int)
 
 
 def global_argmax(
-    offers: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
+    candidates: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
 ) -> torch.Tensor:
-    scores, candidates, greatest = np.moveaxis(offers.numpy(), -1, 0)
+    scores, candidate_ids, greatest = np.moveaxis(candidates.numpy(), -1, 0)
     good = np.isfinite(greatest.max(axis=0, initial=-np.inf))
-    ids = np.where(scores == scores.max(axis=0), candidates, np.inf).min(axis=0)
+    ids = np.where(scores == scores.max(axis=0), candidate_ids, np.inf).min(axis=0)
     return _sampled(np.where(good, ids, 0).astype(np.int64), good, sampling, last_token)
 
 
@@ -221,7 +315,7 @@ def _scaled(
 
 
 def _sample_from_row(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
-    x += noise.gumbel_noise(rows.seeds[block], rows.positions[block], x.shape[1])
+    x += gumbel_noise(rows.seeds[block], rows.positions[block], x.shape[1])
     return x.argmax(axis=-1)
 
 
@@ -233,7 +327,7 @@ def _sample_from_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> n
         x[~keep] = -np.inf
         return _sample_from_row(x, rows, block)
     row, ids = np.divmod(flat, x.shape[1])
-    value = noise.gumbel_noise_at(rows.seeds[block][row], rows.positions[block][row], ids)
+    value = gumbel_noise_at(rows.seeds[block][row], rows.positions[block][row], ids)
     value += x.reshape(-1)[flat]
     # Candidates lie row after row, lowest id first, and every row has one.
     best = np.maximum.reduceat(value, np.searchsorted(row, np.arange(len(x))))
@@ -243,8 +337,8 @@ def _sample_from_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> n
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> torch.Tensor:
     """See interface.py, here and below."""
-    own_keys = logit_keys(logits, ids, 0)
-    return merge_topk(local_topk(logits, own_keys, num_top, 0)[None], own_keys)
+    token_keys = logit_keys(logits, ids, 0)
+    return merge_topk(local_topk(logits, token_keys, num_top, 0)[None], token_keys)
 
 
 def logit_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
@@ -257,11 +351,11 @@ def logit_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.
 
 
 def local_topk(
-    logits: torch.Tensor, own_keys: torch.Tensor, num_top: int, first_id: int
+    logits: torch.Tensor, token_keys: torch.Tensor, num_top: int, first_id: int
 ) -> torch.Tensor:
     records = np.full((len(logits), 2 + num_top), NO_LOGIT_KEY)
     scratch = np.empty(logits.shape[1], dtype=np.float32)
-    for record, one, key in zip(records, logits, own_keys.tolist(), strict=True):
+    for record, one, key in zip(records, logits, token_keys.tolist(), strict=True):
         row = one.float().numpy()
         record[0] = _logsumexp(row, scratch).view(np.int32)
         record[1] = _num_above(row, key, first_id)
@@ -270,12 +364,12 @@ def local_topk(
     return torch.from_numpy(records)
 
 
-def merge_topk(records: torch.Tensor, own_keys: torch.Tensor) -> torch.Tensor:
+def merge_topk(records: torch.Tensor, token_keys: torch.Tensor) -> torch.Tensor:
     total = records[:, :, 0].int().view(torch.float32).logsumexp(0)
     above = records[:, :, 1].sum(0)
     every = records[:, :, 2:]
     best = every.movedim(0, 1).flatten(1).topk(every.shape[2], dim=1).values
-    ids, values = _unpack_keys(torch.cat((own_keys[:, None], best), dim=1))
+    ids, values = _unpack_keys(torch.cat((token_keys[:, None], best), dim=1))
     values = (values - total[:, None]).view(torch.int32)
     return torch.cat((values[:, :1], above[:, None].int() + 1, ids[:, 1:], values[:, 1:]), dim=1)
 
@@ -438,10 +532,10 @@ def _row_inputs(
         step.kv_indices.numpy()[:shown] = pages[:shown]
     else:
         kv_indptr[:-1], kv_indptr[-1] = slots * width, 0
-    if len(step.block_table):
-        some = slice(len(slots) - len(step.block_table), None)
+    if len(step.row_page_table):
+        some = slice(len(slots) - len(step.row_page_table), None)
         shown = np.arange(width) < used[some, None]
-        np.copyto(step.block_table.numpy(), table[slots[some]], where=shown)
+        np.copyto(step.row_page_table.numpy(), table[slots[some]], where=shown)
 
 
 def _sampling_inputs(

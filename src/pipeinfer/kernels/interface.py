@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 NO_LOGITS = -(2**31)  # in DeviceStep.logits_rows: nothing is sampled after this row
@@ -45,7 +46,7 @@ class GraphShape:
 class DeviceStep:
     """A step on the device: views, of one shape, of buffers at fixed addresses.
 
-    The last of four descriptions of a step: Plan (messages.py), Rows (memory/rows.py), Step
+    The last of four descriptions of a step: Plan (messages.py), Rows (memory/manager.py), Step
     (step.py), DeviceStep. R rows, T tokens, P prefill rows and S rows of logits are capacities: in
     a graph some are padding. Everything is written on the forward stream and read by kernels alone,
     except by attention backends of the CPU.
@@ -74,7 +75,8 @@ class DeviceStep:
     last_page_len int32 [R]: tokens in a row's last page.
     kv_indptr int32 [R + 1]: a row's pages begin at kv_indices[kv_indptr[r]].
     kv_indices int32: pages row after row if `lists_pages`, else the page table of all slots.
-    block_table int32 [n, pages]: pages of the last n rows, for backends that want them by row.
+    row_page_table int32 [n, pages]: the page table of the last n rows, for backends that want pages
+        by row.
     logits_indices int64 [S]: the token from which a row of logits is computed.
     write_slots int64 [S]: the slot of last_token that gets the sampled id.
     sample_positions int64 [S]: the position of the sampled id.
@@ -102,7 +104,7 @@ class DeviceStep:
     last_page_len: torch.Tensor
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
-    block_table: torch.Tensor
+    row_page_table: torch.Tensor
     logits_indices: torch.Tensor
     write_slots: torch.Tensor
     sample_positions: torch.Tensor
@@ -138,10 +140,10 @@ class DeviceStep:
         rows or all the others."""
         return self.qo_indptr[: end + 1] if begin == 0 else self.prefill_qo_indptr
 
-    def block_table_of(self, begin: int, end: int) -> torch.Tensor:
-        """int32 [end - begin, pages]: block_table of rows begin .. end - 1."""
-        missing = len(self.seq_lens) - len(self.block_table)
-        return self.block_table[begin - missing : end - missing]
+    def page_table_of(self, begin: int, end: int) -> torch.Tensor:
+        """int32 [end - begin, pages]: the page table of rows begin .. end - 1."""
+        missing = len(self.seq_lens) - len(self.row_page_table)
+        return self.row_page_table[begin - missing : end - missing]
 
 
 @dataclass(frozen=True)
@@ -310,19 +312,24 @@ class Kernels(Protocol):
         ...
 
     def local_topk(
-        self, logits: torch.Tensor, own_keys: torch.Tensor, num_top: int, first_id: int, /
+        self, logits: torch.Tensor, token_keys: torch.Tensor, num_top: int, first_id: int, /
     ) -> torch.Tensor:
         """int64 [N, 2 + num_top], a rank's record: the bits of float32 logsumexp(logits), the
         number of keys above the row's own, and the greatest keys, falling.
 
         logits: [N, shard].
-        own_keys: int64 [N], of `logit_keys`.
+        token_keys: int64 [N], of `logit_keys`.
         """
         ...
 
-    def merge_topk(self, records: torch.Tensor, own_keys: torch.Tensor, /) -> torch.Tensor:
+    def merge_topk(self, records: torch.Tensor, token_keys: torch.Tensor, /) -> torch.Tensor:
         """As `logprobs`, from the records int64 [ranks, N, 2 + num_top] of all ranks.
 
-        own_keys: int64 [N], the greatest of all ranks' keys of each id.
+        token_keys: int64 [N], the greatest of all ranks' keys of each id.
         """
         ...
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """On the CPU, of the same shape and dtype, in the same memory."""
+    return torch.from_numpy(array)

@@ -17,10 +17,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels import formats
-from pipeinfer.kernels.activations import Fp8Output, quantize_groups_reference, store_quantized_tile
+from pipeinfer.kernels.elementwise import Fp8Output, quantize_groups_reference, store_quantized_tile
 from pipeinfer.kernels.formats import E4M3_MAX, MIN_SCALE
-from pipeinfer.kernels.moe import grouped_tile, launch_options, prefetch_weights
-from pipeinfer.kernels.moe_routing import MoeAlignment, moe_align_block_size
+from pipeinfer.kernels.moe import (
+    MoeAlignment,
+    grouped_tile,
+    launch_options,
+    moe_align_block_size,
+    prefetch_weights,
+)
 from pipeinfer.kernels.tile_configs import MoeConfig, MoeGemmConfig, moe_w8a8_config
 from pipeinfer.kernels.triton_support import (
     SCALE_BLOCK_CE,

@@ -114,7 +114,7 @@ UNSPECIALIZED_SIZES = [
     "width",
     "decodes",
     "prefill_query_base",
-    "first_block_table_row",
+    "first_page_table_row",
     "num_logits",
 ]
 
@@ -123,10 +123,10 @@ UNSPECIALIZED_SIZES = [
 def _prepare_inputs_kernel(
     slots, starts, counts, logits_rows, tokens, page_table, slot_words, last_token,
     positions, slot_mapping, input_ids, qo_indptr, prefill_qo_indptr, seq_lens, last_page_len,
-    kv_indptr, kv_indices, block_table,
+    kv_indptr, kv_indices, row_page_table,
     logits_indices, write_slots, sample_positions, sampling_words,
     rows, capacity, kv_indices_size, num_slots, width, decodes, prefill_query_base,
-    first_block_table_row, num_logits, PAGE: tl.constexpr, PADDING_ROW_TOKENS: tl.constexpr,
+    first_page_table_row, num_logits, PAGE: tl.constexpr, PADDING_ROW_TOKENS: tl.constexpr,
     LISTS_PAGES: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
     INPUTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -160,8 +160,8 @@ def _prepare_inputs_kernel(
             if LISTS_PAGES:
                 shown = (index < used) & (first_page + index < kv_indices_size)
                 tl.store(kv_indices + first_page + index, page, mask=shown)
-            target = block_table + (row - first_block_table_row).to(tl.int64) * width + index
-            tl.store(target, page, mask=index < tl.where(row >= first_block_table_row, used, 0))
+            target = row_page_table + (row - first_page_table_row).to(tl.int64) * width + index
+            tl.store(target, page, mask=index < tl.where(row >= first_page_table_row, used, 0))
         if leads:
             _sampling_inputs(logits_rows + row, slot, start + count, first + count - 1, slot_words,
                              logits_indices, write_slots, sample_positions, sampling_words,
@@ -177,10 +177,11 @@ def prepare_inputs(step: DeviceStep, slot_tables: SlotTables, page_size: int) ->
         step.slots, step.starts, step.counts, step.logits_rows, step.tokens,
         slot_tables.page_table, slot_tables.sampling_words, slot_tables.last_token,
         step.positions, step.slot_mapping, step.input_ids, step.qo_indptr, step.prefill_qo_indptr,
-        step.seq_lens, step.last_page_len, step.kv_indptr, step.kv_indices, step.block_table,
+        step.seq_lens, step.last_page_len, step.kv_indptr, step.kv_indices, step.row_page_table,
         step.logits_indices, step.write_slots, step.sample_positions, step.sampling_words,
         count, capacity, len(step.kv_indices), len(slot_tables.page_table), width,
-        step.shape.decodes, step.prefill_query_base, count - len(step.block_table), step.num_logits,
+        step.shape.decodes, step.prefill_query_base, count - len(step.row_page_table),
+        step.num_logits,
         PAGE=page_size, PADDING_ROW_TOKENS=step.padding_row_tokens, LISTS_PAGES=step.lists_pages,
         NUM_WIDE=slot_tables.num_wide, NUM_NARROW=slot_tables.num_narrow,
         INPUTS_BLOCK=INPUTS_BLOCK, num_warps=4,

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeinfer.kernels import noise
+from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import GREEDY_BELOW
 from pipeinfer.kernels.triton_support import (
     INTERPRETED,
@@ -46,8 +46,8 @@ _TRUNCATED = tl.constexpr(2)  # of _row_kind
 _LOWEST_KEY = tl.constexpr(-(2**31))  # of the keys of truncation
 _NO_KEY = tl.constexpr(-(2**63))  # of packed logit keys
 
-# Words and uniforms are bit for bit those of noise.py. The Gumbel variates are made with the
-# device's quick logarithm and differ from noise.py by at most 6e-6: less than the rounding of a
+# Words and uniforms are bit for bit those of host.py. The Gumbel variates are made with the
+# device's quick logarithm and differ from host.py by at most 6e-6: less than the rounding of a
 # score of 64 or more, so a different token needs two scores that close.
 
 
@@ -83,7 +83,7 @@ def philox_words(seed, position, counters):
 
 @triton.jit
 def uniform_of_word(word):
-    """float32 in (0, 1) of uint32 words, exactly as noise.py defines it."""
+    """float32 in (0, 1) of uint32 words, exactly as host.py defines it."""
     v = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     return tl.minimum(v, 0.9999999403953552)
 
@@ -600,7 +600,7 @@ def _row_reference(
         x[x < ranked[int((mass < p * mass[-1]).sum())]] = -torch.inf
     x[x.exp() < min_p] = -torch.inf
     seeds = np.array([seed], dtype=np.int64).view(np.uint64)
-    sampled = noise.gumbel_noise(seeds, np.array([position]), len(x))[0]
+    sampled = host.gumbel_noise(seeds, np.array([position]), len(x))[0]
     return int((x + torch.from_numpy(sampled).double()).argmax())
 
 

@@ -1,9 +1,10 @@
-"""Tile configurations of the GEMM kernels by shape, and where a library's GEMM is the faster.
+"""Tile configurations of kernels by shape, and where a library's GEMM is the faster.
 
-For GEMMs of small M in 16 bits and FP8 (gemm.py), with weights of 4 bits (int4.py), and for those
-of a mixture of experts (moe.py, moe_fp8.py). Read off measurements on an H200: those of
-tests/gpu/time_skinny.py for models of 0.6 to 32 billion parameters, of tests/gpu/time_formats.py,
-and of tests/gpu/time_moe.py for the shape of Qwen3-30B-A3B. Knows shapes only. Needs no triton.
+For GEMMs of small M in 16 bits, FP8 and 4 bits (gemm.py), for those of a mixture of experts
+(moe.py, moe_fp8.py), and for decode attention (decode_attention.py). Read off measurements on an
+H200: those of tests/gpu/time_skinny.py for models of 0.6 to 32 billion parameters, of
+tests/gpu/time_formats.py, and of tests/gpu/time_moe.py for the shape of Qwen3-30B-A3B. Knows shapes
+only. Needs no triton.
 """
 
 from __future__ import annotations
@@ -305,3 +306,45 @@ def moe_w8a8_config(pairs: int, num_experts: int) -> MoeConfig:
 
 def _first_that_covers(table: MoeConfigs, mean: float) -> MoeConfig:
     return next(config for limit, config in table if mean <= limit)
+
+
+class LoadConfig(NamedTuple):
+    """How a program reads the keys and values of a split.
+
+    block_n: tokens of a step.
+    num_warps, num_stages: Triton's; so many steps are in flight.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How rows are split.
+
+    extra_splits: splits that there are at most beside one of each row.
+    max_splits: splits of a row at most, a power of two.
+    min_tokens: tokens of a split at least.
+    load: how splits are read.
+    prefix_queries: queries, of several rows, that a split of a shared prefix serves; 0: each row
+        reads its prefix itself.
+    extra_prefix_splits: splits of prefixes at most, beside one of each tile of prefix_queries.
+    min_prefix_tokens: tokens of a split of a prefix at least.
+    prefix_load: how splits of prefixes are read, in a launch of their own; None: as those of rows,
+        in the same launch.
+    """
+
+    extra_splits: int
+    max_splits: int
+    min_tokens: int
+    load: LoadConfig
+    prefix_queries: int = 0
+    extra_prefix_splits: int = 64
+    min_prefix_tokens: int = 128
+    prefix_load: LoadConfig | None = None
+
+    def rows_per_prefix_tile(self, group: int) -> int:
+        """Rows that a split of a prefix serves, with `group` query heads to a KV head; 0: none."""
+        return self.prefix_queries // group

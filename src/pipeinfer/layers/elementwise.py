@@ -98,13 +98,13 @@ def _flashinfer() -> FusedOps:
 
 
 def _triton() -> FusedOps:
-    from pipeinfer.kernels.activations import geglu, swiglu
+    from pipeinfer.kernels.elementwise import geglu, swiglu
 
     return FusedOps(_triton_norm(0.0), _triton_norm(1.0), swiglu, geglu)
 
 
 def _triton_norm(offset: float) -> NormOps:
-    from pipeinfer.kernels.norm import rms_norm
+    from pipeinfer.kernels.elementwise import rms_norm
 
     def add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         rms_norm(x, weight, eps, residual, out=x, offset=offset)

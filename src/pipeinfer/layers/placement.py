@@ -131,7 +131,7 @@ class Placement:
         defers_sums: whether a layer may hand on a PartialSum.
         quantization: how matrices are stored on disk; None: in a dtype of their own.
         path: of the module on disk, with its dot.
-        moe_backend: what computes mixtures of experts on a GPU (moe_backends.py).
+        moe_backend: what computes mixtures of experts on a GPU (experts.py).
     """
 
     shard: Shard

@@ -217,10 +217,10 @@ class Int4Gemm:
 
     def __init__(self, small_m: SmallMGemm, tiles: int, device: torch.device) -> None:
         """tiles: of INT4_BLOCK_N rows of the matrix, for each of which splits are counted."""
-        from pipeinfer.kernels import int4
+        from pipeinfer.kernels import gemm
 
         self._small_m = small_m
-        self._kernels = int4
+        self._kernels = gemm
         self._arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 
     def product(

@@ -68,12 +68,12 @@ class ActivationQuantizer:
     def __init__(self, group_size: int = 0, keep_unquantized: bool = False) -> None:
         """group_size: values of a row that share a scale; 0: all of them. keep_unquantized: norms
         and rows as they were are wanted, too."""
-        from pipeinfer.kernels import activations, norm
+        from pipeinfer.kernels import elementwise
 
         self._group_size, self._keep_unquantized = group_size, keep_unquantized
-        self._norm = norm.rms_norm_quantized
-        self._swiglu = activations.swiglu_quantize_groups
-        self._quantize = activations.quantize_groups
+        self._norm = elementwise.rms_norm_quantized
+        self._swiglu = elementwise.swiglu_quantize_groups
+        self._quantize = elementwise.quantize_groups
 
     def norm(
         self,
@@ -118,10 +118,10 @@ class SmallMGemm:
     """
 
     def __init__(self) -> None:
-        from pipeinfer.kernels import gemm, norm
+        from pipeinfer.kernels import elementwise, gemm
 
         self._kernels = gemm
-        self._norm = norm
+        self._norm = elementwise
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -148,15 +148,15 @@ class SmallMGemm:
     def split_k_parts(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The split-K parts themselves, float32 [P, T, width], of a weight with few rows, such as a
-        router's; their sum over P is x @ weight.T + bias."""
+        """The split-K parts, float32 [split_k, T, width], of a weight with few rows, such as a
+        router's; their sum over split_k is x @ weight.T + bias."""
         tile = choose("narrow", x.shape[0], *weight.shape)
         return None if tile is None else self._kernels.split_k_gemm(x, weight, tile, bias)
 
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SumNorm; `partial`: split-K parts [P, T, size]."""
+        """See SumNorm; `partial`: split-K parts [split_k, T, size]."""
         return self._norm.sum_rms_norm(partial, residual, weight, eps), residual
 
 

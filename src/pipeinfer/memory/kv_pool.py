@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
+from pipeinfer.kernels.interface import tensor_of
 from pipeinfer.step import AttentionShape
-from pipeinfer.tensors import tensor_of
 
 KeyCenter = (
     torch.Tensor | None

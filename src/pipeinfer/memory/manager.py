@@ -2,7 +2,9 @@
 
 MemoryManager decides which tokens of a prompt are cached, which page each token is stored in, what
 is evicted, and which rows of a step are deferred because there are no pages for them. A plan
-advances rows by numbers of tokens; `MemoryManager.apply` makes `Rows` of it.
+advances rows by numbers of tokens; `MemoryManager.apply` answers with Rows. Rows are the second of
+a step's four descriptions: Plan (messages.py), Rows, Step (step.py), and DeviceStep
+(kernels/interface.py), on the device.
 
 Decisions are a function of the plans alone, so all ranks of a group make the same ones: the clock
 is the plan's number, nothing here knows when a step ran, and RunningDigest is compared between
@@ -11,6 +13,7 @@ ranks. Knows no sampling and no tensor.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
@@ -23,8 +26,50 @@ from pipeinfer.memory.pages import (
     SlotArrays,
 )
 from pipeinfer.memory.prefix_cache import PrefixCache, make_cache
-from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
+
+_NONE = np.empty(0, dtype=np.int32)
+
+
+@dataclass
+class Rows:
+    """The R rows of one plan, in the order of the plan, and what the plan did to the pages. Written
+    by MemoryManager.apply; read by StepBuilder, which makes a Step of it, and by EngineCore, for
+    its messages.
+
+    slots: int32 [R].
+    starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r] + counts[r] - 1.
+    samples: bool [R], the row ends with a token that is sampled.
+    is_prefill: bool [R], the row computes known ids. False: a decode, of the id that the
+        step before sampled and that only the device knows.
+    deferred: bool [R], there were no pages for the row, so it computes nothing.
+    same_as_previous: the rows are those of the plan before, and both decode one token of each.
+    number: of the plan.
+    admitted: int32 [admits], slots that the plan filled.
+    cached: int32 [admits], tokens of each that the prefix cache had.
+    free, evictable: pages after the plan.
+    evicted: pages that the cache has evicted since the reset.
+    digest: 64 bits, hash of all decisions since the reset.
+    unverified: int32 [n], pages that were freed although no finite logits were computed from them;
+        see KVPool.zero_pages.
+    """
+
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    samples: np.ndarray
+    is_prefill: np.ndarray
+    deferred: np.ndarray
+    same_as_previous: bool = False
+    number: int = -1
+    admitted: np.ndarray = field(default_factory=lambda: _NONE)
+    cached: np.ndarray = field(default_factory=lambda: _NONE)
+    free: int = 0
+    evictable: int = 0
+    evicted: int = 0
+    digest: int = 0
+    unverified: np.ndarray = field(default_factory=lambda: _NONE)
+
 
 _NO_SLOTS = np.empty(0, dtype=np.int32)
 _COUNT_OF_ONE = np.array([1], dtype="<i4").tobytes()  # in Plan.counts, of a decode
@@ -38,7 +83,7 @@ class MemoryManager:
     max_model_len: tokens of the longest request.
     allocator: the free pages.
     cache: the prefix cache, which owns pages of finished tokens.
-    table: the block table, the pages of each slot.
+    table: the page table, the pages of each slot.
     slots: what is known of the request in each slot.
     num_evicted: pages that the cache has evicted since the last `reset`.
 
@@ -403,7 +448,7 @@ class SteadyDecode:
         return (
             count > 0
             and plan.counts == _COUNT_OF_ONE * count
-            and not rows.known.any()
+            and not rows.is_prefill.any()
             and bool(rows.samples.all())
         )
 

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from pipeinfer.checkpoint.config import ARCHITECTURES, ModelConfig
-from pipeinfer.layers import moe_backends
+from pipeinfer.layers import experts
 from pipeinfer.layers.elementwise import fused_ops
 from pipeinfer.layers.mlp import GATED_ACTIVATIONS
 from pipeinfer.layers.placement import AllReduceFusion, Collectives, Placement, Shard
@@ -40,7 +40,7 @@ def build_model(
     collectives: sums over ranks; without them a share of several ranks can be loaded, not run.
     compiled: norms and activations by torch.compile, see layers/elementwise.py.
     fusion: of sums over ranks with the norm that follows, see layers/placement.py.
-    moe_backend: a name of layers/moe_backends.py.
+    moe_backend: a name of layers/experts.py.
 
     Raises ConfigurationError if heads or MLP do not divide by the ranks, if what is to be compiled
     cannot be, or if there is no such backend.
@@ -55,7 +55,7 @@ def build_model(
         compiled,
         fusion,
         quantization=config.quantization,
-        moe_backend=moe_backends.resolve_backend(moe_backend, where.type),
+        moe_backend=experts.resolve_backend(moe_backend, where.type),
     )
     model = cast(CausalLM, _builder(config.architecture)(config, placement))
     if compiled:

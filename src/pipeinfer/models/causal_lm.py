@@ -18,14 +18,20 @@ from typing import Protocol, cast
 import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.attention import Attend, AttentionHeads, SelfAttention
+from pipeinfer.layers.attention import (
+    Attend,
+    AttentionHeads,
+    Rope,
+    Rotation,
+    SelfAttention,
+    neox_permutation,
+)
 from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.linear import Embedding, LMHead, VocabParallelWeight
 from pipeinfer.layers.mlp import GATED_ACTIVATIONS, GatedMLP
 from pipeinfer.layers.moe import SharedExpert, SoftmaxRouter, SparseMoeBlock, TopKRouter
 from pipeinfer.layers.norm import RMS_NORM, NormKind, RMSNorm
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
-from pipeinfer.layers.rope import Rope, Rotation, neox_permutation
 from pipeinfer.layers.weight import ActivationQuantizer, Activations
 from pipeinfer.step import AttentionShape
 

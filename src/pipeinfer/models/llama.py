@@ -38,7 +38,7 @@ def build_mistral(config: ModelConfig, placement: Placement) -> CausalLM:
 def build_mixtral(config: ModelConfig, placement: Placement) -> CausalLM:
     """Mixtral: Mistral with a mixture of experts in every layer (https://arxiv.org/abs/2401.04088).
 
-    A sliding window is the exception. Names of experts in files: checkpoint/safetensors.py.
+    A sliding window is the exception. Names of experts in files: checkpoint/files.py.
     """
     layers = [
         decoder_layer(config, index, at, sparse_mlp(config, at))

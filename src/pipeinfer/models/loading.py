@@ -30,13 +30,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeinfer.checkpoint.config import ModelConfig
+from pipeinfer.checkpoint.files import StoredTensor, read_headers, with_model_names
 from pipeinfer.checkpoint.rope import RopeConfig
-from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers, with_model_names
 from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
 from pipeinfer.gguf.weights import GgufTensor, WeightFile, model_tensors
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
+from pipeinfer.layers.attention import inverse_frequencies
 from pipeinfer.layers.placement import Shard, WeightSource, full_slices
-from pipeinfer.layers.rope import inverse_frequencies
 from pipeinfer.models.build import SINGLE_RANK, build_model
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.settings import ConfigurationError
@@ -65,7 +65,7 @@ INV_FREQ_NAME = re.compile(r"(?:^|\.)rotary_emb\.inv_freq$")  # RoPE's inverse f
 G_IDX_NAME = re.compile(r"\.g_idx$")  # the group of each column of a matrix of 4 bits
 WEIGHT_SHAPE_NAME = re.compile(r"\.weight_shape$")  # the shape of a packed matrix
 LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
-# Tensors without a use that nobody is warned of: a tied head; scales of inputs, which are quantized
+# Unused tensors without a warning: a tied head; scales of inputs, which are quantized
 # by their own values; what `check_redundant_tensors` looks at; scales of keys and values.
 IGNORED_TENSORS = re.compile(
     r"^lm_head\.weight$|\.input_scale$|\.activation_scale$"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, TypeVar, cast
 
 from pipeinfer.offline import calls
+from pipeinfer.offline.calls import SamplingParams, StructuredOutputsParams
 from pipeinfer.offline.keywords import is_neutral
 from pipeinfer.offline.llm import SyncModel
 from pipeinfer.offline.outputs import (
@@ -22,7 +23,6 @@ from pipeinfer.offline.outputs import (
     RequestError,
     RequestOutput,
 )
-from pipeinfer.offline.sampling import SamplingParams, StructuredOutputsParams
 from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
 
 T = TypeVar("T")
@@ -257,7 +257,7 @@ def _scores(options: dict[str, Any], stream: bool) -> _Scores:
 
 
 def _refuse(of: str, given: Given, reasons: Mapping[str, str]) -> None:
-    """RequestError for all that asks for something, or that nobody knows."""
+    """Raises RequestError for unknown fields, and for fields whose value asks for something."""
     wrong = [
         f"{of}: {name}={value!r:.60}: {reasons.get(name, 'there is nothing like it here')}"
         for name, value in given.items()

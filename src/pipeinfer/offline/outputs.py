@@ -344,7 +344,7 @@ def _clear(output: CompletionOutput | Delta) -> None:
 
 
 class DeltaStream:
-    """Hands the deltas of one request to whoever waits for them, on one event loop."""
+    """Hands the deltas of one request to the coroutine that waits for them."""
 
     __slots__ = ("_deltas", "_waiter")
 

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from pipeinfer.histogram import Histogram
+from pipeinfer.core import Histogram
 from pipeinfer.messages import Extend, Hello, Plan, Prepare, Prepared
 from pipeinfer.scheduler import policies
-from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits, Slots, StepsInFlight
+from pipeinfer.scheduler.policies import StepComposer
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.step_cost import PrefillBudget, Targets, prefill_budget
 from pipeinfer.wire import pack
 
-MAX_DEFERRALS = 2  # of one request in a row, after which somebody else must give way
+MAX_DEFERRALS = 2  # of one request in a row, after which another one is preempted
 
 
 class Planner:
@@ -68,16 +68,16 @@ class Planner:
         self._number = 0
 
     def on_epoch_lost(
-        self, lost: Sequence[Request], flying: Sequence[Request], blameless: bool
+        self, requests: Sequence[Request], flying: Sequence[Request], blameless: bool
     ) -> Request | None:
-        """The epoch is over: all `lost` had slots, and of those the ones that were `flying` are
-        suspects, unless they are `blameless`. Returns a request that must fail because of it.
+        """The epoch is over: all `requests` had slots; those that were `flying` are suspects,
+        unless they are `blameless`. Returns a request that must fail because of it.
 
         Every other one goes back to the queue with the tokens it has; suspects wait apart.
         """
         candidates = [r for r in flying if r.phase == "lost" and not blameless]
         culprit = self._quarantine.on_epoch_lost(candidates)
-        for request in lost:
+        for request in requests:
             # The one that was being tried may have had a slot and no part in the last step.
             if request is not culprit and request.phase == "lost":
                 self._queue.push(request)
@@ -148,7 +148,7 @@ class Planner:
             self._slots.knowing_ahead[request.id] = request
 
     def take_number(self) -> int:
-        """The number of the next plan, for whoever writes it down."""
+        """The number of the next plan."""
         self._number += 1
         return self._number - 1
 
@@ -158,7 +158,7 @@ class Planner:
         if len(self._steps_in_flight) >= self._options.overlap_depth:
             return None
         slots, queue = self._slots, self._queue
-        queue.release_waiting(slots.running.values())
+        queue.requeue_unblocked(slots.running.values())
         budget = queue.grammars.mask_budget
         while request := budget.take_next(len(slots.running) + len(queue)):
             queue.push(request)
@@ -182,8 +182,8 @@ class Planner:
         if not self._steps_in_flight.late(now):
             return None
         number = self.take_number()
-        self._steps_in_flight.launch(number, [], now)
-        self._slots.credits.plan(number, 0)
+        self._steps_in_flight.add(number, [], now)
+        self._slots.credits.reserve(number, 0)
         return Plan(epoch=epoch, number=number, releases=(), admits=(), slots=b"", counts=b"")
 
     def _compose(self, step: StepComposer) -> bool:
@@ -249,8 +249,8 @@ class Planner:
             extends = self._slots.extend(jumps)
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
-        self.counts["planned_tokens"] += self._steps_in_flight.launch(number, rows, now)
-        self._slots.credits.plan(number, step.pages.taken)
+        self.counts["planned_tokens"] += self._steps_in_flight.add(number, rows, now)
+        self._slots.credits.reserve(number, step.pages.taken)
         self._queue.grammars.mask_budget.spend(rows, self._slots.running.values())
         self.counts["plans"] += 1
         return Plan(
@@ -280,7 +280,7 @@ class SchedulerOptions:
     """What the scheduler needs of the settings. max_step_tokens: of a step; 0 leaves it to
     the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
     budget of a step that also decodes, where the policy mixes; 0: see step_cost.py, as for
-    `targets`. groups: of the deployment, which tokenizers hear of. shares_prefixes: whether
+    `targets`. groups: of the deployment, sent to tokenizers. shares_prefixes: whether
     requests find a prompt, or its beginning, in a prefix cache, so that they wait for it.
     least_shared_tokens: of a beginning that is worth it. host_loss: seconds of silence after which
     a rank counts as lost.
@@ -349,7 +349,7 @@ class Quarantine:
         return request.lone_crashes if suspected else -1
 
     def next(self) -> Request | None:
-        """The request to run alone now; None if nobody is suspected."""
+        """The request to run alone now; None without suspects."""
         while self.under_test is None or self.under_test.phase == "finished":
             if not self._candidates:
                 self.under_test = None
@@ -364,7 +364,7 @@ class Quarantine:
             self.under_test = None
 
     def remove(self, request: Request) -> None:
-        """`request` is over: nobody asks any more whether it was to blame."""
+        """`request` is over: it is no suspect any more."""
         self._candidates = deque(one for one in self._candidates if one is not request)
 
     def __len__(self) -> int:

@@ -1,7 +1,8 @@
-"""Who runs in the next step: one class per policy, found by name.
+"""Who runs in the next step: StepComposer says what is possible, a policy chooses.
 
-A policy knows a StepComposer (what could run, what tokens and pages are left) and nothing else; see
-composer.py.
+StepComposer composes one step: which requests compute how many tokens, within the step's tokens,
+pages and slots; it preempts when running requests cannot all grow. A policy calls its methods in an
+order of its own and knows nothing else. There is one class for each policy, found by name.
 """
 
 from __future__ import annotations
@@ -9,9 +10,288 @@ from __future__ import annotations
 import importlib
 from typing import Protocol
 
-from pipeinfer.close_names import none_of
-from pipeinfer.scheduler.composer import StepComposer
+from pipeinfer.command_line import none_of
+from pipeinfer.scheduler.engine_state import PageAllowance, Slots
+from pipeinfer.scheduler.queue import WaitingQueue
+from pipeinfer.scheduler.request import Request
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.step_cost import PrefillBudget, Prompt
+
+Row = tuple[Request, int]  # and how many tokens of it
+
+# Rows of a step that jump, each over several tokens: graphs have room for so many. Where prompts
+# wait, jumps take one of so many parts of what may go beside decodes.
+MAX_JUMPS = 32
+JUMPS_PART = 2
+
+
+class StepComposer:
+    """Of one step.
+
+    rows: (request, tokens) in the order in which they were given out.
+    admitted: requests that the step's plan gives a slot. preempted: those that it takes one from.
+    pages: the PageAllowance; `pages.taken` is net of what preemption gives back.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        queue: WaitingQueue,
+        max_tokens: int,
+        prefill_budget: PrefillBudget,
+        now: float = 0.0,
+        nothing_in_flight: bool = False,
+    ) -> None:
+        """max_tokens: of the step. now: seconds, by the clock of Request.arrived_at."""
+        self.rows: list[Row] = []
+        self.admitted: list[Request] = []
+        self.preempted: list[Request] = []
+        self.pages = PageAllowance(slots.credits, slots.released_pages)
+        self._slots = slots
+        self._queue = queue
+        self._running = list(slots.running.values())
+        self._free_slots = slots.free
+        self._tokens_left = max_tokens
+        self._prefill_budget = prefill_budget
+        self._now = now
+        self._nothing_in_flight = nothing_in_flight
+        self._prompts = [r for r in self._running if r.projected < r.known_len]  # half-computed
+        between = self.pages.between
+        self._reserved = sum([between(r.projected, r.known_len) for r in self._prompts])  # pages
+
+    @property
+    def prompts_wait(self) -> bool:
+        """True if a prompt is half-computed or could be admitted."""
+        return bool(self._prompts) or self._queue.head() is not None
+
+    def decode_all(self) -> None:
+        """One token for every running request that has its prompt behind it; several, if they are
+        known already."""
+        # The hot path: written out, because it runs for every request in every step.
+        decodes = [
+            r for r in self._running if r.known_len <= r.projected and r.projected + 1 < r.max_total
+        ]
+        if self.preempted:
+            decodes = [r for r in decodes if r not in self.preempted]
+        need = self._needed(decodes)
+        if need > self.pages.left:
+            decodes = self._preempt_until(decodes, need)
+            need = self._needed(decodes)
+        del decodes[max(self._tokens_left, 0) :]
+        self.pages.take(need)
+        self._tokens_left -= len(decodes)
+        self.rows += [(request, 1) for request in decodes]
+        if self._slots.knowing_ahead:
+            self._jump()
+
+    def _jump(self) -> None:
+        """Rows of requests whose next ids are known already compute those ids, as far as the other
+        decodes can bear it. A request that gets no more than one token decodes on meanwhile."""
+        prefill_tokens = min(self._tokens_left, self._prefill_tokens(cheapest_rate=False))
+        jump_tokens = (
+            prefill_tokens // JUMPS_PART if self._prompts or self._admissible() else prefill_tokens
+        )
+        row_numbers = {request.id: at for at, (request, _) in enumerate(self.rows)}
+        jumps = 0
+        for request in self._slots.jumping().values():  # in the order in which they were found so
+            at = row_numbers.get(request.id)
+            if at is None or jumps == MAX_JUMPS:
+                continue
+            jumped_tokens = min(request.known_ahead - 1, jump_tokens)
+            first = request.projected + 1
+            pages = self.pages.between(first, first + jumped_tokens)
+            if jumped_tokens <= 0 or pages > self.pages.left - self._reserved:
+                continue
+            self.pages.take(pages)
+            self.rows[at] = request, 1 + jumped_tokens
+            self._tokens_left -= jumped_tokens
+            jump_tokens -= jumped_tokens
+            jumps += 1
+
+    def jumps(self, request: Request, count: int) -> bool:
+        """Whether a row of so many tokens has some that the engine has not got."""
+        return count > 1 and request.projected >= request.known_len
+
+    def limit_prefill(self, cheapest_rate: bool = False) -> None:
+        """After decode_all: prompts get as many tokens as the decodes can bear, at least 1, however
+        many requests run. cheapest_rate: as many as cost least each, however long the decodes then
+        take. See step_cost.py.
+        """
+        if self.rows and (self._prompts or self._admissible()):
+            jumped = sum([count for _, count in self.rows]) - len(self.rows)
+            prefill_tokens = self._prefill_tokens(cheapest_rate)
+            self._tokens_left = min(self._tokens_left, max(prefill_tokens - jumped, 1))
+
+    def _prefill_tokens(self, cheapest_rate: bool) -> int:
+        """Tokens of prompts that may go beside the decodes in `rows`."""
+        budget, decodes = self._prefill_budget, len(self.rows)
+        context = sum([request.projected for request, _ in self.rows])
+        waiting = [
+            Prompt(r.known_len - r.projected, r.projected, self._now - r.arrived_at)
+            for r in self._prompts
+        ]
+        if cheapest_rate or budget.looks_ahead:
+            waiting += self._queue.prompts(self._now)
+        if not cheapest_rate:
+            return budget.prompt_tokens(decodes, context, waiting)
+        all_fit = len(self._queue) + self._queue.waiting_for_prefix <= self._slots.free
+        left = self._slots.remaining_steps(self.rows) if all_fit else 0
+        return budget.cheapest_prompt_tokens(decodes, context, waiting, left)
+
+    def continue_prompts(self) -> None:
+        """The next chunk of every half-computed prompt, oldest first."""
+        for request in self._prompts:
+            if self._tokens_left <= 0:
+                return
+            if request not in self.preempted:
+                self._chunk(request)
+
+    def admit_while_possible(self) -> None:
+        """New prompts in the queue's order, never out of it."""
+        while self._tokens_left > 0 and self._admissible():
+            self._admit(self._queue.pop())
+
+    def leave_out(self, *requests: Request) -> None:
+        """They hold slots and have no part in this step."""
+        out = set(requests)
+        self._running = [one for one in self._running if one not in out]
+        self._prompts = [one for one in self._prompts if one not in out]
+
+    def run_alone(self, request: Request) -> None:
+        """A step of `request` alone; preempts others until there is room for it."""
+        if request.phase != "running":
+            if request.steps_in_flight:
+                return
+            need = self.pages.between(0, request.length)
+            while need > self.pages.left or self._free_slots <= 0:
+                victim = self._victim()
+                if victim is None:
+                    break
+                self._preempt(victim)
+            if self._free_slots > 0:
+                self._admit(request)
+        elif request.prefilling:
+            self._chunk(request)
+        elif not request.exhausted:
+            self._append(request, 1)
+
+    def preempt_for(self, request: Request) -> None:
+        """Takes one of the others back because the engine defers `request`."""
+        others = [r for r in self._running if r is not request]
+        if others:
+            self._preempt(max(others, key=_preemption_order))
+
+    def preempt_one(self) -> None:
+        """Takes one request back because the engine keeps deferring rows."""
+        victim = self._victim()
+        if victim is not None:
+            self._preempt(victim)
+
+    def _admissible(self) -> bool:
+        """Whether the queue's head gets a slot and pages."""
+        request = self._queue.head() if self._free_slots > 0 else None
+        return request is not None and self._may_admit(request)
+
+    def _may_admit(self, request: Request) -> bool:
+        """Pages for the whole prompt, and one more for each running request to grow into."""
+        if request.steps_in_flight:
+            return False  # preempted, and its last step has not reported
+        if not self._running and not self.admitted:
+            return True  # it fits into the pool by itself, that was checked on arrival
+        free_pages = self.pages.left - self._reserved - len(self._running) - len(self.admitted)
+        return self.pages.between(self._known_cache_hit(request), request.length) <= free_pages
+
+    def _known_cache_hit(self, request: Request) -> int:
+        """Tokens on which it may count: those of a request that shares its pages with it. Of all
+        others nothing is counted on: a hit locks pages that were evictable, a miss takes new ones.
+        """
+        if request.prefix_source is None or request.prefix_source in self.preempted:
+            return 0
+        size = self.pages.page_size
+        return request.prefix_tokens // size * size
+
+    def _admit(self, request: Request) -> None:
+        request.admit(self._known_cache_hit(request))
+        self.admitted.append(request)
+        self._free_slots -= 1
+        pages = self.pages.between(request.cache_hit, request.known_len)
+        self.pages.take(pages)
+        self._row(request, min(self._tokens_left, request.known_len - request.cache_hit))
+
+    def _chunk(self, request: Request) -> None:
+        count = min(self._tokens_left, request.known_len - request.projected)
+        need = self.pages.between(request.projected, request.projected + count)
+        if need > self.pages.left:
+            count = min(count, self.pages.tokens_that_fit(request.projected))
+        if count <= 0 and self._nothing_in_flight and not self.rows:
+            victim = self._victim()
+            if victim is not None and victim is not request:
+                self._preempt(victim)
+                self._chunk(request)
+                return
+            count = 1  # nothing is in flight and nothing else runs: the engine decides
+        if count > 0:
+            self._append(request, count)
+
+    def _needed(self, decodes: list[Request]) -> int:
+        """Pages for one more token each: one where the last page is full."""
+        size = self.pages.page_size
+        return sum([1 for r in decodes if r.projected % size == 0])
+
+    def _preempt_until(self, decodes: list[Request], need: int) -> list[Request]:
+        """Preempts until the decodes that remain fit; some may wait for the steps in flight."""
+        between = self.pages.between
+        while need > self.pages.left:
+            victim = self._victim()
+            if victim is None:
+                break
+            self._preempt(victim)
+            if victim in decodes:
+                decodes.remove(victim)
+                need -= between(victim.projected, victim.projected + 1)
+        fitting: list[Request] = []
+        remaining = self.pages.left
+        for request in decodes:
+            pages = between(request.projected, request.projected + 1)
+            if pages <= remaining or (self._nothing_in_flight and not fitting):
+                fitting.append(request)
+                remaining -= pages
+        return fitting
+
+    def _victim(self) -> Request | None:
+        """The least important, latest-arrived running request.
+
+        Never the oldest half-computed prompt, and one request always stays: alone, it fits.
+        """
+        stay = [r for r in self._running if r not in self.preempted]
+        if len(stay) < 2:
+            return None
+        exempt = next((r for r in stay if r.prefilling), None)
+        choice = [r for r in stay if r is not exempt]
+        return max(choice, key=_preemption_order)
+
+    def _preempt(self, request: Request) -> None:
+        """Its own pages may be evicted from now on; those it shares may not."""
+        self.preempted.append(request)
+        self._free_slots += 1
+        pages = max(self.pages.between(request.cache_hit, request.projected), 0)
+        self.pages.take(-pages)
+
+    def _append(self, request: Request, count: int) -> None:
+        pages = self.pages.between(request.projected, request.projected + count)
+        self.pages.take(pages)
+        if request.prefilling:
+            self._reserved -= pages
+        self._row(request, count)
+
+    def _row(self, request: Request, count: int) -> None:
+        self.rows.append((request, count))
+        self._tokens_left -= count
+
+
+def _preemption_order(request: Request) -> tuple[int, int]:
+    return request.work.priority, request.arrival
+
 
 POLICIES = {
     "mixed": "pipeinfer.scheduler.policies:Mixed",
@@ -45,8 +325,8 @@ class Mixed:
     """The default: every running request decodes in every step, then half-computed prompts and new
     ones get the rest.
 
-    No running request waits for somebody else's prompt: what that adds to the gap between its
-    tokens is bounded (see step_cost.py). With nobody decoding, prompts get the whole step.
+    No running request waits for another request's prompt: what that adds to the gap between its
+    tokens is bounded (see step_cost.py). While no request decodes, prompts get the whole step.
     """
 
     def compose(self, step: StepComposer) -> None:
@@ -57,7 +337,7 @@ class Mixed:
 
 
 class Throughput:
-    """The most tokens a second, whoever waits: the default of batches.
+    """The most tokens a second, at the price of waiting: the default of batches.
 
     As Mixed, but how many tokens of prompts go beside the decodes is a question of their price
     alone (see step_cost.py): a step may take as long as it likes.

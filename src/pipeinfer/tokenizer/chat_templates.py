@@ -26,7 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import special_tokens, template_sources
 

@@ -23,8 +23,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import JsonObject, JsonValue, ThoughtState
 from pipeinfer.text import SPACE, ThoughtTags, content_text, thought_state
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, argument_forms
 

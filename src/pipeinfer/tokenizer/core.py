@@ -15,9 +15,11 @@ from typing import ClassVar
 import msgspec
 
 from pipeinfer.core import (
-    ASK_AGAIN,
+    GIVE_UP_FACTOR,
     LOCAL,
+    RECOVER_RETRY_SECONDS,
     Drain,
+    FairQueue,
     Leave,
     RollCall,
     Send,
@@ -26,8 +28,6 @@ from pipeinfer.core import (
     bracketed_answer,
     stage_number,
 )
-from pipeinfer.fair_queue import FairQueue
-from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -548,7 +548,7 @@ class TokenizerCore:
 
     def _is_due(self, group: int, now: float) -> bool:
         """Whether it is time to ask again for the requests of `group`."""
-        due = now >= self._hand_over_asked_at.get(group, float("-inf")) + ASK_AGAIN
+        due = now >= self._hand_over_asked_at.get(group, float("-inf")) + RECOVER_RETRY_SECONDS
         if due:
             self._hand_over_asked_at[group] = now
         return due

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.messages import Submit
-from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams, Thoughts, ThoughtState
+from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, SamplingParams, Thoughts, ThoughtState
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.text import (
     REASONING_PARSERS,
@@ -240,11 +240,13 @@ class PromptEncoder:
         spelled.pop((), None)
         ids = [s for s in spelled if not any(s[at:] in spelled for at in range(1, len(s)))]
         longest = max(map(len, ids), default=0)
-        if longest > LONGEST_BAD:
-            raise Rejected(f"at most {LONGEST_BAD} tokens a bad word, not {longest}", "bad_words")
+        if longest > MAX_BAD_WORD_IDS:
+            raise Rejected(
+                f"at most {MAX_BAD_WORD_IDS} tokens a bad word, not {longest}", "bad_words"
+            )
         total = sum(map(len, ids))
-        if total > MOST_BAD_IDS:
-            message = f"bad_words must have at most {MOST_BAD_IDS} tokens in all, not {total}"
+        if total > MAX_BAD_IDS:
+            message = f"bad_words must have at most {MAX_BAD_IDS} tokens in all, not {total}"
             raise Rejected(message, "bad_words")
         return tuple(ids)
 

@@ -20,13 +20,13 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeinfer.close_names import none_of
-from pipeinfer.liveness import SuspendAwareClock, silence_limit
+from pipeinfer.command_line import none_of
+from pipeinfer.core import SuspendAwareClock, silence_limit
 from pipeinfer.messages import Ended, GroupStatus
 from pipeinfer.settings import ConfigurationError
 
 BLOCK_TOKENS = 64  # tokens of a block, the unit of ApproximateCache
-# Seconds without a status after which a scheduler counts as lost, or more (liveness.py).
+# Seconds without a status after which a scheduler counts as lost, or more (silence_limit).
 MAX_SILENCE_SECONDS = 3.0
 NO_INCARNATION = -1  # of a group without a status
 # A token of a prompt counts as so many tokens of load: a prefix that is computed a second time, in

@@ -1,6 +1,6 @@
 """Jobs that worker processes do while the stage goes on: long prompts and grammar validation.
 
-- WorkerPool: jobs wait for a worker, and clients take turns (fair_queue.py).
+- WorkerPool: jobs wait for a worker, and clients take turns (FairQueue).
 - EncodingQueues: long prompts, in three queues by size, each with one EncoderProcess. A prompt of
   megabytes delays prompts of its size only.
 - GrammarValidation: every grammar compiles in a process that may die of it. A first attempt has
@@ -31,7 +31,7 @@ from typing import BinaryIO, Protocol, cast
 import msgspec
 
 from pipeinfer import pipes
-from pipeinfer.fair_queue import FairQueue
+from pipeinfer.core import FairQueue
 from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.grammars.validation import MAX_SECONDS, TooSlow, ValidationProcess
 from pipeinfer.messages import Message, Submit

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
-from pipeinfer.json_values import JsonValue
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import JsonValue, ThoughtState
 from pipeinfer.text import ThoughtTags
 from pipeinfer.wire import unpack_few
 

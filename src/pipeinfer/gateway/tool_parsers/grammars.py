@@ -27,10 +27,9 @@ import msgspec
 
 from pipeinfer.gateway.tool_parsers.base import INPUT_PARAMETER, schema_types
 from pipeinfer.grammars.bounds import schema_of
-from pipeinfer.grammars.regex import with_plain_digits
+from pipeinfer.grammars.rewriting import with_plain_digits
 from pipeinfer.grammars.schema_facts import DEFINITIONS
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 from pipeinfer.text import AddedId
 
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -35,8 +35,7 @@ from pipeinfer.gateway.tool_parsers.grammars import (
     slashed,
 )
 from pipeinfer.gateway.tool_parsers.partial_json import CallObjectParser, is_json
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 from pipeinfer.text import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
 
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)

@@ -16,7 +16,7 @@ from pipeinfer.gateway.tool_parsers.base import (
     OutputParser,
     ParsedDelta,
 )
-from pipeinfer.json_values import JsonValue
+from pipeinfer.params import JsonValue
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 ESCAPES = '"\\/bfnrtu'  # letters that may stand behind a backslash

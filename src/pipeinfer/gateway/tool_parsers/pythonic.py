@@ -39,7 +39,7 @@ from pipeinfer.gateway.tool_parsers.grammars import (
     start_rule,
     tagged_calls,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
 MAX_BRACKET_DEPTH = 64  # brackets within brackets
 LOOKAHEAD_CHARS = 256  # letters behind a quote that decide whether a string ends there

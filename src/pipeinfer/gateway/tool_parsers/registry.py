@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypedDict, Unpack
 
-from pipeinfer.close_names import none_of
+from pipeinfer.command_line import none_of
 from pipeinfer.gateway.tool_parsers.base import (
     AnswerTagParser,
     CallIdStyle,
@@ -71,8 +71,7 @@ from pipeinfer.gateway.tool_parsers.xml_calls import (
     XmlTags,
     xml_grammar,
 )
-from pipeinfer.json_values import JsonObject
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import JsonObject, ThoughtState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import (
     CHANNEL,

@@ -46,8 +46,7 @@ from pipeinfer.gateway.tool_parsers.grammars import (
 )
 from pipeinfer.gateway.tool_parsers.partial_json import JsonValueScanner
 from pipeinfer.gateway.tool_parsers.pythonic import PythonLiteralParser
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 
 MAX_NAME_CHARS = 256  # letters of a name of a function or parameter
 _PYTHON = ("T", "F", "N", "[", "{", "(")  # first letters of Python literals that are no JSON

@@ -1,0 +1,394 @@
+"""Kernels over logits: logit bias, bad words and bitmasks before sampling; log-probs after it.
+
+Logit bias (with suppressed and allowed ids) and bad words lie by slot on the device; bitmasks come
+from grammars on the host. One launch each, whose grid depends on the number of rows only, so a CUDA
+graph can hold it. A row whose slot changes nothing costs two loads.
+
+Log-probs take one pass over the logits of each row, then a small reduction. A record of some ids of
+a row is int64 [2 + num_top]:
+
+| float32 bits of logsumexp(logits) | keys above the row's own key | greatest keys, falling |
+
+Keys are packed logit keys (triton_support.py); the row's own key is that of the token whose
+log-prob is asked for. Records of blocks make that of a rank, those of ranks the log-probs. Needs
+triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pipeinfer.kernels.interface import BAD_WORDS_HEADER, NO_LOGIT_KEY, SlotLogitBias
+from pipeinfer.kernels.triton_support import key_score, key_token, pack_logit_key
+from pipeinfer.params import MAX_LOGPROBS
+from pipeinfer.wire import NO_ID
+
+# Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+
+BIAS_BLOCK = 128  # entries of a slot's logit bias that a program applies at a time
+MAX_ALLOWED_IDS = 1024  # allowed ids of a row at most; their logits are held in registers
+FILL_BLOCK = 1024  # logits that are set to -inf at a time
+BITMASK_BLOCK = 2048  # logits of one program of the bitmask
+_BAD_WORDS_HEADER = tl.constexpr(BAD_WORDS_HEADER)
+
+
+@triton.jit
+def _mask_all_but(
+    row, width, stored, count, first_id, ALLOWED_BLOCK: tl.constexpr, FILL_BLOCK: tl.constexpr
+):
+    """Sets the row's logits to -inf, except those of the `count` allowed ids at `stored`."""
+    at = tl.arange(0, ALLOWED_BLOCK)
+    column = tl.load(stored + at, mask=at < count, other=-1) - first_id
+    on_rank = (at < count) & (column >= 0) & (column < width)
+    saved = tl.load(row + column, mask=on_rank, other=0.0)
+    tl.debug_barrier()  # other threads overwrite a thread's logits, which it then writes back
+    for begin in range(0, width, FILL_BLOCK):
+        over = begin + tl.arange(0, FILL_BLOCK)
+        tl.store(row + over, tl.full((FILL_BLOCK,), float("-inf"), tl.float32), mask=over < width)
+    tl.debug_barrier()
+    tl.store(row + column, saved, mask=on_rank)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _mask_bad_words(
+    row, width, own_bad_words, num_sequences, position, last_token, first_id,
+    RECORD_TOKEN: tl.constexpr, HISTORY: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """Sets the logit of each id to -inf that would complete one of the slot's bad words.
+
+    own_bad_words: the slot's row of SlotBadWords.words. RECORD_TOKEN: the last token, if it was
+    sampled in this slot, first joins the history at the position before this one.
+    """
+    history = own_bad_words + _BAD_WORDS_HEADER
+    ends = history + HISTORY
+    ids = ends + SEQUENCES + 1
+    if RECORD_TOKEN:  # a constant
+        token = tl.load(last_token).to(tl.int32)
+        sampled = position > tl.load(own_bad_words + 2)
+        tl.store(history + ((position - 1) & (HISTORY - 1)), token, mask=sampled)
+    tl.debug_barrier()  # after the logit bias, and before the history is read
+    at = tl.arange(0, SEQUENCES)
+    there = at < num_sequences
+    end = tl.load(ends + at + 1, mask=there, other=0)
+    before = end - tl.load(ends + at, mask=there, other=0) - 1
+    same = there & (before <= position - tl.load(own_bad_words + 1))
+    for back in range(1, tl.load(own_bad_words + 3)):
+        have = tl.load(history + ((position - back) & (HISTORY - 1)))
+        want = tl.load(ids + end - 1 - back, mask=same & (back <= before), other=0)
+        same = same & ((back > before) | (want == have))
+    column = tl.load(ids + end - 1, mask=same, other=-1) - first_id
+    on_rank = same & (column >= 0) & (column < width)
+    tl.store(row + column, tl.full((SEQUENCES,), float("-inf"), tl.float32), mask=on_rank)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_slots",
+        "max_entries",
+        "stride",
+        "first_id",
+        "width",
+        "bad_words_stride",
+    ]
+)
+def _logit_bias_kernel(
+    logits, slots, positions, counts, words, bad_words, last_token, num_slots, max_entries, stride,
+    first_id, width, bad_words_stride, ADD_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    ALLOWED_BLOCK: tl.constexpr, FILL_BLOCK: tl.constexpr, HISTORY: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """Program (row of logits). See SlotLogitBias for counts and words."""
+    number = tl.program_id(0).to(tl.int64)
+    slot, position = tl.load(slots + number), tl.load(positions + number)
+    row = logits + number * stride
+    count = tl.load(counts + slot)
+    own_bad_words = bad_words + slot * bad_words_stride
+    num_sequences = tl.load(own_bad_words)
+    if count < 0:
+        count = -count
+        allowed = words + slot * max_entries
+        _mask_all_but(row, width, allowed, count, first_id, ALLOWED_BLOCK, FILL_BLOCK)
+    for begin in range(0, count, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        inside = at < count
+        stored = words + slot * max_entries + at
+        column = tl.load(stored, mask=inside, other=-1) - first_id
+        on_rank = inside & (column >= 0) & (column < width)
+        never = position < tl.load(stored + 2 * num_slots * max_entries, mask=on_rank, other=0)
+        target = row + column
+        if ADD_BIAS:
+            bits = tl.load(stored + num_slots * max_entries, mask=on_rank, other=0)
+            value = tl.load(target, mask=on_rank, other=0.0) + bits.to(tl.float32, bitcast=True)
+            tl.store(target, tl.where(never, float("-inf"), value), mask=on_rank)
+        else:
+            tl.store(target, tl.full((BLOCK,), float("-inf"), tl.float32), mask=on_rank & never)
+    if num_sequences > 0:
+        _mask_bad_words(
+            row, width, own_bad_words, num_sequences, position, last_token + slot, first_id,
+            not ADD_BIAS, HISTORY, SEQUENCES,
+        )  # fmt: skip
+
+
+def apply_logit_bias(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    bias: SlotLogitBias,
+    first_id: int = 0,
+    add_bias: bool = False,
+) -> None:
+    """See interface.py."""
+    if not len(logits):
+        return
+    assert logits.dtype is torch.float32 or not add_bias
+    _, num_slots, max_entries = bias.words.shape
+    bad_words = bias.bad_words
+    _logit_bias_kernel[(len(logits),)](
+        logits, slots, positions, bias.counts, bias.words, bad_words.words,
+        bad_words.last_token, num_slots, max_entries, logits.stride(0), first_id, logits.shape[1],
+        bad_words.words.shape[1], ADD_BIAS=add_bias, BLOCK=BIAS_BLOCK,
+        ALLOWED_BLOCK=MAX_ALLOWED_IDS, FILL_BLOCK=FILL_BLOCK, HISTORY=bad_words.history,
+        SEQUENCES=bad_words.max_sequences, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride", "width", "first_id", "num_words"])
+def _bitmask_kernel(logits, rows, words, stride, width, first_id, num_words, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = column + first_id
+    inside = column < width
+    has_bit = inside & (token // 32 < num_words)
+    word = tl.load(words + entry * num_words + token // 32, mask=has_bit, other=0)
+    forbidden = ((word >> (token % 32)) & 1) == 0
+    target = logits + tl.load(rows + entry) * stride + column
+    never = tl.full((BLOCK,), float("-inf"), tl.float32)
+    tl.store(target, never.to(logits.dtype.element_ty), mask=inside & forbidden)
+
+
+def apply_token_bitmask(
+    logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0
+) -> None:
+    """See interface.py."""
+    if not len(rows):
+        return
+    width = logits.shape[1]
+    _bitmask_kernel[(len(rows), triton.cdiv(width, BITMASK_BLOCK))](
+        logits, rows, words, logits.stride(0), width, first_id, words.shape[1], BLOCK=BITMASK_BLOCK
+    )
+
+
+# Fixed, whatever the batch: partial results must not depend on how many rows present are.
+BLOCK = 4096  # logits of one program
+MAX_KEYS = triton.next_power_of_2(MAX_LOGPROBS)  # keys of a record at most: compiled once for all
+_RECORD_HEADER = tl.constexpr(2)  # words of a record before its keys
+_NO_KEY = tl.constexpr(NO_LOGIT_KEY)
+_NO_ID = tl.constexpr(NO_ID)
+
+
+@triton.jit(do_not_specialize=["stride", "width", "first_id"])
+def _logit_keys_kernel(logits, ids, keys, stride, width, first_id):
+    """Program (row): the key of the row's id, if it lies in this rank's shard."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(ids + row)
+    column = token - first_id
+    on_rank = (column >= 0) & (column < width)
+    logit = tl.load(logits + row * stride + column, mask=on_rank, other=0.0).to(tl.float32)
+    tl.store(keys + row, tl.where(on_rank, pack_logit_key(logit, token.to(tl.int32)), _NO_KEY))
+
+
+@triton.jit
+def _store_record(record, total, num_above, keys, num_top):
+    """Writes a record of `keys`. Absent ones are NO_LOGIT_KEY; no others are equal."""
+    tl.store(record, total.to(tl.int32, bitcast=True).to(tl.int64))
+    tl.store(record + 1, num_above)
+    for index in tl.range(0, num_top):
+        best = tl.max(keys, axis=0)
+        tl.store(record + (index + _RECORD_HEADER), best)
+        keys = tl.where(keys == best, _NO_KEY, keys)
+
+
+@triton.jit(do_not_specialize=["stride", "width", "first_id", "num_top"])
+def _scan_block(
+    logits, ids, token_keys, records, stride, width, first_id, num_top, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Program (row, block): the block's record.
+
+    WHOLE: logits are those of the whole vocabulary; the keys of the rows' `ids` are written to
+        token_keys, which otherwise has them before.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    values = tl.load(logits + row * stride + column, mask=inside, other=float("-inf"))
+    values = values.to(tl.float32)
+    keys = tl.where(inside, pack_logit_key(values, column + first_id), _NO_KEY)
+    if WHOLE:
+        token = tl.load(ids + row)
+        own_key = pack_logit_key(
+            tl.load(logits + row * stride + token).to(tl.float32), token.to(tl.int32)
+        )
+        if block == 0:
+            tl.store(token_keys + row, own_key)
+    else:
+        own_key = tl.load(token_keys + row)
+    num_above = tl.sum((keys > own_key).to(tl.int32), axis=0).to(tl.int64)
+    record = records + (row * tl.num_programs(1) + block) * (num_top + _RECORD_HEADER)
+    _store_record(record, _log_sum(values), num_above, keys, num_top)
+
+
+@triton.jit
+def _log_sum(values):
+    """log(sum(exp(values))); -inf if all values are."""
+    peak = tl.max(values, axis=0)
+    base = tl.where(peak > float("-inf"), peak, 0.0)
+    return base + tl.log(tl.sum(tl.exp(values - base), axis=0))
+
+
+@triton.jit
+def _load_records(
+    records, record_stride, count, num_top, RECORDS: tl.constexpr, MAX_KEYS: tl.constexpr
+):
+    """(logsumexp, num_above, keys [RECORDS * MAX_KEYS]) of `count` records, `record_stride` words
+    apart."""
+    part = tl.arange(0, RECORDS).to(tl.int64)
+    present = part < count
+    first = records + part * record_stride
+    bits = tl.load(first, mask=present, other=0).to(tl.int32)
+    total = tl.where(present, bits.to(tl.float32, bitcast=True), float("-inf"))
+    num_above = tl.sum(tl.load(first + 1, mask=present, other=0), axis=0)
+    index = tl.arange(0, MAX_KEYS)
+    inside = present[:, None] & (index < num_top)[None, :]
+    keys = tl.load(first[:, None] + (index + _RECORD_HEADER)[None, :], mask=inside, other=_NO_KEY)
+    return _log_sum(total), num_above, tl.reshape(keys, (RECORDS * MAX_KEYS,))
+
+
+@triton.jit(do_not_specialize=["count", "num_top"])
+def _merge_blocks(
+    block_records, records, count, num_top, RECORDS: tl.constexpr, MAX_KEYS: tl.constexpr
+):
+    """Program (row): one record of those of its blocks."""
+    row = tl.program_id(0).to(tl.int64)
+    size = num_top + _RECORD_HEADER
+    total, num_above, keys = _load_records(
+        block_records + row * count * size, size, count, num_top, RECORDS, MAX_KEYS
+    )
+    _store_record(records + row * size, total, num_above, keys, num_top)
+
+
+@triton.jit
+def _ids_and_logprobs(keys, total):
+    """(ids, bits of float32 log-probs) of keys; NO_ID and -inf for absent ones."""
+    present = keys != _NO_KEY
+    values = tl.where(present, key_score(keys) - total, float("-inf"))
+    return tl.where(present, key_token(keys), _NO_ID), values.to(tl.int32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["count", "row_stride", "record_stride", "num_top"])
+def _merge_records(
+    records,
+    token_keys,
+    out,
+    count,
+    row_stride,
+    record_stride,
+    num_top,
+    RECORDS: tl.constexpr,
+    MAX_KEYS: tl.constexpr,
+):
+    """Program (row): its log-probs, from `count` records.
+
+    row_stride, record_stride: words from a row's first record to the next row's, and from a record
+        to the next of the row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    size = num_top + _RECORD_HEADER
+    total, num_above, keys = _load_records(
+        records + row * row_stride, record_stride, count, num_top, RECORDS, MAX_KEYS
+    )
+    score = out + row * (size + num_top)
+    _, value = _ids_and_logprobs(tl.load(token_keys + row), total)
+    tl.store(score, value)
+    tl.store(score + 1, (num_above + 1).to(tl.int32))
+    for index in tl.range(0, num_top):
+        best = tl.max(keys, axis=0)
+        token, value = _ids_and_logprobs(best, total)
+        tl.store(score + (index + _RECORD_HEADER), token)
+        tl.store(score + size + index, value)
+        keys = tl.where(keys == best, _NO_KEY, keys)
+
+
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> torch.Tensor:
+    """See interface.py, here and below."""
+    ids = ids.contiguous()
+    token_keys = torch.empty_like(ids)
+    block_records = _block_records(logits, ids, token_keys, num_top, 0, whole=True)
+    _, blocks, size = block_records.shape
+    return _merged(block_records, token_keys, blocks, blocks * size, size)
+
+
+def logit_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+    ids = ids.contiguous()
+    keys = torch.empty_like(ids)
+    if len(ids):
+        stride, width = logits.stride(0), logits.shape[1]
+        _logit_keys_kernel[(len(ids),)](logits, ids, keys, stride, width, first_id, num_warps=1)
+    return keys
+
+
+def local_topk(
+    logits: torch.Tensor, token_keys: torch.Tensor, num_top: int, first_id: int
+) -> torch.Tensor:
+    block_records = _block_records(logits, token_keys, token_keys, num_top, first_id, whole=False)
+    rows, blocks, size = block_records.shape
+    records = token_keys.new_empty(rows, size)
+    if rows:
+        padded = triton.next_power_of_2(blocks)
+        _merge_blocks[(rows,)](
+            block_records, records, blocks, num_top, RECORDS=padded, MAX_KEYS=MAX_KEYS
+        )
+    return records
+
+
+def merge_topk(records: torch.Tensor, token_keys: torch.Tensor) -> torch.Tensor:
+    ranks, rows, size = records.shape
+    return _merged(records.contiguous(), token_keys, ranks, size, rows * size)
+
+
+def _block_records(
+    logits: torch.Tensor, ids: torch.Tensor, token_keys: torch.Tensor, num_top: int, first_id: int,
+    whole: bool,
+) -> torch.Tensor:  # fmt: skip
+    """int64 [N, blocks, 2 + num_top]: a record of each block."""
+    rows, width = logits.shape
+    blocks = max(triton.cdiv(width, BLOCK), 1)
+    block_records = token_keys.new_empty(rows, blocks, 2 + num_top)
+    if rows:
+        _scan_block[(rows, blocks)](
+            logits, ids, token_keys, block_records, logits.stride(0), width, first_id, num_top,
+            BLOCK=BLOCK, WHOLE=whole,
+        )  # fmt: skip
+    return block_records
+
+
+def _merged(
+    records: torch.Tensor, token_keys: torch.Tensor, count: int, row_stride: int, record_stride: int
+) -> torch.Tensor:
+    """int32 [N, 2 + 2 num_top]: see _merge_records."""
+    rows, num_top = len(token_keys), records.shape[-1] - 2
+    out = token_keys.new_empty(rows, 2 + 2 * num_top, dtype=torch.int32)
+    if rows:
+        padded = triton.next_power_of_2(count)
+        _merge_records[(rows,)](
+            records, token_keys, out, count, row_stride, record_stride, num_top, RECORDS=padded,
+            MAX_KEYS=MAX_KEYS,
+        )  # fmt: skip
+    return out

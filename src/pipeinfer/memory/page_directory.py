@@ -1,0 +1,407 @@
+"""The page directory: what each page of the KV pool holds, in memory that outlives the engine.
+
+An engine that is killed leaves pages full of keys and values. Its successor believes those of which
+the directory says so, puts them into its prefix cache, and computes the others again.
+
+- PageDirectory: the arrays, and the order in which they are written.
+- ChainTracker: which pages a plan claims, which ones a step has filled, and with what.
+- PageChains: pages with what they hold, as they travel between the two.
+
+A page's chain is the pages before it in its request and itself; the digest of a page is a hash of
+the digest before it, the cache salt and its token ids, so equal digests mean equal keys and values.
+Only full pages are told. Knows no device and no tensor; ChainTracker and PageChains do no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from pipeinfer.memory.manager import Rows
+from pipeinfer.memory.pages import PageTable, SlotArrays
+
+DIGEST_BYTES = 16
+NO_PARENT = bytes(DIGEST_BYTES)  # the digest before a chain's first page
+NO_SALT = bytes(DIGEST_BYTES)
+MAGIC = b"pipeinfer pages\x01"
+MAX_MODEL_KEY = 64  # bytes of the model's key
+UNUSABLE, USABLE = 0, 1
+_NO_PAGES = np.empty(0, dtype=np.int32)
+
+
+def salt_digest(salt: str) -> bytes:
+    """[16], what the directory keeps of a cache salt; zeros of an empty one."""
+    return blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest() if salt else NO_SALT
+
+
+def page_digest(parent: bytes, salt: bytes, ids: np.ndarray) -> bytes:
+    """[16], of a page with the token ids `ids` int32 [page_size] behind the page `parent`."""
+    whole = blake2b(parent, digest_size=DIGEST_BYTES)
+    whole.update(salt)
+    whole.update(np.ascontiguousarray(ids, dtype="<i4").data)
+    return whole.digest()
+
+
+# A page, its depth, its digest, that of the page before it, that of the salt; its ids int32.
+FilledPage = tuple[int, int, bytes, bytes, bytes, np.ndarray]
+
+
+@dataclass(frozen=True)
+class PageChains:
+    """n pages and what they hold.
+
+    pages: int32 [n].
+    depths: int32 [n], pages before each one in its chain.
+    digests, parents, salts: uint8 [n, 16], of each page, of the page before it, of the cache salt.
+    ids: int32 [n, page_size], token ids.
+    """
+
+    pages: np.ndarray
+    depths: np.ndarray
+    digests: np.ndarray
+    parents: np.ndarray
+    salts: np.ndarray
+    ids: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    @staticmethod
+    def of(rows: Sequence[FilledPage]) -> PageChains:
+        """At least one page."""
+        pages, depths, digests, parents, salts, ids = zip(*rows, strict=True)
+        return PageChains(
+            np.array(pages, np.int32),
+            np.array(depths, np.int32),
+            _digest_rows(digests),
+            _digest_rows(parents),
+            _digest_rows(salts),
+            np.stack(ids).astype(np.int32, copy=False),
+        )
+
+    def only(self, chosen: np.ndarray) -> PageChains:
+        """Those of `chosen`, indices or bool [n]."""
+        return PageChains(
+            self.pages[chosen],
+            self.depths[chosen],
+            self.digests[chosen],
+            self.parents[chosen],
+            self.salts[chosen],
+            self.ids[chosen],
+        )
+
+    def believed(self) -> PageChains:
+        """Those whose digests are right, whose whole chain is there, and that repeat no other
+        page's digest; by depth, then page. Of repeated ones the lowest page stays."""
+        order = np.lexsort((self.pages, self.depths))
+        depth_of: dict[bytes, int] = {}
+        kept: list[int] = []
+        for at in order.tolist():
+            parent, depth = self.parents[at].tobytes(), int(self.depths[at])
+            digest, salt = self.digests[at].tobytes(), self.salts[at].tobytes()
+            if parent != NO_PARENT if depth == 0 else depth_of.get(parent) != depth - 1:
+                continue
+            if digest in depth_of or digest != page_digest(parent, salt, self.ids[at]):
+                continue
+            depth_of[digest] = depth
+            kept.append(at)
+        return self.only(np.array(kept, dtype=np.int64))
+
+    def agreed(self, others: Iterable[PageChains]) -> PageChains:
+        """Those that every one of the `others` has with the same digest and depth: what all ranks
+        of a group hold. Chains stay whole only through `believed`, which is to be called then."""
+        chosen = np.ones(len(self), dtype=bool)
+        for other in others:
+            same = {
+                (page, depth, digest.tobytes())
+                for page, depth, digest in zip(
+                    other.pages.tolist(), other.depths.tolist(), other.digests, strict=True
+                )
+            }
+            mine = zip(self.pages.tolist(), self.depths.tolist(), self.digests, strict=True)
+            chosen &= np.array(
+                [(page, depth, digest.tobytes()) in same for page, depth, digest in mine],
+                dtype=bool,
+            )
+        return self.only(chosen)
+
+    def sequences(self) -> Iterable[tuple[bytes, np.ndarray, np.ndarray]]:
+        """For the end of each chain: its salt, its token ids int32 [k * page_size], and its pages
+        int32 [k], from the first on. Of `believed` chains."""
+        row_of = {digest.tobytes(): row for row, digest in enumerate(self.digests)}
+        inner = {parent.tobytes() for parent in self.parents}
+        for row, digest in enumerate(self.digests):
+            if digest.tobytes() in inner:
+                continue
+            path = [row]
+            while self.depths[path[-1]]:
+                path.append(row_of[self.parents[path[-1]].tobytes()])
+            path.reverse()
+            yield self.salts[row].tobytes(), self.ids[path].ravel(), self.pages[path]
+
+
+def _digest_rows(digests: Sequence[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def directory_bytes(pages: int, page_size: int) -> int:
+    """Size of a directory of `pages` pages, with the dummy page 0."""
+    return _Layout(pages, page_size).total
+
+
+class _Layout:
+    """Where each array begins, in bytes; each begins at a multiple of 64.
+
+    | header | valid u8 | depths i32 | digests u8 x 16 | parents | salts | ids i32 x page_size |
+
+    The header is MAGIC, pages i8, page_size i8, the model's key, and one byte: whether any of it
+    may be believed.
+    """
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        sizes = [
+            len(MAGIC) + 16 + MAX_MODEL_KEY + 1,
+            pages,
+            4 * pages,
+            *[DIGEST_BYTES * pages] * 3,
+            4 * page_size * pages,
+        ]
+        self.begins: list[int] = []
+        self.total = 0
+        for size in sizes:
+            self.begins.append(self.total)
+            self.total += -(-size // 64) * 64
+
+
+class PageDirectory:
+    """What each of `pages` pages holds, in `buffer`, which may be shared and outlives processes.
+
+    A page is valid from the last byte that `validate` writes until the first one that `invalidate`
+    writes, so whenever its writer is killed, a page that is valid holds what the directory says.
+    That asks of the caller: a page is invalidated before anything is launched that may write it,
+    and validated when the step that filled it has ended.
+
+    pages: of the pool, with the dummy page 0.
+    page_size: tokens of a page.
+    """
+
+    def __init__(self, buffer: memoryview, pages: int, page_size: int) -> None:
+        """Raises ValueError for a buffer of another size than `directory_bytes`."""
+        layout = _Layout(pages, page_size)
+        if len(buffer) != layout.total:
+            raise ValueError(f"a directory of {pages} pages takes {layout.total} bytes")
+        self.pages = pages
+        self.page_size = page_size
+        whole = np.frombuffer(buffer, dtype=np.uint8)
+        self._header = whole[: layout.begins[1]]
+
+        def array(index: int, count: int) -> np.ndarray:
+            return whole[layout.begins[index] : layout.begins[index] + count]
+
+        self._valid = array(1, pages)
+        self._depths = array(2, 4 * pages).view("<i4")
+        self._digests, self._parents, self._salts = (
+            array(index, DIGEST_BYTES * pages).reshape(pages, DIGEST_BYTES) for index in (3, 4, 5)
+        )
+        self._ids = array(6, 4 * page_size * pages).view("<i4").reshape(pages, page_size)
+
+    def begin(self, model_key: bytes) -> None:
+        """Nothing is valid; from now on pages belong to `model_key`, at most 64 bytes: a digest of
+        all that keys and values depend on beside their token ids."""
+        self._header[-1] = self._header[: len(MAGIC)] = 0
+        self._valid[:] = 0
+        self._header[:] = 0
+        head = self._head(model_key)
+        self._header[: len(head)] = np.frombuffer(head, np.uint8)
+        self._header[-1] = USABLE
+
+    def belongs_to(self, model_key: bytes) -> bool:
+        """Whether pages are of `model_key`, and nothing has made the directory unusable."""
+        head = self._head(model_key)
+        return self._header[-1] == USABLE and self._header[: len(head)].tobytes() == head
+
+    def _head(self, model_key: bytes) -> bytes:
+        sizes = np.array([self.pages, self.page_size], "<i8").tobytes()
+        return MAGIC + sizes + model_key.ljust(MAX_MODEL_KEY, b"\0")
+
+    def make_unusable(self) -> None:
+        """Nobody believes any page until `begin`: the engine has seen a fault of its own."""
+        self._header[-1] = UNUSABLE
+
+    def invalidate(self, pages: np.ndarray) -> None:
+        """To be called before anything is launched that may write `pages` int32 [n]."""
+        self._valid[pages] = 0
+
+    def invalidate_all(self) -> None:
+        """What was cached is to be forgotten."""
+        self._valid[:] = 0
+
+    def validate(self, filled: PageChains) -> None:
+        """To be called when the step that filled them has ended."""
+        pages = filled.pages
+        self._depths[pages] = filled.depths
+        self._digests[pages] = filled.digests
+        self._parents[pages] = filled.parents
+        self._salts[pages] = filled.salts
+        self._ids[pages] = filled.ids
+        self._valid[pages] = 1
+
+    def read(self) -> PageChains:
+        """All valid pages; `believed` of them are those that a successor may use."""
+        pages = np.flatnonzero(self._valid).astype(np.int32)
+        pages = pages[pages > 0]
+        return PageChains(
+            pages,
+            self._depths[pages],
+            self._digests[pages],
+            self._parents[pages],
+            self._salts[pages],
+            self._ids[pages],
+        )
+
+
+@dataclass(frozen=True)
+class StepFills:
+    """What the step of one plan does to pages, until the step has ended.
+
+    number: of the plan.
+    slots: int32 [R], slots of the rows that compute anything.
+    starts, ends: int32 [R]; row r computes positions starts[r] .. ends[r] - 1.
+    requests: int64 [R], numbers of the requests in those slots.
+    known_ids: by row, int32 [count], token ids of a row that does not decode.
+    filled_pages: by row, of those that fill any page: int32 [n], the slot's pages from page
+        starts // page_size on.
+    """
+
+    number: int
+    slots: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    requests: np.ndarray
+    known_ids: dict[int, np.ndarray]
+    filled_pages: dict[int, np.ndarray]
+
+
+class ChainTracker:
+    """From plans and sampled ids to the pages that steps have filled.
+
+    Steps end in the order of their plans. A step's page counts only while nobody has claimed it
+    since: a page that its request lost while the step was under way is left out.
+    """
+
+    def __init__(self, pages: int, page_size: int, max_slots: int) -> None:
+        """pages: of the pool, with the dummy page 0."""
+        self.page_size = page_size
+        self._max_slots = max_slots
+        self._last_request = 0
+        self._claimed_by = np.empty(pages, dtype=np.int64)  # plan that claimed each page last
+        self._ids = np.zeros((max_slots, page_size), dtype=np.int32)  # of the page that fills
+        self.reset(None)
+
+    def reset(self, chains: PageChains | None) -> None:
+        """An epoch begins, with the pages that are believed."""
+        self._claimed_by[:] = -1
+        self._claimed: list[np.ndarray] = []
+        self._digests: dict[int, bytes] = {}  # by page, of those that are valid
+        if chains is not None:
+            digests = [digest.tobytes() for digest in chains.digests]
+            self._digests = dict(zip(chains.pages.tolist(), digests, strict=True))
+        self._parents = [NO_PARENT] * self._max_slots  # digest before the page that fills
+        self._salts = [NO_SALT] * self._max_slots
+        self._requests = np.zeros(self._max_slots, dtype=np.int64)  # in each slot; 0: none
+
+    def claim(self, pages: np.ndarray, number: int) -> None:
+        """Plan `number` gave `pages` int32 [n] to requests, or they are not to be believed."""
+        self._claimed_by[pages] = number
+        self._claimed.append(pages)
+        for page in pages.tolist():
+            self._digests.pop(page, None)
+
+    def take_claimed(self) -> np.ndarray:
+        """int32 [n], pages that were claimed since this was asked last: they are to be invalid
+        before the next step is launched."""
+        claimed, self._claimed = self._claimed, []
+        return np.concatenate(claimed) if claimed else _NO_PAGES
+
+    def admit(self, slot: int, salt: str, ids: np.ndarray, cached: np.ndarray) -> None:
+        """A request enters `slot`. `cached` int32 [k] are its pages that the prefix cache had, and
+        `ids` int32 [k * page_size] what they hold."""
+        self._last_request += 1
+        self._requests[slot] = self._last_request
+        self._salts[slot] = salt_digest(salt)
+        self._parents[slot] = self._chain_end(self._salts[slot], ids, cached)
+
+    def _chain_end(self, salt: bytes, ids: np.ndarray, cached: np.ndarray) -> bytes:
+        """The digest of the last of the pages `cached`. A page that is being filled has none yet:
+        then it follows from the last page that has one."""
+        behind = len(cached)
+        while behind and int(cached[behind - 1]) not in self._digests:
+            behind -= 1
+        digest = self._digests[int(cached[behind - 1])] if behind else NO_PARENT
+        for begin in range(behind * self.page_size, len(ids), self.page_size):
+            digest = page_digest(digest, salt, ids[begin : begin + self.page_size])
+        return digest
+
+    def release(self, slot: int) -> None:
+        """The request in `slot` is gone."""
+        self._requests[slot] = 0
+
+    def plan(self, rows: Rows, table: PageTable, slots: SlotArrays) -> StepFills:
+        """What the step of `rows` will have filled, to be given to `filled` when it has ended."""
+        size, computes = self.page_size, np.flatnonzero(rows.counts)
+        starts, counts = rows.starts[computes], rows.counts[computes]
+        ends, chosen = starts + counts, rows.slots[computes]
+        known_ids, filled_pages = dict[int, np.ndarray](), dict[int, np.ndarray]()
+        for row in np.flatnonzero(rows.is_prefill[computes]).tolist():
+            known = slots.known_tokens(int(chosen[row]))
+            known_ids[row] = known[starts[row] : ends[row]]
+        begins, behind = starts // size, ends // size
+        for row in np.flatnonzero(behind > begins).tolist():
+            columns = int(begins[row]), int(behind[row])
+            filled_pages[row] = table.columns(chosen[row : row + 1], *columns)[0].copy()
+        requests = self._requests[chosen]
+        return StepFills(rows.number, chosen, starts, ends, requests, known_ids, filled_pages)
+
+    def filled(self, step: StepFills, sampled: np.ndarray) -> PageChains | None:
+        """The pages that a step has filled, now that it has ended; None: no page.
+
+        sampled: int32 [R], the id that each of the step's rows sampled, below 0 where it sampled
+        none.
+        """
+        alive = (self._requests[step.slots] == step.requests) & (step.requests > 0)
+        found: list[FilledPage] = []
+        for row, ids in step.known_ids.items():
+            if alive[row]:
+                self._store(step, row, ids, found)
+        for row in step.filled_pages:
+            if alive[row] and row not in step.known_ids:
+                self._fill(step, row, int(step.starts[row]) // self.page_size, found)
+        rows = np.flatnonzero(alive & (sampled >= 0))
+        self._ids[step.slots[rows], step.ends[rows] % self.page_size] = sampled[rows]
+        return PageChains.of(found) if found else None
+
+    def _store(self, step: StepFills, row: int, ids: np.ndarray, found: list[FilledPage]) -> None:
+        """A row has computed the known `ids` int32 [count], which may fill several pages."""
+        at, slot, left = int(step.starts[row]), int(step.slots[row]), ids
+        while len(left):
+            offset = at % self.page_size
+            part = left[: self.page_size - offset]
+            self._ids[slot, offset : offset + len(part)] = part
+            left, at = left[len(part) :], at + len(part)
+            if at % self.page_size == 0:
+                self._fill(step, row, at // self.page_size - 1, found)
+
+    def _fill(self, step: StepFills, row: int, depth: int, found: list[FilledPage]) -> None:
+        """Page number `depth` of a row's slot is full."""
+        slot = int(step.slots[row])
+        parent, salt, ids = self._parents[slot], self._salts[slot], self._ids[slot].copy()
+        page = int(step.filled_pages[row][depth - int(step.starts[row]) // self.page_size])
+        digest = self._parents[slot] = page_digest(parent, salt, ids)
+        # A page that was claimed since belongs to somebody else: this request reads another one by
+        # now, which holds the same.
+        if self._claimed_by[page] <= step.number:
+            self._digests[page] = digest
+            found.append((page, depth, digest, parent, salt, ids))

@@ -1,0 +1,225 @@
+"""A memory holder and engines that die: real processes, real descriptors."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.runtime.memory_holder import (
+    LOSS_WINDOW,
+    HolderLink,
+    HolderState,
+    Keep,
+    MemoryHolder,
+    listen,
+    socket_address,
+)
+
+CLIENT = """
+import mmap, os, sys
+from pipeinfer.runtime.memory_holder import HolderLink, Keep
+link = HolderLink(sys.argv[1], timeout=30)
+kept, descriptors = link.attach()
+found = dict(zip((entry.name for entry in kept.entries), descriptors))
+if sys.argv[2:]:
+    memory = os.memfd_create("pool")
+    os.ftruncate(memory, 4096)
+    view = mmap.mmap(memory, 4096)
+    view[:5] = sys.argv[2].encode()
+    link.keep(Keep("pool", "pages", b"note"), memory)
+    link.keep(Keep("model", "weights"), memory)
+    if sys.argv[3:]:
+        link.leaving()
+words = [mmap.mmap(fd, 4096)[:5].decode() for fd in found.values()]
+print(kept.losses, ",".join(f"{name}={word}" for name, word in zip(found, words)), flush=True)
+sys.stdin.read()
+"""
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def holder():
+    """A holder on a thread, its address and its clock."""
+    address = f"@pipeinfer-test-{secrets.token_hex(8)}"
+    clock = Clock()
+    made = MemoryHolder(listen(address), clock)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield address, clock
+    made.stop()
+    thread.join()
+
+
+def engine(address, *words):
+    """A process that attaches; its first line is what it was handed."""
+    return subprocess.Popen(
+        [sys.executable, "-c", CLIENT, address, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def first_line(process):
+    return process.stdout.readline().strip()
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_memory_outlives_its_engine(holder):
+    address, _ = holder
+    one = engine(address, "first")
+    assert first_line(one) == "0"
+    kill(one)
+    other = engine(address)
+    assert first_line(other) == "1 pool=first,model=first"
+    kill(other)
+
+
+def test_nobody_gets_memory_while_its_owner_lives(holder):
+    address, _ = holder
+    one = engine(address, "first")
+    assert first_line(one) == "0"
+    os.kill(one.pid, signal.SIGSTOP)  # silent, and not dead
+    link = HolderLink(address, timeout=0.5)
+    with pytest.raises(TimeoutError):
+        link.attach()
+    link.close()
+    kill(one)
+    other = engine(address)
+    assert first_line(other).endswith("pool=first,model=first")
+    kill(other)
+
+
+def test_an_owner_that_closes_its_socket_owns_it_until_it_ends(holder):
+    address, _ = holder
+    mine = HolderLink(address, timeout=5)
+    mine.attach()
+    mine.close()
+    link = HolderLink(address, timeout=0.5)
+    with pytest.raises(TimeoutError):
+        link.attach()
+    link.close()
+
+
+def test_a_second_loss_within_a_minute_drops_pages_and_a_third_one_weights(holder):
+    address, clock = holder
+    for expected in ("0", "1 pool=aaaaa,model=aaaaa", "2 model=aaaaa", "3"):
+        one = engine(address, "aaaaa")
+        assert first_line(one) == expected
+        kill(one)
+    one = engine(address, "aaaaa", "leaving")
+    assert first_line(one) == "4"
+    kill(one)
+    clock.now += LOSS_WINDOW
+    one = engine(address)
+    assert first_line(one) == "0 pool=aaaaa,model=aaaaa"
+    kill(one)
+
+
+def test_an_end_in_good_order_is_no_loss(holder):
+    address, _ = holder
+    for _ in range(4):
+        one = engine(address, "first", "leaving")
+        assert first_line(one) in ("0", "0 pool=first,model=first")
+        kill(one)
+
+
+def test_what_is_no_message_does_no_harm(holder):
+    address, _ = holder
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    raw.connect(socket_address(address))
+    read, write = os.pipe()
+    for words in (b"\xff" * 100, b"\x80", msgspec.msgpack.encode(Keep("pool", "pages"))):
+        socket.send_fds(raw, [words], [write, write])
+    raw.send(msgspec.msgpack.encode(Keep("pool", "pages")))  # without a descriptor
+    os.close(write)
+    assert os.read(read, 1) == b""  # every copy was closed
+    os.close(read)
+    one = engine(address, "first")
+    assert first_line(one) == "0"
+    kill(one)
+    raw.close()
+
+
+def test_a_holder_ends_with_its_parent_and_so_does_what_it_kept(tmp_path):
+    address = f"@pipeinfer-test-{secrets.token_hex(8)}"
+    parent = (
+        "import subprocess, sys, time\n"
+        "from pipeinfer.runtime.memory_holder import listen\n"
+        "s = listen(sys.argv[1]); s.set_inheritable(True)\n"
+        "c = subprocess.Popen([sys.executable, '-m', 'pipeinfer.runtime.memory_holder', '--fd',"
+        " str(s.fileno())], pass_fds=[s.fileno()])\n"
+        "print(c.pid, flush=True); time.sleep(600)\n"
+    )
+    made = subprocess.Popen(
+        [sys.executable, "-c", parent, address], stdout=subprocess.PIPE, text=True
+    )
+    holder_pid = int(first_line(made))
+    read, write = os.pipe()
+    link = HolderLink(address, timeout=30)
+    link.attach()
+    link.keep(Keep("pool", "pages"), write)
+    os.close(write)
+    kill(made)
+    assert os.read(read, 1) == b""  # the holder's copy was the last one
+    os.close(read)
+    link.close()
+    pidfd = os.pidfd_open(holder_pid) if Path(f"/proc/{holder_pid}").exists() else None
+    if pidfd is not None:
+        assert select.select([pidfd], [], [], 30)[0]
+        os.close(pidfd)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["attach", "keep", "silent", "end", "leave", "wait"]),
+                          st.integers(0, 3)), max_size=40))  # fmt: skip
+def test_one_process_at_a_time_owns_what_is_kept_and_every_descriptor_is_closed_once(moves):
+    state, now, opened, closed = HolderState(), 0.0, 0, list[int]()
+    ended: set[int] = set()
+    for move, process in moves:
+        if process in ended:
+            continue
+        if move == "attach":
+            state.attach(process)
+        elif move == "keep":
+            opened += 1
+            closed += state.keep(process, Keep("pool", "pages"), opened)
+        elif move == "end":
+            state.ended(process, now)
+            ended.add(process)
+        elif move == "silent":
+            state.silent(process)
+        elif move == "leave":
+            state.leaving(process)
+        else:
+            now += 40.0
+        owner = state.owner
+        found = state.hand_over(now)
+        if found is not None:
+            assert owner is None and found[0] not in ended
+            assert len(found[1].entries) == len(found[2])
+            closed += found[3]
+        assert state.owner not in ended and state.owner not in state.waiting
+        kept = [descriptor for _, descriptor in state.entries.values()]
+        assert sorted(closed + kept) == list(range(1, opened + 1))
