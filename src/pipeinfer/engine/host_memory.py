@@ -1,10 +1,11 @@
-"""How much memory this process may still take on the host.
+"""Memory of the host: how much this process may still take, and what it gives back.
 
 Knows Linux' files and nothing of what the memory is for.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -18,6 +19,14 @@ def available_bytes(root: Path = Path("/")) -> int:
     if limit is not None and used is not None:
         free = min(free, max(limit - used, 0))
     return free
+
+
+def return_freed_memory() -> None:
+    """Has the C library give the kernel the memory that was freed, which it otherwise keeps for
+    later. Does nothing where the library is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _meminfo(path: Path) -> int:

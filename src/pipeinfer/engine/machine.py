@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from pipeinfer.engine.device import Device, HostDevice
-from pipeinfer.engine.host_memory import available_bytes
+from pipeinfer.engine.host_memory import available_bytes, return_freed_memory
 from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import Kernels
 
@@ -81,9 +81,11 @@ class HostMachine:
     def build(self, work: Callable[[], Built]) -> Built:
         """On the thread that computes steps. OpenMP has a team of threads for each thread that ever
         computed anything large; with two such teams on the same cores each barrier of a step would
-        put its threads to sleep, and steps took up to twice as long."""
+        put its threads to sleep, and steps took up to twice as long. What was only needed to read
+        weights goes back to the kernel."""
         built: list[Built] = []
         self.device.run(lambda: built.append(work()))
+        return_freed_memory()
         return built[0]
 
     def warm_up(self, runner: Runner, max_tokens: int) -> None:

@@ -22,7 +22,7 @@ from pipeinfer.kernels.host import is_truncated
 from pipeinfer.kernels.interface import Kernels, SamplingTensors
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
-from pipeinfer.tensors import tensor_of
+from pipeinfer.tensors import lazy_zeros, tensor_of
 from pipeinfer.wire import SCORE_WORDS, narrow_scores
 
 NONE = np.empty(0, dtype=np.int64)  # rows
@@ -192,11 +192,12 @@ IN_PROMPT, IN_OUTPUT = 1, 2  # of a count: the lowest bit, and all others
 
 class Penalties:
     """Of one rank, which has the logits of `ids`: int32 counts [slots, ids], allocated at once,
-    because all memory that is free later is given to KV pages."""
+    because all memory that is free later is given to KV pages. On a CPU they become real memory
+    only for slots whose requests have penalties."""
 
     def __init__(self, slots: int, ids: range, device: torch.device | str) -> None:
         self._first_id = ids.start
-        self._counts = torch.zeros((slots, len(ids)), dtype=torch.int32, device=device)
+        self._counts = lazy_zeros((slots, len(ids)), torch.int32, torch.device(device))
 
     @property
     def bytes(self) -> int:
