@@ -7,8 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
-from pipeinfer.runtime.find import RunningServer, ServerInfo, running_servers, running_topology
+from pipeinfer.runtime.find import (
+    RunningServer,
+    ServerInfo,
+    running_server,
+    running_servers,
+    running_topology,
+)
 from pipeinfer.topology import Topology
 
 
@@ -23,6 +30,19 @@ def chosen_topology(options: argparse.Namespace) -> Topology:
     """That of the server that the flags mean. Raises ConfigurationError, which lists the servers
     if there are several."""
     return running_topology(options.topology, options.port)
+
+
+def announced_topology(options: argparse.Namespace) -> Topology:
+    """As `chosen_topology`, for commands that change a server: before anything is done to it, says
+    on stderr which one was found, unless --topology names it."""
+    if options.topology:
+        return chosen_topology(options)
+    server = running_server(options.port)
+    where = f"without HTTP here, of {server.file}"
+    if server.served is not None:
+        where = f"at port {server.served.port}, which serves {server.served.model}"
+    print(f"the server {where} (process {server.pid})", file=sys.stderr, flush=True)
+    return server.topology
 
 
 def servers_of(model: str = "") -> list[tuple[RunningServer, ServerInfo]]:

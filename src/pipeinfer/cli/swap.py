@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus.bus import ControlClient
-from pipeinfer.cli.running import add_server_flags, chosen_topology
+from pipeinfer.cli.running import add_server_flags, announced_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Swap, SwapState
 from pipeinfer.settings import ConfigurationError
@@ -28,7 +28,7 @@ def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser().parse_args(arguments[:end])
-    topology = chosen_topology(options)
+    topology = announced_topology(options)
     stage = chosen_stage(topology, options.stage)
     if not topology.supervisor:
         raise ConfigurationError(
