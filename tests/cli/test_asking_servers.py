@@ -37,7 +37,8 @@ KEY = "a-key-of-this-test"
 
 @contextmanager
 def temporary() -> Iterator[Path]:
-    """A folder for temporary files where nobody else's servers are found; its path is short."""
+    """A folder for temporary files where nobody else's servers are found; its path is short.
+    Tests with it ask for no tmp_path: pytest would keep its folders of all tests in this one."""
     folder = tempfile.mkdtemp(prefix="asking-")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
@@ -287,10 +288,13 @@ def test_a_server_is_chosen_by_its_model_and_the_newest_of_several() -> None:
         assert len(servers_of()) == 3
 
 
-def test_a_folder_with_a_gguf_file_alone_means_the_server_of_that_file(tmp_path: Path) -> None:
-    path = str(tmp_path / "small.gguf")
-    with temporary() as folder, running(folder, "one", "http://x:1", "small", path):
-        for model in ("small", path, str(tmp_path)):
-            assert len(servers_of(model)) == 1, model
-        (tmp_path / "config.json").write_text("{}")
-        assert not servers_of(str(tmp_path)), "the folder is a model of its own"
+def test_a_folder_with_a_gguf_file_alone_means_the_server_of_that_file() -> None:
+    with temporary() as folder:
+        models = folder / "models"
+        models.mkdir()
+        path = str(models / "small.gguf")
+        with running(folder, "one", "http://x:1", "small", path):
+            for model in ("small", path, str(models)):
+                assert len(servers_of(model)) == 1, model
+            (models / "config.json").write_text("{}")
+            assert not servers_of(str(models)), "the folder is a model of its own"
