@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
@@ -49,8 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "have [a page of their own](gguf.md). Commands take the model without a flag, and also as "
         "`--model`.", unset="the demo model", group="model")] = ""
     served_model_name: Annotated[str, about("NAME", "the model's id in /v1/models; default: MODEL",
-        "Answers name the model so. A request that names another model gets 404.",
-        unset="what was given as MODEL")] = ""
+        "Answers name the model so. A request that names another model gets 404. A GGUF file is "
+        "called by its name without the ending.", unset="what was given as MODEL")] = ""
     revision: Annotated[str, about("REV", "branch, tag or commit of a hub id",
         unset="the hub's default")] = ""
     chat_template: Annotated[str, about("FILE", "a Jinja template, in place of the checkpoint's",
@@ -348,8 +349,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def model_name(self) -> str:
-        """What /v1/models calls it."""
-        return self.served_model_name or self.model or DEMO
+        """What /v1/models calls it: of a GGUF file, its name without folder and ending."""
+        file = Path(self.model)
+        of_file = file.stem if file.suffix.lower() == ".gguf" else self.model
+        return self.served_model_name or of_file or DEMO
 
 
 def build(values: Mapping[str, object]) -> Settings:

@@ -37,7 +37,8 @@ KEY = "a-key-of-this-test"
 
 @contextmanager
 def temporary() -> Iterator[Path]:
-    """A folder for temporary files where nobody else's servers are found; its path is short."""
+    """A folder for temporary files where nobody else's servers are found; its path is short.
+    Tests with it ask for no tmp_path: pytest would keep its folders of all tests in this one."""
     folder = tempfile.mkdtemp(prefix="asking-")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
@@ -246,15 +247,16 @@ def test_a_url_or_a_key_that_cannot_be_is_wrong_usage(arguments, said) -> None:
     assert err.startswith(f"error: {said}")
 
 
-def running(folder: Path, name: str, url: str, model: str) -> ExitStack:
-    """What a server leaves in its temporary folder, as long as the stack is open."""
+def running(folder: Path, name: str, url: str, model: str, path: str = "") -> ExitStack:
+    """What a server leaves in its temporary folder, as long as the stack is open. path: of the
+    model, /models/MODEL if nothing is said."""
     made = folder / (PREFIX + name)
     made.mkdir()
     file = made / TOPOLOGY
     file.write_text(topologies.local(Settings(), f"ipc://{made}/").to_toml())
     stack = ExitStack()
     stack.enter_context(record_running(file))
-    publish_served_model(file, ServerInfo(url=url, model=model, path=f"/models/{model}"))
+    publish_served_model(file, ServerInfo(url=url, model=model, path=path or f"/models/{model}"))
     return stack
 
 
@@ -284,3 +286,15 @@ def test_a_server_is_chosen_by_its_model_and_the_newest_of_several() -> None:
         assert [served.url[-1] for _, served in servers_of("/models/a")] == ["0"]
         assert servers_of("c") == [] and servers_of("d") == []
         assert len(servers_of()) == 3
+
+
+def test_a_folder_with_a_gguf_file_alone_means_the_server_of_that_file() -> None:
+    with temporary() as folder:
+        models = folder / "models"
+        models.mkdir()
+        path = str(models / "small.gguf")
+        with running(folder, "one", "http://x:1", "small", path):
+            for model in ("small", path, str(models)):
+                assert len(servers_of(model)) == 1, model
+            (models / "config.json").write_text("{}")
+            assert not servers_of(str(models)), "the folder is a model of its own"

@@ -94,6 +94,21 @@ def test_every_command_that_talks_to_a_server_says_port(temporary, capsys, words
         assert "no server of this user listens at port 8001" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", [["record", "--out", "traces", "--stage", "none"], ["swap", "none"]]
+)
+def test_a_command_that_changes_a_server_says_first_which_it_found(temporary, capsys, words):
+    file = server(temporary, "one")
+    with record_running(file):
+        for chosen in ([], ["--port", "8123"]):
+            publish_served_model(file, ServerInfo("http://[::1]:8123", "tiny", "/models/tiny"))
+            assert main([*words, *chosen]) == 2  # there is no such stage, which is found out later
+            first, *_ = capsys.readouterr().err.splitlines()
+            assert first == f"the server at port 8123, which serves tiny (process {os.getpid()})"
+        assert main([*words, "--topology", str(file)]) == 2
+        assert "the server" not in capsys.readouterr().err, "it was named"
+
+
 def test_a_server_that_was_killed_does_not_run(temporary):
     file = server(temporary, "one")
     program = (

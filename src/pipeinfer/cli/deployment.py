@@ -5,7 +5,8 @@
 - `pipeinfer api-key NAME`: makes an API key for a client, and its line for the file of keys
 - `pipeinfer swap STAGE -- COMMAND...`: another process for a stage of a running server
 
-`chosen_topology` finds the running server that a command talks to, by its flags. What a topology
+`chosen_topology` finds the running server that a command talks to, by its flags;
+`announced_topology` also says which one it is. What a topology
 must hold is said in topology.py, what keys are in bus/curve.py and gateway/api_keys.py; the
 supervisor of the server swaps (runtime/supervisor.py).
 """
@@ -28,7 +29,7 @@ from pipeinfer.bus.curve import keyring
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Swap, SwapState
 from pipeinfer.gateway import api_keys
-from pipeinfer.runtime.servers import running_topology
+from pipeinfer.runtime.servers import running_server, running_topology
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import SUPERVISOR, StageEntry, Topology, deployed_topology, is_tcp
 
@@ -191,6 +192,19 @@ def chosen_topology(options: argparse.Namespace) -> Topology:
     return running_topology(options.topology, options.port)
 
 
+def announced_topology(options: argparse.Namespace) -> Topology:
+    """As `chosen_topology`, for commands that change a server: before anything is done to it, says
+    on stderr which one was found, unless --topology names it."""
+    if options.topology:
+        return chosen_topology(options)
+    server = running_server(options.port)
+    where = f"without HTTP here, of {server.file}"
+    if server.served is not None:
+        where = f"at port {server.served.port}, which serves {server.served.model}"
+    print(f"the server {where} (process {server.pid})", file=sys.stderr, flush=True)
+    return server.topology
+
+
 ANSWER_TIMEOUT = 5.0  # seconds; a supervisor sends a heartbeat twice a second
 
 
@@ -199,7 +213,7 @@ def run_swap(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = swap_parser().parse_args(arguments[:end])
-    topology = chosen_topology(options)
+    topology = announced_topology(options)
     stage = chosen_stage(topology, options.stage)
     if not topology.supervisor:
         raise ConfigurationError(

@@ -21,7 +21,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.bus.bus import ControlClient
-from pipeinfer.cli.deployment import add_server_flags, chosen_topology
+from pipeinfer.cli.deployment import add_server_flags, announced_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.messages import Heartbeat, Message
@@ -38,7 +38,7 @@ KEY_FILE, KEY_BYTES = "redaction.key", 32
 def run_record(arguments: Sequence[str]) -> int:
     """0 when every recording ended in order; 1 if one failed or its stage was lost."""
     options = record_parser().parse_args(arguments)
-    topology = chosen_topology(options)
+    topology = announced_topology(options)
     stages = _chosen(topology, options.stage)
     with ControlClient(topology, zmq.Context.instance()) as caller:
         return _Session(caller, stages, _request(options)).run()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -211,7 +212,7 @@ def _message(text: str) -> str:
 
 def servers_of(model: str = "") -> list[tuple[RunningServer, ServerInfo]]:
     """The servers of this user on this host that serve `model`, by its name there or by its folder
-    or file, the newest first; without `model` all.
+    or file, the newest first; without `model` all. The folder of a GGUF file is that file's too.
 
     A server that is reached by https alone is none: its certificate names it otherwise.
     """
@@ -221,5 +222,12 @@ def servers_of(model: str = "") -> list[tuple[RunningServer, ServerInfo]]:
         (server, served)
         for server, served in servers
         if served.url.startswith("http:")
-        and (not model or model == served.model or path == served.path)
+        and (not model or model == served.model or path in _paths(served))
     ]
+
+
+def _paths(served: ServerInfo) -> tuple[str, ...]:
+    """What means the served folder or file."""
+    file = Path(served.path)
+    alone = file.suffix.lower() == ".gguf" and not (file.parent / "config.json").exists()
+    return (served.path, str(file.parent)) if alone else (served.path,)

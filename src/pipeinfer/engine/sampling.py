@@ -19,7 +19,7 @@ import torch
 
 from pipeinfer.engine.step_buffers import Download
 from pipeinfer.kernels.host import is_truncated
-from pipeinfer.kernels.interface import Kernels, SamplingTensors, tensor_of
+from pipeinfer.kernels.interface import Kernels, SamplingTensors, lazy_zeros, tensor_of
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
 from pipeinfer.wire import SCORE_WORDS, narrow_scores
@@ -191,11 +191,12 @@ IN_PROMPT, IN_OUTPUT = 1, 2  # of a count: the lowest bit, and all others
 
 class Penalties:
     """Of one rank, which has the logits of `ids`: int32 counts [slots, ids], allocated at once,
-    because all memory that is free later is given to KV pages."""
+    because all memory that is free later is given to KV pages. On a CPU they become real memory
+    only for slots whose requests have penalties."""
 
     def __init__(self, slots: int, ids: range, device: torch.device | str) -> None:
         self._first_id = ids.start
-        self._counts = torch.zeros((slots, len(ids)), dtype=torch.int32, device=device)
+        self._counts = lazy_zeros((slots, len(ids)), torch.int32, torch.device(device))
 
     @property
     def bytes(self) -> int:

@@ -9,6 +9,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,14 +20,17 @@ import numpy as np
 from pipeinfer.gguf.config import Keys
 from pipeinfer.gguf.header import BLOCKS, GgufHeader, TensorInfo
 
-CHUNK_VALUES = 1 << 20  # values that are decoded at a time; as float32 they fit into a CPU's cache
+CHUNK_VALUES = 1 << 18  # values that are decoded at a time; as float32 they fit into a CPU's cache
 
 
 class WeightFile:
-    """The weights of one file, which is mapped: the kernel keeps its pages and may drop them."""
+    """The weights of one file, which is mapped. A tensor that was read is let go of, so that a
+    process never counts a whole file as its memory; the kernel may keep it in its page cache."""
 
     def __init__(self, path: Path) -> None:
-        self._bytes = np.memmap(path, np.uint8, "r")
+        with path.open("rb") as stream:
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(self._map, np.uint8)
 
     def pieces(
         self, packed: GgufTensor, slices: tuple[slice, ...]
@@ -53,6 +57,11 @@ class WeightFile:
             rows = blocks[_order(start, stop, packed)]
             values = decode(packed.dtype, rows[:, first:last].reshape(stop - start, -1))
             yield slice(start - begin, stop - begin), _plain(values[:, inner], packed)
+        self._let_go(packed)
+
+    def _let_go(self, packed: GgufTensor) -> None:
+        begin = packed.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, begin, packed.offset + packed.nbytes - begin)
 
     def _vector(self, packed: GgufTensor) -> np.ndarray:
         """A whole tensor of one dimension, which is small: float32 [values]."""

@@ -24,6 +24,7 @@ from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.command_line import did_you_mean
+from pipeinfer.gguf.header import is_gguf
 from pipeinfer.observe import opentelemetry
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.servers import PREFIX, TOPOLOGY, record_running
@@ -63,10 +64,10 @@ def prepare_settings(
     if settings.model in ("", DEMO):
         progress(f"no model given: serving the bundled demo model {DEMO!r}")
     folder = find_model(settings, progress)
+    found = msgspec.structs.replace(settings, model=str(folder.absolute()))
     return msgspec.structs.replace(
-        settings,
-        served_model_name=settings.model_name,
-        model=str(folder.absolute()),
+        found,
+        served_model_name=(found if is_gguf(folder) else settings).model_name,
         revision="",
         # A stage that is swapped may run in another folder.
         chat_template=_absolute(settings.chat_template),
