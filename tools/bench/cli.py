@@ -9,7 +9,6 @@ from bench.commands import Tool
 COMMANDS = {
     "offline": "throughput of a batch of requests through the offline class",
     "formats": "number formats side by side, as a batch and as one stream",
-    "agreement": "how often greedy answers stay the same when something is rounded to FP8",
     "llama": "a GGUF file on a CPU, beside llama.cpp, in turns",
     "online": "latency over HTTP under Poisson arrivals or a recorded trace",
     "pipeline": "CPU time per streamed token and stage, with an engine that answers at once",

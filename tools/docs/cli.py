@@ -16,10 +16,8 @@ from docs import (
     errors,
     messages,
     metrics,
-    other_servers,
     requests,
     settings,
-    statistics,
 )
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
@@ -29,10 +27,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "errors": errors.page,
     "messages": messages.page,
     "metrics": metrics.page,
-    "other-servers": other_servers.page,
     "requests": requests.page,
     "settings": settings.page,
-    "statistics": statistics.page,
 }
 
 

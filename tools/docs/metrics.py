@@ -5,16 +5,18 @@ Labels are found in samples, so the gateway that is asked has a group that has s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from prometheus_client import Metric
 
 from docs.markdown import bullets
 from docs.markdown import page as page_of
-from docs.statistics import STATISTICS
 from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
+from pipeinfer.histogram import names_of
 from pipeinfer.messages import Heartbeat
 
 INTRODUCTION = """`GET /metrics` of the gateway shows these in Prometheus' text format, or as \
@@ -24,6 +26,7 @@ them."""
 VLLM = """With [`--vllm-metrics`](settings.md#vllm-metrics) `/metrics` has these, too. `engine` is \
 the number of a group. What pipeinfer does not have, such as adapters, has no metric here."""
 STAGES = ("engine", "scheduler")
+STATISTICS = Path(__file__).resolve().parents[2] / "docs/reference/statistics.md"
 
 
 def page() -> str:
@@ -50,6 +53,20 @@ def of_vllm() -> Iterator[tuple[str, Metric]]:
     yield from _named(VllmMetrics(_health(), "model", 1, True).collect())
 
 
+def statistics() -> dict[str, list[str]]:
+    """Names of the statistics in heartbeats, by the headings of docs/reference/statistics.md."""
+    found: dict[str, list[str]] = {}
+    for section in STATISTICS.read_text().split("\n## ")[1:]:
+        title, _, listed = section.partition("\n")
+        names = found.setdefault(title.lower(), [])
+        for first, last in re.findall(r"^- `([\w.]+)`(?: to `([\w.]+)`)?", listed, re.MULTILINE):
+            if last:  # all buckets of a histogram stand in one line
+                names += [one for one in names_of(first.partition("_seconds")[0]) if "_le_" in one]
+            else:
+                names.append(first)
+    return found
+
+
 def _named(metrics: Iterable[Metric]) -> list[tuple[str, Metric]]:
     found = {f"{one.name}_total" if one.type == "counter" else one.name: one for one in metrics}
     return sorted(found.items())
@@ -67,7 +84,7 @@ def _health() -> Health:
             pid=1,
             incarnation=1,
             state="ready",
-            stats=dict.fromkeys(STATISTICS[name], 1.0),
+            stats=dict.fromkeys(statistics()[name], 1.0),
         )
         health.on_heartbeat(told, 0.0)
     return health

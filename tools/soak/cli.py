@@ -8,7 +8,6 @@ from bench.commands import Tool
 
 COMMANDS = {
     "run": "starts a server, asks it for much, and looks for what grows, stays or is miscounted",
-    "plot": "draws the samples of a run",
     "clients": "what `run` runs beside itself: clients that send their share of the requests",
 }
 
@@ -17,6 +16,6 @@ TOOL = Tool(
     description="A long mixed load.",
     commands=COMMANDS,
     schema="pipeinfer-soak/1",
-    silent=("plot", "clients"),
+    silent=("clients",),
 )
 main, parser = TOOL.main, TOOL.parser

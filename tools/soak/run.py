@@ -124,7 +124,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--every", type=float, default=1.0, help="seconds between samples")
     add("--memory-percent", type=float, default=checks.MOST, help="growth that is no leak")
     add("--samples", type=Path, metavar="OUT", help="write the samples there, as JSON lines")
-    add("--plot", type=Path, metavar="OUT", help="draw them")
 
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,10 +134,6 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
             soak = Soak(options, server, watcher, Path(folder, "answers.json"))
             metrics = soak.run()
             metrics["broken"] += soak.log()
-    if options.plot is not None:
-        from soak.plot import picture
-
-        picture(options.plot, soak.samples)
     return metrics
 
 
