@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import compare, floor, online, report, shapes, storm, workload
-from bench.cli import main
+from bench import TOOL, compare, floor, online, shapes, storm, workload
+from harness.command_line import write_report
 from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
 from pipeinfer.bench.options import TokenRange
 
@@ -146,9 +146,21 @@ def test_the_work_of_online_follows_a_trace_or_a_rate(tmp_path):
 
 def test_compare_shows_every_number_that_both_files_have(tmp_path, capsys):
     before, after = tmp_path / "a.json", tmp_path / "b.json"
-    report.write(before, ["offline"], {"tokens_per_s": 50.0, "ttft_ms": {"p50": 4.0}, "old": 1})
-    report.write(after, ["offline"], {"tokens_per_s": 75.0, "ttft_ms": {"p50": 2.0}, "new": 1})
-    assert main(["compare", str(before), str(after)]) == 0
+    write_report(
+        before,
+        "bench",
+        ["offline"],
+        {"tokens_per_s": 50.0, "ttft_ms": {"p50": 4.0}, "old": 1},
+        TOOL.schema,
+    )
+    write_report(
+        after,
+        "bench",
+        ["offline"],
+        {"tokens_per_s": 75.0, "ttft_ms": {"p50": 2.0}, "new": 1},
+        TOOL.schema,
+    )
+    assert TOOL.main(["compare", str(before), str(after)]) == 0
     shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     assert shown["tokens_per_s"] == ["50", "75", "1.500"]
     assert shown["ttft_ms.p50"] == ["4", "2", "0.500"]
@@ -174,7 +186,7 @@ def test_numbers_are_found_in_nested_results():
 )
 def test_wrong_usage_ends_with_code_2(arguments, capsys):
     try:
-        code = main(arguments)
+        code = TOOL.main(arguments)
     except SystemExit as end:
         code = end.code
     assert code == 2

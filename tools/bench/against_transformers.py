@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from bench import batch, shapes, workload
-from bench.processes import Others
 from bench.workload import Work
+from harness.processes import Others
 from pipeinfer import LLM
 
 THREADS = 2

@@ -1,38 +1,36 @@
-"""`links`: a TCP proxy for the links between stages, which can be held, cut and slowed.
+"""A TCP proxy for the links between stages, in a process of its own: held, cut and slowed.
 
-Every byte arrives once and in order as long as its connection lives. Obeys lines on stdin, a JSON
-list each: ["hold" | "cut" | "mend", [port, ...]] or ["slow", [port, ...], seconds, bytes a second];
-each is answered with "done". Knows no stage and no message.
+Every byte arrives once and in order as long as its connection lives. Every stage listens on one
+loopback address (`bind`), and is known to the others under another (`address`), where the link to
+it begins; the ports are the same. Linux has all of 127.0.0.0/8, so no port of anybody else is in
+the way.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
+import os
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
+from harness.processes import Helper
+from harness.server import Stage
+from pipeinfer import settings as config
+from pipeinfer import topology as topologies
+from pipeinfer.topology import PORT_OFFSETS
+
 CHUNK = 1 << 16
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this command."""
-    parser.add_argument("--listen", required=True, help="a host")
-    parser.add_argument("--goal", required=True, help="the host to which it leads")
-    parser.add_argument("--ports", type=int, nargs="+", required=True, help="the same on both")
-
-
-def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Until stdin ends."""
-    uvloop.run(_run(options.listen, options.goal, options.ports))
-    return {}
 
 
 class Link:
@@ -123,11 +121,18 @@ def _drop(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
+def run(listen: str, goal: str, ports: Sequence[int]) -> None:
+    """A helper that leads connections from host `listen` to host `goal`, until stdin ends. Takes
+    lines: ["hold" | "cut" | "mend", [port, ...]] or ["slow", [port, ...], seconds, bytes a second];
+    each is answered with "done"."""
+    uvloop.run(_run(listen, goal, ports))
+
+
 async def _run(host: str, goal: str, ports: Sequence[int]) -> None:
     links = {port: Link(host, goal, port) for port in ports}
     for link in links.values():
         await link.mend()
-    print("up", flush=True)
+    print('"up"', flush=True)
     loop = asyncio.get_running_loop()
     orders = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
@@ -136,6 +141,46 @@ async def _run(host: str, goal: str, ports: Sequence[int]) -> None:
             verb, which, *numbers = json.loads(line)
             for port in which:
                 await getattr(links[port], verb)(*numbers)
-            print("done", flush=True)
+            print('"done"', flush=True)
     for link in links.values():
         await link.cut()
+
+
+FIRST_PORT = 7000  # of the first stage
+PORTS = 10  # from a stage's port to that of the next
+
+
+class Network:
+    """Links to each stage of a server with `settings`, as a context manager. file: the topology."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        low, mid, high = os.getpid() & 255, os.getpid() >> 8 & 255, os.getpid() >> 16 & 63
+        self._listen = f"127.{64 + high}.{mid}.{low}"
+        self._goal = f"127.{128 + high}.{mid}.{low}"
+        local = topologies.local(config.build(dict(settings)), "ipc:///nowhere/")
+        self._ports: dict[Stage, int] = {}
+        entries: list[topologies.StageEntry] = []
+        for number, entry in enumerate(local.entries):
+            port = self._ports[entry.name, entry.group, entry.rank] = FIRST_PORT + PORTS * number
+            address = f"tcp://{self._listen}:{port}"
+            entries.append(msgspec.structs.replace(entry, address=address, bind=self._goal))
+        handle, self.file = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".toml")
+        os.close(handle)
+        Path(self.file).write_text(replace(local, entries=tuple(entries)).to_toml())
+
+    def __enter__(self) -> Network:
+        ports = [port + offset for port in self._ports.values() for offset in PORT_OFFSETS.values()]
+        self._helper = Helper("chaos.links:run", listen=self._listen, goal=self._goal, ports=ports)
+        self._helper.next()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._helper.finish()
+        Path(self.file).unlink()
+
+    def change(
+        self, verb: str, stages: Iterable[Stage], sockets: Sequence[str], *numbers: float
+    ) -> None:
+        """ "hold", "cut", "slow" or "mend" of the links to these stages' sockets; see run()."""
+        ports = [self._ports[stage] + PORT_OFFSETS[name] for stage in stages for name in sockets]
+        self._helper.tell([verb, ports, *numbers])
