@@ -70,25 +70,6 @@ def test_offline_counts_what_was_asked_for(bench):
     assert "outside the model" in printed
 
 
-def test_side_by_side_gives_both_engines_the_same_work(bench, tmp_path):
-    shape = SHAPES["llama-100m"] | {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    }  # fmt: skip
-    config = tmp_path / "shape.json"
-    config.write_text(json.dumps(shape))
-    metrics, printed = bench(
-        "offline", "--against", "transformers", "--config", str(config), "--requests", "8",
-        "--prompt-tokens", "20:60", "--output-tokens", "10:30", "--rounds", "1", "--threads", "1",
-        "--log-level", "error",
-    )  # fmt: skip
-    check_parts(metrics)
-    theirs = metrics["transformers_tokens_per_s"]
-    assert metrics["ratio"] == pytest.approx(metrics["tokens_per_s"] / theirs)
-    assert metrics["requests_with_equal_tokens"] == metrics["requests"] == 8
-    assert "ratio" in printed
-
-
 def test_pipeline_counts_the_cpu_of_every_stage(bench):
     metrics, _ = bench("pipeline", "--streams", "8", "--output-tokens", "64")
     cost = metrics["cpu_us_per_token"]

@@ -1,8 +1,4 @@
-"""`offline`: tokens per second of one batch of requests through the offline class, all processes.
-
-With `--against transformers` the same work goes to transformers' own `generate`, in turns. Knows
-what to measure; how transformers is driven is in against_transformers.py.
-"""
+"""`offline`: tokens per second of one batch of requests through the offline class, all processes."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import against_transformers, batch, floor, shapes, workload
+from bench import batch, floor, shapes, workload
 from bench.workload import Work
 from pipeinfer import LLM
 from pipeinfer.bench.options import TokenRange
@@ -28,21 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
     add("--temperature", type=float, default=0.6)
     add("--work-seed", type=int, default=0, help="seed of prompts and lengths")
-    add("--rounds", type=int, default=0, help="default: 1, or 3 against transformers")
+    add("--rounds", type=int, default=1)
     add("--flops", type=float, default=0.0, help="of the machine, per second, for the efficiency")
     add("--bandwidth", type=float, default=0.0, help="of its memory, bytes per second")
-    add("--against", choices=["transformers"], help="measure it too: 64 requests, greedy, float32")
 
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; prints them too."""
     with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
-        if options.against:
-            return against_transformers.run(options, dict(settings), Path(temporary))
-        return _alone(options, dict(settings), Path(temporary))
+        return _measured(options, dict(settings), Path(temporary))
 
 
-def _alone(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _measured(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     if options.config:
         shapes.write_folder(folder, shapes.shape(options.config))
         settings |= {"model": str(folder), "load_format": settings.get("load_format", "dummy")}
@@ -53,7 +46,7 @@ def _alone(options: argparse.Namespace, settings: dict[str, Any], folder: Path) 
         min(options.requests, 16), TokenRange(16, 64), TokenRange(4, 8), highest, -1
     )
     rounds = []
-    for _ in range(options.rounds or 1):
+    for _ in range(options.rounds):
         with LLM(**settings) as llm:  # anew each time, so that no prompt is in the prefix cache
             batch.measure(llm, warm, options.temperature)
             rounds.append(batch.measure(llm, work, options.temperature))
