@@ -91,16 +91,6 @@ def test_a_request_takes_the_place_of_one_that_ends():
     assert sum(sizes) == sum(outputs) and max(sizes) <= 7
 
 
-def test_three_quarters_of_the_mixed_work_are_short():
-    work = workload.short_and_long(0, 31_999)
-    long = [tokens for tokens in work.outputs if tokens > 48]
-    short = [tokens for tokens in work.outputs if tokens <= 48]
-    assert len(work.prompts) == 64 and len(long) == 16
-    assert min(short) >= 8 and min(long) >= 160 and max(long) <= 256
-    assert all(16 <= len(prompt) <= 256 for prompt in work.prompts)
-    assert workload.short_and_long(0, 31_999) == work != workload.short_and_long(1, 31_999)
-
-
 def test_lateness_counts_against_the_server():
     late = RequestTiming(due=10.0, chunk_times=[10.5, 10.6, 10.9], output_tokens=3)
     assert late.ttft == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""`offline`: tokens per second of one batch of requests through the offline class, all processes."""
+"""`offline`: tokens per second of one batch of requests through the offline class."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import batch, floor, shapes, workload
-from bench.workload import Work
 from pipeinfer import LLM
 from pipeinfer.bench.options import TokenRange
-from pipeinfer.checkpoint.source import resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; prints them too."""
     with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
-        return _measured(options, dict(settings), Path(temporary))
+        return _run(options, dict(settings), Path(temporary))
 
 
-def _measured(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _run(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     if options.config:
         shapes.write_folder(folder, shapes.shape(options.config))
         settings |= {"model": str(folder), "load_format": settings.get("load_format", "dummy")}
-    highest = highest_id(settings)
+    highest = shapes.highest_id(settings)
     spans = options.prompt_tokens, options.output_tokens
     work = workload.uniform(options.requests, *spans, highest, options.work_seed)
     warm = workload.uniform(
@@ -55,33 +53,6 @@ def _measured(options: argparse.Namespace, settings: dict[str, Any], folder: Pat
     if settings.get("device") == "cuda":
         metrics["outside_model_share"] = None  # a GPU engine counts launches there, not computing
     if options.flops and options.bandwidth:
-        metrics |= efficiency(options, settings, work, metrics["seconds"])
+        metrics |= floor.efficiency(options, settings, work, metrics["seconds"])
     batch.show(metrics)
     return metrics
-
-
-def highest_id(settings: Mapping[str, Any]) -> int:
-    """The highest token id of the prompts that are drawn."""
-    return min(10_000, _vocabulary(settings) - 1)
-
-
-def _vocabulary(settings: Mapping[str, Any]) -> int:
-    from pipeinfer.checkpoint.config import read_outline
-
-    return read_outline(resolve_model(settings.get("model", ""))).vocab_size
-
-
-def efficiency(
-    options: argparse.Namespace, settings: Mapping[str, Any], work: Work, seconds: float
-) -> dict[str, float]:
-    """The share of `seconds` that the machine of --flops and --bandwidth needs at least."""
-    from pipeinfer import settings as config
-    from pipeinfer.engine.loading import choose_engine
-
-    built = config.build(settings)
-    folder = resolve_model(built.model, built.revision)
-    dtype = str(choose_engine(built, folder).dtype).removeprefix("torch.")
-    machine = floor.Machine(options.flops, options.bandwidth)
-    size = floor.model_size(folder, dtype, built.quantization, built.kv_cache_dtype)
-    least = floor.floor_seconds(work, size, machine, built.max_running)
-    return {"efficiency": least / seconds, "floor_seconds": least}
