@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.metrics import statistics
+from docs.http import statistics
 from pipeinfer import LLM
 from pipeinfer import topology as topologies
 from pipeinfer.cli import questions

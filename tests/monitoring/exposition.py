@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.metrics import statistics
+from docs.http import statistics
 from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.vllm_metrics import VllmMetrics

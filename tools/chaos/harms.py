@@ -1,6 +1,8 @@
-"""The harms of a storm, drawn from a seed, and how each is done: signals and a full disk.
+"""The harms of a storm, drawn from a seed, and how each is done: signals, cut links, a full disk.
 
-What is done to links is in chaos/links.py.
+Links: every stage listens on one loopback address (`bind`), and is known to the others under
+another (`address`), where the link to it begins; the ports are the same. Linux has all of
+127.0.0.0/8, so no port of anybody else is in the way.
 """
 
 from __future__ import annotations
@@ -14,18 +16,64 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psutil
 
+from harness.processes import Helper
 from harness.server import ServerUnderTest, Stage
+from pipeinfer import settings as config
+from pipeinfer import topology as topologies
+from pipeinfer.topology import PORT_OFFSETS
 
 
 class Broken(AssertionError):
     """A promise to a client that was not kept."""
+
+
+FIRST_PORT = 7000  # of the first stage
+PORTS = 10  # from a stage's port to that of the next
+
+
+class Network:
+    """Links to each stage of a server with `settings`, as a context manager. file: the topology."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        low, mid, high = os.getpid() & 255, os.getpid() >> 8 & 255, os.getpid() >> 16 & 63
+        self._listen = f"127.{64 + high}.{mid}.{low}"
+        self._goal = f"127.{128 + high}.{mid}.{low}"
+        local = topologies.local(config.build(dict(settings)), "ipc:///nowhere/")
+        self._ports: dict[Stage, int] = {}
+        entries: list[topologies.StageEntry] = []
+        for number, entry in enumerate(local.entries):
+            port = self._ports[entry.name, entry.group, entry.rank] = FIRST_PORT + PORTS * number
+            address = f"tcp://{self._listen}:{port}"
+            entries.append(msgspec.structs.replace(entry, address=address, bind=self._goal))
+        handle, self.file = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".toml")
+        os.close(handle)
+        Path(self.file).write_text(replace(local, entries=tuple(entries)).to_toml())
+
+    def __enter__(self) -> Network:
+        ports = [port + offset for port in self._ports.values() for offset in PORT_OFFSETS.values()]
+        self._helper = Helper("chaos.links:run", listen=self._listen, goal=self._goal, ports=ports)
+        self._helper.next()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._helper.finish()
+        Path(self.file).unlink()
+
+    def change(
+        self, verb: str, stages: Iterable[Stage], sockets: Sequence[str], *numbers: float
+    ) -> None:
+        """ "hold", "cut", "slow" or "mend" of the links to these stages' sockets."""
+        ports = [self._ports[stage] + PORT_OFFSETS[name] for stage in stages for name in sockets]
+        self._helper.tell([verb, ports, *numbers])
 
 
 DISK_BYTES = 1 << 20  # of the tmpfs

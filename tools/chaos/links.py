@@ -1,34 +1,19 @@
 """A TCP proxy for the links between stages, in a process of its own: held, cut and slowed.
 
-Every byte arrives once and in order as long as its connection lives. Every stage listens on one
-loopback address (`bind`), and is known to the others under another (`address`), where the link to
-it begins; the ports are the same. Linux has all of 127.0.0.0/8, so no port of anybody else is in
-the way.
+Every byte arrives once and in order as long as its connection lives. Knows no stage and no message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import struct
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import msgspec
 import uvloop
-
-from harness.processes import Helper
-from harness.server import Stage
-from pipeinfer import settings as config
-from pipeinfer import topology as topologies
-from pipeinfer.topology import PORT_OFFSETS
 
 CHUNK = 1 << 16
 
@@ -144,43 +129,3 @@ async def _run(host: str, goal: str, ports: Sequence[int]) -> None:
             print('"done"', flush=True)
     for link in links.values():
         await link.cut()
-
-
-FIRST_PORT = 7000  # of the first stage
-PORTS = 10  # from a stage's port to that of the next
-
-
-class Network:
-    """Links to each stage of a server with `settings`, as a context manager. file: the topology."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        low, mid, high = os.getpid() & 255, os.getpid() >> 8 & 255, os.getpid() >> 16 & 63
-        self._listen = f"127.{64 + high}.{mid}.{low}"
-        self._goal = f"127.{128 + high}.{mid}.{low}"
-        local = topologies.local(config.build(dict(settings)), "ipc:///nowhere/")
-        self._ports: dict[Stage, int] = {}
-        entries: list[topologies.StageEntry] = []
-        for number, entry in enumerate(local.entries):
-            port = self._ports[entry.name, entry.group, entry.rank] = FIRST_PORT + PORTS * number
-            address = f"tcp://{self._listen}:{port}"
-            entries.append(msgspec.structs.replace(entry, address=address, bind=self._goal))
-        handle, self.file = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".toml")
-        os.close(handle)
-        Path(self.file).write_text(replace(local, entries=tuple(entries)).to_toml())
-
-    def __enter__(self) -> Network:
-        ports = [port + offset for port in self._ports.values() for offset in PORT_OFFSETS.values()]
-        self._helper = Helper("chaos.links:run", listen=self._listen, goal=self._goal, ports=ports)
-        self._helper.next()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._helper.finish()
-        Path(self.file).unlink()
-
-    def change(
-        self, verb: str, stages: Iterable[Stage], sockets: Sequence[str], *numbers: float
-    ) -> None:
-        """ "hold", "cut", "slow" or "mend" of the links to these stages' sockets; see run()."""
-        ports = [self._ports[stage] + PORT_OFFSETS[name] for stage in stages for name in sockets]
-        self._helper.tell([verb, ports, *numbers])

@@ -17,9 +17,8 @@ from typing import Any
 
 from chaos import harms
 from chaos.fault_run import Fault, FaultRun, summary
-from chaos.harms import KINDS, LINKS, SPARED, Broken, Harm, SmallDisk, drawn
+from chaos.harms import KINDS, LINKS, SPARED, Broken, Harm, Network, SmallDisk, drawn
 from chaos.kills import POOL
-from chaos.links import Network
 from harness.processes import Helper
 from harness.server import ServerUnderTest
 from pipeinfer.runtime.find import running_servers

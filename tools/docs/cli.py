@@ -10,24 +10,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from docs import (
-    commands,
-    endpoints,
-    errors,
-    messages,
-    metrics,
-    requests,
-    settings,
-)
+from docs import commands, http, messages, settings
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 PAGES: dict[str, Callable[[], str]] = {
     "commands": commands.page,
-    "endpoints": endpoints.page,
-    "errors": errors.page,
+    "endpoints": http.endpoints_page,
+    "errors": http.errors_page,
     "messages": messages.page,
-    "metrics": metrics.page,
-    "requests": requests.page,
+    "metrics": http.metrics_page,
+    "requests": http.requests_page,
     "settings": settings.page,
 }
 
