@@ -21,6 +21,7 @@ MACHINES = {"test_prefix_cache": "RadixMachine", "test_memory_machine": "MemoryM
 SIZES = (1, 4, 16)  # of pages, in tokens
 STEPS = 40  # operations of an input
 LONGEST = 1500  # bytes
+DRAWN = 0.6  # share of inputs that are made of nothing before
 ZEROS = bytes(1 << 15)
 
 
@@ -52,10 +53,13 @@ class Radix:
         """One without a choice for each machine, and drawn ones."""
         source = Random(4)
         machines = range(len(self._tests))
-        return [bytes([n]) + source.randbytes(size) for size in (0, 90, 600) for n in machines]
+        return [bytes([n]) + source.randbytes(size) for size in (0, 200, 1200) for n in machines]
 
     def mutated(self, data: bytes, source: Random) -> bytes:
-        """Some bytes more, once more, or others."""
+        """Drawn anew; or some bytes more, once more, or others."""
+        if source.random() < DRAWN:
+            machine = source.randrange(len(self._tests))
+            return bytes([machine]) + source.randbytes(source.randrange(LONGEST))
         changed = bytearray(data or b"\0")
         at, size = source.randrange(len(changed)), source.choice((1, 3, 8, 24, 200))
         kind = source.randrange(4)
