@@ -25,8 +25,8 @@ TREE = "HTTP_AND_OFFLINE_TREE"  # of the checkout whose `LLM` is measured
 sys.path[:0] = [str(ROOT / "tools"), str(Path(os.environ.get(TREE, ROOT), "src"))]
 
 from bench import batch, shapes  # noqa: E402
-from bench.processes import cpu_seconds  # noqa: E402
 from bench.workload import Work, uniform  # noqa: E402
+from harness.processes import cpu_seconds  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
 from pipeinfer.bench.client import Endpoint  # noqa: E402

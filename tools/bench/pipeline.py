@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench import instant_engine, processes
+from bench import instant_engine
+from harness.processes import cpu_seconds
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.bench.client import Endpoint, stream_all
@@ -131,7 +132,7 @@ async def send(
 
 
 def _used(pids: Mapping[str, int]) -> dict[str, float]:
-    return {name: processes.cpu_seconds(pid) for name, pid in pids.items()}
+    return {name: cpu_seconds(pid) for name, pid in pids.items()}
 
 
 def _show(metrics: Mapping[str, Any]) -> None:

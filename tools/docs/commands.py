@@ -44,7 +44,16 @@ def _commands() -> Iterator[str]:
 def _tools() -> Iterator[str]:
     for name in TOOLS:
         yield f"### tools/{name}"
-        yield from _parser(importlib.import_module(f"{name}.cli").parser(), "####")
+        yield from _parser(_tool_parser(name), "####")
+
+
+def _tool_parser(name: str) -> argparse.ArgumentParser:
+    tool = importlib.import_module(name)
+    return (
+        tool.TOOL.parser()
+        if hasattr(tool, "TOOL")
+        else importlib.import_module(f"{name}.cli").parser()
+    )
 
 
 def _parser(parser: argparse.ArgumentParser, head: str = "###") -> Iterator[str]:

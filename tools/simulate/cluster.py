@@ -38,8 +38,7 @@ from pipeinfer.step_cost import StepCost, Targets
 from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.wire import pack
 from simulate.metrics import Tally
-from simulate.noise import Draws
-from simulate.step_model import StepModel, attended
+from simulate.step_model import Draws, StepModel, attended
 from simulate.workloads import Arrival
 
 

@@ -1,7 +1,7 @@
-"""The command line: draws mutants, runs them in several processes, and lists who survived.
+"""`run`: draws mutants, runs them in several processes, and lists who survived.
 
 First each area's tests run without a change, as many at a time as later: they must pass, and their
-time says how long a mutant may take. The exit code is 1 if fewer than --least percent were killed.
+time says how long a mutant may take.
 """
 
 from __future__ import annotations
@@ -11,74 +11,48 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
-from bench import report
 from mutants import mutations
 from mutants.areas import AREAS, ROOT
+from mutants.list import add_arguments as add_drawing
+from mutants.list import drawn as draw
 from mutants.mutations import Mutant
 from mutants.running import Outcome, Workplace
+from pipeinfer.settings import ConfigurationError
 
-SCHEMA = "pipeinfer-mutants/1"
-PATIENCE, SPARE = 3.0, 30.0  # a mutant may take so many times what its area takes; seconds more
-
-T, R = TypeVar("T"), TypeVar("R")
+PATIENCE = 3.0  # a mutant may take so many times what its area takes
+SPARE = 30.0  # seconds more
 
 
-def parser() -> argparse.ArgumentParser:
-    """The words of the command line."""
-    made = argparse.ArgumentParser(prog="python tools/mutants", description=__doc__)
-    commands = made.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="draw mutants and run the tests on each")
-    listed = commands.add_parser("list", help="draw mutants and show them")
-    for command in (run, listed):
-        command.add_argument("--seed", type=int, default=0)
-        command.add_argument("--count", type=int, default=300, help="in all areas together")
-        command.add_argument("--areas", nargs="+", choices=list(AREAS), default=list(AREAS))
-    run.add_argument("--workers", type=int, default=2, help="mutants at a time")
-    said = "the code is 1 if fewer were killed, in percent"
-    run.add_argument("--least", type=float, default=90.0, help=said)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    add_drawing(parser)
+    parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
+    said = "the exit code is 1 if fewer were killed, in percent"
+    parser.add_argument("--least", type=float, default=90.0, help=said)
     said = "only those that survived in this result, by what they change"
-    run.add_argument("--again", type=Path, metavar="RESULT", help=said)
-    run.add_argument("--json", type=Path, metavar="OUT", help="write the result there")
-    return made
+    parser.add_argument("--again", type=Path, metavar="RESULT", help=said)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 if too many survived, 2 if tests fail without any change."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(words)
-    shares = mutations.shares(options.count, options.areas)
-    drawn = [m for area, share in shares.items() for m in mutations.draw(options.seed, area, share)]
-    if options.command == "list":
-        for mutant in drawn:
-            print(f"{mutant.path}:{mutant.change.line} {mutant.change.operator}\n{mutant.diff}\n")
-        return 0
+def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics. Raises ConfigurationError if tests fail without any change."""
+    drawn = draw(options)
     if options.again is not None:
         survivors = json.loads(options.again.read_text())["metrics"]["survivors"]
         diffs = {(one["module"], one["change"]) for one in survivors}
         drawn = [m for m in drawn if (str(m.path), changed_lines(m.diff)) in diffs]
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        try:
-            limits, outcomes = _run(drawn, options.workers, Path(folder))
-        except TestsFail as error:
-            print(error, file=sys.stderr)
-            return 2
+        limits, outcomes = _run(drawn, options.workers, Path(folder))
     metrics = result(drawn, outcomes)
     metrics |= {"limits": limits, "seconds": round(time.monotonic() - begun, 1)}
-    print(json.dumps({k: v for k, v in metrics.items() if k not in ("mutants", "survivors")}))
-    if options.json is not None:
-        report.write(options.json, words, metrics, "tools/mutants", SCHEMA)
-    return 1 if metrics["percent"] < options.least else 0
-
-
-class TestsFail(Exception):
-    """They do without any change; the text is what they say."""
+    few = metrics["percent"] < options.least
+    return metrics | {"broken": [f"only {metrics['percent']} % were killed"] if few else []}
 
 
 def _run(
@@ -123,7 +97,9 @@ def _time_limits(
     found = {}
     for area, outcome in zip(areas, several(unchanged, areas), strict=True):
         if outcome.ended != "survived":
-            raise TestsFail(f"the tests of {area} fail without any change:\n{outcome.said}")
+            raise ConfigurationError(
+                f"the tests of {area} fail without any change:\n{outcome.said}"
+            )
         found[area] = round(PATIENCE * outcome.seconds + SPARE, 1)
     print("limits in seconds:", found, file=sys.stderr, flush=True)
     return found

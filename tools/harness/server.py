@@ -30,7 +30,7 @@ RETURN_SECONDS = 120.0  # seconds for a stage to come back
 TRACEBACK = "Traceback (most recent call last)"
 
 
-class Serving:
+class ServerUnderTest:
     """`pipeinfer serve` with `settings` on a free port, as a context manager.
 
     url: set when it is ready. words: further words of the command line.
@@ -44,7 +44,7 @@ class Serving:
         os.close(handle)
         self.url = ""
 
-    def __enter__(self) -> Serving:
+    def __enter__(self) -> ServerUnderTest:
         try:
             self.url = local.wait_ready(self.process)
         except BaseException:

@@ -1,21 +1,35 @@
-"""Where two runs differ: which requests, from which token on, and what else was not the same.
+"""`compare`: where two runs differ: which requests, from which token on, and what else.
 
 Knows results only, as `run` writes them.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from harness.command_line import read_report
+from same_tokens import TOOL
 
 AROUND = 3  # ids shown of both, from where they part
 
 
-def compare(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """ "same", "differ": requests in both; "alone": parts or requests of one run only.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of this command."""
+    parser.add_argument("one", type=Path)
+    parser.add_argument("other", type=Path)
 
+
+def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The comparison.
+
+    "same", "differ": requests in both. "alone": parts or requests of one run only.
     "other_rounding": what else was not the same, and may change the last bits of logits and with
-    them an id. "differences": a line each, also where checkpoints are not the same.
+    them an id. "broken": a line for each difference, also where checkpoints are not the same.
     """
+    one, other = (read_report(path, TOOL.schema) for path in (options.one, options.other))
     mine, theirs = one["metrics"]["parts"], other["metrics"]["parts"]
     found: dict[str, Any] = {"same": 0, "differ": 0, "alone": sorted(set(mine) ^ set(theirs))}
     lines = []
@@ -29,7 +43,7 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
             found["differ" if said else "same"] += 1
             lines += [f"{name}/{request}: {said}"] if said else []
     found["other_rounding"] = _reasons(one, other)
-    found["differences"] = lines
+    found["broken"] = lines
     return found
 
 

@@ -20,7 +20,7 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 from pipeinfer.messages import Abort
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
-from same_tokens.asking import Asked, draw
+from same_tokens.requests import Asked, draw
 
 try:
     from pipeinfer.checkpoint.config import ARCHITECTURES as KNOWN

@@ -23,14 +23,14 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Origin:
+class Address:
     """Where a server listens."""
 
     host: str
     port: int
 
     @classmethod
-    def of(cls, url: str) -> Origin:
+    def of(cls, url: str) -> Address:
         parts = urlsplit(url)
         assert parts.hostname is not None and parts.port is not None
         return cls(parts.hostname, parts.port)
@@ -56,9 +56,9 @@ def request(
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
-async def connect(origin: Origin) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A new connection."""
-    return await asyncio.open_connection(origin.host, origin.port, limit=LONGEST_HEAD)
+    return await asyncio.open_connection(address.host, address.port, limit=LONGEST_HEAD)
 
 
 async def head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
@@ -100,15 +100,15 @@ async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield data[:-2]
 
 
-Way = Callable[[Origin, bytes], Awaitable[Answer]]
+SendMethod = Callable[[Address, bytes], Awaitable[Answer]]
 DROPPED = Answer(0, {}, b"")
 SIP = 0.1  # seconds between two pieces of a slow request
 HELD = 0.05  # seconds that a connection lives which is then dropped
 
 
-async def whole(origin: Origin, content: bytes, half_close: bool = False) -> Answer:
+async def whole(address: Address, content: bytes, half_close: bool = False) -> Answer:
     """Everything at once, then the whole answer."""
-    reader, writer = await connect(origin)
+    reader, writer = await connect(address)
     try:
         writer.write(content)
         if half_close:
@@ -118,14 +118,14 @@ async def whole(origin: Origin, content: bytes, half_close: bool = False) -> Ans
         writer.close()
 
 
-async def half_closed(origin: Origin, content: bytes) -> Answer:
+async def half_closed(address: Address, content: bytes) -> Answer:
     """The sending side ends before the answer, as with `nc -N` or shutdown(SHUT_WR)."""
-    return await whole(origin, content, half_close=True)
+    return await whole(address, content, half_close=True)
 
 
-async def slow(origin: Origin, content: bytes) -> Answer:
+async def slow(address: Address, content: bytes) -> Answer:
     """A byte at a time, ten a second."""
-    reader, writer = await connect(origin)
+    reader, writer = await connect(address)
     try:
         for at in range(len(content)):
             writer.write(content[at : at + 1])
@@ -136,9 +136,9 @@ async def slow(origin: Origin, content: bytes) -> Answer:
         writer.close()
 
 
-async def dropped(origin: Origin, content: bytes) -> Answer:
+async def dropped(address: Address, content: bytes) -> Answer:
     """Sent, and left alone at once: nobody reads the answer."""
-    _, writer = await connect(origin)
+    _, writer = await connect(address)
     try:
         writer.write(content)
         await asyncio.sleep(HELD)
@@ -147,9 +147,9 @@ async def dropped(origin: Origin, content: bytes) -> Answer:
     return DROPPED
 
 
-async def unread(origin: Origin, content: bytes) -> Answer:
+async def unread(address: Address, content: bytes) -> Answer:
     """Sent, and held open for a second without reading."""
-    reader, writer = await connect(origin)
+    reader, writer = await connect(address)
     try:
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(content)
