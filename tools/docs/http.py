@@ -240,7 +240,8 @@ def statistics() -> dict[str, list[str]]:
         names = found.setdefault(title.lower(), [])
         for first, last in re.findall(r"^- `([\w.]+)`(?: to `([\w.]+)`)?", listed, re.MULTILINE):
             if last:  # all buckets of a histogram stand in one line
-                names += [one for one in histogram_names(first.partition("_seconds")[0]) if "_le_" in one]
+                every = histogram_names(first.partition("_seconds")[0])
+                names += [one for one in every if "_le_" in one]
             else:
                 names.append(first)
     return found
