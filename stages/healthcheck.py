@@ -15,7 +15,7 @@ import zmq
 from pipeinfer.bus.bus import Listener
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.messages import Heartbeat, Message
-from pipeinfer.runtime.election import elected_instance
+from pipeinfer.runtime.entry import elected_instance
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import NAMES, Identity, Topology, deployed_topology
 

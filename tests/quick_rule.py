@@ -20,9 +20,9 @@ HEAVY = frozenset((
     # What starts processes itself:
     "pipeinfer.grammars.validation.ValidationProcess",
     "pipeinfer.tokenizer.workers.GrammarValidation",
-    "pipeinfer.runtime.supervisor.Supervisor", "pipeinfer.trace.state_copy",
+    "pipeinfer.runtime.supervisor.Supervisor", "pipeinfer.trace.snapshot.StateCopier",
 ))  # fmt: skip
-HEAVY_NAMES = frozenset(("LLM", "AsyncLLM", "Ordeal", "Storm"))
+HEAVY_NAMES = frozenset(("LLM", "AsyncLLM", "FaultRun", "Storm"))
 QUICK_ANYWAY = frozenset((
     "test_house_rules.py",  # a second of linting that finds much
     "test_engine_core.py", "test_requests.py",  # torch holds a few words for them

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.close_names import did_you_mean, none_of
-from pipeinfer.command_line import CommandLine
+from pipeinfer.command_line import CommandLine, did_you_mean, none_of
 
 
 def made() -> CommandLine:

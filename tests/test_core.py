@@ -1,16 +1,33 @@
-"""A roll call believes whole answers only; a table of what is recent forgets by age and by size."""
+"""What cores share: a roll call believes whole answers only; a table of what is recent forgets by
+age and by size; heartbeats are bounded; a fair queue lets every client have its turn; a histogram
+comes out of a heartbeat as it went in.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass, field
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeinfer.core import (
-    ASK_AGAIN,
+    HEARTBEAT_SECONDS,
+    MAX_HEARTBEAT_RATE,
+    RECOVER_RETRY_SECONDS,
+    REQUEST_SECONDS,
     SLICES,
+    FairQueue,
+    Histogram,
     RecentTable,
     RollCall,
     Send,
     bracketed_answer,
+    heartbeat_period,
+    histogram_names,
+    read_histogram,
+    silence_limit,
     stage_number,
 )
 from pipeinfer.messages import Done, Recover, Recovered
@@ -30,13 +47,13 @@ def asked(*peers: str) -> list[Send]:
 def test_who_has_not_answered_is_asked_again_after_a_while():
     calls = RollCall(ME, INCARNATION, ["a", "b"])
     assert calls.ask(5.0) == asked("a", "b")
-    assert calls.ask(5.0 + ASK_AGAIN / 2) == []
+    assert calls.ask(5.0 + RECOVER_RETRY_SECONDS / 2) == []
     assert not calls.on_recovered(OPENING[0]) and not calls.on_recovered(END[0])
     assert calls.missing == ["b"] and not calls.complete
-    assert calls.ask(5.0 + ASK_AGAIN) == asked("b")
-    assert calls.ask(5.0 + 1.5 * ASK_AGAIN) == []
+    assert calls.ask(5.0 + RECOVER_RETRY_SECONDS) == asked("b")
+    assert calls.ask(5.0 + 1.5 * RECOVER_RETRY_SECONDS) == []
     assert not calls.on_recovered(OPENING[1])
-    assert calls.ask(5.0 + 2 * ASK_AGAIN) == asked("b"), "it has not told all"
+    assert calls.ask(5.0 + 2 * RECOVER_RETRY_SECONDS) == asked("b"), "it has not told all"
     assert calls.on_recovered(END[1])
     assert calls.complete and calls.missing == []
     assert calls.ask(100.0) == []
@@ -147,3 +164,146 @@ def test_after_a_pause_nothing_old_is_left():
         recent.put(str(number), number, 1.0)
     recent.put("later", 0, 1.0 + SECONDS)
     assert names(recent) == ["later"]
+
+
+@given(st.integers(1, 100_000))
+def test_all_heartbeats_together_are_bounded_and_silence_is_several_of_them(stages):
+    assert stages <= MAX_HEARTBEAT_RATE * heartbeat_period(stages) * (1 + 1e-9)
+    assert heartbeat_period(stages) >= HEARTBEAT_SECONDS
+    assert silence_limit(stages) >= 3 * heartbeat_period(stages)
+
+
+def test_a_small_deployment_hears_everybody_twice_a_second():
+    assert (
+        heartbeat_period(50) == 0.5 and silence_limit(50) == 5.0 and silence_limit(50, 3.0) == 3.0
+    )
+    assert heartbeat_period(256 * 9 + 3) < 24 and silence_limit(256, 3.0) < 8
+
+
+def taken(queue: FairQueue[str], count: int) -> list[str]:
+    return [queue.take() for _ in range(count)]
+
+
+def test_what_one_client_sends_is_taken_in_its_order() -> None:
+    queue = FairQueue[str]()
+    for weight, item in ((9, "a"), (1, "b"), (5, "c")):
+        queue.put("client", weight, item)
+    assert (len(queue), taken(queue, 3), len(queue)) == (3, ["a", "b", "c"], 0)
+    with pytest.raises(IndexError):
+        queue.take()
+
+
+def test_clients_take_turns_however_much_one_sends() -> None:
+    queue = FairQueue[str]()
+    for _ in range(100):
+        queue.put("many", 1, "many")
+    queue.put("few", 1, "few")
+    assert "few" in taken(queue, 2)
+
+
+def test_hosts_take_turns_however_many_connections_one_opens() -> None:
+    queue = FairQueue[str]()
+    for n in range(100):
+        queue.put(f"hostile/{n}", 1, "hostile")
+    queue.put("honest/1", 1, "honest")
+    assert "honest" in taken(queue, 2)
+
+
+def test_connections_of_a_host_take_turns() -> None:
+    queue = FairQueue[str]()
+    for _ in range(100):
+        queue.put("proxy/hostile", 1, "hostile")
+    queue.put("proxy/honest", 1, "honest")
+    assert "honest" in taken(queue, 2)
+
+
+def test_a_new_name_is_no_advantage() -> None:
+    """A client that was here before waits no longer than one that never was."""
+    queue = FairQueue[str]()
+    for _ in range(50):
+        queue.put("host/known", 1, "known")
+        queue.take()
+    queue.put("host/known", 1, "known")
+    for n in range(20):
+        queue.put(f"host/new{n}", 1, "new")
+    assert queue.take() == "known"
+
+
+def test_light_ones_of_ever_new_clients_overtake_a_heavy_one_by_its_own_weight_at_most() -> None:
+    queue = FairQueue[str]()
+    queue.put("host/heavy", 100, "heavy")
+    overtook = 0
+    while True:
+        queue.put(f"host/{overtook}", 10, "light")
+        if queue.take() == "heavy":
+            break
+        overtook += 1
+    assert overtook <= 10
+
+
+@dataclass(eq=False)
+class Waiting:
+    """An item of the model. `before`: weight that waited of its own client when it came, itself
+    included; `overtook`: weight of each other client that came later and was taken before it."""
+
+    client: str
+    before: int
+    weight: int
+    overtook: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+PUTS = st.tuples(st.sampled_from("abcd"), st.integers(1, 40))
+
+
+@pytest.mark.parametrize("form", ["{}", "{}/1", "host/{}"])
+@given(script=st.lists(st.none() | PUTS, max_size=80))
+def test_of_no_other_client_more_overtakes_an_item_than_waited_of_its_own(
+    form: str, script: list[tuple[str, int] | None]
+) -> None:
+    queue, waiting = FairQueue[Waiting](), list[Waiting]()  # the latter in the order of coming
+    for put in [*script, *[None] * len(script)]:
+        if put is not None:
+            client, weight = put
+            before = sum(other.weight for other in waiting if other.client == client)
+            waiting.append(Waiting(client, before + weight, weight))
+            queue.put(form.format(client), weight, waiting[-1])
+        elif waiting:
+            item = queue.take()
+            earlier = waiting[: waiting.index(item)]
+            assert item.client not in [other.client for other in earlier], "in its client's order"
+            for other in earlier:
+                other.overtook[item.client] += item.weight
+                assert other.overtook[item.client] <= other.before
+            waiting.remove(item)
+        assert len(queue) == len(waiting)
+
+
+@given(st.lists(st.integers(1, 40), min_size=60, max_size=60))
+def test_two_that_always_wait_are_given_about_the_same(weights: list[int]) -> None:
+    queue, given_to = FairQueue[tuple[str, int]](), {"a": 0, "b": 0}
+    for n, weight in enumerate(weights):
+        client = "ab"[n % 2]
+        queue.put(client, weight, (client, weight))
+    left = {"a": 30, "b": 30}
+    while all(left.values()):
+        client, weight = queue.take()
+        given_to[client] += weight
+        left[client] -= 1
+        assert abs(given_to["a"] - given_to["b"]) <= 2 * max(weights)
+
+
+@given(st.lists(st.sampled_from(REQUEST_SECONDS) | st.floats(0, 10_000)))
+def test_what_a_heartbeat_carries_is_what_was_observed(seconds: list[float]) -> None:
+    made = Histogram()
+    for one in seconds:
+        made.observe(one)
+    said = made.statistics("queue")
+    assert list(said) == histogram_names("queue")
+    at_most, total = read_histogram(said, "queue") or ([], -1.0)
+    assert at_most == list(made.at_most()) and total == made.total
+    assert at_most[-1] == (float("inf"), len(seconds))
+    assert all(count == sum(one <= bound for one in seconds) for bound, count in at_most)
+
+
+def test_who_says_nothing_of_it_has_no_histogram() -> None:
+    assert read_histogram({"uptime_seconds": 1.0}, "queue") is None

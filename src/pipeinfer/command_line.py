@@ -1,6 +1,7 @@
-"""The parser of all command lines: errors are one line, and --help shows the flags that matter.
+"""The parser of all command lines: errors are one line, and --help shows the flags that matter; and
+what an error says of a name that is not known or a text that is no number.
 
-Knows no command and no setting.
+Knows no command, no setting and no names of its own.
 """
 
 from __future__ import annotations
@@ -8,10 +9,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
-
-from pipeinfer.close_names import did_you_mean, no_number, none_of
 
 WRONG_USAGE = 2  # exit code
 NO_NUMBER = re.compile(r"invalid (int|float) value: '(.*)'$", re.DOTALL)  # argparse's words
@@ -161,3 +160,23 @@ def _placeholder(action: argparse.Action) -> str:
     name = str(action.metavar or action.dest.upper())
     forms = {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}
     return forms.get(str(action.nargs), name)
+
+
+def none_of(name: object, names: Iterable[object]) -> str:
+    """ "'mixd' is none of mixed, fcfs; did you mean 'mixed'?" """
+    known = [str(one) for one in names]
+    return f"{name!r} is none of {', '.join(known)}{did_you_mean(str(name), known)}"
+
+
+def no_number(text: object, kind: str) -> str:
+    """ "'many' is no whole number"; `kind`: int or float."""
+    return f"{text!r:.60} is no {'whole number' if kind == 'int' else 'number'}"
+
+
+def did_you_mean(name: str, names: Iterable[str], quote: str = "'") -> str:
+    """The end of an error, "; did you mean 'mixed'?", or nothing if no name is close."""
+    import difflib  # only here: the command line's start pays for every import
+
+    by_lower = {known.lower(): known for known in names}
+    close = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f"; did you mean {quote}{by_lower[close[0]]}{quote}?" if close else ""

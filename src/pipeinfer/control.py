@@ -2,7 +2,7 @@
 
 They are for the shell, never for a core, and are not recorded. Any stage takes them in its inbox
 and answers on its telemetry socket, where the asker listens before it asks. The asker is a command
-line, or a gateway whose page somebody looks at. Knows no stage.
+line, or a gateway whose page is open. Knows no stage.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class ShowPrefixes(Message, frozen=True):
     Attributes:
     - question: the asker's name for it
     - most: prefixes of each kind
-    - ids: first tokens of each that are told
+    - ids: how many first tokens of each are sent
     """
 
     question: str

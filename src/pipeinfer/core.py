@@ -1,27 +1,36 @@
-"""What cores of all stages share: events in, messages out, and two helpers of several cores.
+"""What the cores of all stages share: events in, messages out, and parts that several of them have.
 
 A core never reads a clock, opens a socket, draws entropy or spawns a task; its shell does. Here are
 
 - the protocol `Core`, and `Send`, one output of a core;
 - local events, which a core gets from its own shell or driver and which never travel on the bus
-  (gateway/events.py and engine/core.py have those of one stage alone). They are messages, so that
+  (gateway/ledger.py and engine/core.py have those of one stage alone). They are messages, so that
   they can be recorded and replayed;
 - recovery: how a new process learns from its neighbours what the process before it knew;
-- `RecentTable`: entries of the last seconds by name.
+- `RecentTable`: entries of the last seconds by name;
+- liveness: how often stages send heartbeats, after how long a silence one counts as lost, and
+  `SuspendAwareClock`, by which that is judged;
+- `FairQueue`: waiting items, taken so that clients share by weight and no item starves;
+- `Histogram`: durations, as plain numbers that heartbeats can carry.
 
 Knows no stage and no transport.
 """
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections.abc import Iterable, Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from pipeinfer.messages import Message, Recover, Recovered, State
 
+if TYPE_CHECKING:
+    import numpy as np
+
 LOCAL = "local"  # to the stage's own driver: the device of an engine, the HTTP side of a gateway
-EVERYONE = ""  # published to whoever listens: plans, telemetry
+EVERYONE = ""  # published to all subscribers: plans, telemetry
 
 
 class Send(NamedTuple):
@@ -71,7 +80,7 @@ class Leave(Message, frozen=True):
 class Unsent(Message, frozen=True):
     """A message of this request could not be sent, and never can be: `reason` says why.
 
-    Nobody else was told anything in its place.
+    Nothing was sent in its place.
     """
 
     request_id: str
@@ -124,11 +133,60 @@ class StepDone(Message, frozen=True):
 # ------------------------------------------------------------------------------------ recovery
 
 DIGITS = re.compile("[0-9]{1,9}")
-ASK_AGAIN = 1.0  # seconds after which a peer that has not answered is asked again
+RECOVER_RETRY_SECONDS = 1.0  # after which a peer that has not answered is asked again
+
+
+class StepNote(Message, frozen=True):
+    """The engine's core gave step `number` to the device, at the record's time.
+
+    rows: requests in it, `decodes` of them with one token; tokens: of all rows; sampled: rows that
+    sample. When the step ran follows from its StepDone: it ended just before that record's time
+    and had begun `seconds` earlier.
+    """
+
+    epoch: int
+    number: int
+    rows: int
+    decodes: int
+    tokens: int
+    sampled: int
+
+
+class _StepArrays(Protocol):
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def decodes(self) -> int: ...
+
+    @property
+    def slots(self) -> Sized: ...
+
+    @property
+    def tokens(self) -> Sized: ...
+
+    @property
+    def samples(self) -> np.ndarray: ...
+
+
+def step_note(step: _StepArrays) -> StepNote:
+    """The numbers of an engine's step (step.py, which light stages do not import)."""
+    return StepNote(
+        step.epoch,
+        step.number,
+        len(step.slots),
+        step.decodes,
+        len(step.tokens),
+        int(step.samples.sum()),
+    )
 
 
 class RollCall:
-    """Asks each of `peers` until it has told `stage`, a process with `incarnation`, all it knows.
+    """Asks each of `peers` until it has answered `stage`, a process with `incarnation`, with all it
+    knows.
 
     An answer stands between two messages, the brackets (Recovered). What was queued for a process
     that died may be lost, but never something after what arrived: an answer whose opening bracket
@@ -144,7 +202,7 @@ class RollCall:
         """The questions that are due at `now` (seconds); the first time, one to each peer."""
         if not self._missing or now < self._ask_at:
             return []
-        self._ask_at = now + ASK_AGAIN
+        self._ask_at = now + RECOVER_RETRY_SECONDS
         return [Send("recovery", peer, self._question) for peer in self._missing]
 
     def on_recovered(self, bracket: Recovered) -> bool:
@@ -184,14 +242,14 @@ class RollCall:
         return not self._missing
 
 
-def bracketed_answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
-    """What `stage` sends to the stage that `asked`: all that is `known`, between two brackets."""
-    opening = Recovered(stage, asked.incarnation, opening=True)
-    end = Recovered(stage, asked.incarnation)
+def bracketed_answer(stage: str, question: Recover, known: Iterable[Send]) -> list[Send]:
+    """The answer of `stage` to `question`: all messages that are `known`, between two brackets."""
+    opening = Recovered(stage, question.incarnation, opening=True)
+    end = Recovered(stage, question.incarnation)
     return [
-        Send("recovery", asked.stage, opening),
+        Send("recovery", question.stage, opening),
         *known,
-        Send("recovery", asked.stage, end),
+        Send("recovery", question.stage, end),
     ]
 
 
@@ -278,3 +336,195 @@ class RecentTable(Generic[Value]):
         while len(self) >= self._max_size:
             del spans[0]
         return spans[-1]
+
+
+# Seconds between two heartbeats of a stage, up to 50 stages.
+HEARTBEAT_SECONDS = 0.5
+# Times --host-loss: so long a lost host may come back to work that no other can go on with. It may
+# have to boot, and to load a model.
+GIVE_UP_FACTOR = 10
+# Times --host-loss: after that what is kept for a lost host is dropped: its answer is not
+# waited for any more.
+FORGET_FACTOR = 2 * GIVE_UP_FACTOR
+# Heartbeats a second of all stages together. All of them reach every gateway, and what schedulers
+# publish of their groups every tokenizer; each takes 0.2 ms where nothing else is to be done.
+MAX_HEARTBEAT_RATE = 100
+# Seconds. A stage gets a tick twice a second or more often. A stage without a tick for so long was
+# stopped, or so busy that others' answers wait as well.
+MAX_TICK_GAP = 1.0
+
+
+def heartbeat_period(stages: int) -> float:
+    """Seconds between two heartbeats of a stage in a deployment of so many stages."""
+    return max(HEARTBEAT_SECONDS, stages / MAX_HEARTBEAT_RATE)
+
+
+def silence_limit(stages: int, least: float = 5.0) -> float:
+    """Seconds without a heartbeat after which a stage counts as lost, at least `least`."""
+    return max(least, 3 * heartbeat_period(stages))
+
+
+class SuspendAwareClock:
+    """A clock that stands still while this process does: stopped by a signal, or on a sleeping
+    machine. So no peer counts as late because this process was not there to read its answer.
+
+    It is the clock of the events, less all but MAX_TICK_GAP seconds of each longer gap between
+    ticks.
+    """
+
+    def __init__(self) -> None:
+        self._slept = 0.0
+        self._ticked = float("inf")  # no gap ends before the first tick
+
+    def tick(self, now: float) -> None:
+        """A tick came at `now`."""
+        self._slept += self._gap(now)
+        self._ticked = now
+
+    def at(self, now: float) -> float:
+        """The time of this clock at `now`; never less than before."""
+        return now - self._slept - self._gap(now)
+
+    def _gap(self, now: float) -> float:
+        """Seconds since the last tick in which the stage must have slept."""
+        return max(now - self._ticked - MAX_TICK_GAP, 0.0)
+
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Items of several clients, in fair order: self-clocked fair queueing (Golestani, 1994) in two
+    levels, among hosts and among the clients of a host.
+
+    - A client is a text. The part before the first "/" is its host; without "/", the whole text is.
+    - While two hosts have items waiting, the weights taken from both are about the same. The same
+      holds for two clients of one host.
+    - Items that overtake an item of weight w have together a weight of at most w for each other
+      client.
+    - A new client has no advantage over a known one.
+    """
+
+    def __init__(self) -> None:
+        # Not `_Flows[str]()`: that sets `__orig_class__`, which is no plain data for a snapshot.
+        self._hosts: _Flows[str] = _Flows()
+        self._clients: dict[str, _Flows[T]] = {}  # by host, of hosts with waiting items
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def put(self, client: str, weight: int, item: T) -> None:
+        """Adds `item`.
+
+        client: whose item it is.
+        weight: its estimated cost, at least 1.
+        """
+        host = client.partition("/")[0]
+        self._hosts.put(host, weight, host)  # a turn of the host; `take` picks the client
+        self._clients.setdefault(host, _Flows()).put(client, weight, item)
+
+    def take(self) -> T:
+        """Removes and returns the next item. Raises IndexError if there is none."""
+        host = self._hosts.take()
+        clients = self._clients[host]
+        item = clients.take()
+        if not len(clients):
+            del self._clients[host]
+        return item
+
+
+class _Flows(Generic[T]):
+    """Items of several flows, ordered by tag.
+
+    An item's tag is its weight plus the tag of its flow's last item. The clock is the tag that was
+    taken last. A flow without waiting items starts at the clock, without credit or debt.
+    """
+
+    def __init__(self) -> None:
+        self._clock = self._count = 0
+        self._items: list[tuple[int, int, str, T]] = []  # a heap: tag, number, flow, item
+        self._last: dict[str, tuple[int, int]] = {}  # by flow with items: last tag, num items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, flow: str, weight: int, item: T) -> None:
+        last, waiting = self._last.get(flow, (self._clock, 0))
+        tag = last + weight
+        self._last[flow] = tag, waiting + 1
+        self._count += 1
+        heapq.heappush(self._items, (tag, self._count, flow, item))
+
+    def take(self) -> T:
+        self._clock, _, flow, item = heapq.heappop(self._items)
+        last, waiting = self._last.pop(flow)
+        if waiting > 1:
+            self._last[flow] = last, waiting - 1
+        return item
+
+
+# Upper bounds of buckets in seconds, for latencies of requests. From 0.3 on they are those of
+# vLLM's dashboards; the shorter ones resolve the latencies of an idle server.
+REQUEST_SECONDS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0,
+    30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+
+
+class Histogram:
+    """Counts of observations since the start.
+
+    bounds: upper bounds of the buckets, ascending, in the observations' unit; the last bucket has
+        none.
+    counts: observations of each bucket alone, len(bounds) + 1 numbers.
+    total: the sum of all observations.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float] = REQUEST_SECONDS) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts one observation."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def at_most(self) -> Iterator[tuple[float, int]]:
+        """(bound, number of observations at or below it) for each bound; last (infinity, all
+        observations).
+        """
+        upto = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            upto += count
+            yield bound, upto
+
+    def statistics(self, name: str) -> dict[str, float]:
+        """The histogram as statistics of a heartbeat, under the names of `histogram_names`."""
+        values = (*(float(count) for _, count in self.at_most()), self.total)
+        return dict(zip(histogram_names(name, self.bounds), values, strict=True))
+
+
+def histogram_names(name: str, bounds: Sequence[float] = REQUEST_SECONDS) -> list[str]:
+    """The names of a histogram's statistics: `NAME_seconds_le_BOUND` for each bound,
+    `NAME_seconds_count` and `NAME_seconds_sum`.
+    """
+    buckets = [f"{name}_seconds_le_{bound:g}" for bound in bounds]
+    return [*buckets, f"{name}_seconds_count", f"{name}_seconds_sum"]
+
+
+def read_histogram(
+    statistics: Mapping[str, float], name: str, bounds: Sequence[float] = REQUEST_SECONDS
+) -> tuple[list[tuple[float, float]], float] | None:
+    """Reads a histogram back from the statistics of a heartbeat.
+
+    Returns what `at_most` and `total` of the histogram were; None if `statistics` have no histogram
+    `name`.
+    """
+    *buckets, count, total = histogram_names(name, bounds)
+    if count not in statistics:
+        return None
+    counts = (statistics.get(one, 0.0) for one in (*buckets, count))
+    return list(zip((*bounds, float("inf")), counts, strict=True)), statistics.get(total, 0.0)

@@ -1,6 +1,6 @@
 """The protocol: every message between stages, and which of them travels on which channel.
 
-Knows nobody: no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
+Knows no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
 struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, scores are those
 of wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
 control.py has what a person asks.
@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from pipeinfer.json_values import JsonObject
 from pipeinfer.params import (
     MAX_CHOICES,
     MAX_INT,
+    JsonObject,
     Number,
     SamplingParams,
     StructuredOutputs,
@@ -187,7 +187,7 @@ class HandOver(Message, frozen=True):
     If the group is lost, the gateway answers `stage` with Delivered of the next attempt, which has
     the ids that its client has: from then on nothing of an earlier attempt reaches the client. A
     detokenizer asks the gateway the same if the tokens of the groups that run a request differ; the
-    request's own tokenizer is told then.
+    request's own tokenizer learns it then.
 
     Attributes:
     - stage: id of the tokenizer that asks; empty from a detokenizer
@@ -677,8 +677,8 @@ State = Literal["starting", "loading", "waiting", "ready", "draining", "failed"]
 
 
 class Heartbeat(Message, frozen=True):
-    """Twice a second, less often in a large deployment (liveness.py), and at every change of state.
-    All fields may differ in a replay.
+    """Twice a second, less often in a large deployment (core.py), and at every
+    change of state. All fields may differ in a replay.
 
     Attributes:
     - stats: statistics by name; docs/reference/statistics.md explains them
@@ -702,7 +702,7 @@ GroupReadiness = Literal["serves", "waits", "deserted"]
 
 
 class GroupStatus(Message, frozen=True):
-    """scheduler -> tokenizers, again and again (liveness.py), and soon after a change of
+    """scheduler -> tokenizers, again and again (`heartbeat_period`), and soon after a change of
     `readiness`.
 
     Attributes:
@@ -754,7 +754,7 @@ class Fenced(Message, frozen=True):
 
     Attributes:
     - newest: incarnation of the process that has taken its place
-    - since: seconds since that one was heard for the first time
+    - since: seconds since the first message of that one
     """
 
     stage: str

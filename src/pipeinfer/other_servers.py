@@ -45,7 +45,7 @@ TURNED_OFF = {"no_enable_prefix_caching": "enable_prefix_caching"}
 
 
 class RefusedFlag(NamedTuple):
-    """Flags that only other servers have, and what is said of them.
+    """Flags that only other servers have, and what the error about them says.
 
     Attributes:
     - kind: "instead": `ours` are to be used; "always": it is so without a flag; "none": nothing

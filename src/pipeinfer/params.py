@@ -1,5 +1,5 @@
-"""What a client may ask of sampling, and nothing about how it is done; and what the choices of one
-request are called.
+"""What a client may ask of sampling, and nothing about how it is done; what the choices of one
+request are called; and what JSON holds, as types.
 
 Shared vocabulary of the gateway, the offline classes, the scheduler and the engine. Knows no
 HTTP, no tokenizer and no torch; names and defaults are those of vLLM's SamplingParams.
@@ -8,38 +8,50 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from pipeinfer.json_values import JsonValue
+# Of bodies, templates' arguments and files that others wrote. A value from outside is looked at
+# with isinstance where it comes in.
+if TYPE_CHECKING:
+    JsonValue: TypeAlias = (
+        bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"] | None
+    )
+else:
+    JsonValue = Any  # msgspec decodes into no type that names itself
 
+JsonObject: TypeAlias = dict[str, JsonValue]
 T = TypeVar("T")
 
 MAX_INT = 2**31 - 1  # counts and ids are int32 on the device
 # Above it the logits of any model differ by less than the noise: all tokens are as likely. What is
 # far larger is infinite in float32.
-MOST_TEMPERATURE = 100.0
-MOST_PENALTY = 2  # OpenAI's
+MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2  # OpenAI's
 # Logits are float32: divided or multiplied by these they stay finite, and what is a hundred times
 # rarer or more frequent is never or always chosen already.
-LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
+MIN_REPETITION = 0.01
+MAX_REPETITION = 100.0
 # float32's smallest normal number. Below it devices may take a number for 0, which is no top_p.
-LEAST_TOP_P = 2.0**-126
+MIN_TOP_P = 2.0**-126
 MAX_STOP_STRINGS = 16
-MOST_STOP_LETTERS = 1024  # of each: all that comes out is searched for it, beside everybody's text
-MOST_STOP_TOKENS = 1024  # as of biases; each row with min_tokens masks them
-MOST_BIASES, MOST_BIAS = 1024, 100.0  # OpenAI's; each row that samples adds them
-MOST_ALLOWED = 1024  # as of biases: each row that samples looks all of them up
+MAX_STOP_CHARS = 1024  # of each: all that comes out is searched for it, beside everybody's text
+MAX_STOP_TOKENS = 1024  # as of biases; each row with min_tokens masks them
+MAX_BIASES = 1024  # OpenAI's; each row that samples adds them
+MAX_BIAS = 100.0  # OpenAI's
+MAX_ALLOWED_TOKENS = 1024  # as of biases: each row that samples looks all of them up
 # What must not be completed is compared with the output at every step, in every row that has it.
-MOST_BAD_WORDS, MOST_BAD_LETTERS = 128, 64
-LONGEST_BAD, MOST_BAD_IDS = 64, 2048  # tokens of one spelling of a word, and of all
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 64
+MAX_BAD_WORD_IDS = 64  # tokens of one spelling of a word
+MAX_BAD_IDS = 2048  # tokens of all
 MAX_CHOICES = 128  # of a prompt: OpenAI's; each has a slot, an entry in every ledger, a prompt
-MOST_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
+MAX_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
 
 
 # How much is kept of each token follows from it, so no frame may say more.
-Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
+Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 # Where the thoughts of an answer are. before: they may begin, by the opening tag; open: what comes
 # next is thought; over: they have ended, or there are none.
 ThoughtState = Literal["before", "open", "over"]
@@ -162,7 +174,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(params.stop_token_ids or ()),
         top_k=0 if params.top_k == -1 else params.top_k,
         thinking_token_budget=_but_minus_one(params.thinking_token_budget),
-        top_p=LEAST_TOP_P if 0 <= params.top_p < LEAST_TOP_P else params.top_p,
+        top_p=MIN_TOP_P if 0 <= params.top_p < MIN_TOP_P else params.top_p,
         logit_bias=_biases(params.logit_bias),
         structured_outputs=_plain(params.structured_outputs),
         allowed_token_ids=_each_once(params.allowed_token_ids),
@@ -216,7 +228,7 @@ def _each_once(given: Sequence[T] | None) -> tuple[T, ...] | None:
 
 
 def _check_sampling(params: SamplingParams) -> None:
-    _check_within("temperature", params.temperature, 0, MOST_TEMPERATURE)
+    _check_within("temperature", params.temperature, 0, MAX_TEMPERATURE)
     if not 0 <= params.top_k <= MAX_INT:
         raise InvalidParameter(
             "top_k", f"top_k must be -1, 0 or positive, at most {MAX_INT}, not {params.top_k}"
@@ -229,11 +241,9 @@ def _check_sampling(params: SamplingParams) -> None:
 
 
 def _check_penalties(params: SamplingParams) -> None:
-    _check_within(
-        "repetition_penalty", params.repetition_penalty, LEAST_REPETITION, MOST_REPETITION
-    )
+    _check_within("repetition_penalty", params.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
     for name in ("presence_penalty", "frequency_penalty"):
-        _check_within(name, getattr(params, name), -MOST_PENALTY, MOST_PENALTY)
+        _check_within(name, getattr(params, name), -MAX_PENALTY, MAX_PENALTY)
 
 
 def _check_lengths(params: SamplingParams) -> None:
@@ -254,48 +264,50 @@ def _check_stops(params: SamplingParams) -> None:
     for text in params.stop:
         if not text:
             raise InvalidParameter("stop", "a stop string must not be empty")
-        if len(text) > MOST_STOP_LETTERS:
+        if len(text) > MAX_STOP_CHARS:
             raise InvalidParameter(
-                "stop", f"at most {MOST_STOP_LETTERS} letters a stop string, not {len(text)}"
+                "stop", f"at most {MAX_STOP_CHARS} letters a stop string, not {len(text)}"
             )
-    if len(params.stop_token_ids) > MOST_STOP_TOKENS:
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
         count = len(params.stop_token_ids)
         raise InvalidParameter(
-            "stop_token_ids", f"at most {MOST_STOP_TOKENS} stop_token_ids, not {count}"
+            "stop_token_ids", f"at most {MAX_STOP_TOKENS} stop_token_ids, not {count}"
         )
     for token in params.stop_token_ids:
         _check_within("stop_token_ids", token, 0, MAX_INT)
 
 
 def _check_biases(biases: dict[int, float]) -> None:
-    if len(biases) > MOST_BIASES:
+    if len(biases) > MAX_BIASES:
         raise InvalidParameter(
-            "logit_bias", f"at most {MOST_BIASES} ids in logit_bias, not {len(biases)}"
+            "logit_bias", f"at most {MAX_BIASES} ids in logit_bias, not {len(biases)}"
         )
     for token, bias in biases.items():
         _check_within("logit_bias", token, 0, MAX_INT)
-        _check_within("logit_bias", bias, -MOST_BIAS, MOST_BIAS)
+        _check_within("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
 
 
 def _check_allowed(allowed: tuple[int, ...] | None) -> None:
     if allowed is None:
         return
-    if not 0 < len(allowed) <= MOST_ALLOWED:
-        reason = f"be at most {MOST_ALLOWED}, not {len(allowed)}" if allowed else "not be empty"
+    if not 0 < len(allowed) <= MAX_ALLOWED_TOKENS:
+        reason = (
+            f"be at most {MAX_ALLOWED_TOKENS}, not {len(allowed)}" if allowed else "not be empty"
+        )
         raise InvalidParameter("allowed_token_ids", f"allowed_token_ids must {reason}")
     for token in allowed:
         _check_within("allowed_token_ids", token, 0, MAX_INT)
 
 
 def _check_words(words: tuple[str, ...]) -> None:
-    if len(words) > MOST_BAD_WORDS:
-        message = f"at most {MOST_BAD_WORDS} bad_words, not {len(words)}"
+    if len(words) > MAX_BAD_WORDS:
+        message = f"at most {MAX_BAD_WORDS} bad_words, not {len(words)}"
         raise InvalidParameter("bad_words", message)
     for word in words:
         if not word.strip():
             raise InvalidParameter("bad_words", "a bad word must not be empty or white space alone")
-        if len(word) > MOST_BAD_LETTERS:
-            message = f"at most {MOST_BAD_LETTERS} letters a bad word, not {len(word)}"
+        if len(word) > MAX_BAD_WORD_CHARS:
+            message = f"at most {MAX_BAD_WORD_CHARS} letters a bad word, not {len(word)}"
             raise InvalidParameter("bad_words", message)
 
 
@@ -303,7 +315,7 @@ def _check_logprobs(params: SamplingParams) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         most = getattr(params, name)
         if most is not None:
-            _check_within(name, most, 0, MOST_LOGPROBS)
+            _check_within(name, most, 0, MAX_LOGPROBS)
 
 
 def _check_form(params: SamplingParams) -> None:
@@ -328,9 +340,9 @@ def check_choices(name: str, count: int) -> None:
     _check_within(name, count, 1, MAX_CHOICES)
 
 
-def _check_within(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:  # also where it is NaN
-        raise InvalidParameter(name, f"{name} must be from {least:g} to {most:.10g}, not {value}")
+def _check_within(name: str, value: float, least: float, limit: float) -> None:
+    if not least <= value <= limit:  # also where it is NaN
+        raise InvalidParameter(name, f"{name} must be from {least:g} to {limit:.10g}, not {value}")
 
 
 # ------------------------------------------------------------- choices of one request

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, cast
 
-PIECE = 1024 * 1024  # bytes; a pipe holds 64 KiB
+READ_BYTES = 1024 * 1024  # bytes; a pipe holds 64 KiB
 
 
 def start(
@@ -59,9 +59,9 @@ def served() -> tuple[queue.SimpleQueue[bytes], BinaryIO]:
 def write(stream: BinaryIO, body: bytes) -> None:
     """Writes `body` as one frame. Raises BrokenPipeError if the other end is closed."""
     for part in (len(body).to_bytes(4, "little"), body):
-        rest = memoryview(part)
-        while rest:
-            rest = rest[stream.write(rest) :]
+        unwritten = memoryview(part)
+        while unwritten:
+            unwritten = unwritten[stream.write(unwritten) :]
 
 
 def read(fd: int, seconds: float | None = None) -> bytes | None:
@@ -80,13 +80,13 @@ def _read(fd: int, count: int, until: float | None) -> bytes | None:
     got = bytearray()
     while len(got) < count:
         if until is not None:
-            left = max(0.0, until - time.monotonic())
-            if not select.select([fd], [], [], left)[0]:
+            seconds_left = max(0.0, until - time.monotonic())
+            if not select.select([fd], [], [], seconds_left)[0]:
                 return None
-        piece = os.read(fd, min(count - len(got), PIECE))
-        if not piece:
+        chunk = os.read(fd, min(count - len(got), READ_BYTES))
+        if not chunk:
             return None
-        got += piece
+        got += chunk
     return bytes(got)
 
 

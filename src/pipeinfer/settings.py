@@ -12,14 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
 from pipeinfer import other_servers
-from pipeinfer.close_names import did_you_mean, no_number, none_of
-from pipeinfer.command_line import CommandLine
+from pipeinfer.command_line import CommandLine, did_you_mean, no_number, none_of
 
 PREFIX = "PIPEINFER_"
 DEMO = "pipeinfer-demo"
@@ -49,8 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "have [a page of their own](gguf.md). Commands take the model without a flag, and also as "
         "`--model`.", unset="the demo model", group="model")] = ""
     served_model_name: Annotated[str, about("NAME", "the model's id in /v1/models; default: MODEL",
-        "Answers name the model so. A request that names another model gets 404.",
-        unset="what was given as MODEL")] = ""
+        "Answers name the model so. A request that names another model gets 404. A GGUF file is "
+        "called by its name without the ending.", unset="what was given as MODEL")] = ""
     revision: Annotated[str, about("REV", "branch, tag or commit of a hub id",
         unset="the hub's default")] = ""
     chat_template: Annotated[str, about("FILE", "a Jinja template, in place of the checkpoint's",
@@ -123,7 +124,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Annotated[Annotated[int, Meta(ge=0, le=65535)], about("N",
         "port to listen on; 0 takes a free one",
         "The line `ready http://HOST:PORT` names the port that was taken.")] = 8000
-    # gateway/http_server.py
+    # gateway/stage.py
     public_address: Annotated[str, about("ADDRESS",
         "where users reach the server, if not where it listens",
         "Behind a published port or a proxy: HOST:PORT, a port of this host, or a whole URL. The "
@@ -316,7 +317,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "extension, which know those names. [The reference](reference/metrics.md) lists them; "
         "`/metrics` has them beside those of pipeinfer.",
         unset="only those of pipeinfer")] = False
-    # runtime/busy_poll.py
+    # runtime/entry.py
     stay_awake: Annotated[Literal["auto", "always", "never"], about("",
         "auto: beside GPUs, where there are cores to spare for it",
         "Whether stages other than engines sleep between messages that come within 5 ms of one "
@@ -348,8 +349,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def model_name(self) -> str:
-        """What /v1/models calls it."""
-        return self.served_model_name or self.model or DEMO
+        """What /v1/models calls it: of a GGUF file, its name without folder and ending."""
+        file = Path(self.model)
+        of_file = file.stem if file.suffix.lower() == ".gguf" else self.model
+        return self.served_model_name or of_file or DEMO
 
 
 def build(values: Mapping[str, object]) -> Settings:
@@ -452,9 +455,9 @@ def settings_help() -> dict[str, SettingHelp]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for every setting but `model`; what is not given stays out of the namespace."""
     defaults = Settings()
-    for group, told in groupby(settings_help().items(), lambda item: item[1].group):
+    for group, settings in groupby(settings_help().items(), lambda item: item[1].group):
         added = parser.add_argument_group(group)
-        for name, setting in told:
+        for name, setting in settings:
             if name == "model":
                 continue
             flag = other_servers.flag(name)
@@ -507,3 +510,26 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, object]:
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS)
     add_flags(parser)
     return vars(parser.parse_args(arguments))
+
+
+def base_url(url: str) -> str:
+    """The base URL of a server, without a trailing `/v1`; `http://` is added if there is no scheme.
+    Raises ConfigurationError if `url` is not an HTTP URL.
+    """
+    plain = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    whole = plain if "://" in plain else f"http://{plain}"
+    refusal = ConfigurationError(f"{url!r} is no URL of HTTP, such as http://127.0.0.1:8000")
+    try:
+        parts = urlsplit(whole)
+        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # an unbalanced bracket, or a port that is not a number
+        raise refusal from None
+    if not right:
+        raise refusal
+    return whole
+
+
+def without_password(url: str) -> str:
+    """`url` without user and password, for messages that people pass on."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -19,7 +19,13 @@ LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in la
 
 @dataclass(frozen=True)
 class PenaltyHistory:
-    """What the request in `slot` has in its prompt and in its output so far: ids int32 [n] each."""
+    """The tokens of a request with penalties, before its first sample in its slot.
+
+    Attributes:
+    - slot: of the request
+    - prompt: int32 [n], ids of the prompt
+    - output: int32 [n], ids of the output so far
+    """
 
     slot: int
     prompt: np.ndarray
@@ -30,9 +36,12 @@ class PenaltyHistory:
 class PenaltyRows:
     """The N of the rows that sample whose requests have penalties.
 
-    rows, slots: int64 [N], which of the sampling rows, and their slots. factors: float32 [N, 3] for
-    repetition (1 is off), frequency and presence (0 is off). new: of requests that sample in their
-    slot for the first time; what follows is counted where it is sampled.
+    Attributes:
+    - rows: int64 [N], which of the sampling rows
+    - slots: int64 [N], of the requests
+    - factors: float32 [N, 3], for repetition (1 is off), frequency and presence (0 is off)
+    - new: requests that sample in their slot for the first time; ids that they sample from then on
+      are counted on the device
     """
 
     rows: np.ndarray
@@ -43,23 +52,33 @@ class PenaltyRows:
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """The N of the rows that sample whose requests ask for log-probs of what they sample.
+    """The N of the rows that sample whose requests ask for log-probs of sampled ids.
 
-    rows: int64 [N], which of the sampling rows. most: int32 [N], how many alternatives of each.
-    suppressed: some of them must not sample some id yet, so that its logit will be changed.
+    Attributes:
+    - rows: int64 [N], which of the sampling rows
+    - num_alternatives: int32 [N], of each sampled id
+    - suppressed: some of the requests must not sample some id yet, so that its logit will be
+      changed
     """
 
     rows: np.ndarray
-    most: np.ndarray
+    num_alternatives: np.ndarray
     suppressed: bool = False
 
 
 @dataclass(frozen=True)
 class Constrained:
-    """The request in `slot` samples only what `spec` allows behind its output so far, ids int32
-    [n], and thinks no longer than `budget` tokens; either may be None. `thoughts`: what it waits
-    for and counts; None: nothing. `begin`: the position at which the output begins. `jumps`: ids
-    that are forced may be said all at once."""
+    """A request whose samples are restricted, by a grammar or in the length of its thoughts.
+
+    Attributes:
+    - slot: of the request
+    - spec: the grammar, None: any text
+    - budget: tokens of thought at most, None: no limit
+    - output: int32 [n], ids of the output so far; the grammar allows what may follow them
+    - thoughts: the tags and state of thoughts, None: the request has none to wait for or to count
+    - begin: the position at which the output begins
+    - jumps: ids that the grammar forces may be produced all at once
+    """
 
     slot: int
     spec: StructuredOutputs | None
@@ -72,7 +91,13 @@ class Constrained:
 
 @dataclass(frozen=True)
 class Extended:
-    """The request in `slot` was told `ids` int32 [n] of its output from position `first` on."""
+    """New output of a request whose samples are restricted.
+
+    Attributes:
+    - slot: of the request
+    - first: the position in its output of the first new id
+    - ids: int32 [n], the new ids
+    """
 
     slot: int
     first: int
@@ -83,8 +108,11 @@ class Extended:
 class MaskRows:
     """The N of the rows that sample which may not sample every id.
 
-    rows: int64 [N], which of the sampling rows. slots: int32 [N]. new: of requests that sample in
-    their slot for the first time. extended: what was told of any since they sampled last.
+    Attributes:
+    - rows: int64 [N], which of the sampling rows
+    - slots: int32 [N], of the requests
+    - new: requests that sample in their slot for the first time
+    - extended: new output of the others since they sampled last
     """
 
     rows: np.ndarray
@@ -95,42 +123,54 @@ class MaskRows:
 
 @dataclass(frozen=True)
 class ScoredChunk:
-    """Prompt tokens whose log-probs are asked for, with `most` alternatives each.
+    """Prompt tokens whose log-probs are asked for.
 
-    slot: the request's. first: the first one's position. ids: int32 [n]. at: which of the step's
-    tokens the first one follows; each of the others follows the next one.
+    Attributes:
+    - slot: of the request
+    - first: the position of the first token
+    - ids: int32 [n], the tokens
+    - at: which of the step's tokens the first one follows; each of the others follows the next one
+    - num_alternatives: of each token
     """
 
     slot: int
     first: int
     ids: np.ndarray
     at: int
-    most: int
+    num_alternatives: int
 
 
 @dataclass(frozen=True)
 class BadWords:
-    """Sequences of two and more ids that an output must not have: the last id of one is not sampled
-    where the others are the output's last ones.
+    """Sequences of two and more ids that an output must not have: the last id of a sequence is not
+    sampled where the others are the output's last ones.
 
-    ends: int32 [n], where each of the n sequences ends in `ids` int32, one after the other. begin:
-    the position at which the output begins. known: so many tokens of prompt and output are known;
-    `recent` int32 are the last of these outputs.
+    Attributes:
+    - ends: int32 [n], where each of the n sequences ends in `ids`
+    - ids: int32, the sequences, one after the other
+    - begin: the position at which the output begins
+    - known: how many tokens of prompt and output are known
+    - recent: int32, the last known ids of the output
     """
 
     ends: np.ndarray
     ids: np.ndarray
     begin: int
-    known: int
+    num_known: int
     recent: np.ndarray
 
 
 @dataclass(frozen=True)
-class LogitEdits:
-    """What the request in `slot` changes of single logits: of `ids` int32 [n], all different.
+class RequestLogitBias:
+    """What a request changes of single logits.
 
-    until: int32 [n], the id is not sampled at positions before that one; from there on its logit is
-    `values` float32 [n] higher. only: no other id is sampled.
+    Attributes:
+    - slot: of the request
+    - ids: int32 [n], all different
+    - values: float32 [n], added to the logits of `ids` from position `until` on
+    - until: int32 [n], before this position the id is not sampled
+    - only: no other ids are sampled
+    - bad_words: sequences that the output must not have
     """
 
     slot: int
@@ -138,7 +178,7 @@ class LogitEdits:
     values: np.ndarray
     until: np.ndarray
     only: bool = False
-    bans: BadWords | None = None
+    bad_words: BadWords | None = None
 
 
 _NONE = np.empty(0, dtype=np.int32)
@@ -146,12 +186,16 @@ _NONE = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class StepDelta:
-    """What a step changes of what lies on the device by slot, before it computes anything.
+    """What a step changes of the tables on the device, before it computes anything.
 
-    pages: int32 [n], which from now on stand in columns `columns` [n] of the page table's rows
-    `slots` [n]. admitted: int32 [a], slots with new requests, whose `fields` [a] these are, by
-    name; `edits` are those of them that have any. cleared: int32, pages to be zeroed. released:
-    slots whose requests had a grammar and are gone; some may have new ones. claimed: int32, pages
+    Attributes:
+    - slots, columns, pages: int32 [n]; pages[i] is written into row slots[i], column columns[i] of
+      the page table
+    - admitted: int32 [a], slots with new requests
+    - fields: sampling parameters of the new requests, [a] each, by name
+    - logit_biases: of those new requests that change single logits
+    - cleared: int32, pages to be zeroed
+    - released: slots whose requests had a grammar and are gone; some may have new ones. claimed: int32, pages
     that the page directory must call invalid before the step is launched.
     """
 
@@ -160,26 +204,28 @@ class StepDelta:
     pages: np.ndarray = field(default_factory=lambda: _NONE)
     admitted: np.ndarray = field(default_factory=lambda: _NONE)
     fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    edits: tuple[LogitEdits, ...] = ()
+    logit_biases: tuple[RequestLogitBias, ...] = ()
     cleared: np.ndarray = field(default_factory=lambda: _NONE)
     released: tuple[int, ...] = ()
     claimed: np.ndarray = field(default_factory=lambda: _NONE)
 
 
-NOTHING = StepDelta()
+NO_CHANGES = StepDelta()
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step gave, for the S rows that sample, in their order.
+    """The tokens that a step sampled, for the S rows that sample, in their order.
 
-    counts: int32 [S], how many tokens each row gave. ids: int32 [the sum of counts], row after row.
-    bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none.
-    refused: rows whose grammar allowed nothing, each with the reason; they gave none either.
-    logprobs: scores (pipeinfer/wire.py) of the ids of rows that ask for them, row after row.
-    prompts: those of each of the step's `prompts`.
-    mask_units: what a mask of a row costs, in units (grammars/compiling.py), where it was found out
-    anew and is much, or was.
+    Attributes:
+    - counts: int32 [S], how many tokens each row gave
+    - ids: int32 [the sum of counts], row after row
+    - bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none
+    - logprobs: scores (wire.py) of the ids of rows that ask for them, row after row
+    - prompts: scores of each of the step's `prompts`
+    - refused: rows whose grammar allowed nothing, each with the reason; they gave none either
+    - mask_units: by row, what a mask of it costs in units (grammars/compiling.py), where that was
+      found out anew and is much, or was
     """
 
     counts: np.ndarray
@@ -204,15 +250,15 @@ class Sampled:
             bad = bad[~np.isin(bad, list(refused))]
         return cls(counts, ids[given].astype(np.int32), bad, refused=refused)
 
-    def followed_by(self, more: Mapping[int, Sequence[int]]) -> Sampled:
-        """With `more` ids behind those of some rows, which have no log-probs."""
+    def followed_by(self, forced: Mapping[int, Sequence[int]]) -> Sampled:
+        """With the ids `forced` {row: ids} behind those of their rows, which have no log-probs."""
         counts, ends = self.counts.copy(), np.cumsum(self.counts)
-        places, ids = list[int](), list[int]()
-        for row, some in more.items():
-            counts[row] += len(some)
-            places += [int(ends[row])] * len(some)
-            ids += some
-        return replace(self, counts=counts, ids=np.insert(self.ids, places, ids))
+        positions, ids = list[int](), list[int]()
+        for row, row_ids in forced.items():
+            counts[row] += len(row_ids)
+            positions += [int(ends[row])] * len(row_ids)
+            ids += row_ids
+        return replace(self, counts=counts, ids=np.insert(self.ids, positions, ids))
 
     @classmethod
     def one_each(cls, ids: Sequence[int] | np.ndarray) -> Sampled:
@@ -222,12 +268,14 @@ class Sampled:
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Prefixes that decodes of a step have in common, int32 [decodes] each.
+    """Prefixes that decodes of a step share, int32 [decodes] each. A word packs two numbers:
+    upper * PREFIX_UPPER + lower (PREFIX_UPPER of wire.py).
 
-    leaders: leader * PREFIX_UPPER + pages, PREFIX_UPPER as in wire.py: the row's first `pages`
-        pages are those of row `leader`, which may be itself; 0 where it has none in common.
-    ranks: rank * PREFIX_UPPER + rows: its number among the rows with that leader, from 0, and how
-        many these are, at least two.
+    Attributes:
+    - leaders: upper is a row, the leader, and lower a number of pages: the row's first pages are
+      those of its leader, which may be itself; 0 where it shares none
+    - ranks: upper is the row's number among the rows with its leader, from 0, and lower the number
+      of these rows, at least two
     """
 
     leaders: np.ndarray
@@ -239,21 +287,25 @@ class Step:
     """One step on the host: what `Rows` (memory/manager.py) becomes, and what a DeviceStep
     (kernels/interface.py) is made from. Written by StepBuilder, read by Runner and the masks.
 
-    R rows, T tokens, S rows that sample. Rows with one token (decodes) come first, `decodes` of
-    them.
+    R rows, T tokens, S rows that sample. Rows with one token (decodes) come first.
 
-    slots, starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r]+counts[r]-1,
-    counts[r] >= 1. tokens: int32 [T], known ids or LAST_TOKEN. samples: bool [R]; such a row's last
-    position gives logits, and the sampled id goes to last_token[slots[r]]. fields: sampling
-    parameters of the rows that sample, [S] each, by name (engine/step_builder.py); steps of the
-    same rows have the same object.
-    penalties, logprobs: of the rows that sample those that ask for them.
-    prompts: known tokens whose log-probs are asked for; the step computes those before them.
-    masked: rows that may sample only what their grammars allow; which that is can be known when
-    the step before has ended.
-    shared_prefixes: where attention shares what it reads, and decodes have any in common.
-    delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then, at
-    offset p % page_size. Page 0 is a dummy that no request owns.
+    Attributes:
+    - epoch, number: of the plan
+    - decodes: how many rows have one token
+    - slots, starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r]+counts[r]-1,
+      counts[r] >= 1
+    - samples: bool [R]; the last position of such a row gives logits, and the sampled id goes to
+      last_token[slots[r]]
+    - tokens: int32 [T], known ids or LAST_TOKEN
+    - fields: sampling parameters of the rows that sample, [S] each, by name
+      (engine/step_builder.py); steps of the same rows have the same object
+    - penalties, logprobs: those of the rows that sample that ask for them
+    - delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then,
+      at offset p % page_size. Page 0 is a dummy that no request owns
+    - prompts: known tokens whose log-probs are asked for; the step computes those before them
+    - masked: rows that may sample only what their grammars allow, which is known only when the step
+      before has ended
+    - shared_prefixes: None where attention shares no reads, or no decodes have a prefix in common
     """
 
     epoch: int
@@ -266,7 +318,7 @@ class Step:
     tokens: np.ndarray
     fields: Mapping[str, np.ndarray]
     penalties: PenaltyRows | None = None
-    delta: StepDelta = NOTHING
+    delta: StepDelta = NO_CHANGES
     logprobs: LogprobRows | None = None
     prompts: tuple[ScoredChunk, ...] = ()
     masked: MaskRows | None = None
@@ -279,10 +331,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of one rank. sliding_window: tokens a query sees, itself included; None is all.
+    """The attention heads of one rank.
 
-    sinks: [num_heads], each head's score of a key that every query sees and that has no value.
-    soft_cap: scaled scores become soft_cap * tanh(score / soft_cap).
+    Attributes:
+    - num_heads, num_kv_heads, head_dim: of queries, of keys and values, and the size of each
+    - scale: of scores, before softmax
+    - sliding_window: tokens that a query sees, itself included; None: all
+    - sinks: [num_heads], each head's score of a key that every query sees and that has no value
+    - soft_cap: scaled scores become soft_cap * tanh(score / soft_cap); None: unchanged
     """
 
     num_heads: int

@@ -25,10 +25,10 @@ MEASURED_TOKENS = (
 )  # fmt: skip
 
 
-def measured_sizes(most: int) -> tuple[int, ...]:
-    """MEASURED_TOKENS up to `most`, and `most` itself if it is not larger than all."""
-    sizes = {tokens for tokens in MEASURED_TOKENS if tokens <= most}
-    return tuple(sorted(sizes | {most} if most < MEASURED_TOKENS[-1] else sizes))
+def measured_sizes(max_tokens: int) -> tuple[int, ...]:
+    """MEASURED_TOKENS up to `max_tokens`, and `max_tokens` itself if it is not larger than all."""
+    sizes = {tokens for tokens in MEASURED_TOKENS if tokens <= max_tokens}
+    return tuple(sorted(sizes | {max_tokens} if max_tokens < MEASURED_TOKENS[-1] else sizes))
 
 
 class Prompt(NamedTuple):
@@ -50,9 +50,9 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
     - decodes: (rows, time) of steps of decodes alone, ascending in rows, not empty
-    - mixed: (tokens, time, more) of steps of so many tokens, up to the most of any step, of which a
-      few are decodes and the rest is of a prompt; `more` for each token of that prompt that was
-      computed before. Ascending in tokens, not empty
+    - mixed: (tokens, time, per_prior) of steps of so many tokens, up to the most of any step, of
+      which a few are decodes and the rest is of a prompt; `per_prior` comes on top for each token
+      of that prompt that was computed before. Ascending in tokens, not empty
     - kv_token: for each token of context that a decode reads
     """
 
@@ -64,25 +64,25 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         """In milliseconds, for a person."""
         decodes = ", ".join(f"{rows} {_ms(time)}" for rows, time in self.decodes)
         mixed = ", ".join(
-            f"{tokens} {_ms(time)} + {_ms(1000 * more)} per 1,000 tokens before"
-            for tokens, time, more in self.mixed
+            f"{tokens} {_ms(time)} + {_ms(1000 * per_prior)} per 1,000 tokens before"
+            for tokens, time, per_prior in self.mixed
         )
         context = _ms(1000 * self.kv_token)
         return f"decodes {decodes}, {context} per 1,000 tokens of context; with prompts {mixed}"
 
     def limited_to(self, tokens: int) -> StepCost:
         """The same with the sizes of at most `tokens` tokens, or the smallest if all have more."""
-        few = tuple(size for size in self.mixed if size[0] <= tokens)
-        return msgspec.structs.replace(self, mixed=few or self.mixed[:1])
+        sizes = tuple(size for size in self.mixed if size[0] <= tokens)
+        return msgspec.structs.replace(self, mixed=sizes or self.mixed[:1])
 
     def decode_time(self, rows: int) -> int:
         """Picoseconds of a step of `rows` decodes alone: as measured with the most rows that are
         not more, if any are."""
         time = self.decodes[0][1]
-        for measured, its in self.decodes:
+        for measured, measured_time in self.decodes:
             if measured > rows:
                 break
-            time = its
+            time = measured_time
         return time
 
     def tokens_within(self, percent: int, rows: int, context: int, depth: int) -> int:
@@ -90,56 +90,58 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         0 if even the fewest take more. Of `rows` decodes with `context` tokens before all of them,
         and of a prompt with `depth` tokens before.
         """
-        reading = context * self.kv_token
-        most = (self.decode_time(rows) + reading) * percent // 100 - reading
-        fitting = (tokens for tokens, time, more in self.mixed if time + more * depth <= most)
+        context_time = context * self.kv_token
+        limit = (self.decode_time(rows) + context_time) * percent // 100 - context_time
+        fitting = (
+            tokens for tokens, time, per_prior in self.mixed if time + per_prior * depth <= limit
+        )
         return max(fitting, default=0)
 
     def tokens_as_cheap_as(self, tokens: int, percent: int) -> int:
         """The most tokens of a step that takes at most `percent` of what one of `tokens` takes; 0
         if all that were measured have fewer."""
-        least = next((time for size, time, _ in self.mixed if size >= tokens), 0) * percent // 100
-        return max((size for size, time, _ in self.mixed if time <= least), default=0)
+        limit = next((time for size, time, _ in self.mixed if size >= tokens), 0) * percent // 100
+        return max((size for size, time, _ in self.mixed if time <= limit), default=0)
 
     def mixed_steps(
         self, rows: int, context: int, prompts: Sequence[Prompt]
     ) -> Iterator[tuple[int, int]]:
         """(tokens, time) of each size that holds `rows` decodes, with `context` tokens before all
-        of them, and what else has room of `prompts`, in their order; up to the size that holds all.
+        of them, and as much of `prompts` as fits, in their order; up to the size that holds all.
         """
-        reading = context * self.kv_token
-        waiting, all_of_them = iter(prompts), sum([prompt.tokens for prompt in prompts])
-        held = pairs = left = before = 0
-        for tokens, time, more in self.mixed:
-            room = min(tokens - rows, all_of_them)
-            while held < room:
-                if not left:
-                    left, before, _ = next(waiting)
-                part = min(left, room - held)
+        context_time = context * self.kv_token
+        waiting, total = iter(prompts), sum([prompt.tokens for prompt in prompts])
+        taken = pairs = remaining = before = 0
+        for tokens, time, per_prior in self.mixed:
+            capacity = min(tokens - rows, total)
+            while taken < capacity:
+                if not remaining:
+                    remaining, before, _ = next(waiting)
+                part = min(remaining, capacity - taken)
                 pairs += part * before + part * part // 2
-                held, left, before = held + part, left - part, before + part
-            if held:
+                taken, remaining, before = taken + part, remaining - part, before + part
+            if taken:
                 # As measured, all tokens are of one prompt that begins.
-                apart = pairs - tokens * tokens // 2
-                yield tokens, time + reading + more * apart // tokens
-            if held == all_of_them:
+                extra_pairs = pairs - tokens * tokens // 2
+                yield tokens, time + context_time + per_prior * extra_pairs // tokens
+            if taken == total:
                 return
 
-    def best_size(self, most: int, rows: int, room: int, percent: int) -> int:
-        """The size of at most `most` tokens in which prompts beside `rows` decodes, at least `room`
-        tokens, gain most; `most` if they gain in none.
+    def best_size(self, max_tokens: int, rows: int, min_prompt_tokens: int, percent: int) -> int:
+        """The size of at most `max_tokens` tokens in which prompts beside `rows` decodes, at least
+        `min_prompt_tokens` tokens of them, gain most; `max_tokens` if they gain in none.
 
-        A token of theirs is worth `percent` of what one takes in the size that is cheapest by the
+        A token of a prompt is worth `percent` of what one takes in the size that is cheapest by the
         token; it costs what the step takes longer than its decodes alone.
         """
-        alone = self.decode_time(rows)
-        worth = min(time // tokens for tokens, time, _ in self.mixed) * percent // 100
-        best, found = 0, most
+        decode_time = self.decode_time(rows)
+        token_worth = min(time // tokens for tokens, time, _ in self.mixed) * percent // 100
+        best_gain, best_tokens = 0, max_tokens
         for tokens, time, _ in self.mixed:
-            gain = worth * (tokens - rows) - (time - alone)
-            if rows + room <= tokens <= most and gain > best:
-                best, found = gain, tokens
-        return found
+            gain = token_worth * (tokens - rows) - (time - decode_time)
+            if rows + min_prompt_tokens <= tokens <= max_tokens and gain > best_gain:
+                best_gain, best_tokens = gain, tokens
+        return best_tokens
 
 
 def _ms(picoseconds: int) -> str:
@@ -171,8 +173,8 @@ TOKEN_WORTH_PERCENT = 75
 # Streams, and tokens of context of each, for which it is logged what the targets allow.
 LOGGED_STREAMS = 64
 LOGGED_CONTEXT = 1000
-# Tokens of a step that streams hardly notice: with more, the time for each hardly falls.
-MAX_SPARED_TOKENS = 1024
+# Most tokens of a step that streams hardly notice: with more, the time for each hardly falls.
+MAX_UNNOTICED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class PrefillBudget:
     Attributes:
     - tokens: of a step with its decodes, where no `cost` is known
     - cost: of steps, as measured
-    - small: of `cost` the sizes that are spared for prompts whatever waits
+    - small: of `cost` the sizes that streams hardly notice, whatever waits
     - targets: of streams and prompts
     """
 
@@ -227,14 +229,16 @@ class PrefillBudget:
         """
         if self.cost is None or self.small is None:
             return max(self.tokens - rows, self.tokens // PROMPT_DIVISOR, 1)
-        spared = _spared(self.small, rows, context, waiting[0].before if waiting else 0)
+        unnoticed = _unnoticed_prompt_tokens(
+            self.small, rows, context, waiting[0].before if waiting else 0
+        )
         if not self.looks_ahead:
-            return spared
-        wanted = self._in_time(self.cost, rows, context, waiting)
-        return max(spared, wanted - rows)
+            return unnoticed
+        in_time = self._in_time(self.cost, rows, context, waiting)
+        return max(unnoticed, in_time - rows)
 
     def cheapest_prompt_tokens(
-        self, rows: int, context: int, waiting: Sequence[Prompt], left: int
+        self, rows: int, context: int, waiting: Sequence[Prompt], steps_left: int
     ) -> int:
         """The number of tokens of prompts that cost least each, at least MIN_PROMPT_TOKENS if there
         are as many. Where nothing was measured, as `prompt_tokens`.
@@ -246,17 +250,17 @@ class PrefillBudget:
         Arguments:
         - context: tokens of context of all decodes together
         - waiting: all prompts that wait
-        - left: steps that the longest of the decodes will still take; 0 if more prompts wait than
-          have room
+        - steps_left: steps that the longest of the decodes will still take; 0 if more prompts wait
+          than there is room for
         """
         if self.cost is None:
             return self.prompt_tokens(rows, context, waiting)
         sizes = [(tokens - rows, time) for tokens, time in self.cost.mixed_steps(rows, 0, waiting)]
-        every, alone = sum([prompt.tokens for prompt in waiting]), self.cost.decode_time(rows)
-        found = _cheapest(sizes, every, alone)
-        if every > found * left:
-            most, time = self.cost.decodes[-1]
-            found = _cheapest(sizes, every, min(rows * time // most, alone))
+        total, decode_time = sum([prompt.tokens for prompt in waiting]), self.cost.decode_time(rows)
+        found = _cheapest(sizes, total, decode_time)
+        if total > found * steps_left:
+            most_rows, time = self.cost.decodes[-1]
+            found = _cheapest(sizes, total, min(rows * time // most_rows, decode_time))
         return found
 
     def within_itl_target(
@@ -266,8 +270,8 @@ class PrefillBudget:
         prompts that begin; 0 and 0.0 where step times are not known, or no step is within it."""
         if self.cost is None:
             return 0, 0.0
-        beside = self.cost.mixed_steps(rows, context, [Prompt(self.cost.mixed[-1][0])])
-        within = (one for one in beside if one[1] <= self.targets.longest)
+        sizes = self.cost.mixed_steps(rows, context, [Prompt(self.cost.mixed[-1][0])])
+        within = (one for one in sizes if one[1] <= self.targets.longest)
         tokens, time = max(within, default=(0, 1))
         return tokens, PER_SECOND * max(tokens - rows, 0) / time
 
@@ -276,24 +280,24 @@ class PrefillBudget:
         like it, or else of the longest; of those within the target of streams. 0: there is none."""
         pace = self._pace(waiting) / PER_SECOND
         longest = self.targets.longest
-        shortest, enough, most = float("inf"), 0, 0
+        shortest, enough, largest = float("inf"), 0, 0
         for tokens, time in cost.mixed_steps(rows, context, waiting):
             if time > longest:
                 continue
-            most = tokens
+            largest = tokens
             if tokens - rows >= pace * time and time < shortest:
                 shortest, enough = time, tokens
-        return enough or most
+        return enough or largest
 
     def _pace(self, waiting: Sequence[Prompt]) -> float:
         """Tokens a second with which every prompt is computed in time; infinite if one is late."""
         target, pace, before = self.targets.ttft, 0.0, 0
         for prompt in waiting:
             before += prompt.tokens
-            left = target - prompt.age
-            if left <= 0:
+            seconds_left = target - prompt.age
+            if seconds_left <= 0:
                 return float("inf")
-            pace = max(pace, before / left)
+            pace = max(pace, before / seconds_left)
         return pace
 
 
@@ -316,41 +320,46 @@ def describe_rate(tokens: float, rate: float) -> str:
 
 
 def prefill_budget(
-    asked: int, budget: int, cost: StepCost | None = None, targets: Targets = NO_TARGETS
+    fixed_tokens: int, budget: int, cost: StepCost | None = None, targets: Targets = NO_TARGETS
 ) -> PrefillBudget:
-    """`asked` (--mixed-step-tokens) comes first, then what the engine measured; without either it
-    is a part of `budget`, the most tokens of any step, and never more than that.
+    """The budget of an epoch.
+
+    `fixed_tokens` (--mixed-step-tokens) comes first, then what the engine measured; without either
+    it is a part of `budget`, the most tokens of any step, and never more than that.
     """
-    if asked:
-        return PrefillBudget(min(asked, budget))
+    if fixed_tokens:
+        return PrefillBudget(min(fixed_tokens, budget))
     tokens = min(max(budget // BUDGET_DIVISOR, MIN_BUDGET), budget)
-    small = None if cost is None else cost.limited_to(MAX_SPARED_TOKENS)
+    small = None if cost is None else cost.limited_to(MAX_UNNOTICED_TOKENS)
     return PrefillBudget(tokens, cost, small, targets)
 
 
-def _spared(cost: StepCost, rows: int, context: int, depth: int) -> int:
-    """Tokens that streams hardly notice, beside `rows` decodes; the first prompt has `depth` tokens
-    before."""
-    own = cost.tokens_within(SLOWDOWN_PERCENT, rows, context, depth)
+def _unnoticed_prompt_tokens(cost: StepCost, rows: int, context: int, prior_tokens: int) -> int:
+    """Tokens of prompts beside `rows` decodes that streams hardly notice; `prior_tokens` of the
+    first prompt were computed before."""
+    limit_here = cost.tokens_within(SLOWDOWN_PERCENT, rows, context, prior_tokens)
     # However deep the prompt: fewer tokens at a time would only make it disturb for longer.
     short = min(cost.tokens_within(SHORT_SLOWDOWN_PERCENT, SHORT_ROWS, 0, 0), SHORT_TOKENS)
-    most = max(own, short, rows + MIN_PROMPT_TOKENS)
+    max_tokens = max(limit_here, short, rows + MIN_PROMPT_TOKENS)
     if not short and not cost.tokens_within(SLOWDOWN_PERCENT, rows, 0, 0):
         # Even the fewest take longer, as where kernels are launched one by one: then as many as
         # take hardly longer than those.
-        most = max(most, cost.tokens_as_cheap_as(rows + MIN_PROMPT_TOKENS, SLOWDOWN_PERCENT))
-    return cost.best_size(most, rows, MIN_PROMPT_ROWS, TOKEN_WORTH_PERCENT) - rows
+        max_tokens = max(
+            max_tokens, cost.tokens_as_cheap_as(rows + MIN_PROMPT_TOKENS, SLOWDOWN_PERCENT)
+        )
+    return cost.best_size(max_tokens, rows, MIN_PROMPT_ROWS, TOKEN_WORTH_PERCENT) - rows
 
 
-def _cheapest(sizes: Sequence[tuple[int, int]], every: int, worth: int) -> int:
-    """Of `sizes` (tokens of prompts, time), of which `every` one token is there."""
-    enough = [size for size in sizes if size[0] >= min(MIN_PROMPT_TOKENS, every)]
+def _cheapest(sizes: Sequence[tuple[int, int]], total: int, decode_worth: int) -> int:
+    """The number of prompt tokens, of those in `sizes` (tokens of prompts, time), whose tokens cost
+    least each; `total` tokens of prompts wait."""
+    enough = [size for size in sizes if size[0] >= min(MIN_PROMPT_TOKENS, total)]
     if not enough:
         return MIN_PROMPT_TOKENS
-    return min(enough, key=lambda size: (size[1] - worth) / min(size[0], every))[0]
+    return min(enough, key=lambda size: (size[1] - decode_worth) / min(size[0], total))[0]
 
 
-def max_graph_tokens(asked: int, budget: int) -> int:
+def max_graph_tokens(fixed_tokens: int, budget: int) -> int:
     """Most tokens of a step that decodes, where its device is measured: what graphs are captured
-    for. `asked`: --mixed-step-tokens; `budget`: the most tokens of any step."""
-    return min(asked or budget, budget)
+    for. `fixed_tokens`: --mixed-step-tokens; `budget`: the most tokens of any step."""
+    return min(fixed_tokens or budget, budget)

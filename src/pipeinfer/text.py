@@ -23,8 +23,7 @@ from pipeinfer.checkpoint.files import read_object
 from pipeinfer.gguf.config import tokenizer as gguf_tokenizer
 from pipeinfer.gguf.header import is_gguf
 from pipeinfer.grammars.bounds import VocabularySetup
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import JsonObject, JsonValue, ThoughtState
 from pipeinfer.settings import ConfigurationError
 
 if TYPE_CHECKING:

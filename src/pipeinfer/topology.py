@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from pipeinfer.close_names import none_of
+from pipeinfer.command_line import none_of
 from pipeinfer.settings import ConfigurationError, Settings
 
 NAMES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")

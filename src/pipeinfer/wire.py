@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Two numbers in a word of Step.shared_prefixes: what the upper one is multiplied with.
+# Step.shared_prefixes packs two numbers in a word: the upper one is multiplied by this.
 PREFIX_UPPER = 1 << 16
-# Prefixes that decodes of a step share: kernels have room for so many.
+# Most prefixes that decodes of a step share: kernels have room for so many.
 MAX_SHARED_PREFIXES = 32
 
 
@@ -49,11 +49,11 @@ def unpack_few(raw: bytes) -> list[int]:
 
 
 NO_ID = -1  # in place of an id: the vocabulary has no more
-SCORES_PER_MESSAGE = 256  # of a prompt, that a message has: nobody is to be held up by one for long
+SCORES_PER_MESSAGE = 256  # of a prompt: a long message would hold up others
 WORD = 4  # bytes
 SCORE_WORDS = 2  # of the token itself
 # vLLM's; JSON has no infinite numbers.
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 
 
 class Score(NamedTuple):
@@ -66,44 +66,44 @@ class Score(NamedTuple):
     logprobs: list[float]
 
 
-def score_bytes(most: int | None) -> int:
-    """Bytes of a score with `most` alternatives; 0 where no log-probs are asked for (None)."""
-    return 0 if most is None else WORD * (SCORE_WORDS + 2 * most)
+def score_bytes(num_alternatives: int | None) -> int:
+    """Bytes of a score; 0 where no log-probs are asked for (None)."""
+    return 0 if num_alternatives is None else WORD * (SCORE_WORDS + 2 * num_alternatives)
 
 
-def no_score(most: int) -> bytes:
+def no_score(num_alternatives: int) -> bytes:
     """The score of a token that nothing comes before."""
-    return bytes(score_bytes(most))
+    return bytes(score_bytes(num_alternatives))
 
 
-def narrow_scores(table: np.ndarray, most: int) -> np.ndarray:
-    """int32 [n, words] with `most` alternatives, out of `table` with as many or more."""
-    wide = (table.shape[1] - SCORE_WORDS) // 2
-    if wide == most:
+def narrow_scores(table: np.ndarray, num_alternatives: int) -> np.ndarray:
+    """int32 [n, words] with `num_alternatives` alternatives, of a `table` with as many or more."""
+    num_given = (table.shape[1] - SCORE_WORDS) // 2
+    if num_given == num_alternatives:
         return table
-    values = SCORE_WORDS + wide
-    parts = table[:, : SCORE_WORDS + most], table[:, values : values + most]
+    values = SCORE_WORDS + num_given
+    parts = table[:, : SCORE_WORDS + num_alternatives], table[:, values : values + num_alternatives]
     return np.concatenate(parts, axis=1)
 
 
 @cache
-def score_layout(most: int) -> Struct:
-    """Of one score: log-prob, rank, `most` ids and their log-probs. To read few scores it takes a
-    tenth of what an array does."""
-    return Struct(f"<fi{most}i{most}f")
+def score_layout(num_alternatives: int) -> Struct:
+    """The bytes of one score: log-prob, rank, `num_alternatives` ids and their log-probs. To read
+    few scores it takes a tenth of what an array does."""
+    return Struct(f"<fi{num_alternatives}i{num_alternatives}f")
 
 
-def unpack_scores(raw: bytes, most: int) -> Iterator[Score]:
-    """What `raw` says, token after token. Alternatives that do not exist are left out."""
-    end = SCORE_WORDS + most
-    for words in score_layout(most).iter_unpack(raw):
-        ids, theirs = list(words[SCORE_WORDS:end]), list(words[end:])
+def unpack_scores(raw: bytes, num_alternatives: int) -> Iterator[Score]:
+    """The scores in `raw`, token after token. Alternatives that do not exist are left out."""
+    end = SCORE_WORDS + num_alternatives
+    for words in score_layout(num_alternatives).iter_unpack(raw):
+        ids, logprobs = list(words[SCORE_WORDS:end]), list(words[end:])
         if not words[1] or NO_ID in ids:
-            there = ids.index(NO_ID) if words[1] else 0
-            ids, theirs = ids[:there], theirs[:there]
-        yield Score(words[0], words[1], ids, theirs)
+            num_known = ids.index(NO_ID) if words[1] else 0
+            ids, logprobs = ids[:num_known], logprobs[:num_known]
+        yield Score(words[0], words[1], ids, logprobs)
 
 
 def json_logprob(logprob: float) -> float:
-    """The same as a number that JSON can say."""
-    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+    """`logprob`, or the least number that stands for negative infinity in JSON."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

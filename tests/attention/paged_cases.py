@@ -46,7 +46,7 @@ class Case:
         width = self.pages.shape[1]
         indptr = np.arange(len(self.pages)) * width
         pages = RowPages(indptr, self.pages.reshape(-1), self.pool.page_size)
-        at = pages.places(row, first + np.arange(len(row)))
+        at = pages.kv_locations(row, first + np.arange(len(row)))
         both = [self.tokens(part[layer]) for part in (self.keys, self.values)]
         for flat, new in zip(self.pool.token_views(), both, strict=True):
             flat[layer][torch.from_numpy(at)] = new.flatten(1)

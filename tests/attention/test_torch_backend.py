@@ -116,8 +116,8 @@ def test_decode_behind_a_window_reads_no_page_outside_it():
     backend.bind(case.pool, 100)
     within = backend.build_metadata(attention_inputs(case.step, case.pages))[20]
     read = torch.cat(
-        [bucket.places for bucket in within.buckets]
-        + [piece.places for piece in within.pieces if piece.places is not None]
+        [bucket.kv_locations for bucket in within.buckets]
+        + [chunk.kv_locations for chunk in within.chunks if chunk.kv_locations is not None]
     )
     allowed = {0}
     spans = zip(case.step.starts, case.step.counts, case.pages, strict=True)

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from pipeinfer.bench import runner
 from pipeinfer.bench.client import EncodedRequest, Endpoint
-from pipeinfer.bench.dataset import RandomDataset, SampleRequest, load_custom_dataset
-from pipeinfer.bench.load import ClosedLoop, OpenLoop, TraceRequest, load_trace, poisson_arrivals
-from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.dataset import RandomDataset, SampleRequest, TokenRange, load_custom_dataset
 from pipeinfer.bench.runner import LoadLimits
-from pipeinfer.settings import ConfigurationError
-from pipeinfer.urls import base
+from pipeinfer.bench.worker import ClosedLoop, OpenLoop, TraceRequest, load_trace, poisson_arrivals
+from pipeinfer.settings import ConfigurationError, base_url
 
 
 class Noted:
@@ -206,7 +204,7 @@ def test_further_fields_go_into_the_body_and_the_key_into_the_header() -> None:
 
 @pytest.mark.parametrize("given", ["http://h:1", "http://h:1/", "http://h:1/v1", "h:1/v1/"])
 def test_an_address_may_have_v1_or_not(given: str) -> None:
-    assert base(given) == "http://h:1"
+    assert base_url(given) == "http://h:1"
 
 
 def test_points_have_enough_requests_and_processes() -> None:

@@ -12,18 +12,61 @@ from servers import Server
 
 LABELS = {"model_name": "pipeinfer-demo", "engine": "0"}
 ONE, MANY = 3, 9  # tokens of outputs
-# Those that the endpoint picker of the gateway API's inference extension asks for.
-PICKER = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-# What the dashboards of vLLM 0.33 draw, but for two histograms that there are not.
-DRAWN = {
-    "": (*PICKER, "generation_tokens_total", "prompt_tokens_total"),
-    "_sum": ("request_queue_time_seconds", "request_prefill_time_seconds",
-             "request_decode_time_seconds", "request_time_per_output_token_seconds"),
-    "_count": ("e2e_request_latency_seconds", "inter_token_latency_seconds",
-               "time_to_first_token_seconds"),
-    "_bucket": ("request_prompt_tokens", "request_generation_tokens",
-                "e2e_request_latency_seconds"),
-}  # fmt: skip
+# What reads vLLM's names, where that is written, and the (name, type) that it reads. Of dashboards
+# two histograms are missing here: vllm:iteration_tokens_total, and
+# vllm:request_max_num_generation_tokens, the longest of several outputs.
+READ_BY = {
+    # kubernetes-sigs/gateway-api-inference-extension:
+    # pkg/epp/framework/plugins/datalayer/extractor/metrics/factories.go; of adapters, it asks for
+    # vllm:lora_requests_info, too, which may be missing
+    "endpoint picker": {
+        "num_requests_waiting": "gauge",
+        "num_requests_running": "gauge",
+        "kv_cache_usage_perc": "gauge",
+        "cache_config_info": "gauge",
+    },
+    # docs.vllm.ai/projects/production-stack: use_cases/autoscaling-keda; kserve/website:
+    # docs/model-serving/generative-inference/autoscaling; docs.aws.amazon.com/eks:
+    # ml-inference-autoscaling-hpa-keda
+    "KEDA": {
+        "num_requests_waiting": "gauge",
+        "num_requests_running": "gauge",
+        "e2e_request_latency_seconds": "histogram",
+    },
+    # vllm 0.33: examples/observability/prometheus_grafana/grafana.json
+    "dashboard of the server": {
+        "kv_cache_usage_perc": "gauge",
+        "num_requests_running": "gauge",
+        "num_requests_waiting": "gauge",
+        "prompt_tokens": "counter",
+        "generation_tokens": "counter",
+        "request_success": "counter",
+        "e2e_request_latency_seconds": "histogram",
+        "inter_token_latency_seconds": "histogram",
+        "time_to_first_token_seconds": "histogram",
+        "request_time_per_output_token_seconds": "histogram",
+        "request_queue_time_seconds": "histogram",
+        "request_prefill_time_seconds": "histogram",
+        "request_decode_time_seconds": "histogram",
+        "request_prompt_tokens": "histogram",
+        "request_generation_tokens": "histogram",
+    },
+    # vllm 0.33: examples/observability/dashboards/grafana/performance_statistics.json and
+    # query_statistics.json
+    "dashboards of performance and of queries": {
+        "prompt_tokens": "counter",
+        "generation_tokens": "counter",
+        "request_success": "counter",
+        "e2e_request_latency_seconds": "histogram",
+        "inter_token_latency_seconds": "histogram",
+        "time_to_first_token_seconds": "histogram",
+        "request_prompt_tokens": "histogram",
+    },
+}
+ENDS = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
+# Labels beside LABELS, and what has others.
+MORE_LABELS = {"_bucket": {"le"}, "request_success": {"finished_reason"}}
+INFO_LABELS = {"block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine"}
 
 
 class Scrape:
@@ -160,16 +203,23 @@ def test_a_stream_that_runs_is_seen_in_slots_and_pages(server):
     assert now.vllm("kv_cache_usage_perc") == pytest.approx(1 - (free + evictable) / pages)
 
 
-def test_dashboards_find_the_series_that_they_draw(looks):
+@pytest.mark.parametrize("reader", READ_BY)
+def test_what_reads_names_of_vllm_finds_them_with_their_types_and_labels(looks, reader):
     _, after, _ = looks
-    for end, names in DRAWN.items():
-        more = {"le": "+Inf"} if end == "_bucket" else {}
-        assert all(after.vllm(name + end, **more) >= 0 for name in names)
+    for name, kind in READ_BY[reader].items():
+        family = after.families[f"vllm:{name}"]
+        assert family.type == kind, name
+        for end in ENDS[kind]:
+            found = [one.labels for one in family.samples if one.name == f"vllm:{name}{end}"]
+            wanted = {*LABELS} | MORE_LABELS.get(end, set()) | MORE_LABELS.get(name, set())
+            assert found, name + end
+            for labels in found:
+                assert set(labels) == (INFO_LABELS if name == "cache_config_info" else wanted)
+                assert all(labels[key] == LABELS[key] for key in labels.keys() & LABELS.keys())
 
 
-def test_routers_find_the_series_that_they_ask_for(looks):
+def test_the_picker_learns_how_large_the_cache_is(looks):
     _, after, _ = looks
-    assert all(after.vllm(name) == 0 for name in PICKER)
     (info,) = after.families["vllm:cache_config_info"].samples
     assert info.labels["num_gpu_blocks"] == f"{after.of('pipeinfer_pages'):.0f}"
     assert int(info.labels["block_size"]) > 0 and info.labels["enable_prefix_caching"] == "True"

@@ -5,19 +5,19 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from chaos.fault_run import FaultRun
 from chaos.kills import POOL, Kills, drawn
-from chaos.ordeal import Ordeal
-from chaos.serving import Serving
+from harness.server import ServerUnderTest
 
 
 def test_no_text_changes_while_ranks_of_two_groups_are_killed():
     source = random.Random(5)
-    ordeal = Ordeal(streams=8, tokens=60, source=source)
-    server = Serving({**POOL, "tp": 2, "dp": 2, "log_level": "warning"})
-    ordeal.serve(server, Kills(source, kills=2, only="engine"))
-    assert not ordeal.broken
-    assert sum(map(len, ordeal.pauses.values())) == 2, "both kills hit streams under way"
-    assert ordeal.answers >= 8
+    faults = FaultRun(streams=8, tokens=60, source=source)
+    server = ServerUnderTest({**POOL, "tp": 2, "dp": 2, "log_level": "warning"})
+    faults.serve(server, Kills(source, kills=2, only="engine"))
+    assert not faults.broken
+    assert sum(map(len, faults.pauses.values())) == 2, "both kills hit streams under way"
+    assert faults.answers >= 8
 
 
 def test_victims_are_of_every_kind_alike():

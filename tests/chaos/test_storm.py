@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from chaos import storm
-from chaos.harms import KINDS, SmallDisk
-from chaos.streams import Broken
+from chaos.harms import KINDS, Broken, SmallDisk
 
 
 def asked(words: str) -> argparse.Namespace:

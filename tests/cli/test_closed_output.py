@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.runtime.servers import running_servers
 from servers import environment
 
 PROGRAM = [sys.executable, "-m", "pipeinfer"]

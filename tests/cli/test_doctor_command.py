@@ -12,7 +12,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from pipeinfer import topology as topologies
-from pipeinfer.cli import doctor
+from pipeinfer.cli import serve
 from pipeinfer.cli.main import main
 from pipeinfer.messages import Heartbeat
 from pipeinfer.settings import Settings
@@ -134,7 +134,7 @@ def test_a_scheduler_that_still_starts_beside_it_is_no_reason_to_fail(monkeypatc
             assert enough(beat) == bool(stats)
 
         monkeypatch.setattr("pipeinfer.cli.top.listen", listen)
-        return list(doctor._targets(topology))
+        return list(serve._running_targets(topology))
 
     assert hear({}) == []
     [(kind, name, text)] = hear(said)

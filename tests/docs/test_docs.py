@@ -1,7 +1,7 @@
 """What the documents say is there: links, flags, settings, metrics, statistics, endpoints, code.
 
-Pages in docs/reference are made from code, which test_reference.py compares: here is seen that the
-code says something of everything, and that pages written by hand keep their bounds.
+Most pages in docs/reference are made from code, which test_reference.py compares: here is seen that
+the code says something of everything, and that pages written by hand do, too.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from docs.statistics import EACH, START, STATISTICS
+from docs.http import statistics
 from pipeinfer import LLM
 from pipeinfer import topology as topologies
-from pipeinfer.cli import questions
+from pipeinfer.cli import chat_model
 from pipeinfer.cli.main import COMMANDS
-from pipeinfer.engine.start import PHASES
+from pipeinfer.engine.profiling import PHASES
+from pipeinfer.engine.start import PHASES as START
 from pipeinfer.gateway.errors import CODES
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies
@@ -115,7 +116,9 @@ def test_python_and_toml_blocks_are_valid(page):
 def known_flags() -> set[str]:
     settings = {"--" + name.replace("_", "-") for name in Settings.__struct_fields__}
     asked = {
-        option for a in questions.parser("x", "", "", ())._actions for option in a.option_strings
+        option
+        for a in chat_model.chat_model_parser("x", "", "", ())._actions
+        for option in a.option_strings
     }
     sources = [ROOT / "tests/conftest.py"]
     sources += [
@@ -192,14 +195,20 @@ def test_every_statistic_of_a_running_pipeline_is_documented_and_none_besides():
             time.sleep(0.05)
         heard = {stage.split("-")[0]: set(stats) for stage, stats in llm.stats().items()}
     heard["gateway"] |= set(RollingLatencies(Metrics(Health([]))).stats(0.0))  # which serves HTTP
-    of_each = set(STATISTICS[EACH])
+    listed = statistics()
+    of_each = set(listed["all stages"])
     assert of_each <= set.union(*heard.values())
-    told = {stage: set(names) for stage, names in STATISTICS.items() if stage != EACH}
-    assert told == {stage: names - of_each for stage, names in heard.items()}
+    for stage, names in heard.items():
+        assert set(listed[stage]) == names - of_each, stage
+    assert len(listed["engine"]) == len(set(listed["engine"]))
 
 
-def test_every_phase_of_an_engines_start_is_explained():
-    assert tuple(START) == PHASES
+def test_every_phase_of_an_engines_start_and_of_its_steps_is_explained():
+    listed = statistics()
+    assert [f"start_{one}_seconds" for one in START] == [
+        name for name in listed["engine"] if name.startswith("start_") and name != "start_seconds"
+    ]
+    assert tuple(listed["phases of a step"]) == PHASES
 
 
 def test_every_channel_and_message_is_documented():

@@ -52,7 +52,7 @@ def git(*arguments: str) -> list[str]:
 @needs_git
 def test_what_the_documentation_writes_is_ignored():
     names = sorted(written())
-    assert {"traces", "mutants.json", "soak.png", "slow.html", "keys.txt"} <= {
+    assert {"traces", "mutants.json", "soak.jsonl", "slow.html", "keys.txt"} <= {
         name.rstrip("/") for name in names
     }
     # A folder's pattern holds for what is in it, whether or not it is there already.

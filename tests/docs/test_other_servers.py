@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from docs import other_servers as pages
 from pipeinfer import other_servers
 from pipeinfer import settings as config
 from pipeinfer.gateway.health import Health
@@ -19,11 +20,38 @@ PATHS = {one.path for one in ENDPOINTS}
 OURS = {other_servers.flag(name) for name in config.Settings.__struct_fields__}
 KNOWN = (*other_servers.ALIASES, *other_servers.constants())
 ALIASES = {other_servers.flag(name) for name in KNOWN}
-SERVERS = list(pages.UNDERSTOOD)
+SERVERS = ["vLLM", "SGLang"]
+PAGE = (Path(__file__).parents[2] / "docs/reference/other-servers.md").read_text()
 
 
-def understood(server: str) -> list[pages.Row]:
-    return [row for rows in pages.UNDERSTOOD[server].values() for row in rows]
+class Row(NamedTuple):
+    """A row of a table of the page. kind: only of flags."""
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    kind: str
+    said: str
+
+
+def rows(title: str) -> list[Row]:
+    """Of the table below the heading `title`."""
+    section = PAGE.split(f"# {title}\n", 1)[1].split("\n#", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][2:]
+    found = []
+    for line in lines:
+        theirs, ours, *kind, said = line.removeprefix("| ").removesuffix(" |").split(" | ")
+        names = (tuple(re.findall(r"`([^`]+)`", cell)) for cell in (theirs, ours))
+        found.append(Row(*names, "".join(kind), said))
+    return found
+
+
+def understood(server: str) -> list[Row]:
+    return [
+        row
+        for topic in REFUSED
+        for row in rows(f"{server}: {topic}")
+        if row.kind in ("same", "alias")
+    ]
 
 
 def refused(server: str) -> dict[str, RefusedFlag]:
@@ -34,6 +62,7 @@ def refused(server: str) -> dict[str, RefusedFlag]:
 @pytest.mark.parametrize("server", SERVERS)
 def test_a_flag_of_another_server_is_here_what_is_said_of_it(server):
     for row in understood(server):
+        assert (row.kind == "same") == (row.theirs == row.ours), row
         assert set(row.ours) <= OURS | {"MODEL"}, row
         known = OURS if row.theirs == row.ours else ALIASES | {"--model"}
         assert set(row.theirs) <= known, row
@@ -42,6 +71,18 @@ def test_a_flag_of_another_server_is_here_what_is_said_of_it(server):
         assert bool(flag.ours) == (flag.kind == "instead") and flag.said, flag
         assert name not in OURS | ALIASES, name
     assert len(understood(server)) + len(refused(server)) > 60
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_every_flag_that_is_refused_stands_on_the_page(server):
+    """With the words of its error; a new one needs a row of its own."""
+    for topic, flags in REFUSED.items():
+        on_page = [row for row in rows(f"{server}: {topic}") if row.kind not in ("same", "alias")]
+        assert on_page == [
+            Row(flag.names[server], flag.ours, flag.kind, flag.said)
+            for flag in flags
+            if flag.names[server]
+        ]
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -80,14 +121,15 @@ def test_every_name_that_is_understood_is_said():
 
 def test_a_variable_of_another_server_has_its_counterpart():
     ours = {f"{config.PREFIX}{name.upper()}" for name in config.Settings.__struct_fields__}
-    for row in pages.VARIABLES:
+    for row in rows("Environment variables"):
         assert set(row.ours) <= ours and not set(row.theirs) & ours, row
         assert row.ours or row.said, row
 
 
 def test_an_endpoint_is_here_what_is_said_of_it():
-    assert len(pages.ENDPOINTS) > 15
-    for row in pages.ENDPOINTS:
+    table = rows("Endpoints")
+    assert len(table) > 15
+    for row in table:
         assert set(row.ours) <= PATHS, row
         assert row.theirs == row.ours or not set(row.theirs) & PATHS, row
         assert row.ours or row.said, row
@@ -96,7 +138,7 @@ def test_an_endpoint_is_here_what_is_said_of_it():
 def test_metrics_in_place_of_others_exist():
     exposed = Metrics(Health([])).exposition("")[0].decode()
     real = set(re.findall(r"^# TYPE (\w+)", exposed, re.M))
-    ours = [name for row in pages.METRICS for name in row.ours]
+    ours = [name for row in rows("Metrics") for name in row.ours]
     assert len(ours) >= 10 and set(ours) <= real
-    for row in pages.METRICS:
+    for row in rows("Metrics"):
         assert all(name.startswith(("vllm:", "sglang:")) for name in row.theirs), row

@@ -1,4 +1,4 @@
-"""The pages of docs/reference are those that the code makes, and speak of nothing else."""
+"""The pages of docs/reference that are made from code are what the code makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def test_a_page_is_what_the_code_makes(name):
 
 
 def test_there_is_no_other_page():
-    assert {path.stem for path in FOLDER.iterdir()} == set(cli.PAGES)
+    by_hand = {"other-servers", "statistics"}
+    assert {path.stem for path in FOLDER.iterdir()} == set(cli.PAGES) | by_hand
 
 
 def test_a_page_that_differs_is_named_and_then_written(tmp_path, monkeypatch, capsys):

@@ -51,7 +51,7 @@ class TorchPart:
     def __init__(self, shapes, device) -> None:
         self._shapes = shapes
 
-    def bind(self, pool, most_rows) -> None:
+    def bind(self, pool, max_rows) -> None:
         self._pool = pool
 
     def build_metadata(self, inputs, begin, end):

@@ -361,7 +361,10 @@ def test_scores_stand_in_the_plans_order_whatever_each_row_asks_for():
     step = engine.queue.pop()
     assert step.slots.tolist() == [2, 5, 7]
     assert step.logprobs is not None
-    assert step.logprobs.rows.tolist() == [1, 2] and step.logprobs.most.tolist() == [2, 0]
+    assert step.logprobs.rows.tolist() == [1, 2] and step.logprobs.num_alternatives.tolist() == [
+        2,
+        0,
+    ]
     of_five, of_seven = b"5" * score_bytes(2), b"7" * score_bytes(0)
     sampled = replace(Sampled.one_each([20, 50, 70]), logprobs=of_five + of_seven)
     [result] = engine.handle(step_done(step, sampled))
@@ -388,7 +391,7 @@ def test_prompts_are_scored_where_they_are_computed_and_told_before_their_result
     engine.plan({3: 5}, [admitted])
     engine.plan({3: 99})
     first, second = (step.prompts for step in engine.queue)
-    assert [(c.slot, c.first, c.at, c.most) for c in (*first, *second)] == [
+    assert [(c.slot, c.first, c.at, c.num_alternatives) for c in (*first, *second)] == [
         (3, 4, 3, 1),
         (3, 6, 0, 1),
     ]

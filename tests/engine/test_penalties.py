@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.engine.sampling import IN_OUTPUT, IN_PROMPT, Penalties, penalized
 from pipeinfer.step import PenaltyHistory, PenaltyRows
+from resident_memory import resident_bytes
 
 VOCAB, SLOTS = 11, 4
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
@@ -83,6 +84,13 @@ def test_all_memory_is_there_before_any_request_asks():
     rows = PenaltyRows(every, every, np.full((SLOTS, 3), 1.5, np.float32))
     seen(penalties, torch.zeros(SLOTS, VOCAB - 5), rows, None, every)
     assert (penalties._counts.data_ptr(), penalties.bytes) == (before, SLOTS * (VOCAB - 5) * 4)
+
+
+def test_counts_of_slots_without_penalties_take_no_memory():
+    before = resident_bytes()
+    penalties = Penalties(256, range(49_152), "cpu")
+    assert penalties.bytes == 48 * 2**20
+    assert resident_bytes() - before < 4 * 2**20
 
 
 def test_an_impossible_id_stays_impossible_and_many_rows_are_as_few():

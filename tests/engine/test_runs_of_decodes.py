@@ -18,7 +18,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.wire import pack
 
 SLOTS, LIMIT = 40, 64
-WITHIN = "fields", "edits"  # of a delta: looked into
+WITHIN = "fields", "logit_biases"  # of a delta: looked into
 
 
 class Side:
@@ -50,7 +50,7 @@ class Side:
         found |= {f"fields.{k}": v for k, v in step.fields.items()}
         found |= {f"delta.{k}": v for k, v in vars(step.delta).items() if k not in WITHIN}
         found |= {f"delta.fields.{k}": v for k, v in step.delta.fields.items()}
-        found |= {"sampled": sampled, "edits": [self.edits(one) for one in step.delta.edits]}
+        found |= {"sampled": sampled, "edits": [self.edits(one) for one in step.delta.logit_biases]}
         self.follow(step)
         return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
 

@@ -33,7 +33,7 @@ from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import NO_SLOT
 from pipeinfer.kernels.interface import GraphShape as Shape
-from pipeinfer.step import LAST_TOKEN, LogitEdits, Step, StepDelta
+from pipeinfer.step import LAST_TOKEN, RequestLogitBias, Step, StepDelta
 from step_pages import all_pages, pages_of
 
 SLOTS, PAGES = 12, 96
@@ -236,12 +236,13 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
 
     def edits(slot, ids):
         count = len(ids)
-        return LogitEdits(slot, np.array(ids, np.int32), random.random(count, dtype=np.float32),
+        return RequestLogitBias(
+            slot, np.array(ids, np.int32), random.random(count, dtype=np.float32),
                      random.integers(0, 99, count).astype(np.int32))  # fmt: skip
 
     admitted, said = np.array([3, 11, 0], np.int32), (edits(11, [5, 7, 9, 2]), edits(0, [8]))
     fields = some_fields(3, random)
-    apply(admitted=admitted, fields=fields, edits=said)
+    apply(admitted=admitted, fields=fields, logit_biases=said)
     apply(slots=np.array([3], np.int32), columns=np.array([95], np.int32),
           pages=np.array([77], np.int32))  # fmt: skip
     assert np.argwhere(state.by_slot.page_table.numpy()).tolist() == [[3, 95]]
@@ -257,7 +258,9 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
         "nothing of who was there before"
     )
     with pytest.raises(ValueError, match="5 edits"):
-        apply(admitted=admitted[:1], fields=some_fields(1, random), edits=(edits(3, range(5)),))
+        apply(
+            admitted=admitted[:1], fields=some_fields(1, random), logit_biases=(edits(3, range(5)),)
+        )
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from gateway_pipeline import Gateway, Pipeline, StartGateway
 
 from pipeinfer import topology as topologies
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.http_server import HttpDriver
-from pipeinfer.gateway.stage import build
+from pipeinfer.gateway.stage import HttpDriver, build
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity

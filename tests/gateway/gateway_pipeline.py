@@ -15,7 +15,7 @@ import openai
 from pipeinfer.bus import frames
 from pipeinfer.core import LOCAL
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.http_server import HttpDriver
+from pipeinfer.gateway.stage import HttpDriver
 from pipeinfer.messages import (
     Abort,
     Accepted,

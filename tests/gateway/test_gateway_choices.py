@@ -15,12 +15,12 @@ from gateway_pipeline import Gateway, StartGateway
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import OutputDelta
+from pipeinfer.gateway.ledger import OutputDelta
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_chat, parse_completion
 from pipeinfer.gateway.response_encoders import BestOf
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
+from pipeinfer.gateway.serving import decode
 from pipeinfer.messages import LogprobTexts
 from pipeinfer.params import MAX_CHOICES, SamplingParams
 from pipeinfer.wire import pack

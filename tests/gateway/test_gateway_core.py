@@ -1,4 +1,4 @@
-"""The gateway's core alone: the root ledger and the health of the pipeline."""
+"""The gateway's core alone: records of requests, their choices, and the health of the pipeline."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import pytest
 from gateway_pipeline import STAGES, heartbeat
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick
+from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, Drain, Leave, Send, Tick, Unsent
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, StatusChanged
 from pipeinfer.gateway.health import ExpectedStage
-from pipeinfer.gateway.ledger import MAX_STALE, Backlog
-from pipeinfer.liveness import GIVE_UP_FACTOR
+from pipeinfer.gateway.ledger import (
+    MAX_STALE,
+    Backlog,
+    Call,
+    Failed,
+    Hangup,
+    OutputDelta,
+    Started,
+    StatusChanged,
+)
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -705,3 +713,55 @@ def test_a_restarted_tokenizer_is_told_the_attempt_at_which_a_request_has_arrive
     sends = harness.do(Recover("tokenizer-0", 9))
     [told] = [send.message for send in sends if isinstance(send.message, Submit)]
     assert (told.attempt, told.group) == (3, 1)
+
+
+THREE = SamplingParams(seed=5, n=3)
+NAMES = ["r", "r/1", "r/2"]
+
+
+def test_choices_are_one_submit_and_told_again_as_one() -> None:
+    harness = Harness()
+    (submit,) = harness.upstream(Call("r", THREE, text="x"))
+    assert isinstance(submit, Submit)
+    assert (submit.choices, submit.seed, submit.params.n) == ((0, 1, 2), 5, 1)
+    assert harness.core.stats()["waiting"] == 3
+    started = harness.local(Accepted("r", 1, 0, 7, choices=(0, 1, 2)))
+    assert [s.request_id for s in started if isinstance(s, Started)] == NAMES
+    assert [s.prompt_tokens for s in started if isinstance(s, Started)] == [7, 0, 0]
+    assert harness.upstream(Hangup("r/1")) == [Abort("r/1", 1, "client")]
+    again, *ended = harness.recovered()
+    assert isinstance(again, Submit) and (again.choices, again.group) == ((0, 2), 0)
+    assert ended == [Abort("r/1", 1, "client")]
+
+
+def test_a_prompt_is_counted_by_its_first_choice() -> None:
+    harness = Harness()
+    harness.do(Call("r", THREE, text="x"))
+    harness.do(Accepted("r", 1, 0, 7, choices=(0, 1, 2)))
+    ends: list[OutputDelta] = []
+    for name in NAMES:
+        last = row("a", 0, 0, finish="length", output_tokens=1, cached_tokens=4)
+        (delta,) = harness.local(Text((structs.replace(last, request_id=name),)))
+        assert isinstance(delta, OutputDelta)
+        ends.append(delta)
+    counted = [(end.prompt_tokens, end.output_tokens, end.cached_tokens) for end in ends]
+    assert counted == [(7, 1, 4), (0, 1, 0), (0, 1, 0)]
+    assert harness.core.idle()
+
+
+def test_each_choice_fails_where_none_is_taken() -> None:
+    failed = Harness(ready=False).local(Call("r", THREE, text="x"))
+    assert [one.request_id for one in failed if isinstance(one, Failed)] == NAMES
+    full = Harness(max_queue=2).local(Call("r", THREE, text="x"))
+    assert [(f.request_id, f.status) for f in full if isinstance(f, Failed)] == [
+        (name, 429) for name in NAMES
+    ]
+
+
+def test_what_cannot_be_sent_fails_all_choices_that_live() -> None:
+    harness = Harness()
+    harness.do(Call("r", THREE, text="x"))
+    harness.do(Hangup("r/1"))
+    failed = harness.local(Unsent("r", 1, "too odd"))
+    assert [one.request_id for one in failed if isinstance(one, Failed)] == ["r", "r/2"]
+    assert harness.core.idle()

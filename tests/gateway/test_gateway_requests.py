@@ -10,19 +10,21 @@ from typing import Any
 import pytest
 
 from pipeinfer.gateway.anthropic import MessagesRequest
-from pipeinfer.gateway.decoding import MAX_OBJECTS, BodyType, decode, prescanned
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import Health
+from pipeinfer.gateway.ledger import Call
 from pipeinfer.gateway.metrics import MAX_LOGGED_NAMES, Metrics
 from pipeinfer.gateway.requests import (
+    BILLING_HEADER,
     RequestDefaults,
     parse_chat,
     parse_completion,
     sampling_defaults,
+    without_billing_header,
 )
 from pipeinfer.gateway.responses_api import ResponsesRequest
 from pipeinfer.gateway.schema import Body, ChatRequest, CompletionRequest, TokenizeRequest
+from pipeinfer.gateway.serving import MAX_OBJECTS, BodyType, decode, prescanned
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, REFUSED
 from pipeinfer.messages import Submit
@@ -648,3 +650,42 @@ def test_special_tokens_are_kept_where_thoughts_are_told_by_them(special: bool) 
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
     [call] = parse_chat(read(body, ChatRequest), "id", terms, "").calls
     assert call.params.skip_special_tokens == (not special)
+
+
+LINE = f"{BILLING_HEADER} cc_version=2.1; cch=7adab;"
+USER = {"role": "user", "content": "Hello"}
+
+
+def system(content):
+    return {"role": "system", "content": content}
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("content", "left"),
+    [
+        (f"{LINE}\nBe short.", "Be short."),
+        (f"{LINE}\n\nBe short.\n\nOr not.", "Be short.\n\nOr not."),
+        (parts(LINE, "Be short."), parts("Be short.")),
+        (parts("Be short.", f"{LINE}\nOr not."), parts("Be short.", "Or not.")),
+        ("Be short.", "Be short."),
+        (f"Quote: {LINE}", f"Quote: {LINE}"),
+        (parts("a", ""), parts("a", "")),
+    ],
+)
+def test_the_line_goes_and_the_rest_stays(content, left) -> None:
+    assert without_billing_header([system(content), USER]) == [system(left), USER]
+
+
+def test_a_message_of_nothing_else_goes_unless_it_is_all_there_is() -> None:
+    assert without_billing_header([system(LINE), USER]) == [USER]
+    assert without_billing_header([system(parts(LINE)), USER]) == [USER]
+    assert without_billing_header([system(LINE)]) == [system(LINE)]
+
+
+def test_what_others_say_is_theirs() -> None:
+    said = [{"role": role, "content": LINE} for role in ("user", "assistant", "tool")]
+    assert without_billing_header(said) == said

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from harmony_tokens import MARKERS, tokenizer
 from pipeinfer.gateway import anthropic, responses_api
-from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.ledger import Call
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.response_json import ParsedOutput
 from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.serving import decode
 from pipeinfer.gateway.tool_parsers.grammars import GrammarRequest, UnsupportedSchema
 from pipeinfer.gateway.tool_parsers.harmony import MARKERS as OUTPUT_MARKERS
 from pipeinfer.gateway.tool_parsers.harmony import (
@@ -439,7 +439,7 @@ def test_what_goes_on_from_a_text_has_its_form_at_once_and_no_held_calls() -> No
     }
     assert asked(**goes_on, regex="a+").structured_outputs == StructuredOutputs(regex="a+")
     assert asked(**goes_on, tools=[TOOL]).structured_outputs is None
-    with pytest.raises(ApiError, match="no calls can be held"):
+    with pytest.raises(ApiError, match="calls cannot be constrained within a message"):
         asked(**goes_on, tools=[TOOL], tool_choice="required")
 
 

@@ -18,8 +18,8 @@ from aiohttp import web
 from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient, answers, post
 
-from pipeinfer.gateway import bodies, connections
-from pipeinfer.gateway.streams import EventStream
+from pipeinfer.gateway import connections, serving
+from pipeinfer.gateway.response_encoders import EventStream
 from pipeinfer.messages import TextRow
 from pipeinfer.wire import pack
 from waiting import until
@@ -133,8 +133,8 @@ async def test_every_size_of_a_compressed_body_is_read_whole(gateway: Gateway) -
     """Around the size of the slices in which it is decompressed."""
     async with httpx.AsyncClient() as http:
         for size in (
-            bodies.DECOMPRESSED_AT_ONCE - 20,
-            *range(bodies.DECOMPRESSED_AT_ONCE - 2, bodies.DECOMPRESSED_AT_ONCE + 3),
+            serving.DECOMPRESSED_AT_ONCE - 20,
+            *range(serving.DECOMPRESSED_AT_ONCE - 2, serving.DECOMPRESSED_AT_ONCE + 3),
             10**6,
         ):
             text = GOOD + b" " * (size - len(GOOD))
@@ -208,8 +208,8 @@ async def test_a_declared_length_beyond_the_bound_is_refused_before_a_byte_comes
 async def test_one_byte_at_a_time_is_not_enough_for_ever(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "READ_TIMEOUT", 0.3)
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT", 1.0)
+    monkeypatch.setattr(serving, "READ_TIMEOUT", 0.3)
+    monkeypatch.setattr(serving, "BODY_TIMEOUT", 1.0)
     gateway = await start_gateway()
     body = post({"prompt": "a " * 50})
     silent, dripping = await RawClient.connect(gateway), await RawClient.connect(gateway)
@@ -260,7 +260,7 @@ async def test_heads_that_do_not_end_and_idle_connections_are_closed(
 async def test_beyond_the_bound_idle_connections_make_room_and_busy_ones_do_not(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeinfer.gateway.http_server.connection_limit", lambda: 4)
+    monkeypatch.setattr("pipeinfer.gateway.stage.connection_limit", lambda: 4)
     gateway = await start_gateway()
     used = await RawClient.connect(gateway)
     used.send(post({"prompt": "a"}))
@@ -289,20 +289,20 @@ async def test_beyond_the_bound_idle_connections_make_room_and_busy_ones_do_not(
 async def test_together_large_bodies_are_bounded_and_small_ones_pass(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MAX_BUFFERED", 2**21)
-    taken, fill = list[bodies.BodyReader](), bodies.BodyReader._fill
+    monkeypatch.setattr(serving, "MAX_BUFFERED", 2**21)
+    taken, fill = list[serving.BodyReader](), serving.BodyReader._fill
 
-    async def noted(self: bodies.BodyReader, *args: Any) -> None:
+    async def noted(self: serving.BodyReader, *args: Any) -> None:
         taken.append(self)
         await fill(self, *args)
 
-    monkeypatch.setattr(bodies.BodyReader, "_fill", noted)
+    monkeypatch.setattr(serving.BodyReader, "_fill", noted)
     gateway = await start_gateway(max_body_mib=1)
     whole = post({"prompt": "a " + " " * (2**20 - 100)})
     held = [await RawClient.connect(gateway) for _ in range(2)]
     for client in held:
         client.send(whole[:-1])
-    read = len(whole.partition(b"\r\n\r\n")[2]) - 1 - bodies.SMALL_BODY
+    read = len(whole.partition(b"\r\n\r\n")[2]) - 1 - serving.SMALL_BODY
     await until(lambda: taken and taken[0]._buffered == 2 * read)
     third = await RawClient.connect(gateway)
     third.send(whole)

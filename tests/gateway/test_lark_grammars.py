@@ -11,7 +11,7 @@ import pytest
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from test_tool_call_grammars import SIZE, TOKENIZER, VOCABULARY
 
-from pipeinfer.gateway.tool_parsers.lark import (
+from pipeinfer.gateway.tool_parsers.grammars import (
     JSON_ESCAPED_CHARS,
     RecursiveGrammar,
     UnsupportedGrammar,
@@ -141,13 +141,13 @@ def test_a_grammar_that_refers_to_itself_has_no_expression(grammar: str, said: s
     [
         ("start: x", "no rule x"),
         ("x: /a/", "no rule start"),
-        ('start: "a', "cannot be held"),
+        ('start: "a', "cannot stand"),
         ('start: ("a"', r"\( is not closed"),
         ('start: "a")', r"bracket \) closes none"),
         ('start: ["a")', r"\[ is not closed"),
         ("start: *", "repeats nothing"),
-        ('start: "a" & ~"b"', "cannot be held"),
-        ('start[lazy]: "a"', "cannot be held"),
+        ('start: "a" & ~"b"', "cannot stand"),
+        ('start[lazy]: "a"', "cannot stand"),
         ('start: %json {"type": "string"}', "%json"),
         ("start: <|im_end|>", "im_end"),
         ("start: <[7]>", "<"),

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.gateway.page import PAGE_FOLDER, PAGE_HEADERS, VENDOR_FOLDER, VENDOR_HEADERS
+from pipeinfer.gateway.app import PAGE_FOLDER, PAGE_HEADERS, VENDOR_FOLDER, VENDOR_HEADERS
 
 NAMES = sorted(path.name for path in PAGE_FOLDER.iterdir() if path.is_file())
 VENDORED = sorted(path.name for path in (PAGE_FOLDER / VENDOR_FOLDER).iterdir())

@@ -1,8 +1,11 @@
-"""What a gateway keeps of what stages see: only while somebody looks, and only so much."""
+"""The monitor of the web page: what it keeps, which figures it shows, and how its feeds end."""
 
 from __future__ import annotations
 
 import asyncio
+
+import httpx
+from gateway_pipeline import Gateway
 
 from pipeinfer.control import (
     Observed,
@@ -15,8 +18,9 @@ from pipeinfer.control import (
     Watch,
 )
 from pipeinfer.gateway import monitor as sights
-from pipeinfer.gateway.monitor import MAX_REQUESTS, PipelineMonitor
-from pipeinfer.messages import Message
+from pipeinfer.gateway.health import ExpectedStage, Health
+from pipeinfer.gateway.monitor import MAX_REQUESTS, PipelineMonitor, PipelineRates
+from pipeinfer.messages import Heartbeat, Message
 
 NOW = 1_000.0
 
@@ -124,3 +128,67 @@ async def test_prefixes_come_from_those_that_answer(monkeypatch) -> None:
 
     sight.open(ask)
     assert await sight.prefixes(["engine-0-0", "engine-1-0"], 3) == {"engine-0-0": found}
+
+
+STAGES = [ExpectedStage("gateway-0", "gateway"), ExpectedStage("engine-0-0", "engine")]
+
+
+def test_an_engines_steps_are_remembered_for_a_minute():
+    health = Health(STAGES)
+    pictures = PipelineRates(health)
+
+    def engine(now: float, steps: int, busy: float, incarnation: int = 1) -> float | None:
+        stats = {"steps_total": float(steps), "busy_seconds": busy}
+        health.on_heartbeat(
+            Heartbeat("engine-0-0", "engine", 0, 0, 0, 1, incarnation, "ready", stats=stats), now
+        )
+        pictures.update()
+        return shown(now)
+
+    def shown(now: float) -> float | None:
+        figures = pictures.snapshot("ok", now, now, lambda stage: None)
+        [row] = [row for row in figures.stages if row.name == "engine"]
+        return row.latency_ms
+
+    assert engine(1, 0, 0.0) is None
+    assert engine(2, 10, 0.5) == 50
+    assert engine(3, 10, 0.5) == 50  # it rests
+    assert shown(62) == 50
+    assert shown(62.5) is None
+    assert engine(63, 12, 0.75) == 125
+    # A new process counts from nothing: what it did before it was heard was never seen.
+    assert engine(64, 3, 0.25, incarnation=9) == 125
+    assert engine(65, 4, 0.5, incarnation=9) == 250
+
+
+def test_rates_are_those_of_five_seconds_and_the_same_at_all_places():
+    health = Health(STAGES)
+    pictures = PipelineRates(health)
+    total = 0.0
+    for quarter in range(41):  # ten seconds; 100 tokens come in the first quarter of each second
+        total += 100.0 if quarter and quarter % 4 == 0 else 0.0
+        stats = {"sampled_tokens_total": total}
+        beat = Heartbeat("engine-0-0", "engine", 0, 0, 0, 1, 1, "ready", stats=stats)
+        health.on_heartbeat(beat, quarter / 4)
+        pictures.update()
+        figures = pictures.snapshot("ok", 0.0, 0.0, lambda stage: None)
+        [row] = [row for row in figures.stages if row.name == "engine"]
+        assert row.rate == figures.tokens_per_s
+        if quarter >= 20:
+            assert row.rate == 100
+
+
+DRAIN = 300.0  # seconds that a gateway would wait for a request that runs
+SOON = 60.0
+
+
+async def test_a_feed_ends_when_its_gateway_leaves(gateway: Gateway) -> None:
+    async with (
+        httpx.AsyncClient(timeout=SOON) as client,
+        client.stream("GET", f"{gateway.url}/monitor/events") as feed,
+    ):
+        lines = feed.aiter_lines()
+        assert (await anext(lines)).startswith("data: ")
+        await asyncio.wait_for(gateway.driver.leave(DRAIN), SOON)
+        async for _ in lines:  # to its end; a connection that breaks raises
+            pass

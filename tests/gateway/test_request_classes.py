@@ -12,7 +12,6 @@ import pytest
 
 from pipeinfer.gateway import anthropic, responses_api
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
-from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.responses_api import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
@@ -32,6 +31,7 @@ from pipeinfer.gateway.schema import (
     Tool,
     ToolChoice,
 )
+from pipeinfer.gateway.serving import decode
 from pipeinfer.gateway.unsupported_fields import IGNORED, REFUSED
 from pipeinfer.params import SamplingParams
 

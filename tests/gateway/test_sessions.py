@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.gateway.health import Health
-from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta, Started
+from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.gateway.sessions import CALLS_AT_ONCE, RequestSessions
-from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.messages import Message
 from pipeinfer.params import SamplingParams
 from pipeinfer.wire import pack

@@ -99,7 +99,7 @@ def descriptors() -> int:
 @pytest.fixture
 def few_connections(monkeypatch: pytest.MonkeyPatch) -> int:
     most = 4
-    monkeypatch.setattr("pipeinfer.gateway.http_server.connection_limit", lambda: most)
+    monkeypatch.setattr("pipeinfer.gateway.stage.connection_limit", lambda: most)
     return most
 
 

@@ -15,11 +15,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from pipeinfer.demo import __file__ as demo
 from pipeinfer.detokenizer.text import DecoderFactory
-from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.response_json import ParsedOutput
 from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.serving import decode
 from pipeinfer.gateway.tool_parsers.grammars import GrammarRequest, UnsupportedSchema
 from pipeinfer.gateway.tool_parsers.json_calls import DEEPSEEK_SEPARATOR, KIMI_ARGUMENT_BEGIN
 from pipeinfer.gateway.tool_parsers.registry import (

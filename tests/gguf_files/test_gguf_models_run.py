@@ -10,7 +10,7 @@ import pytest
 import checkpoints
 import gguf_writing
 from pipeinfer import LLM, SamplingParams
-from pipeinfer.trace.recording import identify_model
+from pipeinfer.trace.recorder import identify_model
 from servers import Server
 
 QUESTIONS = ("What is it?", "abc abc abc", "Zürich, 東京!")

@@ -17,7 +17,7 @@ from pipeinfer.gguf.tokenizer import load_tokenizer as load_gguf
 from pipeinfer.gguf.tokenizer import tokenizer_config, tokenizer_json
 from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens
 from pipeinfer.tokenizer.chat_templates import load_templates
-from pipeinfer.tokenizer.token_bounds import token_length_bound
+from pipeinfer.tokenizer.prompts import token_length_bound
 
 
 def _all_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

@@ -19,7 +19,7 @@ import gguf_writing
 from checkpoints import CheckpointCache
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.gguf.header import BLOCKS, TYPES, read_header
-from pipeinfer.gguf.weights import PIECE, GgufTensor, WeightFile, model_tensors
+from pipeinfer.gguf.weights import CHUNK_VALUES, GgufTensor, WeightFile, model_tensors
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
@@ -119,6 +119,19 @@ def test_any_part_of_a_matrix_is_that_part_of_the_whole(tmp_path_factory, kind, 
     assert np.array_equal(got, whole[begin:end, first:last] - np.float32(0.5), equal_nan=True)
 
 
+def test_tensors_that_were_read_are_no_memory_of_the_process(tmp_path):
+    rows, columns = 4096, 1024
+    path = tmp_path / "raw"
+    path.write_bytes(bytes(7) + bytes(rows * columns * 4))
+    packed = GgufTensor(path, "F32", (rows, columns), rows * columns * 4, 7, 0, 0.0)
+    file = WeightFile(path)
+    for _ in range(2):  # a tensor may be read again, for another part of the model
+        read = sum(len(piece) for _, piece in file.pieces(packed, (slice(0, rows), slice(0, 9))))
+        assert read == rows
+        mapped = Path("/proc/self/smaps").read_text().partition(f"{path}\n")[2]
+        assert int(mapped.partition("Rss:")[2].split()[0]) <= 64, "kB of 16,384"
+
+
 def test_types_and_their_sizes_are_the_gguf_packages():
     assert TYPES.items() <= {int(kind): kind.name for kind in GGMLQuantizationType}.items()
     for kind, (values, size) in BLOCKS.items():
@@ -137,7 +150,7 @@ def test_no_more_than_a_piece_is_held_while_weights_are_read(checkpoint, tmp_pat
     tracemalloc.stop()
     largest = 20_000 * 512 * 4
     assert largest > 1.8 * peak, "numpy's arrays are counted; the model's own memory is not"
-    assert peak > PIECE  # and something was
+    assert peak > CHUNK_VALUES  # and something was
 
 
 def test_type_that_cannot_be_decoded_is_named(checkpoint, tmp_path):

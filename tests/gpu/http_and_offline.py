@@ -25,17 +25,20 @@ TREE = "HTTP_AND_OFFLINE_TREE"  # of the checkout whose `LLM` is measured
 sys.path[:0] = [str(ROOT / "tools"), str(Path(os.environ.get(TREE, ROOT), "src"))]
 
 from bench import batch, shapes  # noqa: E402
-from bench.processes import cpu_seconds  # noqa: E402
 from bench.workload import Work, uniform  # noqa: E402
+from harness.processes import cpu_seconds  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
 from pipeinfer.bench.client import Endpoint  # noqa: E402
-from pipeinfer.bench.dataset import CustomDataset, SampleRequest  # noqa: E402
-from pipeinfer.bench.load import OpenLoop  # noqa: E402
-from pipeinfer.bench.local_server import stop, wait_ready  # noqa: E402
+from pipeinfer.bench.dataset import (  # noqa: E402
+    CustomDataset,
+    SampleRequest,
+    TokenRange,
+)
 from pipeinfer.bench.metrics import GoodputTarget, benchmark_metrics  # noqa: E402
-from pipeinfer.bench.options import TokenRange  # noqa: E402
 from pipeinfer.bench.runner import run_load  # noqa: E402
+from pipeinfer.bench.worker import OpenLoop  # noqa: E402
+from pipeinfer.runtime.local import stop_process, wait_ready  # noqa: E402
 
 LOADS = {  # requests, tokens in, tokens out
     "many": (256, TokenRange(100, 1024), TokenRange(100, 1024)),
@@ -120,7 +123,7 @@ def served(
     try:
         yield from over_http(options, wait_ready(server))
     finally:
-        stop(server)
+        stop_process(server)
 
 
 def alone(tree: Path, options: argparse.Namespace, words: list[str]) -> list[dict[str, object]]:

@@ -19,18 +19,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from bench import batch, offline, shapes, workload  # noqa: E402
+from bench import batch, shapes, workload  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
-from pipeinfer.bench.options import TokenRange  # noqa: E402
+from pipeinfer.bench.dataset import TokenRange  # noqa: E402
 from pipeinfer.replay.rebuild import rebuild  # noqa: E402
-from pipeinfer.replay.recording import load_stage, warn_of_tail  # noqa: E402
 from pipeinfer.replay.run import ReplayRun  # noqa: E402
+from pipeinfer.replay.traces import load_stage, warn_of_tail  # noqa: E402
 
 
 def record(folder: Path, options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, float]:
     """Leaves traces in `folder`; seconds of both batches, and tokens of the large one."""
-    highest = offline.highest_id(settings)
+    highest = shapes.highest_id(settings)
     spans = options.prompt_tokens, options.output_tokens
     work = workload.uniform(options.requests, *spans, highest, options.work_seed)
     warm = workload.uniform(

@@ -315,7 +315,7 @@ def offline(shape: str, tp: str, dp: str, all_reduce: str) -> dict[str, Any]:
     from bench import batch, shapes, workload
     from bench.workload import Work
     from pipeinfer import LLM
-    from pipeinfer.bench.options import TokenRange
+    from pipeinfer.bench.dataset import TokenRange
 
     spans = (
         (TokenRange(100, 1024), TokenRange(100, 1024))

@@ -46,7 +46,7 @@ def attention_inputs(rows, device) -> tuple[AttentionInputs, torch.Tensor]:
     there = {name: tensor.to(device) for name, tensor in both.items()} | {
         "seq_lens": torch.from_numpy(lengths).to(device),
         "kv_indices": listed.to(device),
-        "block_table": table.to(device),
+        "row_page_table": table.to(device),
     }
     shape = GraphShape(int(counts.sum()), decodes, len(rows) - decodes)
     step = device_step(shape, lists_pages=True, **there)

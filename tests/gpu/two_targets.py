@@ -20,12 +20,11 @@ sys.path[:0] = [str(HERE.parent.parent / "tools"), str(HERE.parent.parent / "src
 
 from bench import shapes  # noqa: E402
 from pipeinfer.bench.client import Endpoint  # noqa: E402
-from pipeinfer.bench.dataset import RandomDataset  # noqa: E402
-from pipeinfer.bench.load import OpenLoop, poisson_arrivals  # noqa: E402
-from pipeinfer.bench.local_server import stop, wait_ready  # noqa: E402
+from pipeinfer.bench.dataset import RandomDataset, TokenRange  # noqa: E402
 from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics, percentiles  # noqa: E402
-from pipeinfer.bench.options import TokenRange  # noqa: E402
 from pipeinfer.bench.runner import run_load  # noqa: E402
+from pipeinfer.bench.worker import OpenLoop, poisson_arrivals  # noqa: E402
+from pipeinfer.runtime.local import stop_process, wait_ready  # noqa: E402
 
 Load = tuple[RandomDataset, list[float]]  # what is sent, and when
 TARGET = GoodputTarget(0.5, 0.025)
@@ -159,7 +158,7 @@ def main() -> None:
                     if name != "warm":
                         show(str(tree), name, lines)
             finally:
-                stop(server)
+                stop_process(server)
 
 
 if __name__ == "__main__":

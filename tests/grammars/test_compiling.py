@@ -165,7 +165,7 @@ def distinct(number):
 
 def test_grammars_that_nobody_uses_go_when_bytes_run_short_the_oldest_first():
     one = Grammar(VOCABULARY, distinct(0)).bytes
-    store = GrammarStore(lambda: SETUP, most_bytes=4 * one + one // 2)
+    store = GrammarStore(lambda: SETUP, max_bytes=4 * one + one // 2)
     try:
         used = store.grammar(distinct(0))
         used.num_rows += 1
@@ -186,7 +186,7 @@ def test_grammars_that_nobody_uses_go_when_bytes_run_short_the_oldest_first():
 
 def test_where_those_in_use_take_all_no_other_is_taken_until_one_is_free():
     one = Grammar(VOCABULARY, distinct(0)).bytes
-    store = GrammarStore(lambda: SETUP, most_bytes=2 * one + one // 2)
+    store = GrammarStore(lambda: SETUP, max_bytes=2 * one + one // 2)
     try:
         used = [store.grammar(distinct(n)) for n in range(2)]
         for grammar in used:
@@ -202,7 +202,7 @@ def test_where_those_in_use_take_all_no_other_is_taken_until_one_is_free():
 
 def test_a_grammar_that_grows_is_renewed_before_it_takes_too_much():
     one = Grammar(VOCABULARY, distinct(0)).bytes
-    store = GrammarStore(lambda: SETUP, most_bytes=compiling.RECOMPILE_SHARE * one * 3)
+    store = GrammarStore(lambda: SETUP, max_bytes=compiling.RECOMPILE_SHARE * one * 3)
     try:
         grammar = store.grammar(distinct(0))
         grammar.num_rows += 1
@@ -268,7 +268,7 @@ def test_what_compiles_slowly_has_one_lane(store, monkeypatch):
 def test_rows_that_move_to_another_lane_go_on_as_if_they_had_not():
     spec = StructuredOutputs(regex="[ab]{3}-[0-9]{2,5}")
     grammar, alone = Grammar(VOCABULARY, spec), GrammarSource(Grammar(VOCABULARY, spec))
-    rows = [GrammarSource(grammar, place=place) for place in range(5)]
+    rows = [GrammarSource(grammar, row=row) for row in range(5)]
     executor = LLExecutor(2)
     for number, token in enumerate(ids_of("aba-1234")):
         if number == 3:
@@ -286,7 +286,7 @@ def test_rows_that_move_to_another_lane_go_on_as_if_they_had_not():
 
 def test_rows_that_have_read_much_stay_where_they_are():
     grammar = Grammar(VOCABULARY, StructuredOutputs(regex="a*"))
-    row = GrammarSource(grammar, ids_of("a") * (MAX_REFED_IDS + 1), place=1)
+    row = GrammarSource(grammar, ids_of("a") * (MAX_REFED_IDS + 1), row=1)
     grammar.add_copy()
     grammar.has_all_copies = True
     row.feed(ids_of("a"))

@@ -127,7 +127,7 @@ def public(path: Path):
 
 
 def test_no_public_signature_says_any():
-    """JSON has types of its own, in json_values.py; what may be anything is an object."""
+    """JSON has types of its own, in params.py; what may be anything is an object."""
     found = []
     for path in [p for p in MODULES if p.is_relative_to(ROOT / "src")]:
         for node in public(path):

@@ -26,7 +26,7 @@ from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_W16,
     MoeGemmConfig,
 )
-from pipeinfer.params import LONGEST_BAD
+from pipeinfer.params import MAX_BAD_WORD_IDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HALF = "*bf16"
@@ -87,7 +87,8 @@ def test_edits(values):
     constants = {
         "ADD_BIAS": values, "BLOCK": logits.BIAS_BLOCK,
         "ALLOWED_BLOCK": logits.MAX_ALLOWED_IDS,
-        "FILL_BLOCK": logits.FILL_BLOCK, "HISTORY": LONGEST_BAD, "SEQUENCES": SEQUENCES,
+        "FILL_BLOCK": logits.FILL_BLOCK, "HISTORY": MAX_BAD_WORD_IDS,
+        "SEQUENCES": SEQUENCES,
     }  # fmt: skip
     assert compiled(logits._logit_bias_kernel, types, constants, num_warps=1).asm["ptx"]
 
@@ -126,7 +127,7 @@ def test_the_gate():
 
 
 def test_scores():
-    whole = dict.fromkeys(("own_keys", "block_records", "records", "ids", "keys"), "*i64") | {
+    whole = dict.fromkeys(("token_keys", "block_records", "records", "ids", "keys"), "*i64") | {
         "logits": HALF
     }
     whole |= dict.fromkeys(("stride", "width", "first_id", "count", "num_top"), "i32")

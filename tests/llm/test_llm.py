@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from pipeinfer import LLM, SamplingParams, StructuredOutputsParams
 from pipeinfer.demo import demo_path
-from pipeinfer.json_values import JsonObject
 from pipeinfer.llm import RequestError
 from pipeinfer.offline import calls
+from pipeinfer.params import JsonObject
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 EOS = 258

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,10 +9,7 @@ import torch
 from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+from resident_memory import resident_bytes
 
 
 def test_a_large_pool_takes_memory_only_where_it_is_written():

@@ -9,7 +9,7 @@ import pytest
 
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.demo import demo_path
-from pipeinfer.settings import ConfigurationError
+from pipeinfer.settings import ConfigurationError, Settings
 
 
 @pytest.fixture
@@ -49,6 +49,38 @@ def test_gguf_file_is_a_model(tmp_path: Path) -> None:
     assert resolve_model(str(file)) == file.resolve()
     with pytest.raises(ConfigurationError, match=r"no such folder or file"):
         resolve_model(str(tmp_path / "other.gguf"))
+
+
+def test_a_folder_with_one_gguf_file_alone_is_that_file(tmp_path: Path) -> None:
+    blob = tmp_path / "blobs" / "0123abcd"  # as in the hub's cache
+    blob.parent.mkdir()
+    blob.touch()
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "README.md").touch()
+    (folder / "model.Q4_1.gguf").symlink_to(blob)
+    assert resolve_model(str(folder)) == folder.resolve() / "model.Q4_1.gguf"
+    assert resolve_model(str(folder / "model.Q4_1.gguf")).suffix == ".gguf"
+    (folder / "model.Q8_0.GGUF").touch()
+    with pytest.raises(ConfigurationError, match=r"several GGUF files, .*Q4_1.gguf, .*Q8_0.GGUF:"):
+        resolve_model(str(folder))
+    (folder / "config.json").write_text("{}")
+    assert resolve_model(str(folder)) == folder.resolve(), "that is a model of its own"
+
+
+@pytest.mark.parametrize(
+    ("model", "named", "expected"),
+    [
+        ("/models/SmolLM2.Q4_1.gguf", "", "SmolLM2.Q4_1"),
+        ("a.GGUF", "", "a"),
+        ("a.gguf", "small", "small"),
+        ("Qwen/Qwen3-0.6B", "", "Qwen/Qwen3-0.6B"),
+        ("/models/tiny/", "", "/models/tiny/"),
+        ("", "", "pipeinfer-demo"),
+    ],
+)
+def test_a_gguf_file_is_served_under_its_name_without_folder_and_ending(model, named, expected):
+    assert Settings(model=model, served_model_name=named).model_name == expected
 
 
 def test_unreachable_hub_says_what_was_tried(no_network: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests of metrics reach tools/docs, which lists all statistics of heartbeats."""
+"""Tests of metrics reach tools/docs, which reads the list of all statistics of heartbeats."""
 
 import sys
 from pathlib import Path

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from docs.statistics import STATISTICS
+from docs.http import statistics
 from pipeinfer.gateway.health import ExpectedStage, Health
-from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.vllm_metrics import VllmMetrics
+from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.messages import Heartbeat
 
 
@@ -22,7 +21,7 @@ def started(vllm: bool) -> str:
             pid=1,
             incarnation=1,
             state="ready",
-            stats=dict.fromkeys(STATISTICS[row.name], 1.0),
+            stats=dict.fromkeys(statistics()[row.name], 1.0),
         )
         health.on_heartbeat(beat, 0.0)
     metrics = Metrics(health, vllm=VllmMetrics(health, "model", 4096, True) if vllm else None)

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collector import Collector
-from pipeinfer import traceparent
 from pipeinfer.control import RequestSpan, TimedEvent
 from pipeinfer.gateway.ledger import RequestTraces
 from pipeinfer.observe import opentelemetry
 from pipeinfer.observe.opentelemetry import SHUTDOWN_TIMEOUT, OpenTelemetryExporter
+from pipeinfer.observe.spans import read_traceparent
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity
 from servers import environment
@@ -158,34 +158,34 @@ def test_nobody_imports_it_who_did_not_ask():
 
 @given(st.text("0123456789abcdef-fxXg", max_size=60))
 def test_what_is_no_traceparent_is_none(text):
-    assert traceparent.read(text) is None or len(text) == 55
+    assert read_traceparent(text) is None or len(text) == 55
 
 
 @given(*(st.integers(1, 2**bits - 1) for bits in (128, 64)), st.integers(0, 255))
 def test_a_traceparent_is_read_as_it_was_written(trace, span, flags):
-    read = traceparent.read(f"00-{trace:032x}-{span:016x}-{flags:02x}")
+    read = read_traceparent(f"00-{trace:032x}-{span:016x}-{flags:02x}")
     assert read == (f"{trace:032x}", f"{span:016x}", flags % 2 == 1)
-    assert traceparent.read(read.text) == read
+    assert read_traceparent(read.text) == read
 
 
 @pytest.mark.parametrize(
     "wrong", [header("0" * 32, OWN), header(TRACE, "0" * 16), "ff" + header(TRACE, OWN)[2:], ""]
 )
 def test_ids_of_nothing_are_no_trace(wrong):
-    assert traceparent.read(wrong) is None
+    assert read_traceparent(wrong) is None
 
 
 def test_the_gateways_span_stands_in_the_clients_trace_or_a_new_one():
     traces = RequestTraces("process 1", on=True)
     given = header(TRACE, CLIENT)
     (own, mine) = map(
-        traceparent.read, (traces.traceparent("r", given), traces.traceparent("r", ""))
+        read_traceparent, (traces.traceparent("r", given), traces.traceparent("r", ""))
     )
     assert own is not None and own.trace_id == TRACE and own.span_id != CLIENT and own.sampled
     assert mine is not None and mine.trace_id != TRACE and mine.sampled
     assert traces.traceparent("r", "") == mine.text, "a replay says the same"
     others = {traces.traceparent("q", ""), RequestTraces("process 2", on=True).traceparent("r", "")}
-    assert len({traceparent.read(other).trace_id for other in others} | {mine.trace_id}) == 3
+    assert len({read_traceparent(other).trace_id for other in others} | {mine.trace_id}) == 3
     unsampled = header(TRACE, CLIENT, "00")
     assert traces.traceparent("r", unsampled) == unsampled
     assert (

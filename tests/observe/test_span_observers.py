@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.control import RequestSpan, StepMade
 from pipeinfer.core import LOCAL, Send, StepDone
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta
+from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -31,9 +31,9 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
+from pipeinfer.observe.observer import LastMinute
 from pipeinfer.observe.spans import Exchange, SpanStore
 from pipeinfer.observe.stages import OBSERVERS, span_observer
-from pipeinfer.observe.steps import LastMinute
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import BUILDERS
 from pipeinfer.tokenizer.core import Encode

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 from aiohttp import web
 
-from pipeinfer.gateway.page import Page
+from pipeinfer.gateway.app import Page
 
 EDGES = (
     ("gateway", "tokenizer", "requests/s"),

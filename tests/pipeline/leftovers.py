@@ -10,19 +10,19 @@ import zmq
 
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.messages import Heartbeat
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.runtime.servers import running_servers
 from servers import Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from chaos import serving
+from harness import server as under_test
 
 PATIENCE = 120.0  # seconds
 
 
 def leftovers(server: Server) -> dict[str, float]:
     """{stage and statistic: value} of what is not empty at last, of every stage that serves."""
-    return serving.leftovers(server.process.pid)
+    return under_test.leftovers(server.process.pid)
 
 
 def statistics(server: Server, stage: str) -> dict[str, float]:

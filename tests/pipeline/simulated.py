@@ -24,8 +24,8 @@ from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.engine.core import Compile
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta
 from pipeinfer.gateway.health import ExpectedStage
+from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta
 from pipeinfer.messages import (
     PROTOCOL,
     Ended,
@@ -39,7 +39,7 @@ from pipeinfer.messages import (
     Tokens,
 )
 from pipeinfer.params import SamplingParams, choice_id
-from pipeinfer.runtime.incarnations import IncarnationFilter
+from pipeinfer.runtime.stage import IncarnationFilter
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import EncodeNext, GrammarVerdict, TokenizerCore, ValidateGrammar

@@ -20,7 +20,7 @@ from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.step import LAST_TOKEN, LogitEdits, Sampled, Step
+from pipeinfer.step import LAST_TOKEN, RequestLogitBias, Sampled, Step
 from sampling_rows import sampling_of
 from scheduler.model_engine import next_token, suppressed
 
@@ -62,7 +62,7 @@ class TokenDevice:
         self._kv = np.full((pages + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
         self._slots = PageMirror(SLOTS)
-        self._edits: dict[int, LogitEdits] = {}
+        self._edits: dict[int, RequestLogitBias] = {}
 
     def run(self, step: Step) -> list[int | str]:
         """Of the rows that sample, in order, the ids, or why a row has none."""
@@ -73,7 +73,7 @@ class TokenDevice:
             self._edits.pop(slot, None)
             self._sources.pop(slot, None)
         masked = self._masked(step)
-        self._edits.update((edits.slot, edits) for edits in step.delta.edits)
+        self._edits.update((edits.slot, edits) for edits in step.delta.logit_biases)
         pages, positions = self._slots.pages(step, PAGE_SIZE), sampling_of(step).positions
         seeds = step.fields["seed"].tolist()
         for row, (slot, start, count) in enumerate(
@@ -138,12 +138,13 @@ class TokenDevice:
         sampled = sampled.followed_by(self._forced(step, refused))
         positions = sampling_of(step).positions
         if asked is not None:
-            for row, most in zip(asked.rows.tolist(), asked.most.tolist(), strict=True):
+            for row, most in zip(asked.rows.tolist(), asked.num_alternatives.tolist(), strict=True):
                 if row not in refused:
                     made.append(score_of(int(positions[row]), int(drawn[row, 1]), most))
         prompts = [
             b"".join(
-                score_of(part.first + n, int(token), part.most) for n, token in enumerate(part.ids)
+                score_of(part.first + n, int(token), part.num_alternatives)
+                for n, token in enumerate(part.ids)
             )
             for part in step.prompts
         ]

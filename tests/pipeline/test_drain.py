@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import openai
 
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.runtime.servers import running_servers
 from servers import Server, alive, environment
 
 STREAMS, TOKENS = 8, 900  # long enough for an engine to start meanwhile

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from certificates import make
-from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.format import Trace
 from servers import Server
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")

@@ -22,9 +22,9 @@ import zmq
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.control import Observed
 from pipeinfer.messages import Heartbeat
-from pipeinfer.replay.recording import load_merged
-from pipeinfer.replay.stats import request_times
-from pipeinfer.runtime.find import running_servers, running_topology
+from pipeinfer.replay.show import request_times
+from pipeinfer.replay.traces import load_merged
+from pipeinfer.runtime.servers import running_servers, running_topology
 from pipeinfer.topology import Topology
 from servers import Server
 

@@ -15,7 +15,7 @@ from simulated import HOST_LOSS, Simulation
 from simulated_engine import POISON
 from simulated_grammars import spec_of
 
-from pipeinfer.liveness import FORGET_FACTOR
+from pipeinfer.core import FORGET_FACTOR
 from pipeinfer.wire import unpack
 
 MANY_SEEDS = st.integers(0, 2**32 - 1)

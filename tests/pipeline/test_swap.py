@@ -16,7 +16,7 @@ import pytest
 
 import pipeinfer
 from pipeinfer.demo.tasks import copy_task
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.runtime.servers import running_servers
 from servers import STAGES, Server, environment
 
 STREAMS, TOKENS = 32, 150

@@ -21,7 +21,7 @@ from collector import Collector
 from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.control import Observed, RequestSpan, StepMade, Watch
-from pipeinfer.runtime.find import TOPOLOGY
+from pipeinfer.runtime.servers import TOPOLOGY
 from servers import STAGES, Server, environment
 
 ROOT = Path(__file__).parents[2]

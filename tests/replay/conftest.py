@@ -13,7 +13,7 @@ from preemptions import preempting_plans
 from replay_tool import tool
 
 from pipeinfer import demo
-from pipeinfer.replay.recording import load
+from pipeinfer.replay.traces import load
 
 TRIES = 3  # how often requests give way depends on the machine's pace; in one of hundreds, never
 REQUESTS = int(os.environ.get("REPLAY_REQUESTS", "150"))

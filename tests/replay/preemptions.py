@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeinfer.messages import Abort, Done, Plan, Result, StopHit, Tokens
-from pipeinfer.replay.recording import LoadedTrace
+from pipeinfer.replay.traces import LoadedTrace
 
 
 def preempting_plans(recording: LoadedTrace) -> dict[int, str]:

@@ -16,8 +16,8 @@ from pipeinfer.core import StepDone
 from pipeinfer.messages import Admit, Plan, Result
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import Difference
-from pipeinfer.replay.recording import TraceEntry, TraceExchange, load
 from pipeinfer.replay.run import ReplayCounts
+from pipeinfer.replay.traces import TraceEntry, TraceExchange, load
 from pipeinfer.wire import pack
 
 STAGES = ("tokenizer", "scheduler", "engine", "detokenizer")

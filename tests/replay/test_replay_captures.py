@@ -14,11 +14,9 @@ from pipeinfer.engine.profiling import Phases
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.replay.compare import ignored_fields
-from pipeinfer.replay.playing import CorePlayer, DevicePlayback, ReplayPace
-from pipeinfer.replay.recording import TraceEntry, TraceExchange
-from pipeinfer.replay.run import ReplayCounts
-from pipeinfer.trace.format import Record
-from pipeinfer.trace.reader import RecordDecoder
+from pipeinfer.replay.run import CorePlayer, DevicePlayback, ReplayCounts, ReplayPace
+from pipeinfer.replay.traces import TraceEntry, TraceExchange
+from pipeinfer.trace.format import Record, RecordDecoder
 
 
 class Runner:

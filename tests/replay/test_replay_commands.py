@@ -8,15 +8,14 @@ import msgspec
 import pytest
 from replay_tool import tool
 
-from pipeinfer.cli.replay import run as main
+from pipeinfer.cli.record import run_replay as main
 from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import first_mismatch
 from pipeinfer.replay.rebuild import rebuild
-from pipeinfer.replay.recording import load
+from pipeinfer.replay.traces import load
 from pipeinfer.step_cost import StepCost
-from pipeinfer.trace.format import MAGIC, TraceHeader, pack_header, pack_records
-from pipeinfer.trace.notes import End
+from pipeinfer.trace.format import MAGIC, End, TraceHeader, pack_header, pack_records
 
 encode = msgspec.msgpack.encode
 

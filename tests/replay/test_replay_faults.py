@@ -16,8 +16,7 @@ import pytest
 from replay_tool import ROOT, tool
 
 import servers
-from pipeinfer.replay.codes import CannotReplay
-from pipeinfer.replay.recording import load
+from pipeinfer.replay.traces import CannotReplay, load
 
 FLAGS = ("--threads", "1", "--kv-pages", "200", "--device", "cpu", "--dtype", "float32")
 BODY = {"model": None, "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0}

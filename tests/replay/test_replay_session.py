@@ -13,7 +13,7 @@ from pipeinfer.engine.core import EngineCore
 from pipeinfer.messages import Plan
 from pipeinfer.replay.compare import Difference
 from pipeinfer.replay.rebuild import rebuild
-from pipeinfer.replay.recording import LoadedTrace, load
+from pipeinfer.replay.traces import LoadedTrace, load
 
 STAGES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 

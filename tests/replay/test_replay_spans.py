@@ -7,11 +7,11 @@ from preemptions import preempting_plans
 
 from pipeinfer.control import RequestSpan, StepMade
 from pipeinfer.core import Send
+from pipeinfer.observe.observer import LastMinute
 from pipeinfer.observe.spans import Exchange, SpanStore
 from pipeinfer.observe.stages import span_observer
-from pipeinfer.observe.steps import LastMinute
-from pipeinfer.replay.recording import LoadedTrace, load
-from pipeinfer.replay.stats import RequestTimes, request_times
+from pipeinfer.replay.show import RequestTimes, request_times
+from pipeinfer.replay.traces import LoadedTrace, load
 
 
 class Observed:

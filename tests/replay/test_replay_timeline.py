@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 from replay_tool import tool
 
-from pipeinfer.replay.recording import load, load_merged
 from pipeinfer.replay.timeline import build_timeline
+from pipeinfer.replay.traces import load, load_merged
 from pipeinfer.trace import format as form
-from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.format import Trace
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 REQUIRED = {

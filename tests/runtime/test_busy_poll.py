@@ -10,8 +10,8 @@ import pytest
 
 from pipeinfer import AsyncLLM, SamplingParams
 from pipeinfer import topology as topologies
-from pipeinfer.runtime import busy_poll, entry
-from pipeinfer.runtime.busy_poll import (
+from pipeinfer.runtime import entry
+from pipeinfer.runtime.entry import (
     BUSY_POLL_SECONDS,
     CORES_PER_PROCESS,
     busy_poll_seconds,
@@ -104,7 +104,7 @@ def test_a_stages_process_does_what_is_set(setting, monkeypatch):
 
 
 async def test_a_callers_own_loop_stays_awake_only_if_that_is_asked_for(turns, monkeypatch):
-    monkeypatch.setattr(busy_poll, "BUSY_POLL_SECONDS", 60.0)
+    monkeypatch.setattr(entry, "BUSY_POLL_SECONDS", 60.0)
     for setting in ("auto", "always"):
         assert not turns
         async with AsyncLLM(stay_awake=setting, kv_pages=64, log_level="error") as llm:

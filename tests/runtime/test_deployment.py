@@ -9,7 +9,7 @@ import pytest
 
 from pipeinfer import topology as topologies
 from pipeinfer.bus import curve
-from pipeinfer.runtime.election import elect_instance, instance_file
+from pipeinfer.runtime.entry import elect_instance, instance_file
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import StageEntry, deployed_topology
 from servers import environment
@@ -83,7 +83,7 @@ CLAIMS = """
 import sys
 from pathlib import Path
 from pipeinfer import topology as topologies
-from pipeinfer.runtime.election import elect_instance
+from pipeinfer.runtime.entry import elect_instance
 from pipeinfer.settings import ConfigurationError
 try:
     mine = elect_instance(topologies.load(sys.argv[1]), "engine", sys.argv[2], Path(sys.argv[3]))

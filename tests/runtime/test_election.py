@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import topology as topologies
-from pipeinfer.runtime.election import elect_instance, elected_instance, instance_file
+from pipeinfer.runtime.entry import elect_instance, elected_instance, instance_file
 from pipeinfer.settings import ConfigurationError, Settings
 
 ROOT = Path(__file__).parents[2]

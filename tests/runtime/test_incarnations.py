@@ -15,15 +15,15 @@ from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import Send
 from pipeinfer.messages import PROTOCOL, Abort, Fenced, Heartbeat, Message, Recover
-from pipeinfer.runtime.incarnations import (
+from pipeinfer.runtime.shell import ProcessOptions, Shell
+from pipeinfer.runtime.stage import (
     NOTICE_INTERVAL,
     FencedOut,
     IncarnationFilter,
     IncarnationNumbers,
+    Stage,
     incarnation_after,
 )
-from pipeinfer.runtime.shell import ProcessOptions, Shell
-from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity
 from waiting import until

@@ -10,7 +10,7 @@ import pytest
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.runtime.entry import stage_settings
-from pipeinfer.runtime.local import prepare
+from pipeinfer.runtime.local import prepare_settings
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Topology
 
@@ -78,7 +78,7 @@ def test_serve_takes_the_settings_of_a_topology_file(tmp_path, short_path, monke
     local = topologies.local(Settings(), f"ipc://{short_path}/")
     given = {"served_model_name": "named", "kv_pages": 5, "drain_timeout": 2.0}
     file.write_text(Topology(local.entries, given).to_toml())
-    settings = prepare({"topology": str(file), "kv_pages": 6}, lambda _: None)
+    settings = prepare_settings({"topology": str(file), "kv_pages": 6}, lambda _: None)
     assert (settings.served_model_name, settings.kv_pages) == ("named", 6)
     assert settings.drain_timeout == 2.0
 
@@ -86,7 +86,7 @@ def test_serve_takes_the_settings_of_a_topology_file(tmp_path, short_path, monke
 def test_paths_do_not_depend_on_the_folder_of_a_stage(tmp_path, monkeypatch):
     """A stage that is swapped may run in another one."""
     monkeypatch.chdir(tmp_path)
-    settings = prepare({"record": "traces", "chat_template": "chat.jinja"}, lambda _: None)
+    settings = prepare_settings({"record": "traces", "chat_template": "chat.jinja"}, lambda _: None)
     assert settings.record == str(tmp_path / "traces")
     assert settings.chat_template == str(tmp_path / "chat.jinja")
     assert Path(settings.model).is_absolute()

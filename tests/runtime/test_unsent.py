@@ -14,18 +14,17 @@ from pipeinfer.bus.bus import Bus
 from pipeinfer.core import Send, Unsent
 from pipeinfer.demo import demo_path
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.events import Call, Failed
 from pipeinfer.gateway.health import expected_stages
+from pipeinfer.gateway.ledger import Call, Failed
 from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import first_difference, ignored_fields
-from pipeinfer.replay.recording import load
+from pipeinfer.replay.traces import load
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, builder
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity, Topology
-from pipeinfer.trace.notes import End, Unencoded
-from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.format import End, Trace, Unencoded
 from pipeinfer.wire import pack
 from waiting import until
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler_core import pipeline
 
-from pipeinfer.core import Tick
-from pipeinfer.liveness import MAX_TICK_GAP, SuspendAwareClock
+from pipeinfer.core import MAX_TICK_GAP, SuspendAwareClock, Tick
 from pipeinfer.messages import GroupFault
 
 

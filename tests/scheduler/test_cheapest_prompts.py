@@ -80,9 +80,9 @@ def test_what_does_not_fit_into_the_steps_that_are_left_is_computed_in_full_ones
     budget = prefill_budget(0, 8192, LARGE)
     prompts = [Prompt(500)] * 40
     assert (
-        budget.cheapest_prompt_tokens(128, 0, prompts, left=157) == 128
+        budget.cheapest_prompt_tokens(128, 0, prompts, steps_left=157) == 128
     )  # 20,096 tokens beside them
-    assert budget.cheapest_prompt_tokens(128, 0, prompts, left=156) == 768 - 128
+    assert budget.cheapest_prompt_tokens(128, 0, prompts, steps_left=156) == 768 - 128
 
 
 def test_where_nothing_was_measured_it_is_as_many_as_ever():

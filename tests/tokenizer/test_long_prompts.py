@@ -47,12 +47,12 @@ from pipeinfer.tokenizer.core import (
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.tokenizer.stage import make_core
-from pipeinfer.tokenizer.worker_main import encode_submit
 from pipeinfer.tokenizer.workers import (
     MEDIUM_QUEUE_BYTES,
     SHORT_QUEUE_BYTES,
     EncodingQueues,
     TokenizerDriver,
+    encode_submit,
 )
 from pipeinfer.wire import pack
 
@@ -524,7 +524,7 @@ def children() -> list[int]:
         except OSError:
             continue  # it has ended
         mine = int(state[1]) == os.getpid() and state[0] != "Z"
-        if mine and b"pipeinfer.tokenizer.worker_main" in words:
+        if mine and b"pipeinfer.tokenizer.workers" in words:
             found.append(int(path.parent.name))
     return found
 

@@ -20,7 +20,7 @@ from pipeinfer.text import ThoughtTags
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.stage import make_core
-from pipeinfer.tokenizer.worker_main import encode_submit
+from pipeinfer.tokenizer.workers import encode_submit
 from pipeinfer.wire import pack
 from thinking_models import TAILS, TURNS
 

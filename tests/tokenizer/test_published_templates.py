@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import template_families
-from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.serving import decode
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.params import SamplingParams
 from pipeinfer.text import THINK

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from vocabularies import SPECIALS, byte_fallback, byte_level, certain
 
-from pipeinfer.tokenizer.token_bounds import NFC_SHRINK, token_length_bound
+from pipeinfer.tokenizer.prompts import NFC_SHRINK, token_length_bound
 
 PIECES = (*SPECIALS, "<think>", "    ", "\n\n", "the ", "return ", "ΐ", "e\u0301", "\u1fbe")
 texts = st.lists(

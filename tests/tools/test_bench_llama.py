@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize, quantize
 
-from bench import llama
-from bench.cli import main
+from bench import TOOL, llama
 from bench.llama import Case, Pieces, Seen
 
 
@@ -95,7 +94,7 @@ def test_half_precision_file_has_the_same_model(quantized, tmp_path):
 
 
 def test_a_model_that_is_no_gguf_file_is_refused(capsys):
-    assert main(["llama", "no-such-file.gguf", "--llama-python", "python"]) == 2
+    assert TOOL.main(["llama", "no-such-file.gguf", "--llama-python", "python"]) == 2
     assert "must be a .gguf file" in capsys.readouterr().err
 
 

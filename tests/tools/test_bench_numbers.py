@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import compare, floor, online, report, shapes, storm, workload
-from bench.cli import main
+from bench import TOOL, compare, floor, online, shapes, storm, workload
+from harness.command_line import write_report
+from pipeinfer.bench.dataset import TokenRange
 from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
-from pipeinfer.bench.options import TokenRange
 
 H200 = floor.Machine(flops=790e12, bandwidth=4.3e12)
 
@@ -91,16 +91,6 @@ def test_a_request_takes_the_place_of_one_that_ends():
     assert sum(sizes) == sum(outputs) and max(sizes) <= 7
 
 
-def test_three_quarters_of_the_mixed_work_are_short():
-    work = workload.short_and_long(0, 31_999)
-    long = [tokens for tokens in work.outputs if tokens > 48]
-    short = [tokens for tokens in work.outputs if tokens <= 48]
-    assert len(work.prompts) == 64 and len(long) == 16
-    assert min(short) >= 8 and min(long) >= 160 and max(long) <= 256
-    assert all(16 <= len(prompt) <= 256 for prompt in work.prompts)
-    assert workload.short_and_long(0, 31_999) == work != workload.short_and_long(1, 31_999)
-
-
 def test_lateness_counts_against_the_server():
     late = RequestTiming(due=10.0, chunk_times=[10.5, 10.6, 10.9], output_tokens=3)
     assert late.ttft == pytest.approx(0.5)
@@ -146,9 +136,21 @@ def test_the_work_of_online_follows_a_trace_or_a_rate(tmp_path):
 
 def test_compare_shows_every_number_that_both_files_have(tmp_path, capsys):
     before, after = tmp_path / "a.json", tmp_path / "b.json"
-    report.write(before, ["offline"], {"tokens_per_s": 50.0, "ttft_ms": {"p50": 4.0}, "old": 1})
-    report.write(after, ["offline"], {"tokens_per_s": 75.0, "ttft_ms": {"p50": 2.0}, "new": 1})
-    assert main(["compare", str(before), str(after)]) == 0
+    write_report(
+        before,
+        "bench",
+        ["offline"],
+        {"tokens_per_s": 50.0, "ttft_ms": {"p50": 4.0}, "old": 1},
+        TOOL.schema,
+    )
+    write_report(
+        after,
+        "bench",
+        ["offline"],
+        {"tokens_per_s": 75.0, "ttft_ms": {"p50": 2.0}, "new": 1},
+        TOOL.schema,
+    )
+    assert TOOL.main(["compare", str(before), str(after)]) == 0
     shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     assert shown["tokens_per_s"] == ["50", "75", "1.500"]
     assert shown["ttft_ms.p50"] == ["4", "2", "0.500"]
@@ -174,7 +176,7 @@ def test_numbers_are_found_in_nested_results():
 )
 def test_wrong_usage_ends_with_code_2(arguments, capsys):
     try:
-        code = main(arguments)
+        code = TOOL.main(arguments)
     except SystemExit as end:
         code = end.code
     assert code == 2

@@ -14,7 +14,7 @@ import pytest
 import servers
 from chaos.cases import CASES
 from chaos.overload import Samples, judged
-from chaos.streams import Told
+from chaos.streams import StreamEvents
 
 ROOT = Path(__file__).resolve().parents[2]
 ONLY = "beyond the bound"  # cases that are soon built, sent and refused
@@ -62,22 +62,22 @@ def test_under_overload_every_request_is_accepted_or_refused(chaos):
 
 
 def test_the_longest_gap_is_found_in_whichever_stream_it_is():
-    told = Told(2)
+    seen = StreamEvents(2)
     for at in range(10):
-        told.note(0, "piece", at / 10)
+        seen.add(0, "piece", at / 10)
         if at not in (4, 5, 6):
-            told.note(1, "piece", at / 10 + 0.01)
-    told.note(0, "end", 0.91)
-    told.note(0, "ask", 0.92)
-    told.note(0, "piece", 1.22)
-    calm = told.between(0.0, 2.0)
+            seen.add(1, "piece", at / 10 + 0.01)
+    seen.add(0, "end", 0.91)
+    seen.add(0, "ask", 0.92)
+    seen.add(0, "piece", 1.22)
+    calm = seen.between(0.0, 2.0)
     assert (calm.gap, calm.first) == (pytest.approx(0.4), pytest.approx(0.3))
-    assert told.between(0.0, 0.2).gap == pytest.approx(0.1), "before it"
-    assert told.between(0.5, 0.6).gap == pytest.approx(0.4), "within it"
-    assert not told.quiet(0.5, 0.6), "a stream did not move"
-    assert not told.quiet(0.0, 1.3) or calm.gap < 0.4
-    told.note(1, "fail: Closed()", 1.3)
-    assert told.between(1.2, 1.4).failed == ("fail: Closed()",)
+    assert seen.between(0.0, 0.2).gap == pytest.approx(0.1), "before it"
+    assert seen.between(0.5, 0.6).gap == pytest.approx(0.4), "within it"
+    assert not seen.quiet(0.5, 0.6), "a stream did not move"
+    assert not seen.quiet(0.0, 1.3) or calm.gap < 0.4
+    seen.add(1, "fail: Closed()", 1.3)
+    assert seen.between(1.2, 1.4).failed == ("fail: Closed()",)
 
 
 GOOD = [(0.0, 0.0, 0.01, 429, True)] * 99 + [(0.0, 0.0, 5.0, 200, True)]

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from fuzz import cores
+from fuzz.cores import Program
 from fuzz.engines import Wrong
 from fuzz.plants import PLANTS, plant
-from fuzz.radix import Program
 from pipeinfer.bus import frames
 from pipeinfer.scheduler import engine_state
 from pipeinfer.scheduler.engine_state import PageAllowance, PageCredits

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.messages import PROTOCOL, Abort
-from pipeinfer.replay.codes import CannotReplay
-from pipeinfer.replay.recording import FAR, LoadedTrace, TraceEntry, merged, offsets
-from pipeinfer.replay.stats import quantile
+from pipeinfer.replay.show import quantile
+from pipeinfer.replay.traces import FAR, CannotReplay, LoadedTrace, TraceEntry, merged, offsets
 from pipeinfer.trace.format import TraceHeader
 
 

@@ -13,12 +13,13 @@ from pipeinfer.core import Send, StepDone
 from pipeinfer.messages import Abort, Plan, Result, Text, TextRow, TokenRow, Tokens
 from pipeinfer.replay.compare import (
     IGNORED_FIELDS,
+    canonical_changes,
     first_difference,
     first_mismatch,
     ignored_fields,
 )
-from pipeinfer.replay.recording import TraceEntry, TraceExchange
-from pipeinfer.replay.roles import canonical_changes, rewritten
+from pipeinfer.replay.serve import rewritten
+from pipeinfer.replay.traces import TraceEntry, TraceExchange
 from pipeinfer.wire import pack
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import servers
-from same_tokens import cli
-from same_tokens.asking import draw
+from same_tokens import TOOL
+from same_tokens.requests import draw
+from same_tokens.run import memory_changes_nothing
 
 ROOT = Path(__file__).resolve().parents[2]
 SESSION, EACH = 40, 8
@@ -49,9 +50,13 @@ def compared(capsys):
     """Exit code, the line of JSON, and the lines of differences, of two files."""
 
     def compare(one: Path, other: Path) -> tuple[int, dict, list[str]]:
-        code = cli.main(["compare", str(one), str(other)])
+        code = TOOL.main(["compare", str(one), str(other)])
         said = capsys.readouterr()
-        return code, json.loads(said.out), said.err.splitlines()
+        return (
+            code,
+            json.loads(said.out),
+            [line.removeprefix("broken: ") for line in said.err.splitlines()],
+        )
 
     return compare
 
@@ -71,9 +76,9 @@ def test_the_session_has_preemptions_hits_and_clients_that_leave_and_memory_chan
     assert scarce["preemptions"] > 0 == roomy["preemptions"]
     assert roomy["cached_tokens"] > 100
     assert set(scarce["finish"]) == {"left", "length", "stop"}
-    assert scarce["requests"] == roomy["requests"] and cli.memory_changes_nothing(first[1])
+    assert scarce["requests"] == roomy["requests"] and memory_changes_nothing(first[1])
     other = first[1] | {"session-roomy": roomy | {"digest": "another"}}
-    assert not cli.memory_changes_nothing(other)
+    assert not memory_changes_nothing(other)
 
 
 def test_a_fault_in_another_tree_is_found_in_the_requests_that_it_concerns(
@@ -123,7 +128,7 @@ def test_each_kind_of_difference_is_said(first, tmp_path, compared):
 
 def test_what_is_no_result_is_refused(first, tmp_path, capsys):
     (tmp_path / "none.json").write_text("{}")
-    assert cli.main(["compare", str(first[0]), str(tmp_path / "none.json")]) == 2
+    assert TOOL.main(["compare", str(first[0]), str(tmp_path / "none.json")]) == 2
     assert "no result" in capsys.readouterr().err
 
 

@@ -13,7 +13,7 @@ from simulated_clusters import tallied
 
 import servers
 from bench import workload
-from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.dataset import TokenRange
 from simulate import workloads
 from simulate.cluster import Deployment
 from simulate.step_model import StepModel

@@ -14,14 +14,14 @@ from simulated_clusters import tallied
 import servers
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.messages import Work
-from pipeinfer.replay.recording import LoadedTrace
+from pipeinfer.replay.traces import LoadedTrace
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost, Targets
 from pipeinfer.trace.format import TraceHeader
 from pipeinfer.wire import unpack
-from simulate import delays, fitting, step_model
+from simulate import fit, recordings, step_model
 from simulate.cluster import Deployment
-from simulate.fitting import MeasuredStep
+from simulate.recordings import MeasuredStep
 from simulate.step_model import StepModel, attended
 from simulate.workloads import Arrival
 
@@ -46,16 +46,16 @@ def measured_steps(count: int, noise: float, seed: int = 0) -> list[MeasuredStep
 
 
 def test_fit_finds_the_model_that_made_the_steps():
-    found = fitting.fit(measured_steps(600, noise=0.0))
+    found = fit.fit(measured_steps(600, noise=0.0))
     others = measured_steps(200, noise=0.0, seed=1)
-    said = fitting.predicted(found, others)
+    said = fit.predicted(found, others)
     assert said == pytest.approx([step.seconds for step in others], rel=1e-6)
 
 
 def test_fit_keeps_the_sum_of_noisy_steps():
     steps = measured_steps(3000, noise=0.1)
-    found = fitting.fit(steps)
-    assert fitting.predicted(found, steps).sum() == pytest.approx(sum(s.seconds for s in steps))
+    found = fit.fit(steps)
+    assert fit.predicted(found, steps).sum() == pytest.approx(sum(s.seconds for s in steps))
 
 
 def test_coefficients_are_never_negative():
@@ -63,16 +63,16 @@ def test_coefficients_are_never_negative():
     source = np.random.default_rng(2)
     contexts = source.integers(0, 1000, 200)
     steps = [MeasuredStep(1, int(c), 0, 0, 2e-3 - 1e-6 * int(c)) for c in contexts]
-    found = fitting.fit(steps)
+    found = fit.fit(steps)
     assert found.context == 0.0
     matrix = source.normal(size=(50, 6))
-    assert (fitting.nonnegative(matrix, source.normal(size=50)) >= 0).all()
+    assert (fit.nonnegative(matrix, source.normal(size=50)) >= 0).all()
 
 
 def test_nonnegative_is_the_plain_solution_where_that_is_positive():
     source = np.random.default_rng(3)
     matrix, wanted = source.random((40, 5)), np.array([3.0, 0.5, 1e-3, 7.0, 2.0])
-    assert fitting.nonnegative(matrix, matrix @ wanted) == pytest.approx(wanted)
+    assert fit.nonnegative(matrix, matrix @ wanted) == pytest.approx(wanted)
 
 
 def test_attended_counts_each_query_with_all_up_to_itself():
@@ -117,8 +117,8 @@ def recorded(tmp_path_factory) -> Path:
 
 
 def test_recorded_steps_hold_every_computed_token(recorded):
-    (engine,) = (r for r in fitting.recordings(recorded) if r.identity.name == "engine")
-    steps = list(fitting.steps(engine))
+    (engine,) = (r for r in recordings.recordings(recorded) if r.identity.name == "engine")
+    steps = list(recordings.steps(engine))
     computed = sum(step.decodes + step.tokens for step in steps)
     cached = sum(
         int(np.frombuffer(e.message.cached, "<i4").sum())
@@ -142,7 +142,7 @@ def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path):
     assert "steps of" in done.stdout
     model = step_model.load(str(out))
     assert model.noise.scatter[0].above == model.noise.mixed[0].above == 0
-    assert all(len(one.factors) == fitting.QUANTILES for one in model.noise.scatter)
+    assert all(len(one.factors) == fit.QUANTILES for one in model.noise.scatter)
     for times in (model.turnaround, model.inbound):
         assert times == tuple(sorted(times)) and 0 < times[0] < times[-1] < 10
     # On a busy machine all of it may be told as what each row takes.
@@ -153,26 +153,26 @@ def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path):
 
 
 def test_delays_are_those_of_every_request_and_step(recorded):
-    found = fitting.recordings(recorded)
-    (engine,) = (one for one in found if fitting.leads(one))
-    assert len(delays.inbound(found)) == 24
-    steps = len(list(fitting.steps(engine)))
+    found = recordings.recordings(recorded)
+    (engine,) = (one for one in found if recordings.leads(one))
+    assert len(recordings.inbound(found)) == 24
+    steps = len(list(recordings.steps(engine)))
     # Text of a step that waits for that of the one before is left out: more on a busy machine.
-    assert 0.1 * steps < len(delays.outbound(found)) <= steps
-    for waits in (delays.turnaround(engine), delays.bubble(engine)):
+    assert 0.1 * steps < len(recordings.outbound(found)) <= steps
+    for waits in (recordings.turnaround(engine), recordings.bubble(engine)):
         assert 0.5 * steps < len(waits) <= steps  # without the first, and those after empty plans
-    assert min(delays.turnaround(engine)) > 0
-    assert sum(delays.bubble(engine)) < sum(delays.turnaround(engine))
+    assert min(recordings.turnaround(engine)) > 0
+    assert sum(recordings.bubble(engine)) < sum(recordings.turnaround(engine))
 
 
 def test_what_each_row_of_a_message_takes_is_told_from_what_all_take():
     source = np.random.default_rng(0)
     rows = source.integers(1, 256, 500)
     rest = source.uniform(1e-3, 2e-3, 500)
-    rate, found = delays.by_row([list(zip(rows, rest + 1e-5 * rows, strict=True))])
+    rate, found = fit.by_row([list(zip(rows, rest + 1e-5 * rows, strict=True))])
     assert rate == pytest.approx(1e-5, rel=0.05)
     assert found == pytest.approx(np.linspace(1e-3, 2e-3, len(found)), abs=1e-4)
-    assert delays.by_row([]) == (0.0, ())
+    assert fit.by_row([]) == (0.0, ())
 
 
 def test_a_recording_is_compared_with_its_simulation(recorded, tmp_path):
@@ -199,11 +199,11 @@ def test_a_recording_is_compared_with_its_simulation(recorded, tmp_path):
 
 
 def test_a_simulation_of_the_recorded_requests_takes_as_many_steps_and_as_long(recorded):
-    found = fitting.recordings(recorded)
-    steps = [step for one in found if fitting.leads(one) for step in fitting.steps(one)]
-    model = fitting.fit(steps)
+    found = recordings.recordings(recorded)
+    steps = [step for one in found if recordings.leads(one) for step in recordings.steps(one)]
+    model = fit.fit(steps)
     # When they came to the scheduler: on a busy machine hardly at the same moment.
-    works = [e for e in fitting.entries(found, "scheduler") if isinstance(e.message, Work)]
+    works = [e for e in recordings.entries(found, "scheduler") if isinstance(e.message, Work)]
     arriving = [
         Arrival(n, work.time - works[0].time, unpack(work.message.prompt_ids), OUTPUT)
         for n, work in enumerate(works)
@@ -215,7 +215,7 @@ def test_a_simulation_of_the_recorded_requests_takes_as_many_steps_and_as_long(r
 
 
 def test_a_batch_was_recorded_without_targets_for_its_steps(recorded):
-    group, _, _ = fitting.deployment(fitting.recordings(recorded))
+    group, _, _ = recordings.deployment(recordings.recordings(recorded))
     assert (group.itl_target, group.ttft_target) == (0.0, 0.0)
     usual = Settings()
     assert (usual.itl_target, usual.ttft_target) == (0.025, 0.5), "a server has them"
@@ -248,7 +248,9 @@ def test_a_deployment_has_the_budgets_that_a_gpu_engine_measured():
         "overlap_depth": 2, "cache": "radix", "dp": 3, "routing": "prefix",
     }  # fmt: skip
     engine = recording_of("engine", {}, facts)
-    group, groups, routing = fitting.deployment([recording_of("scheduler", settings, {}), engine])
+    group, groups, routing = recordings.deployment(
+        [recording_of("scheduler", settings, {}), engine]
+    )
     assert (groups, routing) == (3, "prefix")
     assert (group.kv_pages, group.page_size, group.max_running) == (1000, 64, 256)
     assert (group.max_step_tokens, group.mixed_step_tokens) == (8192, 0)
@@ -258,8 +260,8 @@ def test_a_deployment_has_the_budgets_that_a_gpu_engine_measured():
     chosen = settings | {
         "max_step_tokens": 4096, "mixed_step_tokens": 100, "itl_target": 0.01, "ttft_target": 0.2,
     }  # fmt: skip
-    group, _, _ = fitting.deployment([recording_of("scheduler", chosen, {}), engine])
+    group, _, _ = recordings.deployment([recording_of("scheduler", chosen, {}), engine])
     assert (group.max_step_tokens, group.mixed_step_tokens) == (4096, 100)
     assert group.options.targets == Targets(0.01, 0.2)
     with pytest.raises(ConfigurationError, match="no recording of a scheduler"):
-        fitting.deployment([engine])
+        recordings.deployment([engine])

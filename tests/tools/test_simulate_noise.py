@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from simulate import fitting
-from simulate.noise import Draws, Noise, Scatter
+from simulate import fit
+from simulate.step_model import Draws, Noise, Scatter
 
 NOISE = Noise(
     scatter=(
@@ -49,7 +49,7 @@ def test_noise_is_found_again_in_what_it_made():
     source = np.random.default_rng(0)
     said, mixed = source.uniform(0.5, 4.0, (2, 20_000)), source.random((2, 20_000)) < 0.3
     took = [drawn(NOISE, said[seed], seed, mixed[seed]) for seed in range(2)]
-    found = fitting.noise(took, list(said), list(mixed))
+    found = fit.noise(took, list(said), list(mixed))
     assert found.persistent == pytest.approx(NOISE.persistent, abs=0.08)
     assert found.lasting == pytest.approx(NOISE.lasting, rel=0.45)  # powers of the root of 2
     again = [drawn(found, said[seed], 7 + seed, mixed[seed]) for seed in range(2)]
@@ -63,7 +63,7 @@ def test_noise_is_found_again_in_what_it_made():
 def test_few_steps_are_one_class_and_their_sum_is_kept():
     said = np.linspace(1.0, 2.0, 90)
     took = said * np.tile([0.5, 1.0, 2.1], 30)
-    found = fitting.noise([took], [said], [said < 1.1])
+    found = fit.noise([took], [said], [said < 1.1])
     (scatter,) = found.scatter
     assert scatter.above == 0.0
     assert found.mixed == (found.mixed[0],)  # 9 steps with prompts say too little by themselves

@@ -196,7 +196,7 @@ def test_each_answer_counts_as_the_gateway_counts_it_and_a_wrong_one_is_noticed(
 
 def test_a_short_soak_of_a_real_server_breaks_no_promise(tmp_path):
     """Memory has more room than in a long run: so short a one is all start-up."""
-    out, samples, drawing = tmp_path / "out.json", tmp_path / "samples.jsonl", tmp_path / "a.png"
+    out, samples = tmp_path / "out.json", tmp_path / "samples.jsonl"
     words = ["--requests", "400", "--warm-up", "60", "--concurrency", "8", "--processes", "1"]
     words += ["--questions", "40"]
     words += ["--every", "0.02", "--memory-percent", "60", "--samples", str(samples)]
@@ -212,9 +212,3 @@ def test_a_short_soak_of_a_real_server_breaks_no_promise(tmp_path):
     assert {"gateway-0", "engine-0-0", "supervisor"} <= set(found["memory"])
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     assert [row["phase"] for row in rows].count("load") == found["samples"] > 30
-    drawn = subprocess.run(
-        [sys.executable, "tools/soak", "plot", str(samples), str(drawing)],
-        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert drawn.returncode == 0, drawn.stderr
-    assert drawing.read_bytes().startswith(b"\x89PNG")

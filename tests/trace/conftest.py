@@ -10,7 +10,7 @@ import pytest
 
 from pipeinfer import AsyncLLM, SamplingParams
 from pipeinfer.offline.outputs import RequestError
-from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.format import Trace
 
 WORDS = ("count", "from 3", "what is", "pipeinfer", "é 🙂", "copy: abc", "7 8 9", "the engine")
 

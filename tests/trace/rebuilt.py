@@ -13,7 +13,7 @@ from pipeinfer.messages import Hello, Message
 from pipeinfer.runtime.stage import StageContext, builder
 from pipeinfer.settings import Settings
 from pipeinfer.topology import NAMES, Identity, StageEntry, Topology
-from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.format import Trace
 
 Event = tuple[float, Message]
 

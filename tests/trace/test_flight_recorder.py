@@ -15,12 +15,9 @@ from pipeinfer.runtime.stage import StageContext, builder
 from pipeinfer.settings import Settings
 from pipeinfer.topology import NAMES, Identity, StageEntry, Topology
 from pipeinfer.trace import format as form
-from pipeinfer.trace.format import ModelIdentity, TraceHeader
-from pipeinfer.trace.notes import Crash
-from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.format import Crash, ModelIdentity, Trace, TraceHeader
 from pipeinfer.trace.recorder import MINUTE, SEGMENT, FlightRing, Recorder
-from pipeinfer.trace.snapshot import restore
-from pipeinfer.trace.state_copy import StateCopier
+from pipeinfer.trace.snapshot import StateCopier, restore
 from servers import STAGES, Server
 
 HEADER = TraceHeader(protocol=2, version="test", stage="s", name="scheduler", reason="flight")

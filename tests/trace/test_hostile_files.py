@@ -18,8 +18,7 @@ from pipeinfer.messages import PROTOCOL, Abort, Submit, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.trace import format as form
-from pipeinfer.trace.format import TraceHeader
-from pipeinfer.trace.reader import OtherProtocol, Trace, UnreadableTrace
+from pipeinfer.trace.format import OtherProtocol, Trace, TraceHeader, UnreadableTrace
 from pipeinfer.trace.redact import TokenPermutation, redact_state
 from pipeinfer.trace.snapshot import RestoreError, restore, snapshot
 from pipeinfer.wire import pack

@@ -16,8 +16,7 @@ from rebuilt import events, fresh, outputs
 
 from pipeinfer.messages import Begin, Done, Fault, Hello, Plan, Result, Submit, Work
 from pipeinfer.topology import Identity
-from pipeinfer.trace.notes import End
-from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.format import End, Trace
 from pipeinfer.trace.snapshot import restore
 from servers import STAGES, Server, environment
 

@@ -15,13 +15,13 @@ from rebuilt import events, fresh, outputs
 
 from pipeinfer import core as local
 from pipeinfer.engine.core import StepFailed
-from pipeinfer.gateway import events as gateway
+from pipeinfer.gateway import ledger as gateway
 from pipeinfer.messages import CHANNELS, Message, PromptLogprobs, Result, Submit, Work
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.tokenizer import core as tokenizer
-from pipeinfer.trace import notes
-from pipeinfer.trace.reader import Trace
-from pipeinfer.trace.recording import Quota, Recording
+from pipeinfer.trace import format as trace_format
+from pipeinfer.trace.format import Trace
+from pipeinfer.trace.recorder import Quota, Recording
 from pipeinfer.trace.redact import REDACTED_FIELDS, UNCHANGED_MESSAGES, TokenPermutation, redactor
 from pipeinfer.trace.snapshot import restore, snapshot
 from pipeinfer.wire import pack, unpack
@@ -51,7 +51,7 @@ def test_other_keys_rename_otherwise():
 
 def all_messages() -> set[str]:
     kinds = [kind for channel in CHANNELS.values() for kind in get_args(channel) or (channel,)]
-    for module in (local, gateway, tokenizer, notes):
+    for module in (local, gateway, tokenizer, trace_format):
         kinds += [
             v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Message)
         ]

@@ -22,13 +22,20 @@ from pipeinfer.scheduler.recovery import REMEMBERED_SECONDS
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity, local
 from pipeinfer.trace import format as form
-from pipeinfer.trace import state_copy
-from pipeinfer.trace.format import ModelIdentity, TraceHeader
+from pipeinfer.trace import snapshot as state_snapshots
+from pipeinfer.trace.format import ModelIdentity, Trace, TraceHeader
 from pipeinfer.trace.hook import RecorderHook
-from pipeinfer.trace.reader import Trace
 from pipeinfer.trace.recorder import FlightRing, Recorder
-from pipeinfer.trace.snapshot import TooLarge, Unsnapshottable, _Walker, restore, snapshot
-from pipeinfer.trace.state_copy import MAX_WALKED_VALUES, StateCopier, StateCopyFailed
+from pipeinfer.trace.snapshot import (
+    MAX_WALKED_VALUES,
+    StateCopier,
+    StateCopyFailed,
+    TooLarge,
+    Unsnapshottable,
+    _Walker,
+    restore,
+    snapshot,
+)
 from pipeinfer.wire import pack
 from waiting import until
 
@@ -72,7 +79,7 @@ def only_elsewhere(monkeypatch):
         assert os.getpid() != mine or most, "the whole state was walked where the loop is"
         return snapshot(core, most)
 
-    monkeypatch.setattr(state_copy, "snapshot", elsewhere)
+    monkeypatch.setattr(state_snapshots, "snapshot", elsewhere)
 
 
 def test_a_large_state_is_walked_in_another_process_and_is_that_of_the_moment(
@@ -119,7 +126,7 @@ def test_a_state_that_shrank_is_walked_at_once_again():
         Abort("r2999", 1), 2.0 + REMEMBERED_SECONDS
     )  # and no id of those is remembered any more
     copier._learn(0.0)  # as the last copy of a small state says
-    assert not isinstance(copier.take(core), state_copy._Elsewhere)
+    assert not isinstance(copier.take(core), state_snapshots._Elsewhere)
 
 
 def test_where_none_may_be_forked_a_large_state_is_walked_by_who_packs_it(monkeypatch):
@@ -130,7 +137,7 @@ def test_where_none_may_be_forked_a_large_state_is_walked_by_who_packs_it(monkey
         walks.append(most)
         return snapshot(core, most)
 
-    monkeypatch.setattr(state_copy, "snapshot", counted)
+    monkeypatch.setattr(state_snapshots, "snapshot", counted)
     copied = copier.take(core, lambda: True)
     assert walks == [MAX_WALKED_VALUES], "no more than a small one takes, on the loop"
     assert form.unpack_state(copied.packed(never)) == snapshot(core)
@@ -152,7 +159,7 @@ def test_a_state_that_changed_while_it_was_walked_is_lost(raises, monkeypatch):
             raise RuntimeError("dictionary changed size during iteration")
         return b"torn"
 
-    monkeypatch.setattr(state_copy, "snapshot", disturbed)
+    monkeypatch.setattr(state_snapshots, "snapshot", disturbed)
     copied = copier.take(core, lambda: still[0])
     with pytest.raises(StateCopyFailed, match="went on"):
         copied.packed(never)
@@ -167,7 +174,7 @@ def slowly(core, most=0):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_for_the_copy_is_not_told_to_the_stage(number, monkeypatch, children):
     """Both have the descriptor that wakes the loop for a signal."""
-    monkeypatch.setattr(state_copy, "snapshot", slowly)
+    monkeypatch.setattr(state_snapshots, "snapshot", slowly)
     heard: list[int] = []
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(number, heard.append, number)
@@ -183,7 +190,7 @@ async def test_a_signal_for_the_copy_is_not_told_to_the_stage(number, monkeypatc
 
 
 def test_the_copy_holds_none_of_our_sockets(monkeypatch):
-    monkeypatch.setattr(state_copy, "snapshot", slowly)
+    monkeypatch.setattr(state_snapshots, "snapshot", slowly)
     reading, writing = os.pipe()
     copied = StateCopier(forks=True).take(core_of(1))
     os.close(writing)
@@ -195,13 +202,13 @@ def test_the_copy_holds_none_of_our_sockets(monkeypatch):
 
 
 def test_a_copy_that_is_killed_or_takes_too_long_is_no_state(monkeypatch, children):
-    monkeypatch.setattr(state_copy, "snapshot", slowly)
+    monkeypatch.setattr(state_snapshots, "snapshot", slowly)
     copied = StateCopier(forks=True).take(core_of(1))
     os.kill(copied.pid, signal.SIGKILL)
     with pytest.raises(StateCopyFailed, match="killed"):
         copied.packed(never)
-    monkeypatch.setattr(state_copy, "COPY_TIMEOUT", 0.05)
-    monkeypatch.setattr(state_copy, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(state_snapshots, "COPY_TIMEOUT", 0.05)
+    monkeypatch.setattr(state_snapshots, "POLL_SECONDS", 0.01)
     with pytest.raises(StateCopyFailed, match=r"more than 0\.05 s"):
         StateCopier(forks=True).take(core_of(1)).packed(never)
     assert not children()

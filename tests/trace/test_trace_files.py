@@ -14,13 +14,20 @@ from hypothesis import strategies as st
 
 from pipeinfer.messages import PROTOCOL, Abort
 from pipeinfer.trace import format as form
-from pipeinfer.trace.format import ModelIdentity, Record, TraceHeader
-from pipeinfer.trace.notes import End
-from pipeinfer.trace.reader import OtherProtocol, Trace, UnreadableTrace
-from pipeinfer.trace.recorder import MAX_WAITING_BYTES, Recorder
-from pipeinfer.trace.recording import (
+from pipeinfer.trace.format import (
+    End,
+    ModelIdentity,
+    OtherProtocol,
+    Record,
+    Trace,
+    TraceHeader,
+    UnreadableTrace,
+)
+from pipeinfer.trace.recorder import (
     MAX_FLIGHT_RECORDINGS,
+    MAX_WAITING_BYTES,
     Quota,
+    Recorder,
     Recording,
     TraceFile,
     prune_flight_recordings,

@@ -2,3 +2,23 @@
 
 Run it as `python tools/bench COMMAND`; docs/benchmarks.md says what each number means.
 """
+
+from harness.command_line import Tool
+from pipeinfer.bench.report import SCHEMA
+
+TOOL = Tool(
+    name="bench",
+    description="Benchmarks of pipeinfer.",
+    commands={
+        "offline": "throughput of a batch of requests through the offline class",
+        "formats": "number formats side by side, as a batch and as one stream",
+        "llama": "a GGUF file on a CPU, beside llama.cpp, in turns",
+        "online": "latency over HTTP under Poisson arrivals or a recorded trace",
+        "pipeline": "CPU time per streamed token and stage, with an engine that answers at once",
+        "storm": "time between tokens of running streams while long prompts arrive",
+        "startup": "from process start to ready and to the first token",
+        "compare": "two result files side by side",
+    },
+    schema=SCHEMA,
+    silent=("compare",),
+)

@@ -1,4 +1,4 @@
-"""`python tools/bench COMMAND ...`: makes the package importable from a checkout, then runs it."""
+"""`python tools/bench COMMAND ...`, from a checkout."""
 
 import importlib
 import sys
@@ -6,4 +6,4 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-sys.exit(importlib.import_module("bench.cli").main())
+sys.exit(importlib.import_module("bench").TOOL.main())

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from harness.command_line import read_report
+from pipeinfer.bench.report import SCHEMA
 from pipeinfer.settings import ConfigurationError
 
 
@@ -24,7 +25,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     """Prints the table; the metrics are the ratios after / before."""
     if settings:
         raise ConfigurationError("compare takes two files and nothing else")
-    before, after = _read(options.before), _read(options.after)
+    before, after = (read_report(path, SCHEMA) for path in (options.before, options.after))
     for name in ("command", "hardware", "commit", "date"):
         if before[name] == after[name]:
             print(f"{name}: {before[name]}")
@@ -55,10 +56,3 @@ def numbers(metrics: Any, path: str = "") -> Iterator[tuple[str, float]]:
         items = enumerate(metrics)
     for name, value in items:
         yield from numbers(value, f"{path}.{name}" if path else str(name))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return report.read(path)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(str(error)) from None

@@ -5,12 +5,16 @@ Source: docs/benchmarks.md. Knows lengths and sizes; it measures nothing.
 
 from __future__ import annotations
 
+import argparse
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from bench.workload import Work
+from pipeinfer.checkpoint.source import resolve_model
 
 EIGHT_BITS = "F8_E4M3"
 STORED_BYTES = {EIGHT_BITS: 1, "I32": 4, "U8": 1}  # of what is stored in a type of its own
@@ -123,3 +127,19 @@ def floor_seconds(work: Work, size: ModelSize, machine: Machine, max_running: in
         for prompt, tokens in zip(work.prompts, work.outputs, strict=True)
     )
     return prefill + decode + contexts * size.kv_bytes / machine.bandwidth
+
+
+def efficiency(
+    options: argparse.Namespace, settings: Mapping[str, Any], work: Work, seconds: float
+) -> dict[str, float]:
+    """The share of `seconds` that the machine of --flops and --bandwidth needs at least."""
+    from pipeinfer import settings as config
+    from pipeinfer.engine.loading import choose_engine
+
+    built = config.build(settings)
+    folder = resolve_model(built.model, built.revision)
+    dtype = str(choose_engine(built, folder).dtype).removeprefix("torch.")
+    machine = Machine(options.flops, options.bandwidth)
+    size = model_size(folder, dtype, built.quantization, built.kv_cache_dtype)
+    least = floor_seconds(work, size, machine, built.max_running)
+    return {"efficiency": least / seconds, "floor_seconds": least}

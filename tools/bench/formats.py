@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import batch, shapes, workload
-from bench.offline import efficiency, highest_id
+from bench import batch, floor, shapes, workload
 from pipeinfer import LLM
-from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.dataset import TokenRange
 
 FP8 = {"quantization": "fp8"}
 FP8_KV = {"kv_cache_dtype": "fp8_e4m3"}
@@ -84,7 +83,7 @@ def _measured(
     stored = {} if which.stored is None else {"quantization_config": dict(which.stored)}
     shapes.write_folder(folder, {**config, **stored})
     chosen = {"load_format": "dummy", **settings, **which.settings, "model": str(folder)}
-    highest = highest_id(chosen)
+    highest = shapes.highest_id(chosen)
     with LLM(**chosen) as llm:
         batch.measure(
             llm, workload.uniform(16, TokenRange(16, 64), TokenRange(4, 8), highest, -1), 0.6
@@ -96,7 +95,8 @@ def _measured(
                 seconds = batch.measure(llm, work, 0.6).seconds
                 yield "tokens_per_s", work.output_tokens / seconds
                 if options.flops and options.bandwidth:
-                    yield "efficiency", efficiency(options, chosen, work, seconds)["efficiency"]
+                    found = floor.efficiency(options, chosen, work, seconds)
+                    yield "efficiency", found["efficiency"]
             if options.stream_tokens:
                 length = TokenRange(options.stream_tokens, options.stream_tokens)
                 alone = workload.uniform(1, TokenRange(128, 128), length, highest, 2 * turn + 1)

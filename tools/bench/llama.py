@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, Keys, LlamaFileType, dequantize
 
-from bench import report
-from bench.processes import Others
+from harness.command_line import ROOT
+from harness.processes import Others
 from pipeinfer import AsyncLLM, SamplingParams
 from pipeinfer.offline.llm import NO_TARGETS
 from pipeinfer.settings import ConfigurationError
@@ -291,7 +291,7 @@ class Llama:
 
     def tokens(self, model: Path) -> list[int]:
         """The pages of docs/ as the model's tokens."""
-        pages = sorted((report.ROOT / "docs").glob("*.md"))
+        pages = sorted((ROOT / "docs").glob("*.md"))
         text = self._folder / "text"
         text.write_text("\n".join(page.read_text() for page in pages))
         return json.loads(self._call("tokens", model, text))

@@ -1,8 +1,4 @@
-"""`offline`: tokens per second of one batch of requests through the offline class, all processes.
-
-With `--against transformers` the same work goes to transformers' own `generate`, in turns. Knows
-what to measure; how transformers is driven is in against_transformers.py.
-"""
+"""`offline`: tokens per second of one batch of requests through the offline class."""
 
 from __future__ import annotations
 
@@ -12,11 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import against_transformers, batch, floor, shapes, workload
-from bench.workload import Work
+from bench import batch, floor, shapes, workload
 from pipeinfer import LLM
-from pipeinfer.bench.options import TokenRange
-from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.bench.dataset import TokenRange
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,32 +22,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
     add("--temperature", type=float, default=0.6)
     add("--work-seed", type=int, default=0, help="seed of prompts and lengths")
-    add("--rounds", type=int, default=0, help="default: 1, or 3 against transformers")
+    add("--rounds", type=int, default=1)
     add("--flops", type=float, default=0.0, help="of the machine, per second, for the efficiency")
     add("--bandwidth", type=float, default=0.0, help="of its memory, bytes per second")
-    add("--against", choices=["transformers"], help="measure it too: 64 requests, greedy, float32")
 
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; prints them too."""
     with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
-        if options.against:
-            return against_transformers.run(options, dict(settings), Path(temporary))
-        return _alone(options, dict(settings), Path(temporary))
+        return _run(options, dict(settings), Path(temporary))
 
 
-def _alone(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _run(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     if options.config:
         shapes.write_folder(folder, shapes.shape(options.config))
         settings |= {"model": str(folder), "load_format": settings.get("load_format", "dummy")}
-    highest = highest_id(settings)
+    highest = shapes.highest_id(settings)
     spans = options.prompt_tokens, options.output_tokens
     work = workload.uniform(options.requests, *spans, highest, options.work_seed)
     warm = workload.uniform(
         min(options.requests, 16), TokenRange(16, 64), TokenRange(4, 8), highest, -1
     )
     rounds = []
-    for _ in range(options.rounds or 1):
+    for _ in range(options.rounds):
         with LLM(**settings) as llm:  # anew each time, so that no prompt is in the prefix cache
             batch.measure(llm, warm, options.temperature)
             rounds.append(batch.measure(llm, work, options.temperature))
@@ -62,33 +53,6 @@ def _alone(options: argparse.Namespace, settings: dict[str, Any], folder: Path) 
     if settings.get("device") == "cuda":
         metrics["outside_model_share"] = None  # a GPU engine counts launches there, not computing
     if options.flops and options.bandwidth:
-        metrics |= efficiency(options, settings, work, metrics["seconds"])
+        metrics |= floor.efficiency(options, settings, work, metrics["seconds"])
     batch.show(metrics)
     return metrics
-
-
-def highest_id(settings: Mapping[str, Any]) -> int:
-    """The highest token id of the prompts that are drawn."""
-    return min(10_000, _vocabulary(settings) - 1)
-
-
-def _vocabulary(settings: Mapping[str, Any]) -> int:
-    from pipeinfer.checkpoint.config import read_outline
-
-    return read_outline(resolve_model(settings.get("model", ""))).vocab_size
-
-
-def efficiency(
-    options: argparse.Namespace, settings: Mapping[str, Any], work: Work, seconds: float
-) -> dict[str, float]:
-    """The share of `seconds` that the machine of --flops and --bandwidth needs at least."""
-    from pipeinfer import settings as config
-    from pipeinfer.engine.loading import choose_engine
-
-    built = config.build(settings)
-    folder = resolve_model(built.model, built.revision)
-    dtype = str(choose_engine(built, folder).dtype).removeprefix("torch.")
-    machine = floor.Machine(options.flops, options.bandwidth)
-    size = floor.model_size(folder, dtype, built.quantization, built.kv_cache_dtype)
-    least = floor.floor_seconds(work, size, machine, built.max_running)
-    return {"efficiency": least / seconds, "floor_seconds": least}

@@ -13,14 +13,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from bench import plot
 from pipeinfer.bench.client import WARMUP_SEED, Endpoint, stream_all
-from pipeinfer.bench.dataset import RandomDataset, SampleRequest
-from pipeinfer.bench.load import OpenLoop, load_trace, poisson_arrivals
-from pipeinfer.bench.local_server import LocalServer
+from pipeinfer.bench.dataset import RandomDataset, SampleRequest, TokenRange
 from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
-from pipeinfer.bench.options import TokenRange
 from pipeinfer.bench.runner import run_load
+from pipeinfer.bench.worker import OpenLoop, load_trace, poisson_arrivals
+from pipeinfer.runtime.local import LocalServer
 from pipeinfer.settings import ConfigurationError
 
 WARM_UP = 4  # requests before the first rate
@@ -41,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--speed", type=float, default=1.0, help="of the trace")
     add("--good-ttft", type=float, default=1000.0, metavar="MS")
     add("--good-itl", type=float, default=100.0, metavar="MS", help="mean of a request")
-    add("--plot", type=Path, metavar="OUT.png")
 
 
 def _rates(text: str) -> list[float]:
@@ -69,8 +66,6 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
             lines.append(run_load(endpoint, *plan(options, rate)).timings)
             points.append({"rate": rate, **benchmark_metrics(lines[-1], target)})
             _show(points[-1], lines[-1])
-    if options.plot:
-        plot.latencies(options.plot, points)
     last = points[-1]
     return {name: last[name] for name in ("tokens_per_s", "ttft_ms", "itl_ms", "e2e_ms")} | {
         "targets_ms": {"ttft": options.good_ttft, "itl": options.good_itl},

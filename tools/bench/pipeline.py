@@ -18,14 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench import instant_engine, processes
+from bench import instant_engine
+from harness.processes import cpu_seconds
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
-from pipeinfer.bench import local_server
 from pipeinfer.bench.client import Endpoint, stream_all
-from pipeinfer.bench.dataset import RandomDataset
+from pipeinfer.bench.dataset import RandomDataset, TokenRange
 from pipeinfer.bench.metrics import RequestTiming, percentiles
-from pipeinfer.bench.options import TokenRange
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.topology import NAMES, Topology
@@ -102,12 +101,12 @@ def stages(
         try:
             for name in NAMES:
                 running[name] = _start(name, file, environment)
-            url = local_server.wait_ready(running["gateway"])
+            url = local.wait_ready(running["gateway"])
             pids = {name: p.pid for name, p in running.items()} | {"client": os.getpid()}
             yield url, pids, local, highest
         finally:
             for process in running.values():  # the gateway first: it ends what still runs
-                local_server.stop(process)
+                local.stop_process(process)
 
 
 def _start(name: str, topology: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -133,7 +132,7 @@ async def send(
 
 
 def _used(pids: Mapping[str, int]) -> dict[str, float]:
-    return {name: processes.cpu_seconds(pid) for name, pid in pids.items()}
+    return {name: cpu_seconds(pid) for name, pid in pids.items()}
 
 
 def _show(metrics: Mapping[str, Any]) -> None:

@@ -8,13 +8,29 @@ from __future__ import annotations
 import json
 import random
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pipeinfer.checkpoint.config import read_outline
+from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.settings import ConfigurationError
 
+HIGHEST_ID = 10_000  # of prompts, as other servers' benchmarks draw them
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 SHAPES: dict[str, dict[str, Any]] = {
     # 100.1 million parameters
     "llama-100m": {
@@ -33,75 +49,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
     },
-    "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 1_024,
-        "intermediate_size": 3_072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
+    "qwen3-0.6b": QWEN3 | {
+        "hidden_size": 1_024, "intermediate_size": 3_072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "tie_word_embeddings": True,
     },
-    "qwen3-14b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 5_120,
-        "intermediate_size": 17_408,
-        "num_hidden_layers": 40,
+    "qwen3-14b": QWEN3 | {
+        "hidden_size": 5_120, "intermediate_size": 17_408, "num_hidden_layers": 40,
         "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
     },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": 151_936,
-        "hidden_size": 2_048,
-        "intermediate_size": 6_144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
+    "qwen3-30b-a3b": QWEN3 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "hidden_size": 2_048, "intermediate_size": 6_144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
         "norm_topk_prob": True,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
     },
-    "qwen3-32b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 5_120,
-        "intermediate_size": 25_600,
-        "num_hidden_layers": 64,
+    "qwen3-32b": QWEN3 | {
+        "hidden_size": 5_120, "intermediate_size": 25_600, "num_hidden_layers": 64,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
     },
-}
+}  # fmt: skip
 
 
 def shape(name: str) -> dict[str, Any]:
@@ -141,3 +108,9 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def highest_id(settings: Mapping[str, Any]) -> int:
+    """The highest token id of the prompts that are drawn for a server with these settings."""
+    folder = resolve_model(settings.get("model", ""))
+    return min(HIGHEST_ID, read_outline(folder).vocab_size - 1)

@@ -20,7 +20,7 @@ from typing import Any
 from bench import shapes
 from pipeinfer.bench.client import Endpoint, stream_all
 from pipeinfer.bench.dataset import SampleRequest
-from pipeinfer.bench.local_server import LocalServer, ServerNotReady
+from pipeinfer.runtime.local import LocalServer, ServerNotReady
 
 FIRST = SampleRequest(1, prompt_ids=[1, 2, 3, 4, 5, 6, 7, 8])
 

@@ -29,7 +29,6 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.settings import ConfigurationError
 
 WARM_TOKENS = 8  # of each stream, that are not measured
-HIGHEST_ID = 10_000
 SLOWEST = 20  # steps of which it is told when they were
 TOGETHER = 1e-3  # seconds within which the tokens of one step are read
 
@@ -176,7 +175,7 @@ class Run:
 
 async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measured:
     config = read_outline(resolve_model(str(settings.get("model", ""))))
-    highest = min(HIGHEST_ID, config.vocab_size - 1)
+    highest = shapes.highest_id(settings)
     limit = int(settings.get("max_model_len") or config.context_length)
     source = random.Random(0)
 

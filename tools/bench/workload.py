@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.dataset import TokenRange
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,3 @@ def uniform(
         for _ in range(requests)
     ]
     return Work(ids, [outputs.sample(source) for _ in range(requests)])
-
-
-def short_and_long(seed: int, highest_id: int, requests: int = 64) -> Work:
-    """Prompts of 16 to 256 tokens; three quarters of the outputs 8 to 48, the others 160 to 256.
-
-    Which requests are the long ones is drawn too: a server cannot know.
-    """
-    source = random.Random(seed)
-    ids = [
-        [source.randint(0, highest_id) for _ in range(source.randint(16, 256))]
-        for _ in range(requests)
-    ]
-    long = requests // 4
-    outputs = [source.randint(8, 48) for _ in range(requests - long)]
-    outputs += [source.randint(160, 256) for _ in range(long)]
-    source.shuffle(outputs)
-    return Work(ids, outputs)

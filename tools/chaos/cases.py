@@ -12,19 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chaos import wire
-from chaos.wire import Way
-from pipeinfer.gateway.json_prescan import MAX_DEPTH
+from harness import raw_http
 from pipeinfer.gateway.requests import MAX_PROMPTS
-from pipeinfer.gateway.schema import MAX_MESSAGES
+from pipeinfer.gateway.schema import MAX_DEPTH, MAX_MESSAGES
 from pipeinfer.params import (
-    LEAST_REPETITION,
-    LEAST_TOP_P,
+    MAX_REPETITION,
+    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
-    MOST_REPETITION,
-    MOST_STOP_LETTERS,
-    MOST_STOP_TOKENS,
-    MOST_TEMPERATURE,
+    MAX_STOP_TOKENS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION,
+    MIN_TOP_P,
 )
 
 CONTEXT, VOCABULARY, LONGEST_TOKEN = 2048, 264, 13
@@ -43,7 +41,7 @@ class Case:
     name: str
     build: Build
     expected: frozenset[str]
-    send: Way = wire.whole
+    send: raw_http.SendMethod = raw_http.whole
     connections: int = 4
     unlimited: bool = False
 
@@ -52,7 +50,7 @@ def _case(
     name: str,
     build: Build,
     expected: str,
-    send: Way = wire.whole,
+    send: raw_http.SendMethod = raw_http.whole,
     connections: int = 4,
     unlimited: bool = False,
 ) -> Case:
@@ -63,13 +61,13 @@ def _case(
 def chat(headers: Mapping[str, str] | None = None, **fields: Any) -> bytes:
     """A chat request of 16 tokens, with `fields` in its body."""
     body = {"messages": [{"role": "user", "content": "Copy: abc"}], "max_tokens": 16, **fields}
-    return wire.request(CHAT, json.dumps(body).encode(), headers)
+    return raw_http.request(CHAT, json.dumps(body).encode(), headers)
 
 
 def completion(**fields: Any) -> bytes:
     """A completion of 4 tokens, with `fields` in its body."""
     body = json.dumps({"prompt": "abc", "max_tokens": 4, **fields})
-    return wire.request(COMPLETION, body.encode())
+    return raw_http.request(COMPLETION, body.encode())
 
 
 def chats(name: str, expected: str, connections: int = 4, **fields: Any) -> Case:
@@ -98,7 +96,7 @@ def _deep(field: str, depth: int) -> bytes:
     else:
         body[field] = {"a": "HERE"}
     value = "[" * depth + "]" * depth
-    return wire.request(CHAT, json.dumps(body).replace('"HERE"', value).encode())
+    return raw_http.request(CHAT, json.dumps(body).replace('"HERE"', value).encode())
 
 
 def _each(*contents: bytes) -> Build:
@@ -112,13 +110,13 @@ def _stops(letters: int) -> list[str]:
 
 def _gzip(body: bytes, cut: int = 0) -> bytes:
     packed = gzip.compress(body, 1)
-    return wire.request(CHAT, packed[: len(packed) - cut], {"Content-Encoding": "gzip"})
+    return raw_http.request(CHAT, packed[: len(packed) - cut], {"Content-Encoding": "gzip"})
 
 
 def _broken_gzip() -> list[bytes]:
     good = gzip.compress(json.dumps({"messages": []}).encode())
     bodies = (b"this is no gzip", good[:10], good[:-4], good[:15] + b"\xff" * 9, b"\x1f\x8b")
-    return [wire.request(CHAT, body, {"Content-Encoding": "gzip"}) for body in bodies]
+    return [raw_http.request(CHAT, body, {"Content-Encoding": "gzip"}) for body in bodies]
 
 
 MALFORMED = (
@@ -168,7 +166,7 @@ LIST_OF_TEXTS: dict[str, Any] = {
 }
 
 DEPTH = MAX_DEPTH - 2  # within a value of an object of the body's
-LETTERS = MOST_STOP_LETTERS
+LETTERS = MAX_STOP_CHARS
 
 CASES: tuple[Case, ...] = (
     # ------------------------------------------------------------------------------- nested JSON
@@ -204,7 +202,7 @@ CASES: tuple[Case, ...] = (
         "repetition_penalty at its bounds",
         lambda: [
             chat(repetition_penalty=p, max_tokens=200, ignore_eos=True)
-            for p in (LEAST_REPETITION, MOST_REPETITION)
+            for p in (MIN_REPETITION, MAX_REPETITION)
         ], "200",
     ),
     _case(
@@ -214,7 +212,7 @@ CASES: tuple[Case, ...] = (
     _case(
         "parameters at their edges",
         lambda: [
-            chat(temperature=1e-300), chat(temperature=MOST_TEMPERATURE), chat(top_p=LEAST_TOP_P),
+            chat(temperature=1e-300), chat(temperature=MAX_TEMPERATURE), chat(top_p=MIN_TOP_P),
             chat(top_p=5e-324, temperature=1.0), chat(top_p=0, temperature=1.0),
             chat(top_k=2**31 - 1, temperature=1.0),
             chat(min_p=1.0, temperature=1.0), chat(seed=2**64 - 1), chat(seed=-(2**63)),
@@ -246,7 +244,7 @@ CASES: tuple[Case, ...] = (
     ),
     chats(
         "as many stop ids as may be", "200 400",
-        min_tokens=8, stop_token_ids=list(range(256, 256 + MOST_STOP_TOKENS)),
+        min_tokens=8, stop_token_ids=list(range(256, 256 + MAX_STOP_TOKENS)),
     ),
     # What is large is made when it is sent.
     _case(
@@ -329,16 +327,16 @@ CASES: tuple[Case, ...] = (
     _case("broken gzip", _broken_gzip, "400"),
     _case("gzip bomb", lambda: [_gzip(b" " * (200 << 20))], "400 413"),
     _case("malformed requests", lambda: list(MALFORMED), "400 401 200 closed", connections=2),
-    _case("half-closed", lambda: [chat()], "200", wire.half_closed),
-    _case("slow requests", lambda: [chat()], "408 closed cut", wire.slow, 64),
-    _case("dropped connections", _each(b""), "0 closed", wire.dropped, 64),
+    _case("half-closed", lambda: [chat()], "200", raw_http.half_closed),
+    _case("slow requests", lambda: [chat()], "408 closed cut", raw_http.slow, 64),
+    _case("dropped connections", _each(b""), "0 closed", raw_http.dropped, 64),
     _case(
         "dropped requests", lambda: [chat(max_tokens=1000, ignore_eos=True, stream=True)],
-        "0 closed", wire.dropped, 32,
+        "0 closed", raw_http.dropped, 32,
     ),
     _case(
         "unread streams", lambda: [chat(max_tokens=1000, ignore_eos=True, stream=True)],
-        "200 closed cut", wire.unread, 16,
+        "200 closed cut", raw_http.unread, 16,
     ),
     _case("pipelined", lambda: [chat(max_tokens=1) * 200], "200"),
     # ------------------------------------------------------------------------------- simply much

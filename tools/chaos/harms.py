@@ -8,7 +8,6 @@ another (`address`), where the link to it begins; the ports are the same. Linux 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import resource
@@ -26,13 +25,19 @@ from typing import Any
 import msgspec
 import psutil
 
-from chaos.serving import Serving, Stage
-from chaos.streams import TOOL, Broken
+from harness.processes import Helper
+from harness.server import ServerUnderTest, Stage
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.topology import PORT_OFFSETS
 
-FIRST, ROW = 7000, 10  # the port of the first stage, and how far it is to that of the next
+
+class Broken(AssertionError):
+    """A promise to a client that was not kept."""
+
+
+FIRST_PORT = 7000  # of the first stage
+PORTS = 10  # from a stage's port to that of the next
 
 
 class Network:
@@ -46,7 +51,7 @@ class Network:
         self._ports: dict[Stage, int] = {}
         entries: list[topologies.StageEntry] = []
         for number, entry in enumerate(local.entries):
-            port = self._ports[entry.name, entry.group, entry.rank] = FIRST + ROW * number
+            port = self._ports[entry.name, entry.group, entry.rank] = FIRST_PORT + PORTS * number
             address = f"tcp://{self._listen}:{port}"
             entries.append(msgspec.structs.replace(entry, address=address, bind=self._goal))
         handle, self.file = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".toml")
@@ -55,38 +60,25 @@ class Network:
 
     def __enter__(self) -> Network:
         ports = [port + offset for port in self._ports.values() for offset in PORT_OFFSETS.values()]
-        words = ["links", "--listen", self._listen, "--goal", self._goal, "--ports"]
-        self._process = subprocess.Popen(
-            [sys.executable, TOOL, *words, *map(str, ports)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self._hear("up")
+        self._helper = Helper("chaos.links:run", listen=self._listen, goal=self._goal, ports=ports)
+        self._helper.next()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()
+        self._helper.finish()
         Path(self.file).unlink()
 
     def change(
         self, verb: str, stages: Iterable[Stage], sockets: Sequence[str], *numbers: float
     ) -> None:
-        """ "hold", "cut", "slow" or "mend" of the links to these stages' sockets; see links.py."""
+        """ "hold", "cut", "slow" or "mend" of the links to these stages' sockets."""
         ports = [self._ports[stage] + PORT_OFFSETS[name] for stage in stages for name in sockets]
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([verb, ports, *numbers]) + "\n")
-        self._process.stdin.flush()
-        self._hear("done")
-
-    def _hear(self, word: str) -> None:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line.strip() != word:
-            raise RuntimeError(f"the links say {line!r} and end with {self._process.poll()}")
+        self._helper.tell([verb, ports, *numbers])
 
 
-SIZE = 1 << 20  # bytes of the tmpfs
-LEFT = 48 << 10  # bytes that are free when recordings begin
-MOST = 4 << 10  # bytes that a file may have, where a limit stands for the disk's end
+DISK_BYTES = 1 << 20  # of the tmpfs
+FREE_BYTES = 48 << 10  # when recordings begin
+FILE_BYTES = 4 << 10  # that a file may have, where a limit stands for the disk's end
 LATE = 60.0  # seconds for a recording to end after its time
 
 
@@ -98,7 +90,7 @@ class SmallDisk:
         self._stack = ExitStack()
         made = tempfile.TemporaryDirectory(prefix="pipeinfer-chaos-")
         self.folder = Path(self._stack.enter_context(made))
-        words = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(self.folder)]
+        words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(self.folder)]
         try:
             mounted = subprocess.run(words, capture_output=True).returncode == 0
         except FileNotFoundError:
@@ -118,7 +110,7 @@ class SmallDisk:
         log: bytes that the stages' other file, their log, has. Raises Broken unless at least one
         recording says that there was no room, and none fails for another reason.
         """
-        full = self._filled() if self.way == "tmpfs" else _limited(pids, log + MOST)
+        full = self._filled() if self.way == "tmpfs" else _limited(pids, log + FILE_BYTES)
         words = ["record", "--topology", topology, "--seconds", str(seconds)]
         with full, tempfile.TemporaryDirectory(dir=self.folder) as out:
             told = subprocess.run(
@@ -133,7 +125,7 @@ class SmallDisk:
     def _filled(self) -> Iterator[None]:
         filler = self.folder / "filler"
         free = os.statvfs(self.folder)
-        filler.write_bytes(b"\0" * max(free.f_bavail * free.f_frsize - LEFT, 0))
+        filler.write_bytes(b"\0" * max(free.f_bavail * free.f_frsize - FREE_BYTES, 0))
         try:
             yield
         finally:
@@ -154,14 +146,14 @@ def _limited(pids: Iterable[int], most: int) -> Iterator[None]:
             process.rlimit(resource.RLIMIT_FSIZE, before)
 
 
-def kill(server: Serving, victims: Sequence[Stage]) -> None:
+def kill(server: ServerUnderTest, victims: Sequence[Stage]) -> None:
     """-9 of all of them; returns when others are in their places and the server is well."""
     before = server.pids()
     _signal((before[victim] for victim in victims), signal.SIGKILL)
     _well(server, before, victims)
 
 
-def stop(server: Serving, victims: Sequence[Stage], seconds: float) -> None:
+def stop(server: ServerUnderTest, victims: Sequence[Stage], seconds: float) -> None:
     """Nobody is told that they stand still, and that they go on."""
     before = server.pids()
     processes = [before[victim] for victim in victims]
@@ -173,7 +165,7 @@ def stop(server: Serving, victims: Sequence[Stage], seconds: float) -> None:
     _well(server, before, ())
 
 
-def unhurt(server: Serving, harm: Callable[[], None]) -> None:
+def unhurt(server: ServerUnderTest, harm: Callable[[], None]) -> None:
     """Something that must cost no process."""
     before = server.pids()
     harm()
@@ -185,7 +177,7 @@ def _signal(processes: Iterable[int], number: int) -> None:
         os.kill(process, number)
 
 
-def _well(server: Serving, before: dict[Stage, int], killed: Sequence[Stage]) -> None:
+def _well(server: ServerUnderTest, before: dict[Stage, int], killed: Sequence[Stage]) -> None:
     """Waits until it is; of a group with a killed engine, all ranks may be others now."""
     now: dict[Stage, int] = {}
 

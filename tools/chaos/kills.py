@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chaos import harms
-from chaos.ordeal import Blow, Ordeal, summary
-from chaos.serving import Serving, Stage
+from chaos.fault_run import Fault, FaultRun, summary
+from harness.server import ServerUnderTest, Stage
 
 POOL = {"kv_pages": 600, "threads": 1}  # too small for 64 streams at once: some are preempted
 
@@ -32,17 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics, and what was broken."""
     source = random.Random(options.storm_seed)
-    ordeal = Ordeal(options.streams, options.tokens, source)
+    faults = FaultRun(options.streams, options.tokens, source)
     began = time.monotonic()
     plan = Kills(source, options.kills, options.only)
-    ordeal.serve(Serving({**POOL, **settings}), plan)
+    faults.serve(ServerUnderTest({**POOL, **settings}), plan)
     return {
-        "kills": sum(map(len, ordeal.pauses.values())),
+        "kills": sum(map(len, faults.pauses.values())),
         "streams": options.streams,
-        "answers": ordeal.answers,
+        "answers": faults.answers,
         "seconds": round(time.monotonic() - began, 1),
-        "pauses": {kind: summary(pauses) for kind, pauses in sorted(ordeal.pauses.items())},
-        "broken": ordeal.broken,
+        "pauses": {kind: summary(pauses) for kind, pauses in sorted(faults.pauses.items())},
+        "broken": faults.broken,
     }
 
 
@@ -62,14 +62,14 @@ class Kills:
     def __init__(self, source: random.Random, kills: int, only: str) -> None:
         self._random, self._kills, self._only = source, kills, only
 
-    def __call__(self, server: Serving) -> Sequence[Blow]:
+    def __call__(self, server: ServerUnderTest) -> Sequence[Fault]:
         stages = sorted(
             stage for stage in server.pids() if stage[0] != "gateway" and self._only in stage[0]
         )
         victims = drawn(stages, self._kills, self._random)
-        return [self._blow(server, victim) for victim in victims]
+        return [self._fault(server, victim) for victim in victims]
 
-    def _blow(self, server: Serving, victim: Stage) -> Blow:
+    def _fault(self, server: ServerUnderTest, victim: Stage) -> Fault:
         kind = f"rank {victim[2]}" if victim[0] == "engine" else victim[0]
         wait = self._random.random()
-        return Blow(kind, str(victim), wait, lambda: harms.kill(server, [victim]))
+        return Fault(kind, str(victim), wait, lambda: harms.kill(server, [victim]))

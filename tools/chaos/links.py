@@ -1,38 +1,21 @@
-"""`links`: a TCP proxy for the links between stages, which can be held, cut and slowed.
+"""A TCP proxy for the links between stages, in a process of its own: held, cut and slowed.
 
-Every byte arrives once and in order as long as its connection lives. Obeys lines on stdin, a JSON
-list each: ["hold" | "cut" | "mend", [port, ...]] or ["slow", [port, ...], seconds, bytes a second];
-each is answered with "done". Knows no stage and no message.
+Every byte arrives once and in order as long as its connection lives. Knows no stage and no message.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import uvloop
 
 CHUNK = 1 << 16
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this command."""
-    parser.add_argument("--listen", required=True, help="a host")
-    parser.add_argument("--goal", required=True, help="the host to which it leads")
-    parser.add_argument("--ports", type=int, nargs="+", required=True, help="the same on both")
-
-
-def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Until stdin ends."""
-    uvloop.run(_run(options.listen, options.goal, options.ports))
-    return {}
 
 
 class Link:
@@ -123,11 +106,18 @@ def _drop(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
+def run(listen: str, goal: str, ports: Sequence[int]) -> None:
+    """A helper that leads connections from host `listen` to host `goal`, until stdin ends. Takes
+    lines: ["hold" | "cut" | "mend", [port, ...]] or ["slow", [port, ...], seconds, bytes a second];
+    each is answered with "done"."""
+    uvloop.run(_run(listen, goal, ports))
+
+
 async def _run(host: str, goal: str, ports: Sequence[int]) -> None:
     links = {port: Link(host, goal, port) for port in ports}
     for link in links.values():
         await link.mend()
-    print("up", flush=True)
+    print('"up"', flush=True)
     loop = asyncio.get_running_loop()
     orders = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
@@ -136,6 +126,6 @@ async def _run(host: str, goal: str, ports: Sequence[int]) -> None:
             verb, which, *numbers = json.loads(line)
             for port in which:
                 await getattr(links[port], verb)(*numbers)
-            print("done", flush=True)
+            print('"done"', flush=True)
     for link in links.values():
         await link.cut()

@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any
 
 from chaos import harms
-from chaos.harms import KINDS, LINKS, SPARED, Harm, Network, SmallDisk, drawn
+from chaos.fault_run import Fault, FaultRun, summary
+from chaos.harms import KINDS, LINKS, SPARED, Broken, Harm, Network, SmallDisk, drawn
 from chaos.kills import POOL
-from chaos.ordeal import Blow, Ordeal, summary
-from chaos.pester import Hostile
-from chaos.serving import Serving
-from chaos.streams import Broken
-from pipeinfer.runtime.find import running_servers
+from harness.processes import Helper
+from harness.server import ServerUnderTest
+from pipeinfer.runtime.servers import running_servers
 from pipeinfer.settings import ConfigurationError
 
 SLOW = (0.05, 200_000.0)  # seconds that each piece comes late, bytes a second
@@ -49,27 +48,30 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     if unknown := sorted(set(options.kinds.split(",")) - set(KINDS)):
         raise ConfigurationError(f"--kinds: no {unknown[0]!r}; there are {', '.join(KINDS)}")
     source = random.Random(options.storm_seed)
-    ordeal = Ordeal(options.streams, options.tokens, source, options.limit)
+    faults = FaultRun(options.streams, options.tokens, source, options.limit)
     began = time.monotonic()
     with ExitStack() as stack:
         storm = Storm(options, kinds, {**POOL, **settings}, stack)
-        ordeal.serve(storm.server, storm.plan, storm.hostile.end)
+        faults.serve(storm.server, storm.plan, storm.end_hostile)
     return {
-        "harms": {kind: len(pauses) for kind, pauses in sorted(ordeal.pauses.items())},
+        "harms": {kind: len(pauses) for kind, pauses in sorted(faults.pauses.items())},
         "streams": options.streams,
-        "answers": ordeal.answers,
-        "hostile": storm.hostile.statuses,
+        "answers": faults.answers,
+        "hostile": storm.hostile_statuses,
         "disk": storm.disk.way if storm.disk is not None else "",
         "seconds": round(time.monotonic() - began, 1),
-        "pauses": {kind: summary(pauses) for kind, pauses in sorted(ordeal.pauses.items())},
-        "broken": ordeal.broken + storm.hostile.broken,
+        "pauses": {kind: summary(pauses) for kind, pauses in sorted(faults.pauses.items())},
+        "broken": faults.broken + storm.broken,
     }
 
 
 class Storm:
-    """The server of a storm, and what is needed to hurt it; `plan` is a plan of chaos/ordeal.py.
+    """The server of a storm, and what is needed to hurt it. What it opens is closed with `stack`.
 
-    What it opens is closed with `stack`. disk: None where nothing is recorded.
+    Attributes:
+    - disk: None where nothing is recorded
+    - hostile_statuses: how many hostile requests got which status
+    - broken: what hostile requests got that their cases do not expect
     """
 
     def __init__(
@@ -88,18 +90,30 @@ class Storm:
         if "full" in kinds:
             self.disk = stack.enter_context(SmallDisk())
             settings = {"record": str(self.disk.folder / "start"), **settings}
-        self.hostile = stack.enter_context(Hostile(options.rate, options.storm_seed))
-        self.server = Serving(settings, *words)
+        self._stack = stack
+        self._hostile: Helper | None = None
+        self.hostile_statuses: dict[str, int] = {}
+        self.broken: list[str] = []
+        self.server = ServerUnderTest(settings, *words)
 
-    def plan(self, server: Serving) -> Sequence[Blow]:
+    def plan(self, server: ServerUnderTest) -> Sequence[Fault]:
         """Harms to the server that runs; from now on hostile requests come, too."""
-        self.hostile.begin(server.url)
         asked = self._options
+        if asked.rate:
+            how = {"url": server.url, "rate": asked.rate, "seed": asked.storm_seed}
+            self._hostile = self._stack.enter_context(Helper("chaos.hostile:pester", **how))
         harms = drawn(self._kinds, list(server.pids()), asked.skip + asked.harms, asked.storm_seed)
         return [
-            Blow(harm.kind, str(harm), harm.wait, partial(self._do, harm))
+            Fault(harm.kind, str(harm), harm.wait, partial(self._do, harm))
             for harm in harms[asked.skip :]
         ]
+
+    def end_hostile(self) -> None:
+        """No more hostile requests; returns when all are answered."""
+        if self._hostile is not None:
+            [did] = self._hostile.finish()
+            self.hostile_statuses = did["statuses"]
+            self.broken = [f"unexpected answer: {text}" for text in did["unexpected"]]
 
     def _do(self, harm: Harm) -> None:
         server, seconds = self.server, self._options.seconds

@@ -1,89 +1,106 @@
-"""Clients that stream answers under attack, and what they saw: texts, gaps, failures.
+"""Clients that stream one answer after another, in a process of their own, and when pieces came.
 
-StreamClient asks one question again and again; Streams reads the clients of watch.py.
+Times are those of the machine's monotonic clock, which is the same for every process.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
-import subprocess
-import sys
+import random
 import threading
 import time
-from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import dataclass
 
-import aiohttp
+import uvloop
 
-SAMPLING = (
-    {"temperature": 0.0},
-    {"temperature": 0.8},
-    {"temperature": 1.0, "top_p": 0.9},
-    {"temperature": 1.1, "top_k": 20},
-    {"temperature": 0.9, "min_p": 0.05, "top_k": 50},
-    {"temperature": 0.7, "top_k": 5, "top_p": 0.8},
-    {"temperature": 0.0, "ignore_eos": False, "min_tokens": 60},
-    {"temperature": 0.8, "stop": ["zz", "7 8"]},
-)
+from harness import raw_http
+from harness.processes import Helper
+from pipeinfer.demo.tasks import copy_task
+
+SHORT, LONG = 80, 600  # tokens of an answer: some begin all the time, some go on for long
+OFTEN = 0.05  # seconds between lines
+BREATH = 0.2  # seconds after an answer that was none
+
+Event = tuple[int, str, float]  # client, "ask", "piece", "end" or "fail: ...", time
 
 
-class Broken(AssertionError):
-    """A promise to a client that was not kept."""
+def stream(url: str, clients: int, key: str) -> None:
+    """A helper with so many clients, until it is killed. Prints lists of events."""
+    uvloop.run(_stream_all(raw_http.Address.of(url), clients, key))
 
 
-@dataclass
-class StreamClient:
-    """`texts`: each with the reason of its end; `moved`: when pieces of its answers came."""
+async def _stream_all(address: raw_http.Address, clients: int, key: str) -> None:
+    events: list[Event] = []
+    tasks = [asyncio.create_task(_client(n, address, key, events)) for n in range(clients)]
+    while not any(task.done() for task in tasks):
+        await asyncio.sleep(OFTEN)
+        if events:
+            said, events[:] = json.dumps(events), []
+            print(said, flush=True)
+    await asyncio.gather(*tasks)  # raises what ended one of them
 
-    number: int
-    question: str
-    tokens: int
-    texts: list[tuple[str, str]] = field(default_factory=list)
-    moved: list[float] = field(default_factory=list)
 
-    async def ask(self, api: aiohttp.ClientSession) -> None:
-        """One answer. Raises Broken for anything but a stream that ends well."""
+async def _client(number: int, address: raw_http.Address, key: str, events: list[Event]) -> None:
+    source = random.Random(number)
+    for nth in itertools.count():
         body = {
-            "messages": [{"role": "user", "content": self.question}],
-            "seed": self.number,
-            "max_tokens": self.tokens,
+            "messages": [{"role": "user", "content": copy_task(source, 20)[0]}],
+            "seed": number,
+            "temperature": 0.8,
+            "max_tokens": LONG if (number + nth) % 2 else SHORT,
             "stream": True,
             "ignore_eos": True,
             "skip_special_tokens": False,  # so that every token moves the stream
-            **SAMPLING[self.number % len(SAMPLING)],
         }
-        text, finish = "", None
-        async with api.post("/v1/chat/completions", json=body) as answer:
-            if answer.status != 200:
-                raise Broken(f"client {self.number} got {answer.status}: {await answer.text()}")
-            async for line in answer.content:
-                if line.startswith(b"data: {"):
-                    data = json.loads(line[len("data: ") :])
-                    if "error" in data:
-                        raise Broken(f"client {self.number}: {data}")
-                    [choice] = data["choices"]
-                    text += choice["delta"].get("content") or ""
-                    finish = choice["finish_reason"] or finish
-                    self.moved.append(time.monotonic())
-        self.texts.append((text, str(finish)))
-
-    def pause(self, since: float, until: float) -> float:
-        """Seconds of the longest pause between two pieces that touches this time."""
-        pairs = ((a, b) for a, b in pairwise(self.moved) if b > since and a < until)
-        return max((b - a for a, b in pairs), default=0.0)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        content = raw_http.request("/v1/chat/completions", json.dumps(body).encode(), headers)
+        events.append((number, "ask", time.monotonic()))
+        try:
+            await _answer(number, address, content, events)
+        except (OSError, asyncio.IncompleteReadError, raw_http.Failed) as error:
+            events.append((number, f"fail: {error!r}", time.monotonic()))
+            await asyncio.sleep(BREATH)
+        else:
+            events.append((number, "end", time.monotonic()))
 
 
-TOOL = str(Path(__file__).parent)
+async def _answer(
+    number: int, address: raw_http.Address, content: bytes, events: list[Event]
+) -> None:
+    """One answer; raw_http.Failed for anything but a stream that ends well."""
+    reader, writer = await raw_http.connect(address)
+    try:
+        writer.write(content)
+        status, _ = await raw_http.head(reader)
+        last = b""
+        if status == 200:
+            async for chunk in raw_http.chunks(reader):
+                last = chunk
+                events.append((number, "piece", time.monotonic()))
+        if status != 200 or not last.endswith(b"data: [DONE]\n\n") or b'"error"' in last:
+            raise raw_http.Failed(f"status {status}, at last {last[-200:]!r}")
+    finally:
+        writer.close()
+
+
 PATIENCE = 180.0  # seconds until every stream moves again
-QUIET, SHORT = 1.0, 0.4  # seconds, and the longest gap in them, after which nothing lingers
+QUIET = 1.0  # seconds without a long gap, after which nothing lingers
+MAX_QUIET_GAP = 0.4  # seconds
 RECENT = 200  # events of a client
 
 
 @dataclass(frozen=True)
-class Calm:
-    """Of all clients, in seconds: the longest between two pieces of a stream, the longest from a
-    question to the first piece; how many pieces came; and which answers failed."""
+class StreamTimes:
+    """What all clients saw in a time.
+
+    Attributes:
+    - gap: seconds, the longest between two pieces of a stream
+    - first: seconds, the longest from a question to the first piece
+    - pieces: how many came
+    - failed: what ended answers that failed
+    """
 
     gap: float
     first: float
@@ -91,17 +108,17 @@ class Calm:
     failed: tuple[str, ...]
 
 
-class Told:
-    """Events of clients, each in the order of time, and what they say."""
+class StreamEvents:
+    """Events of clients, each in the order of time."""
 
     def __init__(self, clients: int) -> None:
         self._events: list[list[tuple[str, float]]] = [[] for _ in range(clients)]
 
-    def note(self, client: int, kind: str, at: float) -> None:
+    def add(self, client: int, kind: str, at: float) -> None:
         """One event: "ask", "piece", "end" or "fail: ...", in monotonic seconds."""
         self._events[client].append((kind, at))
 
-    def between(self, since: float, until: float) -> Calm:
+    def between(self, since: float, until: float) -> StreamTimes:
         """What touches that time."""
         gap = first = 0.0
         pieces, failed = 0, []
@@ -118,27 +135,24 @@ class Told:
                         failed.append(kind)
                     pieces += kind == "piece"
                 before = event
-        return Calm(round(gap, 3), round(first, 3), pieces, tuple(failed))
+        return StreamTimes(round(gap, 3), round(first, 3), pieces, tuple(failed))
 
     def quiet(self, since: float, until: float) -> bool:
         """Whether each stream moved in that time, and none waited for long."""
-        calm = self.between(since, until)
+        times = self.between(since, until)
         moved = all(
             any(kind == "piece" and since < at <= until for kind, at in events[-RECENT:])
             for events in self._events
         )
-        return moved and max(calm.gap, calm.first) < SHORT and not calm.failed
+        return moved and max(times.gap, times.first) < MAX_QUIET_GAP and not times.failed
 
 
 class Streams:
-    """Eight clients in a process of their own, as a context manager. `told`: by them, so far."""
+    """Clients in a process of their own, as a context manager. seen: their events so far."""
 
     def __init__(self, url: str, clients: int = 8, key: str = "") -> None:
-        words = ["watch", "--url", url, "--clients", str(clients), *(["--key", key] if key else [])]
-        self._process = subprocess.Popen(
-            [sys.executable, TOOL, *words], stdout=subprocess.PIPE, text=True
-        )
-        self.told = Told(clients)
+        self._helper = Helper("chaos.streams:stream", url=url, clients=clients, key=key)
+        self.seen = StreamEvents(clients)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -146,9 +160,9 @@ class Streams:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._helper.process.kill()
         self._reader.join()
+        self._helper.process.wait()
 
     def settle(self) -> bool:
         """Waits until each stream has moved for a while without a long gap; False if that never
@@ -157,14 +171,13 @@ class Streams:
         while time.monotonic() < began + PATIENCE:
             time.sleep(QUIET)
             now = time.monotonic()
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the watching clients ended: {self._process.returncode}")
-            if self.told.quiet(now - QUIET, now):
+            if self._helper.process.poll() is not None:
+                raise RuntimeError(f"the streams ended: {self._helper.process.returncode}")
+            if self.seen.quiet(now - QUIET, now):
                 return True
         return False
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            for client, kind, at in json.loads(line):
-                self.told.note(client, kind, at)
+        for events in self._helper.values():
+            for event in events:
+                self.seen.add(*event)

@@ -10,29 +10,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from docs import (
-    commands,
-    endpoints,
-    errors,
-    messages,
-    metrics,
-    other_servers,
-    requests,
-    settings,
-    statistics,
-)
+from docs import commands, http, messages, settings
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 PAGES: dict[str, Callable[[], str]] = {
     "commands": commands.page,
-    "endpoints": endpoints.page,
-    "errors": errors.page,
+    "endpoints": http.endpoints_page,
+    "errors": http.errors_page,
     "messages": messages.page,
-    "metrics": metrics.page,
-    "other-servers": other_servers.page,
-    "requests": requests.page,
+    "metrics": http.metrics_page,
+    "requests": http.requests_page,
     "settings": settings.page,
-    "statistics": statistics.page,
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from docs.markdown import bullets, prose
 from docs.markdown import page as page_of
-from pipeinfer.cli.main import COMMANDS
+from pipeinfer.cli.main import COMMANDS, command_parser
 from pipeinfer.runtime import entry
 from pipeinfer.settings import settings_help
 
@@ -33,9 +33,9 @@ def page() -> str:
 
 
 def _commands() -> Iterator[str]:
-    for name, (module, _) in COMMANDS.items():
+    for name in COMMANDS:
         yield f"## pipeinfer {name}"
-        yield from _parser(importlib.import_module(module).parser())
+        yield from _parser(command_parser(name))
     yield "## A stage alone"
     yield "`python stages/STAGE.py`, or `python -m pipeinfer.runtime STAGE`."
     yield from _parser(entry.parser("STAGE"))
@@ -44,7 +44,16 @@ def _commands() -> Iterator[str]:
 def _tools() -> Iterator[str]:
     for name in TOOLS:
         yield f"### tools/{name}"
-        yield from _parser(importlib.import_module(f"{name}.cli").parser(), "####")
+        yield from _parser(_tool_parser(name), "####")
+
+
+def _tool_parser(name: str) -> argparse.ArgumentParser:
+    tool = importlib.import_module(name)
+    return (
+        tool.TOOL.parser()
+        if hasattr(tool, "TOOL")
+        else importlib.import_module(f"{name}.cli").parser()
+    )
 
 
 def _parser(parser: argparse.ArgumentParser, head: str = "###") -> Iterator[str]:

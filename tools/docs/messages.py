@@ -107,5 +107,5 @@ def _literals() -> Iterator[str]:
             yield f"`{name}`: {codes(get_args(value))}"
     low, high = (getattr(typing.get_args(messages.Choice)[1], end) for end in ("ge", "lt"))
     yield f"`Choice`: a number from {low} to {high - 1}; `Choices`: at least one of them"
-    yield f"`Alternatives`: a number from 0 to {params.MOST_LOGPROBS}"
+    yield f"`Alternatives`: a number from 0 to {params.MAX_LOGPROBS}"
     yield "`JsonObject`: whatever JSON has, by texts"

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import report
 from fuzz import engines, plants
 from fuzz.engines import Judge, last_input
+from harness.command_line import write_report
 
 SCHEMA = "pipeinfer-fuzz/1"
 TOOL = str(Path(__file__).parent)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = f"{finding['signature']}: {finding['message']}\n  --replay {finding['file']}"
         print(said, file=sys.stderr)
     if options.json is not None:
-        report.write(options.json, words, metrics, "tools/fuzz", SCHEMA)
+        write_report(options.json, "fuzz", words, metrics, SCHEMA)
     return 1 if metrics["findings"] else 0
 
 

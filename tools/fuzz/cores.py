@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fuzz import inputs, radix
+from fuzz import inputs
 from fuzz.engines import Wrong
-from fuzz.radix import Numbers
 from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import FrameHeader
@@ -58,7 +57,44 @@ TURNS = 3000  # of an honest end
 Way = tuple[str, int]  # a channel, and of which rank
 
 
-def run(program: Numbers) -> None:
+LONGEST_PROGRAM = 600  # bytes of a program
+
+
+class Program:
+    """Numbers out of bytes; zeros, and `over`, when they are used up."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data[:LONGEST_PROGRAM], 0
+
+    @property
+    def over(self) -> bool:
+        return self._at >= len(self._data)
+
+    def below(self, most: int) -> int:
+        """0 to most - 1; most is at most 256."""
+        if self.over:
+            return 0
+        self._at += 1
+        return self._data[self._at - 1] % most
+
+
+def changed_program(data: bytes, source: Random) -> bytes:
+    """A program with one operation more, once more, or another."""
+    changed = bytearray(data or b"\0")
+    at, size = source.randrange(len(changed)), source.choice((1, 3, 8, 24))
+    kind = source.randrange(4)
+    if kind == 0:
+        changed += source.randbytes(size)
+    elif kind == 1:
+        changed[at:at] = changed[at : at + size]
+    elif kind == 2:
+        changed[at : at + size] = source.randbytes(size)
+    else:
+        del changed[at : at + size]
+    return bytes(changed[: LONGEST_PROGRAM + 1]) or b"\0"
+
+
+def run(program: Program) -> None:
     """Carries the program out. Raises Wrong and whatever a core raises."""
     Group(program).run(program)
 
@@ -66,7 +102,7 @@ def run(program: Numbers) -> None:
 class Group:
     """Scheduler 0 and its `ranks`. `lied`: somebody was told what nobody said."""
 
-    def __init__(self, program: Numbers) -> None:
+    def __init__(self, program: Program) -> None:
         self._honest = program.below(2) == 0
         self._tp = 1 + (program.below(4) == 0)
         self._pages = (14, 20, 40)[program.below(3)]
@@ -99,7 +135,7 @@ class Group:
             memory = MemoryManager(self._pages + 1, PAGE_SIZE, SLOTS, LONGEST)
             self.ranks.append(EngineCore(hello, SCHEDULER, memory))
 
-    def run(self, program: Numbers) -> None:
+    def run(self, program: Program) -> None:
         """From the beginning to the end."""
         self.begin()
         while not program.over:
@@ -122,7 +158,7 @@ class Group:
         if not self._flying():
             raise Wrong("no step is in flight where the program begins")
 
-    def happens(self, program: Numbers) -> None:
+    def happens(self, program: Program) -> None:
         """The next thing."""
         kind = program.below(24 if self._honest else 32)
         if kind < 10:
@@ -163,7 +199,7 @@ class Group:
 
     # ----------------------------------------------------------------------------- what happens
 
-    def _ask_anything(self, program: Numbers) -> None:
+    def _ask_anything(self, program: Program) -> None:
         kind = program.below(8)
         params = SamplingParams(
             max_tokens=1 + program.below(16),
@@ -188,7 +224,7 @@ class Group:
             )
         )  # fmt: skip
 
-    def _leaves(self, program: Numbers) -> None:
+    def _leaves(self, program: Program) -> None:
         if not self._open:
             return
         name = list(self._open)[program.below(len(self._open) % 256 or 1)]
@@ -202,7 +238,7 @@ class Group:
             self._tell(StopHit(name, attempt, program.below(3)))
             self._tell(Done((name,)))
 
-    def _lie(self, program: Numbers) -> None:
+    def _lie(self, program: Program) -> None:
         """Something is changed in the oldest message of a way, on its way."""
         ways = [way for way, messages in self._ways.items() if messages]
         if not ways:
@@ -213,13 +249,13 @@ class Group:
         self._strange |= isinstance(message, Hello)  # nobody asks for another one
         self._hear(way, changed(message, way[0], program))
 
-    def _again(self, program: Numbers) -> None:
+    def _again(self, program: Program) -> None:
         """Something comes once more."""
         if self._past:
             self.lied = True
             self._hear(*self._past[program.below(len(self._past))])
 
-    def _nonsense(self, program: Numbers) -> None:
+    def _nonsense(self, program: Program) -> None:
         """A message of any kind that a peer may send."""
         source = Random(program.below(256) << 8 | program.below(256))
         channel = source.choice((*CORE_CHANNELS["scheduler"], "plan"))
@@ -245,7 +281,7 @@ class Group:
         self._hear(way, message)
         return True
 
-    def _finish(self, rank: int, program: Numbers | None = None) -> bool:
+    def _finish(self, rank: int, program: Program | None = None) -> bool:
         """The oldest step of a rank's device ends; False if there is none."""
         steps = self._steps[rank]
         if not steps:
@@ -344,7 +380,7 @@ def travelled(channel: str, value: Any) -> Message | None:
         return None
 
 
-def changed(message: Message, channel: str, program: Numbers) -> Message:
+def changed(message: Message, channel: str, program: Program) -> Message:
     """Something else in it: of a number, of bytes, or of anything; as it is, if the bus would not
     bring that."""
     source = Random(program.below(256) << 8 | program.below(256))
@@ -387,9 +423,11 @@ def ended(step: Step, bad: bool) -> StepDone:
         counts[0], wrong = 0, pack([0])
     asked, scores = step.logprobs, b""
     if asked is not None:
-        each = zip(asked.rows.tolist(), asked.most.tolist(), strict=True)
+        each = zip(asked.rows.tolist(), asked.num_alternatives.tolist(), strict=True)
         scores = b"".join([bytes(score_bytes(most)) * int(counts[row]) for row, most in each])
-    prompts = tuple(bytes(len(chunk.ids) * score_bytes(chunk.most)) for chunk in step.prompts)
+    prompts = tuple(
+        bytes(len(chunk.ids) * score_bytes(chunk.num_alternatives)) for chunk in step.prompts
+    )
     return StepDone(
         epoch=step.epoch,
         number=step.number,
@@ -454,9 +492,9 @@ class Cores:
         pieces = inputs.parts(data) or [b""]
         number = (pieces[0] or b"\0")[0] % (RUNNING + 1)
         if number == RUNNING:
-            return _program(radix.changed(b"".join(pieces[1:2]), source))
+            return _program(changed_program(b"".join(pieces[1:2]), source))
         if source.random() < SHARE:
-            return _program(source.randbytes(source.randrange(radix.LONGEST)))
+            return _program(source.randbytes(source.randrange(LONGEST_PROGRAM)))
         if len(pieces) > 2 and source.random() < 0.5:
             at = source.randrange((len(pieces) - 1) // 2) * 2 + 2
             pieces[at] = inputs.mutated_message(pieces[at], source)
@@ -473,7 +511,7 @@ class Cores:
             return
         number = pieces[0][0] % (RUNNING + 1)
         if number == RUNNING:
-            run(radix.Program(b"".join(pieces[1:2])))
+            run(Program(b"".join(pieces[1:2])))
             return
         name = STAGES[number]
         header = inputs.encode(FrameHeader(PROTOCOL, "gateway-0", 1, 0, 0.0))

@@ -22,9 +22,9 @@ import msgspec
 import uvloop
 from msgspec import inspect
 
-from chaos import wire
 from fuzz import inputs
 from fuzz.engines import Wrong
+from harness import raw_http
 from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import FrameHeader
@@ -284,9 +284,9 @@ class Http:
     """See Target."""
 
     instrumented = (
-        "pipeinfer.gateway.decoding", "pipeinfer.gateway.schema", "pipeinfer.gateway.requests",
+        "pipeinfer.gateway.serving", "pipeinfer.gateway.schema", "pipeinfer.gateway.requests",
         "pipeinfer.gateway.app", "pipeinfer.gateway.core", "pipeinfer.gateway.errors",
-        "pipeinfer.gateway.sessions", "pipeinfer.gateway.streams", "pipeinfer.params",
+        "pipeinfer.gateway.sessions", "pipeinfer.gateway.response_encoders", "pipeinfer.params",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -297,7 +297,7 @@ class Http:
         asyncio.set_event_loop(self._loop)
         self._gateway = Gateway()
         self._runs = 0
-        self._origin = wire.Origin.of(self._loop.run_until_complete(self._gateway.start()))
+        self._address = raw_http.Address.of(self._loop.run_until_complete(self._gateway.start()))
         self._loop.run_until_complete(self._listening())
 
     async def _listening(self) -> None:
@@ -328,9 +328,9 @@ class Http:
             "/v1/models/a%20b",
         ):
             found.append(_input(PATH, 0, path.encode()))
-            found.append(_input(RAW, 0, wire.request(path, method="GET")))
+            found.append(_input(RAW, 0, raw_http.request(path, method="GET")))
         found.append(_input(HEADERS, 0, b"Authorization: Bearer x\r\nX-Request-Id: a"))
-        found.append(_input(RAW, 0, wire.request(CHAT, encode(plain(CHAT)))))
+        found.append(_input(RAW, 0, raw_http.request(CHAT, encode(plain(CHAT)))))
         return found
 
     def mutated(self, data: bytes, source: Random) -> bytes:
@@ -383,7 +383,7 @@ class Http:
 
     async def _send(self, content: bytes, half: bool, sure: bool) -> None:
         """Sends, and looks at every answer until none comes any more."""
-        reader, writer = await wire.connect(self._origin)
+        reader, writer = await raw_http.connect(self._address)
         answers = 0
         try:
             writer.write(content)
@@ -394,7 +394,7 @@ class Http:
                     CANARY if sure and not answers else PATIENCE
                 ) as patience:
                     self._gateway.on_failure = lambda: patience.reschedule(0)
-                    answer = await wire.answer(reader)
+                    answer = await raw_http.answer(reader)
                 _check(answer)
                 answers += 1
                 if sure:
@@ -411,11 +411,11 @@ class Http:
 
     async def _canary(self) -> None:
         """A good request is answered as it should be."""
-        reader, writer = await wire.connect(self._origin)
+        reader, writer = await raw_http.connect(self._address)
         try:
-            writer.write(wire.request(COMPLETION, encode({"prompt": "one two"})))
+            writer.write(raw_http.request(COMPLETION, encode({"prompt": "one two"})))
             async with asyncio.timeout(CANARY):
-                answer = await wire.answer(reader)
+                answer = await raw_http.answer(reader)
         except TimeoutError:
             raise Wrong("the next client is not answered") from None
         finally:
@@ -442,22 +442,22 @@ def _request(way: int, path: str, body: bytes) -> tuple[bytes, bool]:
         chunks = [chunk for chunk in (body[:half], body[half:]) if chunk]
         packed = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
         head = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
-        return wire.request(path, packed + b"0\r\n\r\n", head), True
+        return raw_http.request(path, packed + b"0\r\n\r\n", head), True
     if way == PACKED:
         packed = gzip.compress(body, 1) if len(body) % 4 else body
-        return wire.request(path, packed, {"Content-Encoding": "gzip"}), bool(packed)
+        return raw_http.request(path, packed, {"Content-Encoding": "gzip"}), bool(packed)
     if way == TWICE:
-        return wire.request(path, body) * 2, bool(body)
+        return raw_http.request(path, body) * 2, bool(body)
     if way == PATH:
         return b"GET " + body + b" HTTP/1.1\r\nHost: server\r\n\r\n", False
     if way == HEADERS:
         form = encode(plain(path))
         head = b"POST %s HTTP/1.1\r\nHost: server\r\nContent-Length: %d\r\n%s\r\n\r\n"
         return head % (path.encode(), len(form), body) + form, False
-    return wire.request(path, body), bool(body)  # also of who says that it will send no more
+    return raw_http.request(path, body), bool(body)  # also of who says that it will send no more
 
 
-def _check(answer: wire.Answer) -> None:
+def _check(answer: raw_http.Answer) -> None:
     """An answer in its form; what aiohttp itself refuses is in its own."""
     if answer.status >= 500:
         raise Wrong(f"status {answer.status}: {answer.body[:300]!r}")

@@ -87,9 +87,9 @@ def _unhashable() -> None:
 
 def _bound_left_out() -> None:
     """http: `priority` may be any integer, and some do not fit on the bus."""
-    from pipeinfer.gateway import bodies
+    from pipeinfer.gateway import serving
 
-    really, loose = bodies.decode, {}
+    really, loose = serving.decode, {}
 
     def decode(body: bytes, kind: Any, strange: Any) -> Any:
         if kind not in loose:
@@ -99,7 +99,7 @@ def _bound_left_out() -> None:
             )
         return really(body, loose[kind], strange)
 
-    bodies.decode = decode
+    serving.decode = decode
 
 
 def _error_by_hand() -> None:
@@ -210,7 +210,7 @@ PLANTS: dict[str, Plant] = {
     "bound-left-out": Plant("http", _bound_left_out, "bus/frames.py"),
     "error-by-hand": Plant("http", _error_by_hand, "JSONDecodeError"),
     "split-forgets-locks": Plant("radix", _split_forgets_locks, "memory/prefix_cache.py"),
-    "one-too-many": Plant("radix", _one_too_many, "reads page"),
+    "one-too-many": Plant("radix", _one_too_many, "memory/test_memory_machine.py"),
     "credits-go-back": Plant("cores", _credits_go_back, "a row was deferred"),
     "lost-page": Plant("cores", _lost_page, "to nobody"),
     "ragged-result": Plant("cores", _ragged_result, "ValueError at"),

@@ -22,8 +22,7 @@ from fuzz.engines import Wrong
 from pipeinfer.messages import PROTOCOL
 from pipeinfer.runtime.stage import CORE_CHANNELS
 from pipeinfer.trace import format as form
-from pipeinfer.trace.format import TraceHeader, UnreadableTrace
-from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.format import Trace, TraceHeader, UnreadableTrace
 from pipeinfer.trace.snapshot import RestoreError, restore, snapshot
 
 RAW, PLAIN, PACKED, LARGE = range(4)  # a file, and blocks: of MessagePack, of zstd, of zeros
@@ -41,7 +40,7 @@ class Traces:
     """See Target."""
 
     instrumented = (
-        "pipeinfer.trace.reader", "pipeinfer.trace.format", "pipeinfer.trace.reader",
+        "pipeinfer.trace.format", "pipeinfer.trace.format", "pipeinfer.trace.format",
         "pipeinfer.trace.snapshot",
     )  # fmt: skip
 

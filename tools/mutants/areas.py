@@ -54,7 +54,7 @@ class Area:
 RECOVERY = (
     "core.py",
     "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/requests.py", "gateway/ledger.py",
-    "runtime/incarnations.py", "tokenizer/routing.py",
+    "runtime/stage.py", "tokenizer/routing.py",
 )  # fmt: skip
 
 AREAS = {
@@ -99,11 +99,10 @@ AREAS = {
         (
             "tests/scheduler/test_epochs.py",
             "tests/scheduler/test_ranks.py",
-            "tests/tokenizer/test_group_monitor.py",
+            "tests/tokenizer/test_routing.py",
             "tests/scheduler/test_probation.py",
             "tests/test_core.py",
             "tests/gateway/test_gateway_ledger.py",
-            "tests/gateway/test_ledger_backlog.py",
             "tests/tokenizer/test_routed_requests.py",
             "tests/scheduler/test_scheduler_recovery.py",
             "tests/runtime/test_incarnations.py",
@@ -122,20 +121,19 @@ AREAS = {
             for name in (
                 "api_keys",
                 "core",
-                "events",
                 "health",
                 "sessions",
             )
         ),
         (
             "tests/gateway/test_gateway_core.py",
-            "tests/gateway/test_ledger_backlog.py",
+            "tests/gateway/test_gateway_ledger.py",
             "tests/gateway/test_health.py",
-            "tests/gateway/test_api_key_limits.py",
+            "tests/gateway/test_api_keys.py",
             "tests/gateway/test_sessions.py",
             "tests/gateway/test_gateway_http.py",
             "tests/gateway/test_key_limits_http.py",
-            "tests/gateway/test_reset_prefix_cache.py",
+            "tests/gateway/test_gateway_endpoints.py",
             "tests/pipeline/test_recovery_simulated.py",
             STORIES[0],
         ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
@@ -145,13 +145,6 @@ class Mutant:
     change: Change
     text: str
     diff: str
-
-
-def shares(count: int, names: Iterable[str]) -> dict[str, int]:
-    """`count` mutants, as evenly as can be."""
-    listed = list(names)
-    each, more = divmod(count, len(listed))
-    return {name: each + (number < more) for number, name in enumerate(listed)}
 
 
 def draw(seed: int, area: str, count: int, root: Path = ROOT) -> list[Mutant]:

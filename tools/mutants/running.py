@@ -23,6 +23,9 @@ from mutants.areas import LEFT_OUT, ROOT
 
 MEMORY = 16 * 2**30  # bytes of address space of one process: a change may let something grow
 PASSED, NONE_RAN = 0, 5  # exit codes of pytest
+# Hypothesis draws the same examples in every run, and remembers none. Else the same mutant would be
+# killed in one run and live in the next.
+PROFILE = "ci"
 NOTICED = re.compile(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -73,7 +76,7 @@ class Workplace:
             "OMP_NUM_THREADS": "1",
         }
         left_out = [f"--deselect={test}" for test in LEFT_OUT]
-        plain = ["-x", "-q", "--tb=no", "-rfE", "-p", "mutants.steady"]
+        plain = ["-x", "-q", "--tb=no", "-rfE", f"--hypothesis-profile={PROFILE}"]
         options = [*plain, f"--basetemp={self._folder / 't'}", *left_out]
         begun = time.monotonic()
         with tempfile.TemporaryFile() as said:

@@ -1,4 +1,4 @@
-"""`python tools/same_tokens COMMAND ...`: makes the package importable, then runs it."""
+"""`python tools/same_tokens COMMAND ...`, from a checkout."""
 
 import importlib
 import sys
@@ -6,4 +6,4 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-sys.exit(importlib.import_module("same_tokens.cli").main())
+sys.exit(importlib.import_module("same_tokens").TOOL.main())

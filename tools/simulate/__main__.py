@@ -1,4 +1,4 @@
-"""`python tools/simulate COMMAND ...`: makes the package importable from a checkout, runs it."""
+"""`python tools/simulate COMMAND ...`, from a checkout."""
 
 import importlib
 import sys
@@ -6,4 +6,4 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-sys.exit(importlib.import_module("simulate.cli").main())
+sys.exit(importlib.import_module("simulate").TOOL.main())

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from simulate import fitting, metrics, step_model
-from simulate.fitting import Stream
+from simulate import metrics, recordings, step_model
+from simulate.recordings import Stream
 from simulate.run import simulate
 
 
@@ -28,16 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
     """Both sides' metrics, and their ratios; prints them too. Raises ConfigurationError."""
-    found = fitting.recordings(options.folder)
+    found = recordings.recordings(options.folder)
     model = step_model.load(options.model)
-    kept = fitting.streams(found, options.skip)
-    deployment, groups, routing = fitting.deployment(found)
-    arriving = fitting.arrivals(kept)
+    kept = recordings.streams(found, options.skip)
+    deployment, groups, routing = recordings.deployment(found)
+    arriving = recordings.arrivals(kept)
     tallies = [
         simulate(deployment, model, iter(arriving), routing, groups, seed)
         for seed in range(max(options.repeat, 1))
     ]
-    real = _metrics(kept) | {"steps": fitting.steps_since(found, kept[0].sent)}
+    real = _metrics(kept) | {"steps": recordings.steps_since(found, kept[0].sent)}
     runs = [metrics.of(tally, 0.0) for tally in tallies]
     said = {name: _mean([one[name] for one in runs]) for name in real}
     ratios = {name: _ratio(said[name], real[name]) for name in real}

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from pipeinfer.core import LOCAL, StepDone, Tick
+from pipeinfer.core import HEARTBEAT_SECONDS, LOCAL, StepDone, Tick
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.liveness import HEARTBEAT_SECONDS
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
@@ -39,8 +38,7 @@ from pipeinfer.step_cost import StepCost, Targets
 from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.wire import pack
 from simulate.metrics import Tally
-from simulate.noise import Draws
-from simulate.step_model import StepModel, attended
+from simulate.step_model import Draws, StepModel, attended
 from simulate.workloads import Arrival
 
 

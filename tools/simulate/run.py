@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.dataset import TokenRange
 from pipeinfer.scheduler.planner import DEFAULT_STEP_TOKENS
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.routing import ROUTING_POLICIES, GroupRouter

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from bench import workload
-from pipeinfer.bench.load import load_trace
-from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.dataset import TokenRange
+from pipeinfer.bench.worker import load_trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""`python tools/soak COMMAND ...`: makes the package importable from a checkout, then runs it."""
+"""`python tools/soak COMMAND ...`, from a checkout."""
 
 import importlib
 import sys
@@ -6,4 +6,4 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-sys.exit(importlib.import_module("soak.cli").main())
+sys.exit(importlib.import_module("soak").TOOL.main())

@@ -1,57 +1,47 @@
-"""`clients`: a process of clients that send their share of a soak's requests and count the answers.
-
-Runs beside a command. Each second it prints how many are done, and at the end a line of JSON: the
-counts, what was wrong, and, with --learn, the answers to all questions, which it then asked one
-after another, with each bad and each hostile request once.
-"""
+"""Clients that send their share of a soak's requests and count the answers, in helper processes."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import itertools
 import json
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from chaos import wire
-from soak.requests import (
-    MANY,
-    Answer,
-    Asked,
-    Lines,
-    bad,
-    drawn,
-    hostile,
-    plain,
-    questions,
-)
+from harness import raw_http
+from harness.processes import Helper
+from soak.requests import Answer, Asked, Lines, bad, drawn, hostile, plain, questions
 
 EVERY = 1.0  # seconds between lines
 ENOUGH = 20  # wrong answers, after which it ends: it would be more of the same
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this command."""
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--seed", type=int, default=0, help="of questions and requests")
-    parser.add_argument("--questions", type=int, default=MANY)
-    parser.add_argument("--share", type=int, nargs=3, metavar=("FROM", "TO", "STEP"))
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=0.0, help="begin none later; 0: no limit")
-    parser.add_argument("--expected", type=Path, help="file with the answers to all questions")
-    parser.add_argument("--learn", action="store_true")
+def send(
+    url: str,
+    mix: tuple[int, int],
+    share: tuple[int, int, int] | None,
+    concurrency: int,
+    seconds: float,
+    expected: str,
+) -> None:
+    """A helper that sends requests of the mix.
 
+    It prints each second how many are done, and at the end the counts, what was wrong, and the
+    answers to all questions if there is no share.
 
-def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Prints what it did."""
-    uvloop.run(_run(options))
-    return {}
+    Args:
+    - mix: the seed of questions and requests, and how many questions
+    - share: numbers of requests: the first, the end, the step; None: each question, one after
+      another, and each bad and each hostile request once
+    - seconds: begin none later; 0: no limit
+    - expected: a file with the answers to all questions, "" for none
+    """
+    uvloop.run(_send(url, mix, share, concurrency, seconds, expected))
 
 
 class Clients:
@@ -59,8 +49,8 @@ class Clients:
     `wrong`: what should not have come. `answers`: texts and ends by question, if they are learnt.
     """
 
-    def __init__(self, origin: wire.Origin, expected: list[list[str]] | None) -> None:
-        self._lines, self._expected = Lines(origin), expected
+    def __init__(self, address: raw_http.Address, expected: list[list[str]] | None) -> None:
+        self._lines, self._expected = Lines(address), expected
         self.done = 0
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -73,7 +63,7 @@ class Clients:
                 return
             try:
                 answer = await self._lines.ask(asked)
-            except (OSError, TimeoutError, EOFError, wire.Failed) as error:
+            except (OSError, TimeoutError, EOFError, raw_http.Failed) as error:
                 name = asked.kind if asked.case is None else asked.case.name
                 self.wrong.append(f"{name}: {error!r}")
                 self.counts["lost"] += 1
@@ -130,19 +120,24 @@ def unexpected(asked: Asked, answer: Answer) -> str:
     return "" if answer.status in wanted else said
 
 
-async def _run(options: argparse.Namespace) -> None:
-    known = questions(options.seed, options.questions)
-    expected = json.loads(options.expected.read_text()) if options.expected else None
-    clients = Clients(wire.Origin.of(options.url), expected)
-    if options.learn:
+async def _send(
+    url: str,
+    mix: tuple[int, int],
+    share: tuple[int, int, int] | None,
+    concurrency: int,
+    seconds: float,
+    expected: str,
+) -> None:
+    known = questions(*mix)
+    answers = json.loads(Path(expected).read_text()) if expected else None
+    clients = Clients(raw_http.Address.of(url), answers)
+    if share is None:
         everything = [plain(known, number) for number in range(len(known))]
         requests: Iterator[Asked] = iter([*everything, *bad(), *hostile()])
     else:
-        numbers = itertools.islice(itertools.count(options.share[0]), 0, None, options.share[2])
-        share = itertools.takewhile(lambda number: number < options.share[1], numbers)
-        requests = (drawn(options.seed, number, known) for number in share)
-    until = time.monotonic() + options.seconds if options.seconds else float("inf")
-    tasks = [asyncio.create_task(clients.loop(requests, until)) for _ in range(options.concurrency)]
+        requests = (drawn(mix[0], number, known) for number in range(*share))
+    until = time.monotonic() + seconds if seconds else float("inf")
+    tasks = [asyncio.create_task(clients.loop(requests, until)) for _ in range(concurrency)]
     while any(not task.done() for task in tasks):
         await asyncio.wait(tasks, timeout=EVERY)
         print(clients.done, flush=True)
@@ -151,3 +146,63 @@ async def _run(options: argparse.Namespace) -> None:
         task.result()
     said = {"counts": clients.counts, "wrong": clients.wrong, "answers": clients.answers}
     print(json.dumps(said), flush=True)
+
+
+class Fleet:
+    """Helpers that send(), each with these options, as a context manager.
+
+    Attributes, after `wait`:
+    - counts, wrong: of all
+    - answers: by question
+    """
+
+    def __init__(self, options: Sequence[Mapping[str, Any]]) -> None:
+        self._helpers = [Helper("soak.clients:send", **one) for one in options]
+        self._done = [0] * len(options)
+        self._reports: list[dict[str, Any]] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=(number,), daemon=True)
+            for number in range(len(options))
+        ]
+        for reader in self._readers:
+            reader.start()
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.answers: dict[int, list[str]] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for helper in self._helpers:
+            helper.process.kill()
+            helper.process.wait()
+        for reader in self._readers:
+            reader.join()
+
+    @property
+    def done(self) -> int:
+        """Requests of all, as of a second ago."""
+        return sum(self._done)
+
+    def running(self) -> bool:
+        """Whether any of them goes on."""
+        return any(reader.is_alive() for reader in self._readers)
+
+    def wait(self) -> None:
+        """Until they end; RuntimeError for one that did not print what it did."""
+        for reader in self._readers:
+            reader.join()
+        if len(self._reports) < len(self._helpers):
+            raise RuntimeError("a process of clients ended early")
+        for report in self._reports:
+            self.counts.update(report["counts"])
+            self.wrong += report["wrong"]
+            self.answers |= {int(number): answer for number, answer in report["answers"].items()}
+
+    def _read(self, number: int) -> None:
+        for value in self._helpers[number].values():
+            if isinstance(value, int):
+                self._done[number] = value
+            else:
+                self._reports.append(value)

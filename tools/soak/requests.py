@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from chaos import cases, wire
+from chaos import cases
 from chaos.cases import CASES, CHAT, COMPLETION, Case
+from harness import raw_http
 from pipeinfer.demo import tasks
 
 MANY = 240
@@ -190,12 +191,12 @@ def bad() -> tuple[Asked, ...]:
         (400, cases.completion(prompt="a" * 5000)),
         (400, cases.completion(prompt=[97, cases.VOCABULARY])),
         (400, cases.completion(prompt="abc", stop=[""])),
-        (400, wire.request(CHAT, b'{"messages": [')),
-        (415, wire.request(CHAT, b"{}", {"Content-Encoding": "br"})),
-        (404, wire.request("/v1/nothing", b"{}")),
+        (400, raw_http.request(CHAT, b'{"messages": [')),
+        (415, raw_http.request(CHAT, b"{}", {"Content-Encoding": "br"})),
+        (404, raw_http.request("/v1/nothing", b"{}")),
     )
     of_a_key = (Asked("bad", content, wanted=status) for status, content in wanted)
-    return (*of_a_key, Asked("bad", wire.request(CHAT, method="GET"), wanted=405, keyed=False))
+    return (*of_a_key, Asked("bad", raw_http.request(CHAT, method="GET"), wanted=405, keyed=False))
 
 
 @cache
@@ -210,7 +211,7 @@ def hostile() -> tuple[Asked, ...]:
 
 
 def _post(path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> bytes:
-    return wire.request(path, json.dumps(body).encode(), headers)
+    return raw_http.request(path, json.dumps(body).encode(), headers)
 
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -233,8 +234,8 @@ class Answer:
 class Lines:
     """Connections to a server, used again where both sides like."""
 
-    def __init__(self, origin: wire.Origin) -> None:
-        self.origin = origin
+    def __init__(self, address: raw_http.Address) -> None:
+        self.address = address
         self._idle: list[Stream] = []
 
     async def ask(self, asked: Asked) -> Answer:
@@ -242,7 +243,7 @@ class Lines:
         asyncio.IncompleteReadError if the server does not."""
         async with asyncio.timeout(PATIENCE):
             if asked.case is not None:
-                answer = await asked.case.send(self.origin, asked.content)
+                answer = await asked.case.send(self.address, asked.content)
                 return _whole(answer) if answer.status else Answer(0)
             if asked.kind == "hang up":
                 return await self._hung_up(asked)
@@ -254,17 +255,17 @@ class Lines:
             writer.close()
 
     async def _to_its_end(self, asked: Asked) -> Answer:
-        reader, writer = self._idle.pop() if self._idle else await wire.connect(self.origin)
+        reader, writer = self._idle.pop() if self._idle else await raw_http.connect(self.address)
         again = False
         try:
             writer.write(asked.content)
-            status, headers = await wire.head(reader)
+            status, headers = await raw_http.head(reader)
             if headers.get("content-type", "").startswith("text/event-stream"):
-                data = b"".join([chunk async for chunk in wire.chunks(reader)])
+                data = b"".join([chunk async for chunk in raw_http.chunks(reader)])
                 found = _streamed(status, data)
             else:
                 body = await reader.readexactly(int(headers["content-length"]))
-                found = _whole(wire.Answer(status, headers, body))
+                found = _whole(raw_http.Answer(status, headers, body))
             again = asked.kept and headers.get("connection") != "close"
             return found
         finally:
@@ -276,12 +277,12 @@ class Lines:
     async def _hung_up(self, asked: Asked) -> Answer:
         """Leaves after `hold` pieces of a stream; or, once the server has asked for the body and
         so has counted the request, some moments after it was sent."""
-        reader, writer = await wire.connect(self.origin)
+        reader, writer = await raw_http.connect(self.address)
         try:
             if asked.hold:
                 writer.write(asked.content)
-                status, _ = await wire.head(reader)
-                pieces = wire.chunks(reader)
+                status, _ = await raw_http.head(reader)
+                pieces = raw_http.chunks(reader)
                 for _ in range(asked.hold):
                     await anext(pieces)
                 return Answer(status)
@@ -289,7 +290,7 @@ class Lines:
             writer.write(head + b"\r\n\r\n")
             invited = await reader.readuntil(b"\r\n\r\n")
             if not invited.startswith(INVITED):
-                raise wire.Closed(f"no invitation: {invited[:80]!r}")
+                raise raw_http.Closed(f"no invitation: {invited[:80]!r}")
             writer.write(body)
             await asyncio.sleep(LEAVE * (len(body) % 8) / 7)
             return Answer(0)
@@ -300,7 +301,7 @@ class Lines:
                 writer.transport.abort()  # with a reset instead of an orderly end
 
 
-def _whole(answer: wire.Answer) -> Answer:
+def _whole(answer: raw_http.Answer) -> Answer:
     content: Any = json.loads(answer.body)
     if "error" in content:
         return Answer(answer.status, code=str(content["error"]["code"]))

@@ -11,88 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from chaos.serving import Serving, leftovers
+from harness.server import ServerUnderTest, leftovers
 from soak import checks
+from soak.clients import Fleet
 from soak.requests import MANY, questions
 from soak.watching import Watcher
-
-TOOL = str(Path(__file__).parent)
-
-
-class Fleet:
-    """Processes of `clients` with these words each, as a context manager. After `wait`: `counts`
-    and `wrong` of all, and `answers` by question.
-    """
-
-    def __init__(self, words: Sequence[Sequence[str]]) -> None:
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, TOOL, "clients", *its], stdout=subprocess.PIPE, text=True
-            )
-            for its in words
-        ]
-        self._done = [0] * len(words)
-        self._told: list[dict[str, Any]] = []
-        self._readers = [
-            threading.Thread(target=self._read, args=(number,), daemon=True)
-            for number in range(len(words))
-        ]
-        for reader in self._readers:
-            reader.start()
-        self.counts: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self.answers: dict[int, list[str]] = {}
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        for reader in self._readers:
-            reader.join()
-
-    @property
-    def done(self) -> int:
-        """Requests of all, as of a second ago."""
-        return sum(self._done)
-
-    def running(self) -> bool:
-        """Whether any of them goes on."""
-        return any(reader.is_alive() for reader in self._readers)
-
-    def wait(self) -> None:
-        """Until they end; RuntimeError for one that did not tell what it did."""
-        for reader in self._readers:
-            reader.join()
-        if len(self._told) < len(self._processes):
-            raise RuntimeError("a process of clients ended early")
-        for told in self._told:
-            self.counts.update(told["counts"])
-            self.wrong += told["wrong"]
-            self.answers |= {int(number): answer for number, answer in told["answers"].items()}
-
-    def _read(self, number: int) -> None:
-        output = self._processes[number].stdout
-        assert output is not None
-        for line in output:
-            told = json.loads(line)
-            if isinstance(told, int):
-                self._done[number] = told
-            else:
-                self._told.append(told)
-
 
 # A pool that is filled within the first requests and then always short of free pages. The recorder
 # keeps a minute, or so much of it; a small one is full long before the first tenth is over.
@@ -124,21 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--every", type=float, default=1.0, help="seconds between samples")
     add("--memory-percent", type=float, default=checks.MOST, help="growth that is no leak")
     add("--samples", type=Path, metavar="OUT", help="write the samples there, as JSON lines")
-    add("--plot", type=Path, metavar="OUT", help="draw them")
 
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; "broken" names the promises that were not kept."""
     with tempfile.TemporaryDirectory(prefix="pipeinfer-soak-") as folder:
         chosen = {**SERVER, "flight_dir": folder, **settings}
-        with Serving(chosen) as server, Watcher(server) as watcher:
+        with ServerUnderTest(chosen) as server, Watcher(server) as watcher:
             soak = Soak(options, server, watcher, Path(folder, "answers.json"))
             metrics = soak.run()
             metrics["broken"] += soak.log()
-    if options.plot is not None:
-        from soak.plot import picture
-
-        picture(options.plot, soak.samples)
     return metrics
 
 
@@ -146,7 +71,7 @@ class Soak:
     """One run. `samples`: all, in order."""
 
     def __init__(
-        self, options: argparse.Namespace, server: Serving, watcher: Watcher, answers: Path
+        self, options: argparse.Namespace, server: ServerUnderTest, watcher: Watcher, answers: Path
     ) -> None:
         self._options, self._server, self._watcher = options, server, watcher
         self._answers = answers
@@ -178,9 +103,8 @@ class Soak:
         return [f"{found} tracebacks in the log: {self._server.log()[-2000:]}"] if found else []
 
     def _learn(self) -> None:
-        words = ["--learn", "--concurrency", "1"]
         known = questions(self._options.mix_seed, self._options.questions)
-        answers = self._clients([words])
+        answers = self._clients([{"share": None, "concurrency": 1, "seconds": 0.0, "expected": ""}])
         ordered = [answers.get(number, ["", "lost"]) for number in range(len(known))]
         self._answers.write_text(json.dumps(ordered))
         asked = [
@@ -194,23 +118,26 @@ class Soak:
         """Sends requests of the mix; how many."""
         options = self._options
         each, more = divmod(options.concurrency, options.processes)
-        words = [
-            ["--share", str(numbers[0] + place), str(numbers[1]), str(options.processes),
-             "--concurrency", str(each + (place < more)), "--seconds", str(options.seconds),
-             "--expected", str(self._answers)]
+        shares = [
+            {
+                "share": (numbers[0] + place, numbers[1], options.processes),
+                "concurrency": each + (place < more),
+                "seconds": options.seconds,
+                "expected": str(self._answers),
+            }
             for place in range(options.processes)
-        ]  # fmt: skip
+        ]
         before = self._asked()
-        self._clients(words, phase, file)
+        self._clients(shares, phase, file)
         return self._asked() - before
 
     def _clients(
-        self, words: list[list[str]], phase: str = "", file: IO[str] | None = None
+        self, shares: list[dict[str, Any]], phase: str = "", file: IO[str] | None = None
     ) -> dict[int, list[str]]:
         """Runs processes of clients, with samples if the phase has a name."""
-        common = ["--url", self._server.url, "--seed", str(self._options.mix_seed)]
-        common += ["--questions", str(self._options.questions)]
-        with Fleet([[*common, *its] for its in words]) as fleet:
+        options = self._options
+        common = {"url": self._server.url, "mix": (options.mix_seed, options.questions)}
+        with Fleet([{**common, **one} for one in shares]) as fleet:
             due = time.monotonic()
             while fleet.running():
                 if phase:

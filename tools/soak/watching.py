@@ -16,11 +16,11 @@ from typing import Any
 
 import zmq
 
-from bench.processes import cpu_seconds
-from chaos.serving import Serving
+from harness.processes import cpu_seconds
+from harness.server import ServerUnderTest
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.messages import Heartbeat
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.runtime.servers import running_servers
 
 SAMPLE = re.compile(r"^pipeinfer_(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 VALUE = re.compile(r'="([^"]*)"')
@@ -74,7 +74,7 @@ def metrics(text: str) -> dict[str, float]:
 class Watcher:
     """Looks at a running server, as a context manager. TimeoutError if a stage is silent."""
 
-    def __init__(self, server: Serving) -> None:
+    def __init__(self, server: ServerUnderTest) -> None:
         self._server = server
         self._topology = next(
             one.topology for one in running_servers() if one.pid == server.process.pid

@@ -55,7 +55,7 @@ class Fa3Kernel:
         self._v: list[torch.Tensor] = []
         self._descales: list[torch.Tensor] = []  # of each layer, if pages hold e4m3: q, k, v
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
+    def bind(self, pool: KVPool, max_rows: int) -> None:
         self._k = pool.k
         self._v = pool.v
         if pool.storage_dtype == E4M3:

@@ -61,10 +61,10 @@ class _Wrappers(ABC):
         self._float = torch.empty(0)
         self._eager: dict[tuple[int | None, int], Any] = {}
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
+    def bind(self, pool: KVPool, max_rows: int) -> None:
         """Builds or loads the kernels for the pool's dtype: seconds, the first time."""
         self._pool = pool
-        self._float = torch.zeros(self._float_bytes(most_rows), dtype=torch.uint8,
+        self._float = torch.zeros(self._float_bytes(max_rows), dtype=torch.uint8,
                                   device=self._device)  # fmt: skip
         self._eager = {
             (window, parity): self._wrapper(shape)
@@ -112,7 +112,7 @@ class _Wrappers(ABC):
         }
 
     @abstractmethod
-    def _float_bytes(self, most_rows: int) -> int:
+    def _float_bytes(self, max_rows: int) -> int:
         """Size of the workspace for partial outputs of split rows."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class PrefillKernel(_Wrappers):
         """See PagedKernel."""
         return self._eager_metadata(inputs, begin, end)
 
-    def _float_bytes(self, most_rows: int) -> int:
+    def _float_bytes(self, max_rows: int) -> int:
         return FLOAT_BYTES
 
     def _wrapper(self, shape: AttentionShape) -> Any:
@@ -183,11 +183,11 @@ class DecodeKernel(_Wrappers):
         self._split: dict[tuple[int | None, int], _GraphPlans] = {}
         self._unsplit: dict[tuple[int | None, int], Any] = {}
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
+    def bind(self, pool: KVPool, max_rows: int) -> None:
         """See _Wrappers."""
         self._split.clear()
         self._unsplit.clear()
-        super().bind(pool, most_rows)
+        super().bind(pool, max_rows)
 
     def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> FlashInferMetadata:
         """See PagedKernel."""
@@ -195,12 +195,12 @@ class DecodeKernel(_Wrappers):
             return self._eager_metadata(inputs, begin, end)
         wrappers = {}
         for window in self._by_window:
-            whole = self._whole(window, end - begin)
+            whole = self._fills_gpu(window, end - begin)
             made = self._unsplit_wrapper if whole else self._split_wrapper
             wrappers[window] = made(inputs, window, end - begin)
         return FlashInferMetadata(wrappers)
 
-    def _whole(self, window: int | None, rows: int) -> bool:
+    def _fills_gpu(self, window: int | None, rows: int) -> bool:
         """More rows than the GPU has room for are not worth splitting: each is one work item then,
         so that the grid is fixed without the padding and the merging that a graph else needs."""
         return rows * self._by_window[window].num_kv_heads > self._blocks
@@ -216,9 +216,8 @@ class DecodeKernel(_Wrappers):
                 step.kv_indptr[: rows + 1],
                 step.kv_indices,
                 step.last_page_len[:rows],
-                head_dim=self._by_window[window].head_dim,
                 disable_split_kv=True,
-                **self._options(window),
+                **self._decode_options(window),
             )
             self._unsplit[window, rows] = wrapper
         return self._unsplit[window, rows]
@@ -232,7 +231,7 @@ class DecodeKernel(_Wrappers):
         if plans is not None and torch.equal(plans.kv_indptr, kv_indptr):
             return plans.wrappers[inputs.parity]
         last_page_len, none = host.last_page_len[:rows], inputs.step.kv_indices[:0]
-        options = {"head_dim": self._by_window[window].head_dim, **self._options(window)}
+        options = self._decode_options(window)
         if plans is None:
             ints = torch.empty(GRAPH_INT_BYTES, dtype=torch.uint8, device=self._device)
             made = [self._graph_wrapper(inputs, rows, ints) for _ in range(PARITIES)]
@@ -270,11 +269,11 @@ class DecodeKernel(_Wrappers):
         wrapper.reset_workspace_buffer(self._float, ints)
         return wrapper
 
-    def _float_bytes(self, most_rows: int) -> int:
+    def _float_bytes(self, max_rows: int) -> int:
         """A float32 vector per head and query of a work item."""
         widest = max(shape.num_heads * (shape.head_dim + 1) for shape in self._shapes)
         groups = max(-(-shape.num_heads // shape.num_kv_heads) for shape in self._shapes)
-        tiles = -(-most_rows * groups // SPLIT_TILE) + most_rows
+        tiles = -(-max_rows * groups // SPLIT_TILE) + max_rows
         return max(FLOAT_BYTES, 4 * widest * SPLIT_TILE * max(tiles, 512) + 2**20)
 
     def _wrapper(self, shape: AttentionShape) -> Any:
@@ -289,9 +288,12 @@ class DecodeKernel(_Wrappers):
             rows.kv_indptr,
             rows.kv_indices,
             rows.last_page_len,
-            head_dim=self._by_window[window].head_dim,
-            **self._options(window),
+            **self._decode_options(window),
         )
+
+    def _decode_options(self, window: int | None) -> dict[str, Any]:
+        """Prefill wrappers call the head size head_dim_qk, decode wrappers head_dim."""
+        return {"head_dim": self._by_window[window].head_dim, **self._options(window)}
 
 
 FLASHINFER = PagedKind(

@@ -145,22 +145,22 @@ class TritonDecodeKernel:
         groups = {s.num_heads // s.num_kv_heads for s in shapes if s.sliding_window is None}
         self._group = groups.pop() if len(groups) == 1 else 0  # where rows share what they read
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
-        """Allocates what the splits of a row leave for their sum, for steps of `most_rows` rows."""
+    def bind(self, pool: KVPool, max_rows: int) -> None:
+        """Allocates what the splits of a row leave for their sum, for steps of `max_rows` rows."""
         self._pool = pool
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
-        configs = [(rows, self._tile_config(rows)) for rows in range(1, most_rows + 1)]
+        configs = [(rows, self._tile_config(rows)) for rows in range(1, max_rows + 1)]
         splits = max(max_total_splits(rows, c, self._prefix_rows(c)) for rows, c in configs)
         prefixes = max(max_prefix_splits(rows, c, self._prefix_rows(c)) for rows, c in configs)
         queries = max(c.prefix_queries if self._group else 0 for _, c in configs)
         self._workspaces = {
-            size: DecodeWorkspace(most_rows, splits, size, self._device, prefixes, queries)
+            size: DecodeWorkspace(max_rows, splits, size, self._device, prefixes, queries)
             for size in sizes
         }
         self._splits = {
             window: empty_splits(splits, self._device) for window in self._first.values()
         }
-        self._prefix_merges = empty_prefix_merges(most_rows, self._device)
+        self._prefix_merges = empty_prefix_merges(max_rows, self._device)
 
     def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> DecodeMetadata:
         """Views only."""

@@ -23,13 +23,13 @@ KV = torch.Tensor | None  # [T, kv_heads, head_dim] of a step's tokens; None: in
 
 @dataclass(frozen=True)
 class Traits:
-    """What differs between backends, for those who call them: nobody asks which one it is.
+    """What callers need to know of a backend; no caller asks for its name.
 
     page_sizes: those that it takes, None for any. needs_kv: it attends to the step's own keys and
     values, too; else it reads pages only. host_lengths: its metadata depends on lengths that it
     reads on the host (AttentionInputs.host), so a graph's metadata is built before each replay.
     captures_decode: a CUDA graph can hold steps of decode rows (without needs_kv only, because
-    padding has keys that nobody keeps); captures_prefill: and steps with both kinds of rows.
+    padding has keys that are not stored); captures_prefill: and steps with both kinds of rows.
     lists_pages: kv_indices has the pages of row after row, else it is the page table of all slots.
     page_table: the rows whose pages it reads in DeviceStep.row_page_table: "all", the "prefills" or
     "none".
@@ -94,8 +94,8 @@ class Attention(Protocol):
         """The same always, also before a pool is bound."""
         ...
 
-    def bind(self, pool: KVPool, most_rows: int, /) -> None:
-        """The pool that later steps read; a step has at most `most_rows` rows."""
+    def bind(self, pool: KVPool, max_rows: int, /) -> None:
+        """The pool that later steps read; a step has at most `max_rows` rows."""
         ...
 
     def build_metadata(self, inputs: AttentionInputs, /) -> AttentionMetadata:

@@ -23,8 +23,8 @@ PREFERRED = 64  # with which they were measured
 class PagedKernel(Protocol):
     """One kernel family for one kind of row. Nothing here waits for the device."""
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
-        """The pool to read; `most_rows` bounds the rows of one step."""
+    def bind(self, pool: KVPool, max_rows: int) -> None:
+        """The pool to read; `max_rows` bounds the rows of one step."""
         ...
 
     def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> AttentionMetadata:
@@ -72,10 +72,10 @@ class PagedBackend:
         # Of higher priority: its blocks need a multiprocessor each, and find none free later on.
         self._decode_stream = torch.cuda.Stream(device, priority=-1) if kind.at_once else None
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
+    def bind(self, pool: KVPool, max_rows: int) -> None:
         """See interface.py, here and below."""
         for kernel in {id(kernel): kernel for kernel in (self._decode, self._prefill)}.values():
-            kernel.bind(pool, most_rows)
+            kernel.bind(pool, max_rows)
 
     def build_metadata(self, inputs: AttentionInputs) -> PagedMetadata:
         step, decodes, total = inputs.step, inputs.step.shape.decodes, inputs.step.shape.rows

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeinfer.close_names import did_you_mean
+from pipeinfer.command_line import did_you_mean
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step import AttentionShape
 
@@ -185,8 +185,8 @@ def resolve_page_size(name: str, page_size: int) -> int:
 
 
 def import_packages(name: str) -> threading.Thread:
-    """A running thread that imports what backend `name` needs of packages, and nothing of those
-    that it does without. What goes wrong is said by whoever imports it then."""
+    """Starts a thread that imports the packages of backend `name`, without those in WITHOUT. An
+    error is logged at debug level; the import of the backend itself will raise it."""
 
     def work() -> None:
         with _hidden(WITHOUT.get(name, "")):
@@ -203,11 +203,16 @@ def import_packages(name: str) -> threading.Thread:
 
 @contextmanager
 def _hidden(package: str) -> Generator[None]:
-    """Who looks for `package` meanwhile finds none, unless it was imported before. "": all do."""
+    """Imports of `package` raise ModuleNotFoundError within the block, unless it was imported
+    before. "": nothing is hidden.
+
+    None in sys.modules is how the import system's reference says that a module cannot be imported
+    ("The module cache"). Packages that try to import `package` offer no switch of their own.
+    """
     if not package or package in sys.modules:
         yield
         return
-    sys.modules[package] = None  # pyright: ignore[reportArgumentType]  # as the import system has it
+    sys.modules[package] = None  # pyright: ignore[reportArgumentType]  # typeshed lacks None here
     try:
         yield
     finally:

@@ -1,11 +1,11 @@
 """Paged attention with torch operations only: for the CPU, and the reference of other backends.
 
 Decode rows are gathered in buckets of similar length and attended to together; rows with several
-tokens go one by one. A *place* is page * page_size + offset: the index of one token in a layer's K
-or V seen as [tokens, ...]. What torch's fused attention does not know, sinks (a key of each head
-that all queries see and that has no value: https://arxiv.org/abs/2309.17453) and soft caps
-(https://arxiv.org/abs/2408.00118), is computed by one operation after the other. Knows a step's
-rows and the pool; no request, no model.
+tokens go one by one. A KV location (vLLM: slot mapping) is page * page_size + offset: the index of
+one token in a layer's K or V seen as [tokens, ...]. What torch's fused attention does not know,
+sinks (a key of each head that all queries see and that has no value:
+https://arxiv.org/abs/2309.17453) and soft caps (https://arxiv.org/abs/2408.00118), is computed by
+one operation after the other. Knows a step's rows and the pool; no request, no model.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ NEVER = float("-inf")
 class LengthBucket:
     """Rows begin..end-1 of the sorted decode rows, padded to `longest` keys.
 
-    places: int64 [rows * longest]; padding reads the dummy page. bias: [rows, 1, 1, longest], 0 or
-    -inf, None if nothing is padded.
+    kv_locations: int64 [rows * longest]; padding reads the dummy page.
+    bias: [rows, 1, 1, longest], 0 or -inf; None if nothing is padded.
     """
 
     begin: int
     end: int
     longest: int
-    places: torch.Tensor
+    kv_locations: torch.Tensor
     bias: torch.Tensor | None
 
 
 @dataclass(frozen=True)
-class PrefillPiece:
+class PrefillChunk:
     """Queries first..first+count-1 of the step's tokens.
 
-    places: int64 [keys], *the last key first*, None if the keys are exactly those of the piece
-    (then plain causal attention does). bias: [count, keys] over the keys in that order.
+    kv_locations: int64 [keys], *the last key first*; None if the keys are exactly those of the
+        chunk (then plain causal attention does).
+    bias: [count, keys] over the keys in that order.
     """
 
     first: int
     count: int
-    places: torch.Tensor | None
+    kv_locations: torch.Tensor | None
     bias: torch.Tensor | None
 
 
@@ -60,7 +61,7 @@ class TorchWindowMetadata:
 
     order: torch.Tensor | None
     buckets: list[LengthBucket]
-    pieces: list[PrefillPiece]
+    chunks: list[PrefillChunk]
 
 
 TorchMetadata = dict[int | None, TorchWindowMetadata]  # of one step, by sliding window
@@ -85,7 +86,7 @@ class TorchBackend:
         self._scales: tuple[KVScales, ...] = ()
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def bind(self, pool: KVPool, most_rows: int) -> None:
+    def bind(self, pool: KVPool, max_rows: int) -> None:
         """See interface.py, here and below."""
         self._page_size = pool.page_size
         self._dtype = pool.dtype
@@ -117,9 +118,9 @@ class TorchBackend:
             for bucket in within.buckets:
                 done[bucket.begin : bucket.end] = self._decode(layer, shape, rows, bucket)
             out.index_copy_(0, within.order, done)
-        for piece in within.pieces:
-            tokens = slice(piece.first, piece.first + piece.count)
-            out[tokens] = self._prefill(layer, shape, q[tokens], k[tokens], v[tokens], piece)
+        for chunk in within.chunks:
+            tokens = slice(chunk.first, chunk.first + chunk.count)
+            out[tokens] = self._prefill(layer, shape, q[tokens], k[tokens], v[tokens], chunk)
         return out
 
     # ------------------------------------------------------------------------------------- a step
@@ -132,18 +133,18 @@ class TorchBackend:
         decodes: int,
         window: int | None,
     ) -> TorchWindowMetadata:
-        pieces = [
-            self._piece(pages, window, piece)
-            for piece in prefill_pieces(lengths, queries, decodes, window)
+        chunks = [
+            self._prefill_chunk(pages, window, chunk)
+            for chunk in prefill_chunks(lengths, queries, decodes, window)
         ]
         if decodes == 0:
-            return TorchWindowMetadata(None, [], pieces)
+            return TorchWindowMetadata(None, [], chunks)
         firsts, seen = key_spans(lengths[:decodes], window)
         order, bounds = length_buckets(seen)
         buckets = [
             self._bucket(pages, order[begin:end], firsts, seen, begin) for begin, end in bounds
         ]
-        return TorchWindowMetadata(self._tensor(order), buckets, pieces)
+        return TorchWindowMetadata(self._tensor(order), buckets, chunks)
 
     def _bucket(
         self,
@@ -157,28 +158,28 @@ class TorchBackend:
         steps = np.arange(longest)
         padding = steps >= lengths[rows, None]
         at = np.where(padding, 0, firsts[rows, None] + steps)
-        places = pages.places(rows[:, None], at)
-        places[padding] = 0  # the dummy page's first token: finite, and nobody's
+        kv_locations = pages.kv_locations(rows[:, None], at)
+        kv_locations[padding] = 0  # the dummy page's first token: finite, and of no request
         bias = None
         if padding[-1, -1]:
             bias = np.where(padding, np.float32(NEVER), np.float32(0))[:, None, None, :]
             bias = self._tensor(bias).to(self._dtype)
         return LengthBucket(
-            begin, begin + len(rows), longest, self._tensor(places.reshape(-1)), bias
+            begin, begin + len(rows), longest, self._tensor(kv_locations.reshape(-1)), bias
         )
 
-    def _piece(self, pages: RowPages, window: int | None, piece: QuerySpan) -> PrefillPiece:
-        count, keys = piece.count, piece.keys
+    def _prefill_chunk(self, pages: RowPages, window: int | None, chunk: QuerySpan) -> PrefillChunk:
+        count, keys = chunk.count, chunk.keys
         if keys == count and (window is None or count <= window):
-            return PrefillPiece(piece.first, count, None, None)
-        at = np.arange(piece.key_start + keys - 1, piece.key_start - 1, -1)
-        places = pages.places(piece.row, at)
+            return PrefillChunk(chunk.first, count, None, None)
+        at = np.arange(chunk.key_start + keys - 1, chunk.key_start - 1, -1)
+        kv_locations = pages.kv_locations(chunk.row, at)
         # With the keys reversed, query i sees key j iff count-1 <= i + j < count-1 + window: one
         # vector, read with strides (1, 1), is the whole mask in count + keys floats.
         band = torch.full((count + keys - 1,), NEVER, dtype=self._dtype, device=self._device)
         band[count - 1 : None if window is None else count - 1 + window] = 0
         bias = band.as_strided((count, keys), (1, 1))
-        return PrefillPiece(piece.first, count, self._tensor(places), bias)
+        return PrefillChunk(chunk.first, count, self._tensor(kv_locations), bias)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -190,7 +191,7 @@ class TorchBackend:
     ) -> torch.Tensor:
         """Sorted rows [R, heads, head_dim]; returns the bucket's [rows, heads, head_dim]."""
         size = bucket.end - bucket.begin
-        k, v = self._gather(layer, bucket.places)
+        k, v = self._gather(layer, bucket.kv_locations)
         keys = (size, bucket.longest, shape.num_kv_heads, shape.head_dim)
         # The query heads of one KV head stand as its queries: nothing is repeated for GQA.
         queries = (size, shape.num_kv_heads, -1, shape.head_dim)
@@ -216,21 +217,21 @@ class TorchBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        piece: PrefillPiece,
+        chunk: PrefillChunk,
     ) -> torch.Tensor:
         """q [n, heads, head_dim], the step's own k, v [n, kv_heads, head_dim]; q's shape."""
-        if piece.places is not None:
-            k, v = self._gather(layer, piece.places)
+        if chunk.kv_locations is not None:
+            k, v = self._gather(layer, chunk.kv_locations)
             k = k.view(-1, shape.num_kv_heads, shape.head_dim)
             v = v.view(-1, shape.num_kv_heads, shape.head_dim)
         if is_unfused(shape):
-            return self._prefill_unfused(shape, q, k, v, piece)
+            return self._prefill_unfused(shape, q, k, v, chunk)
         out = scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],
-            attn_mask=piece.bias,
-            is_causal=piece.places is None,
+            attn_mask=chunk.bias,
+            is_causal=chunk.kv_locations is None,
             scale=shape.scale,
             enable_gqa=shape.num_kv_heads != shape.num_heads,
         )
@@ -242,12 +243,12 @@ class TorchBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        piece: PrefillPiece,
+        chunk: PrefillChunk,
     ) -> torch.Tensor:
         """As _prefill, one KV head after the other: scores of all at once take too much memory."""
-        bias = piece.bias
+        bias = chunk.bias
         if bias is None:
-            count = (piece.count, piece.count)
+            count = (chunk.count, chunk.count)
             bias = torch.full(count, NEVER, dtype=self._dtype, device=q.device).triu_(1)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         group = shape.num_heads // shape.num_kv_heads
@@ -259,19 +260,19 @@ class TorchBackend:
             out[:, of_head] = found.transpose(0, 1)
         return out
 
-    def _gather(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V at `places`, [n, kv_heads * head_dim]; valid until the next gather.
+    def _gather(self, layer: int, kv_locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V at `kv_locations`, [n, kv_heads * head_dim]; valid until the next gather.
 
         Into buffers that stay: fresh memory of that size costs more in page faults than the copy.
         """
         flat_k, flat_v = self._k[layer], self._v[layer]
-        need = len(places) * flat_k.shape[1]
+        need = len(kv_locations) * flat_k.shape[1]
         if self._scratch is None or len(self._scratch[0]) < need:
             size = 1 << (need - 1).bit_length()
             self._scratch = (flat_k.new_empty(size), flat_v.new_empty(size))
-        k, v = (buffer[:need].view(len(places), -1) for buffer in self._scratch)
-        torch.index_select(flat_k, 0, places, out=k)
-        torch.index_select(flat_v, 0, places, out=v)
+        k, v = (buffer[:need].view(len(kv_locations), -1) for buffer in self._scratch)
+        torch.index_select(flat_k, 0, kv_locations, out=k)
+        torch.index_select(flat_v, 0, kv_locations, out=v)
         if k.dtype != torch.uint8:
             return k, v
         scales = self._scales[layer]
@@ -289,8 +290,8 @@ def _on_host(tensor: torch.Tensor) -> np.ndarray:
 BUCKET_TOKENS = 2048
 # ... or where a row is shorter than this share of the bucket's longest (so that little is padding).
 BUCKET_SHORTEST = 0.8
-# Rows behind a sliding window are cut into pieces of at least that many queries.
-WINDOW_PIECE = 128
+# Rows behind a sliding window are cut into chunks of at least that many queries.
+WINDOW_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -308,7 +309,7 @@ class QuerySpan:
 
     @property
     def keys(self) -> int:
-        """How many keys the piece reads."""
+        """How many keys the chunk reads."""
         return self.start + self.count - self.key_start
 
 
@@ -320,8 +321,8 @@ class RowPages:
     indices: np.ndarray
     page_size: int
 
-    def places(self, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
-        """int64 places of `positions` of `rows` (broadcast against each other)."""
+    def kv_locations(self, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """int64 kv_locations of `positions` of `rows` (broadcast against each other)."""
         page, offset = np.divmod(positions, self.page_size)
         return self.indices[self.indptr[rows] + page].astype(np.int64) * self.page_size + offset
 
@@ -354,10 +355,10 @@ def length_buckets(lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int
     return order, bounds
 
 
-def prefill_pieces(
+def prefill_chunks(
     lengths: np.ndarray, q_indptr: np.ndarray, decodes: int, window: int | None
 ) -> Iterator[QuerySpan]:
-    """The rows after the `decodes`; under a sliding window long rows come in several pieces.
+    """The rows after the `decodes`; under a sliding window long rows come in several chunks.
 
     Without the cut, every query of a long row would read the keys of all its windows. The arrays
     are DeviceStep's.
@@ -365,7 +366,7 @@ def prefill_pieces(
     for row in range(decodes, len(lengths)):
         first, count = int(q_indptr[row]), int(q_indptr[row + 1] - q_indptr[row])
         start = int(lengths[row]) - count
-        size = count if window is None else max(window, WINDOW_PIECE)
+        size = count if window is None else max(window, WINDOW_CHUNK)
         for offset in range(0, count, size):
             begin = start + offset
             key_start = 0 if window is None else max(begin + 1 - window, 0)

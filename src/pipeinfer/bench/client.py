@@ -14,10 +14,9 @@ from collections.abc import Sequence
 import aiohttp
 import msgspec
 
-from pipeinfer.bench.dataset import CustomDataset, RandomDataset, SampleRequest
+from pipeinfer.bench.dataset import CustomDataset, RandomDataset, SampleRequest, TokenRange
 from pipeinfer.bench.metrics import RequestTiming
-from pipeinfer.bench.options import TokenRange
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
 
 class EncodedRequest(msgspec.Struct, frozen=True):
@@ -166,15 +165,15 @@ def session(endpoint: Endpoint) -> aiohttp.ClientSession:
 
 
 async def stream_request(
-    client: aiohttp.ClientSession, endpoint: Endpoint, asked: EncodedRequest, due: float
+    client: aiohttp.ClientSession, endpoint: Endpoint, request: EncodedRequest, due: float
 ) -> RequestTiming:
     """Sends one request and reads its stream to the end.
 
     due: when the request should be sent, of time.perf_counter(). A failure does not raise: it is in
     the `failure` and `error` of the timing.
     """
-    timing = RequestTiming(due, prompt_tokens=asked.prompt_len, max_tokens=asked.output_len)
-    await stream_into(client, endpoint, asked, timing)
+    timing = RequestTiming(due, prompt_tokens=request.prompt_len, max_tokens=request.output_len)
+    await stream_into(client, endpoint, request, timing)
     return timing
 
 
@@ -189,12 +188,15 @@ async def stream_all(endpoint: Endpoint, requests: Sequence[SampleRequest]) -> l
 
 
 async def stream_into(
-    client: aiohttp.ClientSession, endpoint: Endpoint, asked: EncodedRequest, timing: RequestTiming
+    client: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    request: EncodedRequest,
+    timing: RequestTiming,
 ) -> None:
     """Like `stream_request`, into a timing that the caller may read meanwhile."""
     timing.sent = time.perf_counter()
     try:
-        async with client.post(endpoint.api_url, data=asked.body) as answer:
+        async with client.post(endpoint.api_url, data=request.body) as answer:
             if answer.status != 200:
                 text = (await answer.content.read(4096)).decode(errors="replace")
                 raise _Failed(f"status {answer.status}", text)
@@ -211,10 +213,10 @@ async def stream_into(
         timing.failure, timing.error = GARBAGE, str(error)[:MAX_ERROR_CHARS]
     if timing.failure and not timing.error:
         timing.error = timing.failure
-    if not timing.error and endpoint.exact_length and timing.output_tokens != asked.output_len:
+    if not timing.error and endpoint.exact_length and timing.output_tokens != request.output_len:
         timing.failure, timing.error = (
             WRONG_LENGTH,
-            f"{timing.output_tokens} tokens instead of {asked.output_len}",
+            f"{timing.output_tokens} tokens instead of {request.output_len}",
         )
 
 
@@ -317,8 +319,9 @@ async def drop_refused_fields(endpoint: Endpoint) -> Endpoint:
 
 
 async def calibrate_words(endpoint: Endpoint, dataset: RandomDataset) -> tuple[RandomDataset, bool]:
-    """The dataset with as many words as make the wanted tokens, and whether the server told token
-    counts. Two prompts of different length tell the tokens of a word and of the chat template."""
+    """The dataset with as many words as make the wanted tokens, and whether the server reported
+    token counts. Two prompts of different length give the tokens of a word and of the chat
+    template."""
     if dataset.highest_id is not None:
         return dataset, True
     probe = RandomDataset(

@@ -1,18 +1,24 @@
 """Datasets: prompts that are drawn at random, as token ids or words, or read from a file.
 
 The request of an index follows from a seed and that index alone, so that any process can make it.
+Also the defaults and argument types of `pipeinfer bench` that its help text needs.
 """
 
 from __future__ import annotations
 
+import argparse
+import random
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
-from pipeinfer.bench.options import TokenRange
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.settings import ConfigurationError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Parts of the seed of what is drawn.
 REQUEST_STREAM = 0
@@ -82,6 +88,8 @@ class RandomDataset(msgspec.Struct, frozen=True, tag=True):
         return msgspec.structs.replace(self, seed=self.seed + seed_offset).sample(index)
 
     def _rng(self, *stream: int) -> np.random.Generator:
+        import numpy as np  # only here: the command line's help needs this module
+
         return np.random.default_rng((abs(self.seed), int(self.seed < 0), *stream))
 
     def _prefix(self, which: int) -> np.random.Generator:
@@ -121,6 +129,8 @@ def load_custom_dataset(path: Path, output: TokenRange, seed: int, chat: bool) -
         raise ConfigurationError(f"cannot read {path}: {error}") from None
     if not lines:
         raise ConfigurationError(f"{path} has no prompts")
+    import numpy as np
+
     rng = np.random.default_rng(seed)
     drawn = [output.sample_numpy(rng) for _ in lines]
     found: list[SampleRequest] = []
@@ -181,3 +191,39 @@ WORDS = tuple(COMMON.split())
 def random_words(rng: np.random.Generator, words: int) -> str:
     """That many words with a space between."""
     return " ".join(WORDS[index] for index in rng.integers(0, len(WORDS), words).tolist())
+
+
+DEFAULT_CONCURRENCY = 8  # streams of the closed loop that is measured if no load is given
+MIN_REQUESTS = 64  # of a load, if neither requests nor seconds are given
+MIN_REQUESTS_PER_STREAM = 4  # of a closed loop, in the same case
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """A range of lengths in tokens with both ends; written `16:256`, or `16` for one length."""
+
+    low: int
+    high: int
+
+    @staticmethod
+    def parse(text: str) -> TokenRange:
+        """The range that `text` says. Raises argparse.ArgumentTypeError."""
+        low, _, high = text.partition(":")
+        try:
+            lengths = TokenRange(int(low), int(high or low))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no range such as 16:256") from None
+        if not 1 <= lengths.low <= lengths.high:
+            raise argparse.ArgumentTypeError(f"{text!r} is empty")
+        return lengths
+
+    def sample(self, rng: random.Random) -> int:
+        """A length, drawn evenly."""
+        return rng.randint(self.low, self.high)
+
+    def sample_numpy(self, rng: np.random.Generator) -> int:
+        """A length, drawn evenly from a generator of NumPy."""
+        return int(rng.integers(self.low, self.high + 1))
+
+    def __str__(self) -> str:
+        return f"{self.low}:{self.high}" if self.low < self.high else f"{self.low}"

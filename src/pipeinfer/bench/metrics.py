@@ -32,7 +32,7 @@ class RequestTiming(msgspec.Struct, array_like=True):
     end: when the last chunk arrived, with or without a token.
     cached_tokens: prompt tokens that came from the server's prefix cache.
     max_tokens: of the request.
-    has_usage: the server told token counts.
+    has_usage: the server reported token counts.
     """
 
     due: float

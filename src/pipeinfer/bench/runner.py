@@ -24,8 +24,12 @@ import msgspec
 
 from pipeinfer import pipes
 from pipeinfer.bench.client import Endpoint
-from pipeinfer.bench.dataset import CustomDataset, RandomDataset
-from pipeinfer.bench.load import ClosedLoop, Load, OpenLoop, TraceRequest, poisson_arrivals
+from pipeinfer.bench.dataset import (
+    MIN_REQUESTS,
+    MIN_REQUESTS_PER_STREAM,
+    CustomDataset,
+    RandomDataset,
+)
 from pipeinfer.bench.metrics import (
     BenchmarkMetrics,
     ClientLoad,
@@ -36,48 +40,18 @@ from pipeinfer.bench.metrics import (
     client_stats,
     client_warnings,
 )
-from pipeinfer.bench.options import MIN_REQUESTS, MIN_REQUESTS_PER_STREAM
-
-
-class WorkerJob(msgspec.Struct, frozen=True):
-    """What one worker sends, and to which server."""
-
-    endpoint: Endpoint
-    dataset: RandomDataset | CustomDataset
-    load: Load
-
-
-class StartSignal(msgspec.Struct, frozen=True):
-    """When all workers begin: of time.perf_counter(), which they share."""
-
-    at: float
-
-
-class WorkerResult(msgspec.Struct, frozen=True):
-    """What one worker measured."""
-
-    timings: list[RequestTiming]
-    client_load: ClientLoad
-
-
-class WorkerProgress(msgspec.Struct, frozen=True):
-    """Counts of a worker so far. Its first message says that it is ready, its last has the result.
-
-    done, failed, running: requests; `done` includes failed ones.
-    tokens: of output, by chunks.
-    """
-
-    done: int = 0
-    failed: int = 0
-    running: int = 0
-    tokens: int = 0
-    result: WorkerResult | None = None
-
-
-def encode_message(message: WorkerJob | StartSignal | WorkerProgress) -> bytes:
-    """The message as MessagePack, for a frame of the pipe."""
-    return msgspec.msgpack.encode(message)
-
+from pipeinfer.bench.worker import (
+    ClosedLoop,
+    Load,
+    OpenLoop,
+    StartSignal,
+    TraceRequest,
+    WorkerJob,
+    WorkerProgress,
+    WorkerResult,
+    encode_message,
+    poisson_arrivals,
+)
 
 WORKER_MODULE = "pipeinfer.bench.worker"
 START_DELAY = 0.1  # seconds until all begin, once all are ready

@@ -1,4 +1,10 @@
-"""A worker process of the load generator: sends its share of the requests and reports timings.
+"""A worker process of the load generator: sends its share of the requests when they are due, and
+reports timings.
+
+- `OpenLoop`: planned arrivals, drawn from a Poisson process or read from a trace: JSON lines with
+  `timestamp` (seconds), `input_length` and `output_length` (tokens)
+- `ClosedLoop`: concurrent streams, each of which sends its next request when the last one has ended
+- `WorkerSender`: sends requests, and keeps their timings
 
 Started by runner.py, which sends a WorkerJob and then a StartSignal over the pipe.
 """
@@ -6,18 +12,68 @@ Started by runner.py, which sends a WorkerJob and then a StartSignal over the pi
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import queue
-from typing import BinaryIO
+import random
+import sys
+import time
+from collections.abc import Iterable
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Annotated, BinaryIO, Protocol
 
 import aiohttp
 import msgspec
 import uvloop
+from msgspec import Meta
 
 from pipeinfer import pipes
-from pipeinfer.bench import runner
-from pipeinfer.bench.client import EncodedRequest, session, stream_into
-from pipeinfer.bench.metrics import LoopLagMonitor, RequestTiming
-from pipeinfer.bench.runner import StartSignal, WorkerJob, WorkerProgress, WorkerResult
+from pipeinfer.bench.client import EncodedRequest, Endpoint, session, stream_into
+from pipeinfer.bench.dataset import CustomDataset, RandomDataset
+from pipeinfer.bench.metrics import ClientLoad, LoopLagMonitor, RequestTiming
+from pipeinfer.settings import ConfigurationError
+
+
+class WorkerJob(msgspec.Struct, frozen=True):
+    """What one worker sends, and to which server."""
+
+    endpoint: Endpoint
+    dataset: RandomDataset | CustomDataset
+    load: Load
+
+
+class StartSignal(msgspec.Struct, frozen=True):
+    """When all workers begin: of time.perf_counter(), which they share."""
+
+    at: float
+
+
+class WorkerResult(msgspec.Struct, frozen=True):
+    """What one worker measured."""
+
+    timings: list[RequestTiming]
+    client_load: ClientLoad
+
+
+class WorkerProgress(msgspec.Struct, frozen=True):
+    """Counts of a worker so far. Its first message says that it is ready, its last has the result.
+
+    done, failed, running: requests; `done` includes failed ones.
+    tokens: of output, by chunks.
+    """
+
+    done: int = 0
+    failed: int = 0
+    running: int = 0
+    tokens: int = 0
+    result: WorkerResult | None = None
+
+
+def encode_message(message: WorkerJob | StartSignal | WorkerProgress) -> bytes:
+    """The message as MessagePack, for a frame of the pipe."""
+    return msgspec.msgpack.encode(message)
+
 
 PROGRESS_SECONDS = 0.25  # seconds between two reports
 
@@ -58,7 +114,7 @@ async def work(messages: queue.SimpleQueue[bytes], answers: BinaryIO) -> None:
     job = msgspec.msgpack.decode(await asyncio.to_thread(messages.get), type=WorkerJob)
     async with session(job.endpoint) as client:
         sender = WorkerSender(client, job)
-        pipes.write(answers, runner.encode_message(sender.progress()))
+        pipes.write(answers, encode_message(sender.progress()))
         start = msgspec.msgpack.decode(await asyncio.to_thread(messages.get), type=StartSignal)
         monitor = LoopLagMonitor()
         tasks = [
@@ -69,14 +125,174 @@ async def work(messages: queue.SimpleQueue[bytes], answers: BinaryIO) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    pipes.write(answers, runner.encode_message(sender.progress(WorkerResult(sender.timings, load))))
+    pipes.write(answers, encode_message(sender.progress(WorkerResult(sender.timings, load))))
 
 
 async def _report_progress(sender: WorkerSender, answers: BinaryIO) -> None:
     while True:
         await asyncio.sleep(PROGRESS_SECONDS)
-        pipes.write(answers, runner.encode_message(sender.progress()))
+        pipes.write(answers, encode_message(sender.progress()))
 
 
 if __name__ == "__main__":
     uvloop.run(work(*pipes.served()))
+
+
+class TraceRequest(msgspec.Struct, frozen=True):
+    """One line of a trace: seconds, and tokens of prompt and output."""
+
+    timestamp: float
+    input_length: Annotated[int, Meta(ge=1)]
+    output_length: Annotated[int, Meta(ge=1)]
+
+
+def poisson_arrivals(
+    rate: float, seed: int, requests: int | None = None, seconds: float | None = None
+) -> list[float]:
+    """Arrival times in seconds after the start, `rate` a second on average.
+
+    requests: how many; None: all within `seconds`.
+    The same seed gives the same arrivals, in proportion, at every rate. An infinite rate needs
+    `requests`, which all come at once.
+    """
+    times: Iterable[float] = _poisson(rate, random.Random(seed))
+    if seconds is not None:
+        times = takewhile(lambda at: at < seconds, times)
+    return list(islice(times, requests))
+
+
+def _poisson(rate: float, rng: random.Random) -> Iterable[float]:
+    at = 0.0
+    while True:
+        at += rng.expovariate(1.0) / rate
+        yield at
+
+
+def load_trace(path: Path) -> list[TraceRequest]:
+    """The lines of a trace in the order of their times, of which the first is 0.
+
+    Raises ConfigurationError that names the line.
+    """
+    try:
+        found = [_entry(path, number, line) for number, line in _lines(path)]
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
+    if not found:
+        raise ConfigurationError(f"{path} has no entries")
+    found.sort(key=lambda entry: entry.timestamp)
+    start = found[0].timestamp
+    return [msgspec.structs.replace(entry, timestamp=entry.timestamp - start) for entry in found]
+
+
+def _lines(path: Path) -> Iterable[tuple[int, str]]:
+    with path.open() as file:
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def _entry(path: Path, number: int, line: str) -> TraceRequest:
+    try:
+        return msgspec.json.decode(line, type=TraceRequest)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ConfigurationError(f"{path} line {number}: {error}") from None
+
+
+COUNTER_FILE = "next_request"  # in the folder that the worker processes share
+
+
+class RequestSender(Protocol):
+    """Encodes requests and sends them."""
+
+    def encode(self, index: int) -> EncodedRequest:
+        """The request of that index, encoded before it is due."""
+        ...
+
+    async def send(self, request: EncodedRequest, due: float) -> None:
+        """Returns when the answer has ended, however it did."""
+        ...
+
+
+class OpenLoop(msgspec.Struct, frozen=True, tag=True):
+    """Each request is sent at its arrival time, whether or not earlier ones have ended.
+
+    arrivals: pairs (index of the request, seconds after the start), in order of time.
+    """
+
+    arrivals: list[tuple[int, float]]
+
+    @property
+    def streams(self) -> int:
+        """The most requests that may run at a time."""
+        return len(self.arrivals)
+
+    @property
+    def requests(self) -> int | None:
+        """How many requests are sent."""
+        return len(self.arrivals)
+
+    def share(self, folder: Path, rank: int, workers: int) -> OpenLoop:
+        """The share of worker `rank` of `workers`."""
+        return OpenLoop(self.arrivals[rank::workers])
+
+    async def run(self, begin: float, sender: RequestSender) -> None:
+        """Sends all requests. begin: the start, of time.perf_counter()."""
+        async with asyncio.TaskGroup() as sending:
+            for index, at in self.arrivals:
+                request, due = sender.encode(index), begin + at
+                await asyncio.sleep(due - time.perf_counter())
+                sending.create_task(sender.send(request, due))
+
+
+class ClosedLoop(msgspec.Struct, frozen=True, tag=True):
+    """Concurrent streams, each of which sends its next request when the last one has ended.
+
+    streams: how many.
+    requests: how many in all; None: no limit.
+    seconds: no request begins later; None: no limit.
+    counter_file: has the index of the next request (8 bytes, little-endian), for all workers.
+    """
+
+    streams: int
+    requests: int | None = None
+    seconds: float | None = None
+    counter_file: str = ""
+
+    def share(self, folder: Path, rank: int, workers: int) -> ClosedLoop:
+        """The share of worker `rank` of `workers`, which share `folder`."""
+        path = folder / COUNTER_FILE
+        path.touch()
+        streams = self.streams // workers + (rank < self.streams % workers)
+        return msgspec.structs.replace(self, streams=streams, counter_file=str(path))
+
+    async def run(self, begin: float, sender: RequestSender) -> None:
+        """Sends all requests. begin: the start, of time.perf_counter()."""
+        await asyncio.sleep(begin - time.perf_counter())
+        end = begin + (sys.maxsize if self.seconds is None else self.seconds)
+        limit = sys.maxsize if self.requests is None else self.requests
+        with Path(self.counter_file).open("r+b", buffering=0) as counter:
+
+            async def stream() -> None:
+                while (index := _next_index(counter.fileno(), limit)) is not None:
+                    request, now = sender.encode(index), time.perf_counter()
+                    if now >= end:
+                        return
+                    await sender.send(request, now)
+
+            async with asyncio.TaskGroup() as streams:
+                for _ in range(self.streams):
+                    streams.create_task(stream())
+
+
+Load = OpenLoop | ClosedLoop
+
+
+def _next_index(file: int, limit: int) -> int | None:
+    """The next index below `limit` that no worker has taken; None if there is none."""
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    try:
+        taken = int.from_bytes(os.pread(file, 8, 0), "little")
+        if taken >= limit:
+            return None
+        os.pwrite(file, (taken + 1).to_bytes(8, "little"), 0)
+        return taken
+    finally:
+        fcntl.lockf(file, fcntl.LOCK_UN)

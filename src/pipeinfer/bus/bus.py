@@ -39,7 +39,7 @@ LINK_TIMER = 1.0  # seconds between questions what has become of the frames that
 
 
 class NoSuchStage(ValueError):
-    """A message to a stage that the topology does not know: somebody named it wrongly."""
+    """A message to a stage that the topology does not have."""
 
 
 class Bus:
@@ -81,7 +81,7 @@ class Bus:
         self._link_timer_handle: asyncio.TimerHandle | None = None
 
     def bind(self) -> None:
-        """Opens the inbox and the publishers. AddressTaken if somebody has an address,
+        """Opens the inbox and the publishers. AddressTaken if another process has an address,
         ConfigurationError if keys are wrong, or the address is not one of this host.
         """
         transport, path = split_address(self._address)
@@ -99,7 +99,7 @@ class Bus:
                 publisher.sndhwm = TELEMETRY_HWM
             publisher.maxmsgsize = SUBSCRIPTION_BYTES
             self._sockets.bind(publisher, channel)
-        for channel in ("group", CONTROL):  # both for whoever listens
+        for channel in ("group", CONTROL):  # both to all subscribers
             self._publishers[channel] = self._publishers["telemetry"]
 
     def listen(self, stage: str, *channels: str) -> None:
@@ -240,7 +240,7 @@ class Listener:
         self._reader.add(socket)
 
     def start(self, handler: Handler) -> None:
-        """From now on `handler(channel, header, message)` gets what is heard."""
+        """From now on `handler(channel, header, message)` gets each message."""
         self._reader.start(handler)
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ class ControlClient:
             try:
                 _, header, message = frames.decode(subscriber.recv_multipart(zmq.NOBLOCK))
             except frames.BadFrame:
-                continue  # of another version perhaps; whoever waits for an answer says so
+                continue  # of another version perhaps; the caller reports a missing answer
             received.append((header, message))
         return received
 

@@ -153,7 +153,7 @@ class CurveAuthenticator:
 
     Answers libzmq's authentication requests (ZAP, ZeroMQ RFC 27), and reads the events of
     handshakes that failed before libzmq asked. Runs in a thread of its own, so that a busy stage
-    keeps nobody waiting.
+    delays no answer.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: frozenset[bytes]) -> None:
@@ -227,7 +227,7 @@ class CurveAuthenticator:
 
     def _answer(self, request: list[bytes]) -> None:
         """One ZAP request: version, id, domain, address, identity, mechanism, credentials."""
-        if len(request) < 6:  # libzmq asks otherwise; but without an answer nobody else gets one
+        if len(request) < 6:  # libzmq asks otherwise; but without an answer no other peer gets one
             self._refusals.record(f"a question of {len(request)} parts about nobody")
             number = request[1] if len(request) > 1 else b""
             self._zap.send_multipart([b"1.0", number, b"500", b"malformed", b"", b""])
@@ -238,7 +238,7 @@ class CurveAuthenticator:
             status, text = b"200", b"OK"
         else:
             self._refusals.record(f"{address.decode('ascii', 'replace')} shows an unknown key")
-            # Not 400: told that, a peer never tries again, and its queue is lost with the attempt.
+            # Not 400: after that a peer never tries again, and its queue is lost with the attempt.
             status, text = b"300", b"unknown key"
         self._zap.send_multipart([version, number, status, text, b"", b""])
 
@@ -273,7 +273,7 @@ class Keyring:
 
     @property
     def allowed(self) -> frozenset[bytes]:
-        """Public keys of whoever may connect."""
+        """Public keys of the peers that may connect."""
         return frozenset(self.stages.values())
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
@@ -282,7 +282,7 @@ class Keyring:
         socket.curve_server = True
         self._show(socket)
         socket.zap_domain = ZAP_DOMAIN
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in without an authenticator
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no peer gets in without an authenticator
 
     def secure_client(self, socket: zmq.Socket[bytes], stage: str) -> None:
         """Before it connects: only to the holder of the key of stage id `stage`."""

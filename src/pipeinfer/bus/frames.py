@@ -113,7 +113,7 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
 # What decoding raises: MsgspecError and text that is not UTF-8 are ValueErrors, a map whose keys
 # cannot be keys is a TypeError, a date out of range an OverflowError, nesting a RecursionError.
 DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
-# Bytes of one part; a larger one cannot be right, and whoever sends it is disconnected. The largest
+# Bytes of one part; a larger one cannot be right, and its sender is disconnected. The largest
 # that is: a request of --max-body-mib (32) as MessagePack, which may take 9 bytes for 4.
 FRAME_BYTES = 256 << 20
 TELEMETRY_BYTES = 1 << 20  # the same for a heartbeat or an answer on `control`: a few kilobytes

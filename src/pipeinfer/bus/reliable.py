@@ -44,7 +44,7 @@ LINK = Union[Received, Retained]
 class OutgoingLink:
     """What one process sends to one inbox: frames from `first` on are kept, `next` is to come.
     `max_marks`: how often it is asked what is due before a frame is kept no longer; the receiver is
-    on a host that does not come back, and nobody waits for it any more."""
+    on a host that does not come back, and that is not waited for any more."""
 
     def __init__(self, max_marks: int = 1 << 30) -> None:
         self.first = self.next = 1
@@ -65,7 +65,7 @@ class OutgoingLink:
             self.first += 1
 
     def expire(self) -> bool:
-        """To be asked regularly: whether frames are kept no longer because nobody took them."""
+        """To be called regularly: whether frames were dropped that nobody acknowledged."""
         if not self._frames:
             self._marks.clear()
             return False
@@ -81,7 +81,7 @@ class OutgoingLink:
         return list(self._frames)
 
     def status(self) -> Retained:
-        """What the receiver may be told of them."""
+        """The messages about them for the receiver."""
         return Retained(first=self.first, next=self.next)
 
     def retained_due(self) -> Retained | None:
@@ -147,8 +147,8 @@ class ReliableLinks:
     any of `stages`.
 
     `send(stage, message)` sends a message of this channel, `push(stage, parts)` a frame once more;
-    `drop(stage)` is told where frames are kept no longer, after so much `max_marks` (Outgoing).
-    repeated: how many frames were pushed.
+    `drop(stage)` is called when frames of a stage are dropped, after so much `max_marks`
+    (Outgoing). repeated: how many frames were pushed.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ReliableLinks:
 
     def accepts(self, sender: str, incarnation: int, number: int, size: int, now: float) -> bool:
         """Whether the frame that `sender` numbered so, of `size` bytes, is for the stage."""
-        if sender not in self._stages:  # nobody could be told
+        if sender not in self._stages:  # there is no way to it
             return True
         incoming = self._incoming(sender)
         if not incoming.is_current(incarnation):  # the fence must know that it is late

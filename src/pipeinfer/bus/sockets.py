@@ -1,7 +1,7 @@
 """Binds and connects the sockets of one process as its topology says: addresses, keys, timeouts;
 sends and receives multipart messages; and raises the limits of sockets to what a deployment needs.
 
-Knows no message. What TCP itself repairs (a cut of seconds) nobody notices here; what TCP cannot
+Knows no message. What TCP itself repairs (a cut of seconds) is not noticed here; what TCP cannot
 repair ends a connection, which ZeroMQ opens again.
 """
 
@@ -23,8 +23,9 @@ RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
 HANDSHAKE_MS = 10_000
 # (idle, interval, probes) of TCP's keepalive: seconds, seconds, count. A subscriber never says
 # anything, so nothing else tells it that its publisher's host has gone; what it missed is repeated.
-# All others are probed so that nobody between forgets them, and hold on for as long as the kernel
-# repeats what it sent (a quarter of an hour): a connection that ends may take messages with it.
+# All others are probed so that no router between forgets them, and hold on for as long as the
+# kernel repeats what it sent (a quarter of an hour): a connection that ends may take messages with
+# it.
 SUBSCRIBER_PROBES, PROBES = (5, 5, 3), (60, 60, 120)
 
 
@@ -82,7 +83,7 @@ class SocketFactory:
     def bind(self, socket: zmq.Socket[bytes], name: str) -> None:
         """Binds `socket` as this stage's `name` ("inbox", "telemetry", "plan", "group").
 
-        AddressTaken if somebody has it, ConfigurationError if it is not one of this host.
+        AddressTaken if another process has it, ConfigurationError if it is not one of this host.
         """
         address = self._topology.address(self._stage)
         if self._keyring is not None and is_tcp(address):
@@ -123,7 +124,7 @@ class SocketFactory:
         self._keyring.secure_client(socket, stage)
 
     def close(self) -> None:
-        """Lets nobody in any more; the sockets themselves their owner closes first."""
+        """Accepts no peer any more. Close the sockets themselves before."""
         if self._authenticator is not None:
             self._authenticator.close()
             self._authenticator = None

@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeinfer.gguf.config import document
 from pipeinfer.gguf.header import is_gguf
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 from pipeinfer.settings import ConfigurationError
 
 

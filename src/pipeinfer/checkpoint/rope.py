@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from pipeinfer.checkpoint.files import Fields
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 
 # The RoPE of a gpt-oss file that has no object about it.
 GPT_OSS_ROPE: JsonObject = {

@@ -32,8 +32,7 @@ from tqdm import tqdm
 from pipeinfer.checkpoint.files import read_object
 from pipeinfer.demo import demo_path
 from pipeinfer.gguf.header import is_gguf
-from pipeinfer.settings import DEMO, ConfigurationError, Settings
-from pipeinfer.urls import without_password
+from pipeinfer.settings import DEMO, ConfigurationError, Settings, without_password
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,8 @@ def resolve_model(
 ) -> Path:
     """The folder or the GGUF file of a model; downloads a model of the hub.
 
-    name: a path, an id of the hub, or DEMO; "" is the demo, too.
+    name: a path, an id of the hub, or DEMO; "" is the demo, too. A folder without config.json that
+    has one GGUF file means that file.
     revision: branch, tag or commit on the hub; "": the main branch.
     say: gets messages about what takes time.
     weights: whether a model of the hub must have weights.
@@ -70,9 +70,9 @@ def resolve_model(
     folder = Path(os.path.expanduser(name))  # noqa: PTH111 (a Path raises for an unknown user)
     if folder.is_dir():
         _check_complete(folder)
-        return folder.resolve()
+        return _only_gguf(folder) or folder.resolve()
     if folder.exists() and is_gguf(folder):
-        return folder.resolve()
+        return _absolute(folder)
     if folder.exists():
         raise ConfigurationError(
             f"model {name!r} is a file; give the folder with config.json, or a .gguf file"
@@ -90,6 +90,25 @@ def _check_complete(folder: Path) -> None:
         raise ConfigurationError(
             f"model {str(folder)!r} is an adapter of {base}, not a model: merge it into that first"
         )
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has nothing else to serve; None: none is there. Raises
+    ConfigurationError for several."""
+    if (folder / "config.json").exists():
+        return None
+    files = sorted(one for one in folder.iterdir() if one.is_file() and is_gguf(one))
+    if len(files) > 1:
+        names = ", ".join(one.name for one in files)
+        raise ConfigurationError(
+            f"model {str(folder)!r} has several GGUF files, {names}: give the path of one"
+        )
+    return _absolute(files[0]) if files else None
+
+
+def _absolute(file: Path) -> Path:
+    """Under its own name: what it links to may have another, as in the hub's cache."""
+    return file.parent.resolve() / file.name
 
 
 if TYPE_CHECKING:

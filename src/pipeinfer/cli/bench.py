@@ -13,26 +13,26 @@ from typing import Any
 
 import msgspec
 
-from pipeinfer.bench.options import (
+from pipeinfer.bench.dataset import (
     DEFAULT_CONCURRENCY,
     MIN_REQUESTS,
     MIN_REQUESTS_PER_STREAM,
     TokenRange,
 )
 from pipeinfer.command_line import CommandLine
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_bench(arguments: Sequence[str]) -> int:
     """0; 1 if no request at all was answered; ConfigurationError for what cannot be."""
-    options = parser().parse_args(arguments)
+    options = bench_parser().parse_args(arguments)
 
-    from pipeinfer.cli import measure
+    from pipeinfer.cli.measure import measure
 
-    return measure.run(options, arguments)
+    return measure(options, arguments)
 
 
-def parser() -> CommandLine:
+def bench_parser() -> CommandLine:
     """The words of the command line."""
     command_line = CommandLine(
         prog="pipeinfer bench",

@@ -1,6 +1,8 @@
-"""`pipeinfer generate [MODEL] PROMPT...`: completions of prompts on stdout, and the end.
+"""`pipeinfer generate [MODEL] PROMPT...`: completions of prompts on stdout; and `pipeinfer chat
+[MODEL]`: a conversation on the terminal, with history.
 
-Knows questions and answers; asking.py knows who answers.
+Both ask a ChatModel (chat_model.py) and print what it answers. Lines of a
+chat are read on the main thread, which Ctrl-C interrupts; the model answers on another.
 """
 
 from __future__ import annotations
@@ -8,21 +10,33 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipeinfer.cli import questions
-from pipeinfer.cli.questions import AnswerDelta, AnswerOptions, ChatModel, Question, RequestFailed
+from pipeinfer.cli.chat_model import (
+    AnswerDelta,
+    AnswerOptions,
+    ChatModel,
+    LocalModel,
+    ModelFlags,
+    Question,
+    RequestFailed,
+    add_model_flag,
+    chat_model_parser,
+    read_flags,
+)
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.terminal import undecodable_input
+from pipeinfer.runtime.logs import StatusLine, undecodable_input
 from pipeinfer.settings import DEMO, ConfigurationError
 
 if TYPE_CHECKING:
-    from pipeinfer.cli.asking import ModelSession
+    from pipeinfer.offline.llm import LoopThread
+
 
 MAX_TOKENS = 128
 
@@ -36,28 +50,26 @@ class JsonLine(msgspec.Struct):
     finish_reason: str | None = None
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_generate(arguments: Sequence[str]) -> int:
     """Prints the completions in the prompts' order; returns the exit code."""
-    command_line = parser()
+    command_line = generate_parser()
     options = command_line.parse_args(arguments)
     _take_model(options)
-    asked = questions.read_flags(command_line, options)
+    flags = read_flags(command_line, options)
     prompts = _prompts(options.words)
-
-    from pipeinfer.cli.asking import model_session
 
     live = sys.stdout.isatty() and len(prompts) == 1 and not options.json
     streams = options.stream or live
-    wanted = AnswerOptions(MAX_TOKENS, batch=not streams, token_ids=options.json)
+    answer_options = AnswerOptions(MAX_TOKENS, batch=not streams, token_ids=options.json)
     batch = [_question(prompt, options.chat) for prompt in prompts]
     try:
-        with model_session(asked, wanted) as answering:
+        with model_session(flags, answer_options) as session:
             if streams:
                 for question in batch:
-                    answering.thread.run(print_answer(answering.model, question))
+                    session.thread.run(print_answer(session.model, question))
                 return 0
             lines = [JsonLine(prompt) for prompt in prompts]
-            _answer_all(answering, batch, lines)
+            _answer_all(session, batch, lines)
     except RequestFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -66,9 +78,9 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> CommandLine:
+def generate_parser() -> CommandLine:
     """The words of the command line."""
-    command_line = questions.parser(
+    command_line = chat_model_parser(
         "generate",
         "[MODEL] PROMPT ...",
         f"Completes prompts; at most {MAX_TOKENS} tokens by default. Of several words the first is "
@@ -76,7 +88,7 @@ def parser() -> CommandLine:
         "--model names it; without MODEL a single PROMPT is the demo's.",
         ("--chat", "--stream", "--json"),
     )
-    questions.add_model_flag(command_line)
+    add_model_flag(command_line)
     command_line.add_argument("words", nargs="+", metavar="PROMPT", help="a text; - reads lines")
     command_line.add_argument("--chat", action="store_true", help="use the chat template")
     how = command_line.add_mutually_exclusive_group()
@@ -120,7 +132,7 @@ def _answer_all(
     session: ModelSession, questions: Sequence[Question], lines: Sequence[JsonLine]
 ) -> None:
     """All at once, into `lines`; the first that is refused ends the others."""
-    from pipeinfer.runtime.terminal import StatusLine
+    from pipeinfer.runtime.logs import StatusLine
 
     shown = StatusLine(doing="answering")
 
@@ -189,3 +201,154 @@ async def _separated(
         yield piece.text
         if answer_texts is not None and not piece.reasoning:
             answer_texts.append(piece.text)
+
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
+
+
+def chat_parser() -> CommandLine:
+    """The words of the command line."""
+    command_line = chat_model_parser(
+        "chat",
+        "[MODEL]",
+        f"Talks to MODEL (a folder, a GGUF file, a hub id, or what a running server calls it); "
+        f"without it, to the demo. {HELP}.",
+        (),
+    )
+    help_text = "default: of the only server that runs, or the demo"
+    command_line.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help_text
+    )
+    add_model_flag(command_line)
+    return command_line
+
+
+def run_chat(arguments: Sequence[str]) -> int:
+    """Talks until /exit or the end of the input; returns the exit code."""
+    command_line = chat_parser()
+    flags = read_flags(command_line, command_line.parse_args(arguments))
+
+    try:
+        with model_session(flags, AnswerOptions()) as session:
+            if sys.stdin.isatty():
+                with suppress(ImportError):
+                    import readline  # noqa: F401  (imported for what it does to input())
+                print(f"{session.model.name}: {HELP}.")
+            read_questions(Conversation(session))
+    except RequestFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class Conversation:
+    """The messages so far, and the model that answers them."""
+
+    def __init__(self, session: ModelSession) -> None:
+        self._session = session
+        self._messages: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._messages.clear()
+
+    def ask(self, question: str) -> None:
+        """Prints the answer as it comes. One that is stopped counts as far as it got; a question
+        that is refused is forgotten."""
+        self._messages.append({"role": "user", "content": question})
+        answer_texts: list[str] = []
+        try:
+            self._session.thread.run(
+                print_answer(self._session.model, self._messages, answer_texts)
+            )
+        except KeyboardInterrupt:
+            print(" [stopped]")
+        except RequestFailed as error:
+            self._messages.pop()
+            print(f"error: {error}", file=sys.stderr)
+            return
+        self._messages.append({"role": "assistant", "content": "".join(answer_texts)})
+
+
+def read_questions(conversation: Conversation) -> None:
+    """Reads lines and commands until /exit or the end of the input."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            if prompt:
+                print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        except UnicodeDecodeError as error:
+            raise undecodable_input(error) from None
+        if line == "/exit":
+            return
+        if line == "/reset":
+            conversation.reset()
+            print("(forgotten)")
+        elif line.startswith("/"):
+            print(f"unknown command {line}: {HELP}")
+        elif line:
+            conversation.ask(line)
+
+
+@dataclass(frozen=True)
+class ModelSession:
+    """A model that answers, and the thread on whose loop it does."""
+
+    model: ChatModel
+    thread: LoopThread
+
+
+@contextmanager
+def model_session(flags: ModelFlags, answer_options: AnswerOptions) -> Iterator[ModelSession]:
+    """The model that the flags mean, started. From the first moment on a terminal shows what the
+    start waits for. Raises ConfigurationError or RequestFailed."""
+    line = StatusLine()
+    line.show(f"{flags.model or DEMO}")
+    try:
+        model = _model(flags, answer_options, line)
+
+        from pipeinfer.offline.llm import LoopThread
+
+        thread = LoopThread()
+        try:
+            thread.run(model.start(), lambda: line.show(f"{model.name}: {model.startup_status()}"))
+            line.clear()
+            yield ModelSession(model, thread)
+        finally:
+            line.clear()
+            thread.run(model.close())
+            thread.close()
+    finally:
+        line.clear()
+
+
+def _model(flags: ModelFlags, answer_options: AnswerOptions, line: StatusLine) -> ChatModel:
+    """Chooses the model. Prints which running server is asked, if it was found and not named."""
+    if flags.options.url:
+        from pipeinfer.cli.served_model import ServedModel
+
+        return ServedModel(flags, answer_options, flags.options.url)
+    if not flags.options.local and not flags.local_only_flags:
+        from pipeinfer.cli.served_model import ServedModel, servers_of
+
+        servers = servers_of(flags.model)
+        if len(servers) == 1 or (servers and flags.model):
+            server, served = servers[0]
+            line.clear()
+            notice = f"asking {served.model} of the server at {served.url} (process {server.pid})"
+            print(f"{notice}; --local loads a model here", file=sys.stderr, flush=True)
+            return ServedModel(flags, answer_options, served.url, served.model, server.pid)
+        if servers:
+            line.clear()
+            notice = (
+                f"{len(servers)} servers run here, and neither MODEL nor --url says which to ask"
+            )
+            print(f"{notice}: loading {DEMO}", file=sys.stderr, flush=True)
+
+    return LocalModel(flags, answer_options)

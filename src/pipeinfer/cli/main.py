@@ -10,36 +10,37 @@ import argparse
 import importlib
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from pipeinfer.close_names import did_you_mean
-from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.terminal import discard_unread, open_streams
+from pipeinfer.command_line import CommandLine, did_you_mean
+from pipeinfer.runtime.logs import discard_unread, open_streams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__
 
+# Each subcommand's module, which has `run_COMMAND(arguments)` and `COMMAND_parser()`; and its help.
 COMMANDS = {
     "serve": ("pipeinfer.cli.serve", "serve a model over HTTP"),
     "generate": ("pipeinfer.cli.generate", "complete prompts on the terminal"),
-    "chat": ("pipeinfer.cli.chat", "talk to a model on the terminal"),
+    "chat": ("pipeinfer.cli.generate", "talk to a model on the terminal"),
     "record": ("pipeinfer.cli.record", "record what stages of a running server take and give"),
-    "replay": ("pipeinfer.cli.replay", "play again what stages recorded"),
-    "keys": ("pipeinfer.cli.keys", "make keys for stages on several hosts"),
-    "api-key": ("pipeinfer.cli.api_key", "make an API key for a client"),
-    "topology": ("pipeinfer.cli.topology", "check and draw which stage runs where"),
-    "doctor": ("pipeinfer.cli.doctor", "say whether a model could be served on this host"),
+    "replay": ("pipeinfer.cli.record", "play again what stages recorded"),
+    "keys": ("pipeinfer.cli.deployment", "make keys for stages on several hosts"),
+    "api-key": ("pipeinfer.cli.deployment", "make an API key for a client"),
+    "topology": ("pipeinfer.cli.deployment", "check and draw which stage runs where"),
+    "doctor": ("pipeinfer.cli.serve", "say whether a model could be served on this host"),
     "bench": ("pipeinfer.cli.bench", "measure a server's latency and throughput over HTTP"),
     "top": ("pipeinfer.cli.top", "show what the stages of a running server do"),
-    "swap": ("pipeinfer.cli.swap", "put another process in the place of a running stage"),
+    "swap": ("pipeinfer.cli.deployment", "put another process in the place of a running stage"),
 }
 WRONG_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 ended in order, 2 wrong usage or configuration, 1 everything else; 141, as a
-    shell says of SIGPIPE, where nobody reads any more what is printed."""
+    shell reports SIGPIPE, if the reader of the output has gone."""
     open_streams()
     with _until_pipe_closed():
         return _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -51,11 +52,11 @@ def _run(arguments: list[str]) -> int:
         print(parser().format_help(), end="", file=sys.stderr)
         return WRONG_USAGE
     if command not in COMMANDS:
-        print(f"error: unknown command {command!r}{_meant(command)}", file=sys.stderr)
+        print(f"error: unknown command {command!r}{_suggestion(command)}", file=sys.stderr)
         return WRONG_USAGE
     try:
-        _check_here()
-        return importlib.import_module(COMMANDS[command][0]).run(arguments[1:])
+        _check_working_directory()
+        return _function(command, "run_{}")(arguments[1:])
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_USAGE
@@ -82,20 +83,31 @@ class _Pipeinfer(CommandLine):
     """`--help-all` shows the flags of all subcommands."""
 
     def format_help_all(self) -> str:
-        modules = [importlib.import_module(module) for module, _ in COMMANDS.values()]
-        texts = [self.format_help(), *(one.parser().format_help_all() for one in modules)]
+        parsers = [command_parser(command) for command in COMMANDS]
+        texts = [self.format_help(), *(one.format_help_all() for one in parsers)]
         return f"\n{'-' * 80}\n\n".join(texts)
 
 
-def _meant(command: str) -> str:
-    """The end of the error about a subcommand that there is not."""
+def command_parser(command: str) -> CommandLine:
+    """The parser of a subcommand."""
+    return _function(command, "{}_parser")()
+
+
+def _function(command: str, name: str) -> Callable[..., Any]:
+    """`run_record` or `record_parser` of the module that has the subcommand."""
+    module = importlib.import_module(COMMANDS[command][0])
+    return getattr(module, name.format(command.replace("-", "_")))
+
+
+def _suggestion(command: str) -> str:
+    """The end of the error about an unknown subcommand: what is close to it, or all there are."""
     known = [*COMMANDS, "--help", "--version"]
     return did_you_mean(command, known) or f": there are {', '.join(COMMANDS)}"
 
 
 @contextmanager
 def _until_pipe_closed() -> Iterator[None]:
-    """Ends the process quietly once what it prints can reach nobody: `pipeinfer doctor | head`.
+    """Ends the process quietly once the reader of its output has gone: `pipeinfer doctor | head`.
     What a command has opened is closed before."""
     try:
         try:
@@ -109,7 +121,7 @@ def _until_pipe_closed() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
-def _check_here() -> None:
+def _check_working_directory() -> None:
     try:
         Path.cwd()
     except FileNotFoundError:

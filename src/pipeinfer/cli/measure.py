@@ -15,57 +15,62 @@ import msgspec
 
 from pipeinfer.bench import client, report, runner
 from pipeinfer.bench.client import Endpoint, ServerNotUsable
-from pipeinfer.bench.dataset import CustomDataset, RandomDataset, load_custom_dataset
-from pipeinfer.bench.load import load_trace
+from pipeinfer.bench.dataset import (
+    DEFAULT_CONCURRENCY,
+    CustomDataset,
+    RandomDataset,
+    load_custom_dataset,
+)
 from pipeinfer.bench.metrics import GoodputTarget
-from pipeinfer.bench.options import DEFAULT_CONCURRENCY
 from pipeinfer.bench.runner import Benchmark, LoadLimits, LoadPoint, PointResult, WorkerDied
-from pipeinfer.settings import ConfigurationError
-from pipeinfer.urls import base
+from pipeinfer.bench.worker import load_trace
+from pipeinfer.settings import ConfigurationError, base_url
 
-EACH = 1_000_003  # added to the seed for each further point
-HIDDEN = "--api-key"  # its value goes into no file
+SEED_STEP = 1_000_003  # added to the seed for each further point
+SECRET_FLAG = "--api-key"  # its value goes into no file
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def measure(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """`options`, as `arguments` say them. 0; 1 if no request at all was answered;
     ConfigurationError for what cannot be."""
-    listed = _points(options)
+    points = _points(options)
     for path in (options.json, options.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigurationError(f"{path}: there is no such folder")
     try:
         bench, settings = asyncio.run(_prepared(options))
         print("  ".join(f"{name}: {value}" for name, value in settings.items()), flush=True)
-        seen = [_measured(bench, number, point) for number, point in enumerate(listed)]
+        results = [_measured(bench, number, point) for number, point in enumerate(points)]
     except (ServerNotUsable, WorkerDied) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if len(seen) > 1:
-        print("\n" + report.overview_text(seen))
-    _write(options, _command(arguments), settings, seen, bench.target)
-    return 0 if any(one.metrics["failed"] < one.metrics["requests"] for one in seen) else 1
+    if len(results) > 1:
+        print("\n" + report.overview_text(results))
+    _write(options, _command(arguments), settings, results, bench.target)
+    return (
+        0 if any(result.metrics["failed"] < result.metrics["requests"] for result in results) else 1
+    )
 
 
 def _measured(bench: Benchmark, number: int, point: LoadPoint) -> PointResult:
     line = report.ProgressLine(point.label, point.requests, sys.stderr)
     try:
-        seen = bench.run_point(number, point, line.show)
+        result = bench.run_point(number, point, line.show)
     finally:
         line.end()
-    print("\n" + report.point_text(seen, bench.target), flush=True)
-    return seen
+    print("\n" + report.point_text(result, bench.target), flush=True)
+    return result
 
 
 def _write(
     options: argparse.Namespace,
     command: str,
     settings: dict[str, str],
-    seen: Sequence[PointResult],
+    results: Sequence[PointResult],
     target: GoodputTarget,
 ) -> None:
     if options.json is not None:
-        last = seen[-1].metrics
+        last = results[-1].metrics
         metrics = {
             "tokens_per_s": last["tokens_per_s"],
             "ttft_ms": last["ttft_ms"],
@@ -73,13 +78,13 @@ def _write(
             "e2e_ms": last["e2e_ms"],
             "targets_ms": {"ttft": target.ttft * 1e3, "itl": target.tpot * 1e3},
             "settings": settings,
-            "points": [one.to_json() for one in seen],
+            "points": [one.to_json() for one in results],
         }
         report.write_result(options.json, command, metrics)
     if options.html is not None:
         title = f"{settings['model']} at {settings['server']}"
         options.html.write_text(
-            report.html_page(title, {**settings, "command": command}, seen, target)
+            report.html_page(title, {**settings, "command": command}, results, target)
         )
         print(f"\n{options.html} is the page of it")
 
@@ -87,11 +92,11 @@ def _write(
 def _command(arguments: Sequence[str]) -> str:
     """As it was called, without the key."""
     words = list(arguments)
-    for place, word in enumerate(words):
-        if word == HIDDEN and place + 1 < len(words):
-            words[place + 1] = "..."
-        elif word.startswith(f"{HIDDEN}="):
-            words[place] = f"{HIDDEN}=..."
+    for index, word in enumerate(words):
+        if word == SECRET_FLAG and index + 1 < len(words):
+            words[index + 1] = "..."
+        elif word.startswith(f"{SECRET_FLAG}="):
+            words[index] = f"{SECRET_FLAG}=..."
     return shlex.join(["pipeinfer", "bench", *words])
 
 
@@ -114,7 +119,7 @@ def _points(options: argparse.Namespace) -> list[LoadPoint]:
 async def _prepared(options: argparse.Namespace) -> tuple[Benchmark, dict[str, str]]:
     """What is the same at all points, and how it is unit; the server is warm then."""
     endpoint = Endpoint(
-        url=base(options.url),
+        url=base_url(options.url),
         chat=options.endpoint == "chat",
         model=options.model,
         api_key=options.api_key,
@@ -127,26 +132,26 @@ async def _prepared(options: argparse.Namespace) -> tuple[Benchmark, dict[str, s
     if endpoint.chat and options.ids:
         raise ConfigurationError("token ids need --endpoint completions")
     drawn = _drawn(options)
-    listed = None
+    custom = None
     if options.prompts is not None:
         seed, chat = options.seed, endpoint.chat
-        listed = load_custom_dataset(options.prompts, options.output_tokens, seed, chat)
+        custom = load_custom_dataset(options.prompts, options.output_tokens, seed, chat)
     if endpoint.model is None:
         model = await client.first_model(endpoint)
         endpoint = msgspec.structs.replace(endpoint, model=model)
     endpoint = await client.drop_refused_fields(endpoint)
     unit = "tokens, as words"
-    if listed is None:
+    if custom is None:
         drawn, counted = await client.calibrate_words(endpoint, drawn)
         unit = unit if counted else "words"
     if options.warm_up:
-        lines = await client.warm_up(endpoint, listed or drawn, options.warm_up)
-        if not any(line.success for line in lines):
-            failed = f"all {len(lines)} requests of the warm-up failed"
-            text = f"{failed}, the first by {lines[0].failure_kind}: {lines[0].error}"
+        timings = await client.warm_up(endpoint, custom or drawn, options.warm_up)
+        if not any(line.success for line in timings):
+            failed = f"all {len(timings)} requests of the warm-up failed"
+            text = f"{failed}, the first by {timings[0].failure_kind}: {timings[0].error}"
             raise ServerNotUsable(f"{endpoint.api_url}: {text}")
     target = GoodputTarget(options.good_ttft / 1e3, options.good_itl / 1e3)
-    bench = Benchmark(endpoint, _source(drawn, listed), target, _processes(options))
+    bench = Benchmark(endpoint, _source(drawn, custom), target, _processes(options))
     return bench, _settings(options, endpoint, unit)
 
 
@@ -167,12 +172,12 @@ def _drawn(options: argparse.Namespace) -> RandomDataset:
 
 
 def _source(
-    drawn: RandomDataset, listed: CustomDataset | None
+    drawn: RandomDataset, custom: CustomDataset | None
 ) -> Callable[[int], RandomDataset | CustomDataset]:
     """The prompts of each point, none of which was in one before."""
-    if listed is not None:
-        return lambda number: listed
-    return lambda number: msgspec.structs.replace(drawn, seed=drawn.seed + EACH * number)
+    if custom is not None:
+        return lambda number: custom
+    return lambda number: msgspec.structs.replace(drawn, seed=drawn.seed + SEED_STEP * number)
 
 
 def _processes(options: argparse.Namespace) -> Callable[[LoadPoint], int]:

@@ -1,44 +1,50 @@
-"""`pipeinfer record`: has stages of a running server record what they take and give.
+"""`pipeinfer record`: has stages of a running server record what they take and give; and `pipeinfer
+replay`: plays it again.
 
-Knows how to ask over the bus and what to print; stages write the files, where they run.
+`record` asks over the bus; the stages write the files, where they run. The commands of `replay` are
+in pipeinfer/replay/. What the parser of `replay run` does not know is taken as a setting that wins
+over the recorded one, so that `--device cpu` or `--overlap-depth 1` work there.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import zmq
 
+from pipeinfer import settings as config
 from pipeinfer.bus.bus import ControlClient
-from pipeinfer.cli.running import add_server_flags, chosen_topology
+from pipeinfer.cli.deployment import add_server_flags, announced_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.messages import Heartbeat, Message
+from pipeinfer.replay.traces import CannotReplay
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import Topology
 
 ANSWER_TIMEOUT = 10.0  # seconds in which a stage must be heard and must answer
 HEARTBEAT_TIMEOUT = 5.0  # seconds without a heartbeat after which a stage counts as lost
-DEFAULT_MAX_BYTES = 1 << 30  # of one file, if nobody says otherwise: whoever asked may be gone
+DEFAULT_MAX_BYTES = 1 << 30  # of one file without --max-bytes: the client may be gone by then
 KEY_FILE, KEY_BYTES = "redaction.key", 32
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_record(arguments: Sequence[str]) -> int:
     """0 when every recording ended in order; 1 if one failed or its stage was lost."""
-    options = parser().parse_args(arguments)
-    topology = chosen_topology(options)
+    options = record_parser().parse_args(arguments)
+    topology = announced_topology(options)
     stages = _chosen(topology, options.stage)
     with ControlClient(topology, zmq.Context.instance()) as caller:
         return _Session(caller, stages, _request(options)).run()
 
 
-def parser() -> CommandLine:
+def record_parser() -> CommandLine:
     """The words of the command line."""
     command_line = CommandLine(
         prog="pipeinfer record",
@@ -129,7 +135,8 @@ def _chosen(topology: Topology, named: list[str] | None) -> list[str]:
 
 
 class _Session:
-    """One recording of several stages: waits for each to be heard, asks it, waits for its end."""
+    """One recording of several stages: waits for a heartbeat of each, asks it to record, waits for
+    the end."""
 
     def __init__(self, caller: ControlClient, stages: list[str], request: StartRecording) -> None:
         self._caller = caller
@@ -194,8 +201,8 @@ class _Session:
             if now - since > ANSWER_TIMEOUT:
                 del self._silent[stage]
                 self._fail(stage, f"was not heard for {ANSWER_TIMEOUT:g} s; does it run?")
-        for stage, heard in list(self._running.items()):
-            if now - heard > HEARTBEAT_TIMEOUT:
+        for stage, last_heard in list(self._running.items()):
+            if now - last_heard > HEARTBEAT_TIMEOUT:
                 self._lose(stage, f"is silent since {HEARTBEAT_TIMEOUT:g} s; its file ends there")
 
     def _lose(self, stage: str, what: str) -> None:
@@ -205,3 +212,58 @@ class _Session:
     def _fail(self, stage: str, what: str) -> None:
         self._failed = True
         print(f"{stage}: {what}", file=sys.stderr, flush=True)
+
+
+# Each command's module, which has `add_COMMAND_arguments(parser)` and `replay_COMMAND(options)`;
+# and its help.
+REPLAY_COMMANDS = {
+    "run": (
+        "pipeinfer.replay.run",
+        "a fresh stage gets the recorded inputs, and must give the recorded outputs",
+    ),
+    "serve": ("pipeinfer.replay.serve", "plays a recorded stage on the bus of a running pipeline"),
+    "show": ("pipeinfer.replay.show", "the messages of a trace as a table"),
+    "stats": ("pipeinfer.replay.show", "counts, bytes and latencies of traces"),
+    "diff": ("pipeinfer.replay.compare", "where two traces of the same stage first differ"),
+    "timeline": (
+        "pipeinfer.replay.timeline",
+        "traces as a timeline: a page for the browser, or a file for Perfetto",
+    ),
+    "session": (
+        "pipeinfer.replay.session",
+        "records a session of mixed requests, to have something to replay",
+    ),
+}
+TAKES_SETTINGS = ("run", "session")
+
+
+def replay_parser(shown: Collection[str] = tuple(REPLAY_COMMANDS)) -> CommandLine:
+    """The words of the command line, with the flags of the commands `shown`."""
+    command_line = CommandLine(
+        prog="pipeinfer replay",
+        description="Replays what stages recorded: one stage alone, every message in its place.",
+    )
+    commands = command_line.add_subparsers(dest="command", required=True)
+    for name, (module, text) in REPLAY_COMMANDS.items():
+        description = f"{text[0].upper()}{text[1:]}."
+        command = commands.add_parser(name, help=text, description=description)
+        if name in shown:
+            getattr(importlib.import_module(module), f"add_{name}_arguments")(command)
+    return command_line
+
+
+def run_replay(arguments: Sequence[str]) -> int:
+    """The exit code: see replay/traces.py. ConfigurationError for a setting that cannot be."""
+    command_line = replay_parser(arguments[:1])
+    options, rest = command_line.parse_known_args(arguments)
+    module = importlib.import_module(REPLAY_COMMANDS[options.command][0])
+    command = getattr(module, f"replay_{options.command}")
+    try:
+        if options.command in TAKES_SETTINGS:
+            return command(options, config.parse_flags(rest))
+        if rest:
+            command_line.error(f"unknown flag or argument {rest[0]}")
+        return command(options)
+    except CannotReplay as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code

@@ -1,6 +1,6 @@
 """A model that a running server serves: pipeinfer's, or any other with OpenAI's API.
 
-Knows HTTP and server-sent events.
+Knows HTTP and server-sent events. `servers_of` finds the servers of this host.
 """
 
 from __future__ import annotations
@@ -8,16 +8,22 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import aiohttp
 import msgspec
 
 from pipeinfer import settings as config
-from pipeinfer.cli.questions import AnswerDelta, AnswerOptions, ModelFlags, Question, RequestFailed
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.runtime.find import running_servers
-from pipeinfer.settings import ConfigurationError
-from pipeinfer.urls import base, without_password
+from pipeinfer.cli.chat_model import (
+    AnswerDelta,
+    AnswerOptions,
+    ModelFlags,
+    Question,
+    RequestFailed,
+)
+from pipeinfer.params import JsonObject, JsonValue
+from pipeinfer.runtime.servers import RunningServer, ServerInfo, running_servers
+from pipeinfer.settings import ConfigurationError, base_url, without_password
 
 DATA, DONE = b"data:", b"[DONE]"
 CONNECT_TIMEOUT = 10.0  # seconds
@@ -61,22 +67,29 @@ class ServedModel:
     """`name`: as the server calls it, once it is started."""
 
     def __init__(
-        self, asked: ModelFlags, wanted: AnswerOptions, url: str, model: str = "", pid: int = 0
+        self,
+        flags: ModelFlags,
+        answer_options: AnswerOptions,
+        url: str,
+        model: str = "",
+        pid: int = 0,
     ) -> None:
         """url: with or without /v1. model: "" for MODEL, or else the first that the server names.
         pid: of a server on this host, which may still start. ConfigurationError for a URL or a key
         that no request can have."""
-        self._url = base(url)
+        self._url = base_url(url)
         self._shown = without_password(self._url)
-        self.name = model or asked.model or self._shown
+        self.name = model or flags.model or self._shown
         self._pid = pid
-        self._model = model or asked.model
+        self._model = model or flags.model
         self._startup_status = "asking the server"
-        settings = config.build({**config.from_environment(os.environ), **asked.settings})
-        most = {} if wanted.max_tokens is None else {"max_tokens": wanted.max_tokens}
-        seed = {"seed": settings.seed} if "seed" in asked.settings else {}
-        ids = {"return_token_ids": True} if wanted.token_ids else {}
-        self._fields: JsonObject = {**most, **asked.sampling, **seed, **ids, "stream": True}
+        settings = config.build({**config.from_environment(os.environ), **flags.settings})
+        limit = (
+            {} if answer_options.max_tokens is None else {"max_tokens": answer_options.max_tokens}
+        )
+        seed = {"seed": settings.seed} if "seed" in flags.settings else {}
+        ids = {"return_token_ids": True} if answer_options.token_ids else {}
+        self._fields: JsonObject = {**limit, **flags.sampling, **seed, **ids, "stream": True}
         key = settings.api_key
         if not key.isprintable():  # as of a file whose last line end came along
             raise ConfigurationError("--api-key: the key has a line end or another control letter")
@@ -102,8 +115,8 @@ class ServedModel:
         assert self._client is not None
         chat = not isinstance(question, str)
         path = "chat/completions" if chat else "completions"
-        asked = {"messages": question} if chat else {"prompt": question}
-        body = {"model": self._model, **asked, **self._fields}
+        prompt = {"messages": question} if chat else {"prompt": question}
+        body = {"model": self._model, **prompt, **self._fields}
         try:
             async with self._client.post(f"{self._url}/v1/{path}", json=body) as answer:
                 await self._check(answer)
@@ -195,3 +208,26 @@ def _message(text: str) -> str:
     if isinstance(error, dict):
         error = error.get("message", error)
     return " ".join(str(error).split())
+
+
+def servers_of(model: str = "") -> list[tuple[RunningServer, ServerInfo]]:
+    """The servers of this user on this host that serve `model`, by its name there or by its folder
+    or file, the newest first; without `model` all. The folder of a GGUF file is that file's too.
+
+    A server that is reached by https alone is none: its certificate names it otherwise.
+    """
+    servers = [(one, one.served) for one in reversed(running_servers()) if one.served is not None]
+    path = os.path.realpath(os.path.expanduser(model))  # noqa: PTH111 (no user need be called so)
+    return [
+        (server, served)
+        for server, served in servers
+        if served.url.startswith("http:")
+        and (not model or model == served.model or path in _paths(served))
+    ]
+
+
+def _paths(served: ServerInfo) -> tuple[str, ...]:
+    """What means the served folder or file."""
+    file = Path(served.path)
+    alone = file.suffix.lower() == ".gguf" and not (file.parent / "config.json").exists()
+    return (served.path, str(file.parent)) if alone else (served.path,)

@@ -23,7 +23,7 @@ from types import FrameType
 import zmq
 
 from pipeinfer.bus.bus import ControlClient
-from pipeinfer.cli.running import add_server_flags, chosen_topology
+from pipeinfer.cli.deployment import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages
@@ -35,7 +35,7 @@ from pipeinfer.gateway.monitor import (
 )
 from pipeinfer.messages import Heartbeat
 from pipeinfer.observe.spans import MEASURED_PART, StageDurations
-from pipeinfer.runtime.terminal import can_rewrite
+from pipeinfer.runtime.logs import can_rewrite
 
 QUIT = b"qQ"
 
@@ -47,10 +47,10 @@ class TerminalKeys:
     `hint`: which key ends the command, "" if none does.
     """
 
-    def __init__(self, wanted: bool = True) -> None:
+    def __init__(self, enabled: bool = True) -> None:
         self._source = -1
         self._quits = False
-        if wanted and sys.stdin.isatty():
+        if enabled and sys.stdin.isatty():
             source = sys.stdin.fileno()
             if not _in_background(source):
                 self._source = source
@@ -92,16 +92,16 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 FIRST_LOOK_SECONDS = 3.0  # seconds in which two heartbeats of every stage should come
-WATCH_MARGIN = 2.5  # seconds beyond the next look for which stages say what they see
+WATCH_MARGIN = 2.5  # seconds beyond the next look for which stages publish their spans
 CLEAR = "\x1b[H\x1b[2J"
 
 
-def run(arguments: Sequence[str]) -> int:
-    """0 when ended by q or Ctrl-C, or with --once when every stage was heard; else 1."""
-    options = parser().parse_args(arguments)
+def run_top(arguments: Sequence[str]) -> int:
+    """0 when ended by q or Ctrl-C, or with --once when every stage sent a heartbeat; else 1."""
+    options = top_parser().parse_args(arguments)
     topology = chosen_topology(options)
     health = Health(expected_stages(topology))
-    pictures, latencies = PipelineRates(health), StageDurations()
+    rates, latencies = PipelineRates(health), StageDurations()
     rewritten = can_rewrite(sys.stdout) and not options.once
     with ControlClient(topology, zmq.Context.instance()) as caller, TerminalKeys(rewritten) as keys:
         for stage in health.stages:
@@ -112,26 +112,26 @@ def run(arguments: Sequence[str]) -> int:
                 caller,
                 health,
                 FIRST_LOOK_SECONDS,
-                lambda beat: _twice(heartbeats, beat, pictures),
+                lambda beat: _seen_twice(heartbeats, beat, rates),
                 quits=keys.quit_pressed,
             )
             while not keys.quit_pressed():
                 now = time.monotonic()
                 health.mark_lost(now)
-                pictures.update()
-                figures = pictures.snapshot("", now, time.time(), latencies.median)
-                lines = _screen_lines(health, pictures, figures, keys.hint)
+                rates.update()
+                snapshot = rates.snapshot("", now, time.time(), latencies.median)
+                lines = _screen_lines(health, rates, snapshot, keys.hint)
                 print("\n".join(_fitting(lines, rewritten)), flush=True)
                 if options.once:
                     return (
                         0 if all(row.last_seen is not None for row in health.stages.values()) else 1
                     )
-                _ask(caller, health, options.seconds + WATCH_MARGIN)
+                _request_spans(caller, health, options.seconds + WATCH_MARGIN)
                 listen(caller, health, options.seconds, observed=latencies, quits=keys.quit_pressed)
     return 0
 
 
-def parser() -> CommandLine:
+def top_parser() -> CommandLine:
     """The words of the command line."""
     command_line = CommandLine(
         prog="pipeinfer top",
@@ -152,11 +152,11 @@ def listen(
     observed: StageDurations | None = None,
     quits: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Tells `health` of heartbeats for `seconds`, or until `enough(heartbeat)` or `quits()`; and
-    `observed` of what stages see."""
+    """Passes heartbeats to `health` for `seconds`, or until `enough(heartbeat)` or `quits()`; and
+    spans to `observed`."""
     deadline = time.monotonic() + max(seconds, 0.1)
-    while (left := deadline - time.monotonic()) > 0 and not quits():
-        for _, message in caller.receive(min(0.2, left)):
+    while (remaining := deadline - time.monotonic()) > 0 and not quits():
+        for _, message in caller.receive(min(0.2, remaining)):
             if isinstance(message, Heartbeat) and message.stage in health.stages:
                 health.on_heartbeat(message, time.monotonic())
                 if enough(message):
@@ -166,24 +166,25 @@ def listen(
                     observed.on_span(span)
 
 
-def _ask(caller: ControlClient, health: Health, seconds: float) -> None:
-    """Those that have a latency to tell, and are there, go on telling it for `seconds`."""
+def _request_spans(caller: ControlClient, health: Health, seconds: float) -> None:
+    """Asks running stages that measure a latency to publish it for `seconds`."""
     for row in health.stages.values():
         if row.name in MEASURED_PART and row.last_seen is not None and row.state != "lost":
             caller.send(row.stage, Watch(seconds))
 
 
-def _twice(heartbeats: dict[str, int], beat: Heartbeat, pictures: PipelineRates) -> bool:
-    """Whether every stage was heard twice, so that there are rates."""
+def _seen_twice(heartbeats: dict[str, int], beat: Heartbeat, rates: PipelineRates) -> bool:
+    """Whether every stage sent two heartbeats, so that there are rates."""
     heartbeats[beat.stage] += 1
     if heartbeats[beat.stage] == 1:
-        pictures.update()
+        rates.update()
     return min(heartbeats.values()) >= 2
 
 
 @dataclass(frozen=True)
 class StageLine:
-    """`head` is whole in any case; of `parts`, the most important first, as many as fit follow."""
+    """A line of the screen: `head`, never cut, and as many of `parts` as fit, the most important
+    first."""
 
     head: str
     parts: Sequence[str]
@@ -195,8 +196,8 @@ class StageLine:
             text = ", ".join(self.parts[:count])
             if len(self.head) + len(text) <= columns:
                 break
-        whole = (self.head + text).rstrip()
-        return whole if len(whole) <= columns else f"{whole[: columns - 1]}…"
+        line = (self.head + text).rstrip()
+        return line if len(line) <= columns else f"{line[: columns - 1]}…"
 
 
 def _fitting(lines: list[StageLine], rewritten: bool) -> list[str]:
@@ -213,23 +214,23 @@ def _fitting(lines: list[StageLine], rewritten: bool) -> list[str]:
 
 
 def _screen_lines(
-    health: Health, pictures: PipelineRates, figures: PipelineSnapshot, hint: str
+    health: Health, rates: PipelineRates, snapshot: PipelineSnapshot, hint: str
 ) -> list[StageLine]:
     """A head, a line for each stage, and one for each latency of the last minute."""
     wide = max(map(len, health.stages))
     lines = [StageLine(f"{'stage':{wide}} {'pid':>7} {'state':8} ", [hint])]
-    for shown in figures.stages:
+    for shown in snapshot.stages:
         row = health.stages[shown.stage]
         if row.last_seen is None:
             lines.append(StageLine(f"{shown.stage:{wide}} {'':7} silent", []))
             continue
         head = f"{shown.stage:{wide}} {row.pid:7} {row.state:8} "
-        parts = [row.reason] if row.state != "ready" and row.reason else _does(row, shown, pictures)
+        parts = [row.reason] if row.state != "ready" and row.reason else _details(row, shown, rates)
         if row.restarts:
             parts.insert(1, f"started again {row.restarts} times")
         lines.append(StageLine(head, parts))
     for what, name in (("first token", "ttft_ms"), ("between tokens", "itl_ms")):
-        latency = figures.latency[name]
+        latency = snapshot.latency[name]
         if latency.count:
             lines.append(StageLine(f"{what + ':':15} ", _milliseconds(latency)))
     return lines
@@ -242,26 +243,26 @@ def _milliseconds(latency: LatencyQuantiles) -> list[str]:
     return [f"{shown} ms ({latency.count:,} in the last minute)"]
 
 
-def _does(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
-    parts = DOES[row.name](row, shown, pictures)
+def _details(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
+    parts = DETAILS[row.name](row, shown, rates)
     if shown.latency_ms is not None and row.name != "gateway":  # whose has a line of its own
         parts.append(f"latency {shown.latency_ms:,.2f} ms")
     return parts
 
 
-def _gateway(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
+def _gateway(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     return [f"{shown.running} streams", f"{shown.waiting} without output yet"]
 
 
-def _tokenizer(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
+def _tokenizer(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     return [
         f"{shown.rate:,.1f} requests/s",
-        f"{pictures.rate(row.stage, 'prompt_tokens_total'):,.0f} prompt tokens/s",
+        f"{rates.rate(row.stage, 'prompt_tokens_total'):,.0f} prompt tokens/s",
         f"{row.stats.get('groups_up', 0.0):.0f} groups up",
     ]
 
 
-def _scheduler(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
+def _scheduler(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     return [
         f"{shown.running} run",
         f"{shown.waiting} wait",
@@ -270,15 +271,15 @@ def _scheduler(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) 
     ]
 
 
-def _engine(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
+def _engine(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     stats = row.stats
-    busy, idle = (pictures.increase(row.stage, name) for name in ("busy_seconds", "idle_seconds"))
+    busy, idle = (rates.increase(row.stage, name) for name in ("busy_seconds", "idle_seconds"))
     pages = max(stats.get("pages_total", 0.0), 1.0)
     cached, prompts = (stats.get(f"{name}_tokens_total", 0.0) for name in ("cached", "prompt"))
-    share = busy / (busy + idle) if busy + idle > 0 else 0.0
+    busy_share = busy / (busy + idle) if busy + idle > 0 else 0.0
     return [
         f"{shown.rate:,.0f} tokens/s",
-        f"{share:.0%} busy",
+        f"{busy_share:.0%} busy",
         f"{shown.running}/{stats.get('slots_total', 0.0):.0f} slots",
         f"KV {stats.get('pages_free', 0.0) / pages:.0%} free",
         f"{stats.get('pages_evictable', 0.0) / pages:.0%} cached",
@@ -286,11 +287,11 @@ def _engine(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> 
     ]
 
 
-def _detokenizer(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
+def _detokenizer(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     return [f"{shown.rate:,.0f} tokens/s", f"{shown.running} streams"]
 
 
-DOES: dict[str, Callable[[StageStatus, StageSnapshot, PipelineRates], list[str]]] = {
+DETAILS: dict[str, Callable[[StageStatus, StageSnapshot, PipelineRates], list[str]]] = {
     "gateway": _gateway,
     "tokenizer": _tokenizer,
     "scheduler": _scheduler,

@@ -1,7 +1,7 @@
 """The detokenizer without its I/O: token rows in, text rows out, one message per gateway.
 
 DetokenizerCore knows which requests are open and where their text and their stop-string hits go,
-and keeps what a restarted scheduler must be told. RequestStream is one request's way from token
+and keeps what a restarted scheduler needs. RequestStream is one request's way from token
 rows to text rows; how ids become text is in text.py. Knows no transport, no clock and no model.
 """
 
@@ -86,16 +86,16 @@ class DetokenizerCore:
 
     The scheduler sends Open before a request's first row. A second Open of the same attempt is a
     no-op; one of a higher attempt starts the request's output over. A request's decoder is dropped
-    with its last row, its ids with Done or Abort; rows that come later (the scheduler has not heard
-    of a stop string yet) are counted and dropped.
+    with its last row, its ids with Done or Abort; rows that come later (a StopHit has not reached
+    the scheduler yet) are counted and dropped.
 
     Two groups run one request if two tokenizers in turn chose them, or if one group took the
-    request over and the other has not heard of that. The group whose rows come first goes on with
+    request over and the other does not know that yet. The group whose rows come first goes on with
     the request, while its tokens are those that were read before. Where they differ, the gateway is
     asked for a next attempt, which begins with the tokens that the client has.
 
-    `schedulers` are asked at the start for all output of the requests that run. What one says
-    before its answer does not count.
+    `schedulers` are asked at the start for all output of the requests that run. Messages of a
+    scheduler before its answer are dropped.
     """
 
     __transient__ = ("_decoders",)  # no part of a snapshot: made of the checkpoint alone
@@ -113,7 +113,7 @@ class DetokenizerCore:
         self._ended: dict[str, tuple[int, Delivered]] = {}  # with the group, until Done
         self._roll_call = RollCall(stage, incarnation, schedulers)
         self._draining = False
-        self._left = False
+        self._has_left = False
         self._counts = dict.fromkeys(STATISTICS, 0)
 
     def handle(self, event: Message, now: float) -> list[Send]:
@@ -124,11 +124,12 @@ class DetokenizerCore:
         return handler(self, event, now)
 
     def state(self) -> tuple[State, str]:
-        return ("draining" if self._draining or self._left else "ready", "")
+        return ("draining" if self._draining or self._has_left else "ready", "")
 
     def stats(self) -> dict[str, float]:
-        """running, kept: requests that go on, and that ended and whose clients may not have it all;
-        late_rows: rows for requests that are over or unknown, or from before an answer."""
+        """running: requests that go on. kept: ended requests without a Done or Abort yet.
+        late_rows: rows of requests that have ended or are unknown, or from before the answer of
+        their scheduler."""
         return {
             "running": len(self._streams),
             "kept": len(self._ended),
@@ -136,7 +137,7 @@ class DetokenizerCore:
         }
 
     def idle(self) -> bool:
-        return self._left or not self._streams
+        return self._has_left or not self._streams
 
     def _on_open(self, event: Open, _now: float) -> list[Send]:
         if not self._counts_from(event.group):
@@ -210,14 +211,15 @@ class DetokenizerCore:
         return [Send("text", f"gateway-{stream.gateway}", Text((text,))), *hits]
 
     def _finish(self, stream: RequestStream, text: TextRow, row: TokenRow) -> list[Send]:
-        """`text`, made of `row`, is its last; returns what its scheduler is told."""
+        """`text`, made of `row`, is the request's last; returns the StopHit for its scheduler, if
+        the scheduler does not know of the end."""
         del self._streams[stream.request_id]
         self._counts["finished"] += 1
         self._ended[stream.request_id] = stream.group, stream.delivered(row)
         return self._stop_hits(stream, text, row)
 
     def _next_attempt(self, stream: RequestStream) -> Send:
-        """Nobody knows which tokens are right but the client's: its gateway begins the next attempt
+        """The tokens that the client has are the right ones: its gateway begins the next attempt
         with them. Rows of this attempt are late from now on."""
         del self._streams[stream.request_id]
         self._counts["diverged"] += 1
@@ -225,7 +227,7 @@ class DetokenizerCore:
         return Send("recovery", f"gateway-{stream.gateway}", hand_over)
 
     def _counts_from(self, group: int) -> bool:
-        """Whether what the scheduler of `group` says counts: see RollCall.has_begun. That the
+        """Whether messages of the scheduler of `group` count: see RollCall.has_begun. That the
         request is open here is not enough, since another group may run it, too."""
         return self._roll_call.has_begun(f"scheduler-{group}")
 
@@ -238,7 +240,7 @@ class DetokenizerCore:
             return stream.fail(f"the output cannot be decoded: {error}")
 
     def _stop_hits(self, stream: RequestStream, text: TextRow, row: TokenRow) -> list[Send]:
-        """Tells the scheduler about an end that it does not know of."""
+        """The StopHit for the scheduler, if `text` is an end that it does not know of."""
         if stream.stop_len is not None:
             self._counts["stop_hits"] += 1
         elif text.finish == "error" and row.finish is None:
@@ -317,7 +319,7 @@ class DetokenizerCore:
         return []
 
     def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
-        self._left = True
+        self._has_left = True
         return []
 
     def _ignore(self, _event: Message, _now: float) -> list[Send]:
@@ -383,9 +385,8 @@ class RequestStream:
         self.attempt = opened.attempt
         self.gateway = opened.gateway
         self.group = opened.group
-        self._other_groups: dict[
-            int, int
-        ] = {}  # groups that run it, too: tokens of theirs that were read
+        # Groups that run the request, too, and how many of their tokens were read.
+        self._other_groups: dict[int, int] = {}
         self.num_tokens = 0
         self.stop_len: int | None = None
         self._ids = bytearray()
@@ -401,7 +402,7 @@ class RequestStream:
         return group in (-1, self.group) or group in self._other_groups
 
     def move_to(self, group: int) -> None:
-        """`group` has opened the request, or has said more of it than the others."""
+        """`group` has opened the request, or has sent more of its tokens than the others."""
         if group != self.group:
             self._other_groups[self.group] = self.num_tokens
             self._other_groups.pop(group, None)
@@ -413,15 +414,13 @@ class RequestStream:
             self._other_groups.pop(group, None)
             return group >= 0
         if self._other_groups:
-            self.group, _ = (
-                self._other_groups.popitem()
-            )  # its next row repeats some tokens, or none
+            self.group, _ = self._other_groups.popitem()  # its next row may repeat tokens
             return True
         return False
 
     def takes(self, row: TokenRow, group: int) -> bool:
-        """Whether `row`, which `group` sent (-1: this stream's group), says more than was read; if
-        it does, the stream is that group's. Raises TokensDiverged if its tokens are other ones."""
+        """Whether `row`, which `group` sent (-1: this stream's group), has more tokens than were
+        read; if so, the stream is that group's. Raises TokensDiverged if its tokens are others."""
         from_own_group = group in (-1, self.group)
         if not from_own_group and row.offset > self._other_groups.get(group, -1):
             self._other_groups.pop(group, None)  # rows of that group were lost
@@ -550,11 +549,11 @@ class RequestStream:
     def _ended(
         self, row: TokenRow, start: int, ids: bytes, text: str, stop_token: int | None
     ) -> TextRow:
-        # What the prompt alone left unfinished is not the output's to show.
+        # A character that only the prompt began is no part of the output.
         tail = self._decoder.flush() if start or ids else ""
         if self._stops is not None:
-            piece, hit = self._stops.feed(tail, self.num_tokens > self._params.min_tokens)
-            text += piece
+            shown, hit = self._stops.feed(tail, self.num_tokens > self._params.min_tokens)
+            text += shown
             if hit is not None:
                 self.stop_len = start + len(ids) // 4
                 return self._ended_by_string(row, start, ids, text, hit)
@@ -606,7 +605,7 @@ class RequestStream:
 class SequenceLogprobs:
     """Log-probs of the tokens of an output, or of a prompt.
 
-    num_alternatives: of each token; None: nobody asked. score_size: bytes of a token's packed
+    num_alternatives: of each token; None: not asked for. score_size: bytes of a token's packed
     scores. raw: those of all tokens so far, which a restarted scheduler must know. text_len:
     letters of the text so far, from which tokens get their offsets.
     """
@@ -629,7 +628,7 @@ class SequenceLogprobs:
     def take_texts(self, ids: bytes, raw: bytes, name_ids: bool = False) -> LogprobTexts | None:
         """Log-probs with texts of `ids` (int32 bytes), whose packed scores are `raw`. They are the
         first of the tokens that were added since the last call; the others are not shown. None if
-        there are no ids or nobody asked. name_ids: with the ids."""
+        there are no ids, or log-probs are not asked for. name_ids: with the ids."""
         offsets, self._offsets = self._offsets, []
         if self.num_alternatives is None or not ids:
             return None
@@ -671,5 +670,6 @@ class RequestLogprobs:
 
 def logprobs_of(params: SamplingParams, decoders: DecoderFactory) -> RequestLogprobs | None:
     """For a request with these parameters; None if it asks for no log-probs."""
-    asked = params.logprobs is not None or params.prompt_logprobs is not None
-    return RequestLogprobs(params, decoders) if asked else None
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return None
+    return RequestLogprobs(params, decoders)

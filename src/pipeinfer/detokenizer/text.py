@@ -54,7 +54,7 @@ class DecoderFactory:
         if tokenizer is not None:
             added = tokenizer.get_added_tokens_decoder()
             self._special = frozenset(i for i, token in added.items() if token.special)
-            # Made once, so that a snapshot of a decoder can say that it has these.
+            # Made once, so that a snapshot of a decoder recognises them.
             self._token_text = tokenizer.id_to_token
             self._decode = partial(tokenizer.decode, skip_special_tokens=False)
         self._byte_level = tokenizer is not None and isinstance(
@@ -239,8 +239,8 @@ def byte_level(token: str) -> bytes | None:
 
 
 class TokenTexts(dict[int, bytes]):
-    """Over one tokenizer, filled as ids are asked for; without a tokenizer no token has bytes, nor
-    has padding of the vocabulary, nor NO_ID."""
+    """{id: bytes of the token} over one tokenizer, filled as ids are looked up. Without a tokenizer
+    no token has bytes, nor has padding of the vocabulary, nor NO_ID."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         super().__init__({NO_ID: b""})
@@ -269,7 +269,8 @@ class TokenTexts(dict[int, bytes]):
         byte = BYTE.fullmatch(name)
         if byte is not None and text != name:
             return bytes([int(byte[1], 16)])
-        # Decoders strip the space before a text's first word; behind itself a token keeps its own.
+        # Decoders strip the space before a text's first word, so the token's text is what a second
+        # token adds to a first one.
         twice = self._tokenizer.decode([token, token], skip_special_tokens=False)
         return twice.removeprefix(text).encode()
 
@@ -279,8 +280,8 @@ class StopStrings:
     (Knuth, Morris and Pratt: Fast pattern matching in strings, 1977), however long the text is.
 
     Text that may be the beginning of a stop string is withheld, and only that: the longest suffix
-    of the text that is a prefix of a stop string. The first occurrence within the piece that
-    completes one wins; of two that begin together, the one named first.
+    of the text that is a prefix of a stop string. The first occurrence within the added text
+    that completes one wins; of two that begin together, the one named first.
     """
 
     __slots__ = ("_include", "_searches", "_withheld")
@@ -291,26 +292,26 @@ class StopStrings:
         self._include = include
         self._withheld = ""
 
-    def feed(self, piece: str, armed: bool = True) -> tuple[str, str | None]:
+    def feed(self, added: str, armed: bool = True) -> tuple[str, str | None]:
         """(text that is final now, the stop string that ended it or None).
 
-        Unarmed, occurrences that end inside `piece` do not count. After a hit nothing more may be
+        Unarmed, occurrences that end inside `added` do not count. After a hit nothing more may be
         fed.
         """
-        if not piece:
+        if not added:
             return "", None
         withheld = self._withheld
         best: tuple[int, str] | None = None
         longest = 0
         for search in self._searches:
-            end = search.feed(piece, armed)
+            end = search.feed(added, armed)
             if end:
                 start = len(withheld) + end - len(search.stop)
                 if best is None or start < best[0]:
                     best = (start, search.stop)
             elif search.matched > longest:
                 longest = search.matched
-        text = withheld + piece if withheld else piece
+        text = withheld + added if withheld else added
         if best is not None:
             start, stop = best
             self._withheld = ""
@@ -337,20 +338,20 @@ class _Search:
         self.matched = 0
         self._fallback = _fallbacks(stop)
 
-    def feed(self, piece: str, armed: bool) -> int:
-        """The end of the first occurrence, counted in characters of `piece`; 0 if there is none."""
+    def feed(self, added: str, armed: bool) -> int:
+        """The end of the first occurrence, counted in characters of `added`; 0 if there is none."""
         stop, matched, position = self.stop, self.matched, 0
         while True:
             if not matched:
-                # The common case: nothing begun, and this piece does not begin anything.
-                position = piece.find(stop[0], position)
+                # The common case: nothing begun, and the added text does not begin anything.
+                position = added.find(stop[0], position)
                 if position < 0:
                     self.matched = 0
                     return 0
-            elif position == len(piece):
+            elif position == len(added):
                 self.matched = matched
                 return 0
-            if piece[position] == stop[matched]:
+            if added[position] == stop[matched]:
                 matched += 1
                 position += 1
                 if matched == len(stop):
@@ -375,8 +376,9 @@ def _fallbacks(stop: str) -> list[int]:
 
 
 class TokenOffsets:
-    """Of one output. All tokens of a character begin where it begins. A token behind bytes that
-    never become a character begins behind what stands for them.
+    """Where in the text of one output its tokens begin, in letters. All tokens of a character begin
+    where the character begins. A token behind bytes that never become a character begins behind
+    their U+FFFD.
     """
 
     __slots__ = ("_letters", "_offsets", "_texts", "_waits")
@@ -388,19 +390,19 @@ class TokenOffsets:
         self._offsets: list[int] = []  # of tokens since `take`
 
     def add_token(self, token: int, text: str) -> None:
-        """The next one, and the text that it made certain."""
-        begins = self._letters
+        """The next token, and the text that is certain since it came."""
+        start = self._letters
         if self._waits and text:
             raw = self._texts[token]
-            own = raw.decode("utf-8", "ignore")
-            if own.encode() == raw and text.endswith(own):  # whole characters, all its own
-                begins += len(text) - len(own)
-        self._offsets.append(begins)
+            characters = raw.decode("utf-8", "ignore")
+            if characters.encode() == raw and text.endswith(characters):
+                start += len(text) - len(characters)  # before it stands text of other tokens
+        self._offsets.append(start)
         self._letters += len(text)
         self._waits = not text
 
     def take(self, tokens: int) -> bytes:
-        """Of the first `tokens` of those since this was asked last: letters of text before each,
-        int32 bytes. The others are not shown."""
+        """Letters of text before each of the first `tokens` tokens since the last call, int32
+        bytes. The other tokens are not shown."""
         offsets, self._offsets = self._offsets[:tokens], []
         return pack_few(offsets)

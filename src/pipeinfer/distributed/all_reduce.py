@@ -1,6 +1,6 @@
 """All-reduce between GPUs that have mapped each other's memory, in place of NCCL's.
 
-Two kinds, each with a rule that says, alike on all ranks, which messages are for it:
+Two kinds, each with a rule, the same on all ranks, for which messages it is used:
 
 - `CustomAllReduce`: the sum alone, by torch's kernels over its symmetric memory
   (torch.ops.symm_mem).

@@ -1,8 +1,8 @@
 """What steps take on this GPU: dummy steps of all sizes, by graphs or without, are timed.
 
 All ranks of a group measure the same steps in the same order, because steps hold collectives. Dummy
-steps are steps that nobody asked for: to warm up, to measure, to capture. They write to the dummy
-page, and leave nothing in the first slots that anybody reads. Knows sizes and arrays of steps; no
+steps belong to no request: they warm up, measure, or are captured. They write to the dummy page,
+and leave nothing in the first slots that a later step reads. Knows sizes and arrays of steps; no
 request, and not what the times are for.
 """
 
@@ -17,12 +17,12 @@ import numpy as np
 from pipeinfer.engine.graphs import DECODES, Graphs, LargestStep, decode_only, uncaptured_shapes
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.interface import GraphShape
-from pipeinfer.params import MOST_LOGPROBS
+from pipeinfer.params import MAX_LOGPROBS
 from pipeinfer.step import (
-    LogitEdits,
     LogprobRows,
     MaskRows,
     PenaltyRows,
+    RequestLogitBias,
     SharedPrefixes,
     Step,
     StepDelta,
@@ -232,7 +232,7 @@ def dummy_step(
     counts: np.ndarray,
     page_size: int,
     starts: np.ndarray | None = None,
-    own_pages: bool = False,
+    distinct_pages: bool = False,
     **fields: float,
 ) -> Step:
     """Rows of these counts int32 (ones first) after so many tokens `starts` int32, by default none,
@@ -250,7 +250,7 @@ def dummy_step(
     )
     before = (
         column < np.repeat(starts // page_size, num_pages)
-        if own_pages
+        if distinct_pages
         else np.zeros(len(slot), bool)
     )
     pages = np.where(before, np.cumsum(before), 0).astype(np.int32)
@@ -279,12 +279,12 @@ def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> St
         counts[row] += min(remaining, max_model_len - 1)
         remaining -= int(counts[row]) - 1
     step = dummy_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
-    every, max_logprobs = np.arange(rows), np.full(rows, MOST_LOGPROBS, dtype=np.int32)
+    every, max_logprobs = np.arange(rows), np.full(rows, MAX_LOGPROBS, dtype=np.int32)
     nothing, raised = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32)
-    logit_edits = tuple(LogitEdits(slot, nothing, raised, nothing) for slot in range(rows))
+    logit_edits = tuple(RequestLogitBias(slot, nothing, raised, nothing) for slot in range(rows))
     return replace(
         step,
-        delta=replace(step.delta, edits=logit_edits),
+        delta=replace(step.delta, logit_biases=logit_edits),
         penalties=PenaltyRows(every, every, np.full((rows, 3), 1.5, dtype=np.float32)),
         logprobs=LogprobRows(every, max_logprobs, suppressed=True),
         masked=MaskRows(every, step.slots),
@@ -300,7 +300,7 @@ def allow_all(words: np.ndarray) -> dict[int, str]:
 def deep_decodes(rows: int, pages: int, page_size: int) -> Step:
     """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
     starts = np.full(rows, pages * page_size, dtype=np.int32)
-    return dummy_step(np.ones(rows, dtype=np.int32), page_size, starts, own_pages=True)
+    return dummy_step(np.ones(rows, dtype=np.int32), page_size, starts, distinct_pages=True)
 
 
 def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:

@@ -22,8 +22,10 @@ from pipeinfer.core import (
     NewEpoch,
     Send,
     StepDone,
+    StepNote,
     Tick,
     Unsent,
+    step_note,
 )
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager, Rows
@@ -46,7 +48,6 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import LogprobRows, ScoredChunk, Step
-from pipeinfer.trace.notes import StepNote, step_note
 from pipeinfer.wire import SCORE_WORDS, SCORES_PER_MESSAGE, WORD, pack, score_bytes, unpack
 
 
@@ -133,7 +134,7 @@ Span = Callable[[str, int], AbstractContextManager[None]]  # (phase, step number
 
 
 def unobserved(phase: str, number: int) -> AbstractContextManager[None]:
-    """The span of an engine that nobody observes: measures nothing."""
+    """The span of an engine without an observer: measures nothing."""
     return nullcontext()
 
 
@@ -233,7 +234,7 @@ class EngineCore:
                 with self._span("plan", event.number):
                     return self._on_plan(event)
             case StepDone():
-                return self._step_done(event)
+                return self._on_step_done(event)
             case Prepare():
                 return [Send(LOCAL, "", self._compile(event))]
             case Compiled():
@@ -467,7 +468,7 @@ class EngineCore:
 
     # --------------------------------------------------------------------------------------- result
 
-    def _step_done(self, done: StepDone) -> list[Send]:
+    def _on_step_done(self, done: StepDone) -> list[Send]:
         epoch = self._epoch
         if epoch is None or done.epoch != epoch.number:
             return []
@@ -560,7 +561,7 @@ def _in_order(
     parts: list[tuple[int, bytes]] = []
     at = 0
     for row, alternatives in zip(
-        logprob_rows.rows.tolist(), logprob_rows.most.tolist(), strict=True
+        logprob_rows.rows.tolist(), logprob_rows.num_alternatives.tolist(), strict=True
     ):
         end = at + int(counts[row]) * score_bytes(alternatives)
         parts.append((int(plan_rows[row]), raw[at:end]))
@@ -572,8 +573,10 @@ def _scores_error(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
     """What is wrong with the log-probs that a step brings; "" if nothing is."""
     asked, expected = plan.logprobs, 0
     if asked is not None:
-        expected = WORD * int((counts[asked.rows] * (SCORE_WORDS + 2 * asked.most)).sum())
-    parts = [len(chunk.ids) * score_bytes(chunk.most) for chunk in plan.prompts]
+        expected = WORD * int(
+            (counts[asked.rows] * (SCORE_WORDS + 2 * asked.num_alternatives)).sum()
+        )
+    parts = [len(chunk.ids) * score_bytes(chunk.num_alternatives) for chunk in plan.prompts]
     if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompts]):
         return ""
     return f"brought {len(done.logprobs)} bytes of log-probs, where {expected} were expected"
@@ -583,7 +586,7 @@ def _prompt_scores(chunks: tuple[ScoredChunk, ...], done: StepDone) -> Iterator[
     """What the step says of prompts, in messages of a bounded size."""
     for chunk, raw in zip(chunks, done.prompts, strict=True):
         for begin in range(0, len(chunk.ids), SCORES_PER_MESSAGE):
-            width = score_bytes(chunk.most)
+            width = score_bytes(chunk.num_alternatives)
             yield PromptLogprobs(
                 epoch=done.epoch,
                 number=done.number,

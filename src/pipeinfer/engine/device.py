@@ -134,7 +134,7 @@ class TwoPhaseEvent:
 
     def wait(self) -> None:
         if not self._completed:
-            raise RuntimeError("nobody has submitted the second part yet")
+            raise RuntimeError("the second part has not been submitted yet")
         self._first.wait()
         self._second.wait()
 
@@ -190,8 +190,7 @@ class HostDevice:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work, host_work: Work = nothing) -> HostEvent:
-        """From within other work it is done at once: whoever waits for it there would wait for
-        itself."""
+        """From within other work it is done at once: the device's thread would wait for itself."""
         event = HostEvent()
         if threading.current_thread() is self._thread:
             _do(host_work, work, event)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # who drives a device that computes nothing starts without to
     from pipeinfer.engine.runner import LaunchedStep, Runner
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
-# not rank 0 may be told of a third: plans go by the results of rank 0.
+# not rank 0 may get a third: the scheduler plans by the results of rank 0.
 MAX_UNFINISHED = 4
 
 
@@ -181,8 +181,8 @@ StartExecutor = Callable[
 ]
 
 
-# Has a grammar compiled, which may be slow, and tells the other why it cannot be, or ""; in these
-# slots no request has one any more.
+# (spec, then, slow, released): compiles the grammar `spec` and calls `then` with the error, or "".
+# slow: compiling may take long. released: slots whose requests with a grammar have gone.
 PrepareGrammar = Callable[[StructuredOutputs, Callable[[str], None], bool, Sequence[int]], None]
 
 
@@ -301,7 +301,7 @@ class DeviceDriver:
 
 
 def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
-    """What the core is told of a step that gave `sampled`."""
+    """The core's event for `step`, which gave `sampled`."""
     counts, ids, bad = map(pack, (sampled.counts, sampled.ids, sampled.bad))
     return StepDone(
         epoch=step.epoch,

@@ -25,7 +25,7 @@ from pipeinfer.step_cost import measured_sizes
 
 FIRST = (1, 2, 4)  # decode rows; then every multiple of STEP
 STEP = 8
-PROMPTS_ALONE, PROMPTS_WITH_DECODES = 8, 32  # prompts in a step: alone, and beside decodes
+PROMPTS_ONLY, PROMPTS_WITH_DECODES = 8, 32  # prompts in a step: alone, and beside decodes
 TOKENS_PER_PROMPT, MAX_PROMPTS = (
     64,
     128,
@@ -89,7 +89,7 @@ def mixed_ladder(
     largest = max(mixed, max_decodes + mixed // MAX_PADDING_DIVISOR)
     every = measured_sizes(max_tokens)
     prompts_only = [
-        (tokens, 0, min(_max_prompts(tokens, PROMPTS_ALONE), max_rows)) for tokens in every
+        (tokens, 0, min(_max_prompts(tokens, PROMPTS_ONLY), max_rows)) for tokens in every
     ]
     with_decodes: list[tuple[int, int, int]] = []
     for tokens in every:

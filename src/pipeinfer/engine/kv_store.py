@@ -19,11 +19,11 @@ import torch
 from pipeinfer.attention.interface import KV, Attention, AttentionMetadata, Traits
 from pipeinfer.attention.torch_backend import attend_unfused
 from pipeinfer.kernels.formats import E4M3, dequantize_e4m3, hadamard_transform, quantize_e4m3
+from pipeinfer.kernels.interface import tensor_of
 from pipeinfer.layers.attention import LayerQKV
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import AttentionShape
-from pipeinfer.tensors import tensor_of
 
 CENTERING_TOKENS = (
     512  # of the sequence for find_key_centers: 256 were a little worse, 1024 no better
@@ -127,7 +127,8 @@ class FusedStore:
 def _ready(
     pool: KVPool, layer: int, heads: LayerQKV
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values as pages want them: of 8 bits, queries and keys turned alike."""
+    """Queries, keys and values as pages store them; in 8 bits, queries and keys are transformed by
+    one matrix."""
     q, k, v = heads.split_and_rotate()
     if pool.storage_dtype != E4M3:
         return q, k, v
@@ -164,8 +165,8 @@ def find_key_centers(
     It is the key that queries see on average; None for a layer with sinks or a soft cap, whose
     weights would change.
 
-    Subtracted from all keys of a head it changes all scores of a query alike, which softmax does
-    not see: any vector is right, and the nearer keys are to it, the less is lost when they are
+    Subtracted from all keys of a head it changes all scores of a query by one value, which softmax
+    does not see: any vector is right, and the nearer keys are to it, the less is lost when they are
     rounded. Found from fixed ids that mean nothing, so by the weights alone: one sequence of at
     most `max_tokens` is computed, on all ranks of a group.
     """

@@ -318,7 +318,7 @@ def machine(device: str, settings: Settings, ordinal: int) -> Machine:
 def _agree_on_collectives(
     settings: Settings, choices: EngineChoices, collectives: TorchCollectives
 ) -> None:
-    """How ranks add up; raises ConfigurationError if they were told different things."""
+    """How ranks add up; raises ConfigurationError if their settings differ."""
     if choices.device == "cuda" and settings.all_reduce == "auto":
         collectives.enable_custom_all_reduce(choices.dtype, choices.config.hidden_size)
     split = int(choices.shard.expert_parallel)
@@ -468,7 +468,7 @@ def build_runner(
     collectives: TorchCollectives | None = None,
     start: Start | None = None,
 ) -> Runner:
-    """A runner with its pool and graphs; `start` is told what takes how long. `collectives`: of the
+    """A runner with its pool and graphs; `start` times the phases. `collectives`: of the
     ranks that this one computes with, `model` being its share.
 
     Raises ConfigurationError if not a single page fits.

@@ -15,6 +15,7 @@ with cold caches. Knows dummy steps; no request and no model.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -111,9 +112,11 @@ class HostMachine:
     def build(self, work: Callable[[], Built]) -> Built:
         """On the thread that computes steps. OpenMP has a team of threads for each thread that ever
         computed anything large; with two such teams on the same cores each barrier of a step would
-        put its threads to sleep, and steps took up to twice as long."""
+        put its threads to sleep, and steps took up to twice as long. What was only needed to read
+        weights goes back to the kernel."""
         built: list[Built] = []
         self.device.run(lambda: built.append(work()))
+        return_freed_memory()
         return built[0]
 
     def warm_up(self, runner: Runner, max_tokens: int) -> None:
@@ -134,6 +137,14 @@ def available_bytes(root: Path = Path("/")) -> int:
     if limit is not None and used is not None:
         free = min(free, max(limit - used, 0))
     return free
+
+
+def return_freed_memory() -> None:
+    """Has the C library give the kernel the memory that was freed, which it otherwise keeps for
+    later. Does nothing where the library is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _meminfo(path: Path) -> int:
@@ -253,7 +264,7 @@ class CudaDevice:
             tensors = body()
         finally:
             graph.capture_end()
-        graph.replay()  # the first brings it to the device: a millisecond, of nobody's step here
+        graph.replay()  # the first brings it to the device: a millisecond, here outside of any step
         # What is captured next may use the same memory.
         return Replay(graph.replay, tuple(map(non_owning_view, tensors)))
 
@@ -285,8 +296,9 @@ class CudaDevice:
             loop.call_soon(self._ask, loop)
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Calls whom it can, and asks again in the loop's next iteration while anybody waits, also
-        if one that was called raises: the loop's exception handler gets that."""
+        """Calls the callbacks of events that have ended, and polls again in the loop's next
+        iteration while callbacks are left. What a callback raises goes to the loop's exception
+        handler."""
         try:
             while self._callbacks and self._callbacks[0][0].ready:
                 self._callbacks.popleft()[1]()  # which may ask for the next one

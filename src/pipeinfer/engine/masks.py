@@ -33,7 +33,7 @@ MAX_THREADS = 8  # that fill masks: more of them wait for each other
 SLOW = 0.005  # seconds of a step's masks after which it is counted which rows they were of
 EVERY = 16  # masks of a row; then it is counted in any case, because its lexer grows by them
 
-# Of a step of an epoch that is over: nobody wants to know what it gives.
+# Of a step of an epoch that is over, whose result is dropped.
 NO_REQUEST = RowSource(FailedSource("its request is gone"), 0)
 
 
@@ -44,7 +44,7 @@ class _Cost:
 
     counted: MaskCost
     masks: int = 0
-    units: int = COSTLY_MASK_UNITS  # so that the first one is counted and told
+    units: int = COSTLY_MASK_UNITS  # so that the first mask is counted and reported
 
 
 class Masks(Protocol):
@@ -145,7 +145,7 @@ class GrammarMasks:
         return sampled.followed_by(forced) if forced else sampled
 
     def _mask_costs(self, masked: MaskRows) -> dict[int, int]:
-        """What a mask costs, of the rows of which it is to be told."""
+        """Mask costs to report, by row."""
         costs: dict[int, int] = {}
         slow = self._seconds > SLOW
         for row, slot in zip(masked.rows.tolist(), masked.slots.tolist(), strict=True):

@@ -47,7 +47,7 @@ class TimelineRanges(Protocol):
 
 
 class NoRanges:
-    """Nobody looks."""
+    """Ranges without a timeline."""
 
     def push(self, name: str) -> None:
         """Nothing."""
@@ -83,8 +83,8 @@ class Phases:
     `seconds`: wall time of the host by phase since the start. `ranges` may be replaced at any time.
     """
 
-    def __init__(self, marks: TimelineRanges | None = None, samples: int = SAMPLES) -> None:
-        self.ranges: TimelineRanges = marks or NoRanges()
+    def __init__(self, ranges: TimelineRanges | None = None, samples: int = SAMPLES) -> None:
+        self.ranges: TimelineRanges = ranges or NoRanges()
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._samples = samples
         self._at = {phase: index for index, phase in enumerate(PHASES)}
@@ -101,7 +101,7 @@ class Phases:
 
     @contextmanager
     def range(self, name: str) -> Generator[None]:
-        """A range on the timeline that nobody times."""
+        """A range on the timeline that is not timed."""
         ranges = self.ranges
         ranges.push(name)
         try:
@@ -187,7 +187,7 @@ def profile_path(settings: Settings, name: str) -> Path | None:
 
 
 class StepProfile:
-    """Records `steps` steps into the file `path`; see engine/executor.py's Watch."""
+    """Records `steps` steps into the file `path`; a StepObserver (engine/executor.py)."""
 
     def __init__(self, steps: int, path: Path, phases: Phases) -> None:
         self._path = path

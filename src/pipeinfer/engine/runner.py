@@ -38,12 +38,11 @@ from pipeinfer.engine.profiling import Phases, nvtx_if_loaded
 from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, StepScores, truncated
 from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
 from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS
-from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels
+from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels, tensor_of
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost
-from pipeinfer.tensors import tensor_of
 
 
 @dataclass
@@ -56,7 +55,7 @@ class PackedStep:
     overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
     truncated: int64, those of the rows that sample with top-k, top-p or min-p; biased: whether the
     logits of some of them are raised or lowered.
-    scores: where log-probs are asked for. logits: [S, share] once computed, None if no row samples.
+    scores: where log-probs are asked for. logits: [S, shard] once computed, None if no row samples.
     """
 
     step: Step
@@ -112,7 +111,7 @@ class LaunchedStep:
     _sampled: Sampled | None = None
 
     def take(self) -> Sampled:
-        """What it gave, waited for if need be; raises what the step raised."""
+        """The step's result; waits for its end, and raises what the step raised."""
         if self._sampled is None:
             self.event.wait()
             sampled = Sampled.of(self.drawn[self.rows], self.refused)
@@ -173,7 +172,7 @@ class Runner:
 
     @property
     def shares(self) -> bool:
-        """Whether steps are to say what decodes begin with in common."""
+        """Whether steps carry the shared prefixes of their decodes."""
         return self._backend.traits.shares
 
     @property
@@ -216,7 +215,7 @@ class Runner:
     def _wait_and_pack(
         self, launched: LaunchedStep, last: LaunchedStep | None, before: Before | None
     ) -> None:
-        """On the host, before the device begins."""
+        """The host's part, before the device begins: waits for the buffers and fills them."""
         step, buffers = launched.step, launched.buffers
         if before is not None:
             before(step)
@@ -307,7 +306,7 @@ class Runner:
         return packed
 
     def _upload(self, packed: PackedStep) -> None:
-        """What changes in the slots, and the step, on the current stream."""
+        """Queues the upload of slot changes and of the step, on the current stream."""
         cleared, overflow = packed.step.delta.cleared, packed.overflow_changes
         if len(cleared):  # rare: it waits for a copy, and so does what follows
             self.pool.zero_pages(cleared)
@@ -336,14 +335,14 @@ class Runner:
         )
 
     def _forward(self, packed: PackedStep, metadata: AttentionMetadata) -> torch.Tensor | None:
-        """Logits [S, share], ready to be sampled; None if no row samples."""
+        """Logits [S, shard], ready to be sampled; None if no row samples."""
         if packed.graph is None:
             return self._logits(packed.views, metadata, packed.scores)
         packed.graph.replay()  # sampling by temperature included
         return packed.graph.logits
 
     def _sample(self, packed: PackedStep, launched: LaunchedStep) -> None:
-        """What the rows draw, and what is said of it, on their way to the host."""
+        """Samples the rows, and queues the download of ids and log-probs."""
         buffers, logits, scores = packed.buffers, packed.logits, packed.scores
         if logits is not None:
             drawn = self._draw(packed, logits)
@@ -359,8 +358,10 @@ class Runner:
     def _logits(
         self, views: DeviceStep, metadata: AttentionMetadata, scores: Scores | None = None
     ) -> torch.Tensor | None:
-        """Logits [S, share] of a step that is expanded, ready to be sampled; None if no row
-        samples. What `scores` wants to know of them and of others it is given."""
+        """Logits [S, shard] after prepare_inputs, ready to be sampled; None if no row samples.
+
+        scores: gets the hidden states and logits that log-probs need.
+        """
         attend = StepAttention(self._backend, metadata, self._store, views.slot_mapping)
         samples, rows = views.num_logits, None
         if samples and not views.logits_of_every_token:
@@ -387,7 +388,7 @@ class Runner:
         self._kernels.apply_logit_bias(logits, *where, edits, first, values)
 
     def _draw(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
-        """What the rows draw: a graph's own choice, unless some want more than temperature."""
+        """int64 [S, 2]: what the graph has sampled, unless some row needs more than temperature."""
         step, views, graph = packed.step, packed.views, packed.graph
         sample_rows, truncated = packed.sample_rows, packed.truncated
         alike = step.penalties is None and not len(truncated) and not packed.biased
@@ -408,7 +409,7 @@ class Runner:
         return drawn
 
     def _kept_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """A copy for who looks at logits; there when the step has ended."""
+        """A copy where `keep_logits`; complete when the step has ended."""
         return self._sampler.gather_logits(logits).clone() if self.keep_logits else None
 
     # --------------------------------------------------------------------------------------- graphs
@@ -449,17 +450,17 @@ class Runner:
 
     @property
     def graphs(self) -> int:
-        """How many there are."""
+        """How many graphs there are."""
         return len(self._graphs)
 
     @property
     def graphs_deferred(self) -> int:
-        """How many are to come, by `capture_next`."""
+        """How many graphs `capture_next` has still to capture."""
         return len(self._graphs.deferred)
 
     def capture_next(self) -> StepEvent:
-        """Queues the capture of the next one. Only while no step is under way: it packs where steps
-        are packed."""
+        """Queues the capture of the next deferred graph. Only while no step is in flight: the
+        capture uses a step's buffers."""
         graphs = self._graphs
 
         @torch.inference_mode()
@@ -469,7 +470,7 @@ class Runner:
         return self.device.submit(work)
 
     def stop_capturing(self) -> None:
-        """None comes any more."""
+        """Drops the deferred graphs."""
         self._graphs.deferred.clear()
 
     def measure(self, agreed: Callable[[Container[int]], frozenset[int]]) -> None:
@@ -498,13 +499,13 @@ class Runner:
             self.step_cost = calibrate.padded(cost, graphs.slow)
 
     def _seconds(self, step: Step) -> float:
-        """What the device takes for it, without a graph."""
+        """Seconds of the device for `step`, without a graph."""
         launched = self.launch(step)
         launched.take()
         return launched.event.busy
 
     def _replayed(self, shape: GraphShape, step: Step) -> float:
-        """What the device takes for it by the graph of that size."""
+        """Seconds of the device for `step`, by the graph of `shape`."""
         found: list[float] = []
 
         @torch.inference_mode()

@@ -19,10 +19,9 @@ import torch
 
 from pipeinfer.engine.step_buffers import Download
 from pipeinfer.kernels.host import is_truncated
-from pipeinfer.kernels.interface import Kernels, SamplingTensors
+from pipeinfer.kernels.interface import Kernels, SamplingTensors, lazy_zeros, tensor_of
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
-from pipeinfer.tensors import tensor_of
 from pipeinfer.wire import SCORE_WORDS, narrow_scores
 
 NONE = np.empty(0, dtype=np.int64)  # rows
@@ -192,11 +191,12 @@ IN_PROMPT, IN_OUTPUT = 1, 2  # of a count: the lowest bit, and all others
 
 class Penalties:
     """Of one rank, which has the logits of `ids`: int32 counts [slots, ids], allocated at once,
-    because all memory that is free later is given to KV pages."""
+    because all memory that is free later is given to KV pages. On a CPU they become real memory
+    only for slots whose requests have penalties."""
 
     def __init__(self, slots: int, ids: range, device: torch.device | str) -> None:
         self._first_id = ids.start
-        self._counts = torch.zeros((slots, len(ids)), dtype=torch.int32, device=device)
+        self._counts = lazy_zeros((slots, len(ids)), torch.int32, torch.device(device))
 
     @property
     def bytes(self) -> int:
@@ -277,14 +277,14 @@ class StepScores:
         """The same with log-probs."""
         at, made = 0, b""
         if self.rows is not None:
-            many, width = len(self.rows.rows), _width(int(self.rows.most.max()))
+            many, width = len(self.rows.rows), _width(int(self.rows.num_alternatives.max()))
             at = many * width
             table = self.words[:at].reshape(many, width)
             gave = sampled.counts[self.rows.rows] > 0
-            made = _bytes(table if gave.all() else table[gave], self.rows.most[gave])
+            made = _bytes(table if gave.all() else table[gave], self.rows.num_alternatives[gave])
         prompts: list[bytes] = []
         for chunk in self.chunks:
-            width = _width(chunk.most)
+            width = _width(chunk.num_alternatives)
             end = at + len(chunk.ids) * width
             prompts.append(self.words[at:end].tobytes())
             at = end
@@ -323,7 +323,9 @@ class Scores:
             for first in range(0, len(ids), TOKENS_AT_ONCE):
                 part = ids[first : first + TOKENS_AT_ONCE]
                 logits = self._sampler.logits(hidden[begin : begin + len(part)])
-                self._words.append(self._sampler.score(logits, part, chunk.most).flatten())
+                self._words.append(
+                    self._sampler.score(logits, part, chunk.num_alternatives).flatten()
+                )
                 begin += len(part)
 
     def add_outputs(self, logits: torch.Tensor) -> None:
@@ -340,7 +342,7 @@ class Scores:
         at, many = self._at(logits.device), len(self._rows.rows)
         raw = _chosen(logits, at, many) if self._raw is None else self._raw
         ids = _chosen(drawn[:, 1].to(logits.device), at, many)
-        made = self._sampler.score(raw, ids, int(self._rows.most.max()))
+        made = self._sampler.score(raw, ids, int(self._rows.num_alternatives.max()))
         self._words.insert(0, made.flatten())
 
     def download(self, buffer: Download) -> StepScores:

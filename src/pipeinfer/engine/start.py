@@ -40,16 +40,19 @@ WORDS = {
     "pool": "reserving memory for tokens",
     "step_times": "measuring how long steps take",
     "vocabulary": "preparing grammars",
-}  # what is said of a phase as it begins; graphs are counted, and whoever waits for ranks says so
-SHOWN = 0.005  # seconds: what takes less is not worth a word
+}  # status texts as a phase begins; `captured` counts graphs, engine/stage.py reports ranks
+SHOWN = 0.005  # seconds: shorter phases are left out of the log
 TICKS = "SC_CLK_TCK"
 GIB = 2**30
 
 
 class Start:
-    """seconds: by phase. graphs: how many were captured, of how many; "" where there are none.
+    """Seconds of an engine's start, and its status texts.
 
-    `say(text)` is told what the start does: the phase, and how far it is where that is known."""
+    seconds: by phase.
+    graphs: "captured of total"; "" without CUDA graphs.
+    say: called with the status text at the beginning of a phase and as weights and graphs progress.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class Start:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """What runs meanwhile is that phase's."""
+        """Times the body as a part of phase `name`; a phase may have several parts."""
         began = self._clock()
         if name in WORDS:
             self._say(WORDS[name])
@@ -73,7 +76,7 @@ class Start:
             self.took(name, self._clock() - began)
 
     def took(self, name: str, seconds: float) -> None:
-        """So much more of that phase."""
+        """Adds `seconds` to phase `name`."""
         self.seconds[name] += seconds
 
     def read(self, done: int, total: int) -> None:
@@ -101,7 +104,7 @@ class Start:
 
 
 def process_age(stat: Path = Path("/proc/self/stat")) -> float:
-    """Seconds since this process began; the grain is 10 ms. 0.0 where nobody says so."""
+    """Seconds since this process began, in steps of 10 ms; 0.0 without /proc."""
     if not stat.exists():
         return 0.0
     began = int(stat.read_text().rpartition(")")[2].split()[19]) / os.sysconf(TICKS)
@@ -120,9 +123,11 @@ WAKE = "cudaSetDevice", "cudaFree"  # what the first call of the latter does is 
 
 
 def preload_torch(gpu: int | None) -> threading.Thread:
-    """A running thread that loads them, then wakes GPU number `gpu` where there is one, and has
-    Triton's hash made for it; None: none is wanted. To be waited for before torch is imported, and
-    before the process ends: amid such loading it would be ended by a signal."""
+    """Starts a thread that loads torch's libraries, then wakes GPU number `gpu` and computes
+    Triton's hash; gpu None: for a CPU.
+
+    Join it before torch is imported, and before the process ends: a process that ends while
+    libraries load is killed by a signal."""
     spin_briefly(os.environ)
     limit_kernel_cache(os.environ)
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it wakes one
@@ -167,8 +172,8 @@ def limit_kernel_cache(environ: MutableMapping[str, str]) -> None:
 # GNU OpenMP spins for milliseconds at every barrier. Where the other thread has lost its core to
 # another process, and the other stages are such processes, each of a step's hundreds of barriers
 # then costs a time slice, and a step ten times its time. This many spins, some 50 us, outlast most
-# gaps within a step; then a thread sleeps and leaves its core to whoever keeps it waiting. Measured
-# in docs/benchmarks.md.
+# gaps within a step; then a thread sleeps and leaves its core to the process that delays it.
+# Measured in docs/benchmarks.md.
 SPINS = 3_000
 
 
@@ -180,7 +185,7 @@ def spin_briefly(environ: MutableMapping[str, str]) -> None:
 
 @lru_cache(maxsize=1)
 def hashing() -> threading.Thread:
-    """It makes the hash, or has; to be waited for before the first kernel is asked for."""
+    """The thread that computes Triton's hash; join it before the first kernel is compiled."""
     thread = threading.Thread(target=_hash, name="hash", daemon=True)
     thread.start()
     return thread

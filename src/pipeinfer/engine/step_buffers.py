@@ -33,10 +33,10 @@ from pipeinfer.kernels.interface import (
     SlotBadWords,
     SlotLogitBias,
     SlotTables,
+    tensor_of,
 )
-from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, MOST_BAD_WORDS
-from pipeinfer.step import BadWords, LogitEdits, Step, StepDelta
-from pipeinfer.tensors import tensor_of
+from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, MAX_BAD_WORDS
+from pipeinfer.step import BadWords, RequestLogitBias, Step, StepDelta
 
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
 NONE = np.empty(0, dtype=np.int32)
@@ -211,7 +211,7 @@ class DeviceBuffers:
 
     def views(self, shape: GraphShape, num_logits: int, padded: bool) -> DeviceStep:
         """For steps of that shape with so many rows of logits. padded: others may be smaller, and
-        every row that is not theirs is padding.
+        every other row is padding.
 
         Raises ValueError for more than there is room for.
         """
@@ -291,7 +291,7 @@ class DeviceBuffers:
         return AttentionInputs(views, queries, pages, parity, host)
 
     def _on_host(self, views: DeviceStep, words: np.ndarray) -> HostLengths:
-        """What the device makes of the words, as far as planning on the host needs it."""
+        """Lengths and indptrs as the device computes them from the words."""
         at, rows = layout(views.shape), views.shape.rows
         starts, counts = (words[begin : begin + rows] for begin in (at.starts, at.counts))
         counts = np.maximum(counts, views.padding_row_tokens)
@@ -392,22 +392,28 @@ class StepBuffers:
 ORDER = sorted(FIELDS, key=lambda field: -np.dtype(field.dtype).itemsize)
 WIDE = sum(np.dtype(field.dtype).itemsize == 8 for field in FIELDS)
 FIELD_WORDS = len(FIELDS) + WIDE
-SEQUENCES = 2 * MOST_BAD_WORDS  # each has two spellings
-BAD_WORDS_SIZE = BAD_WORDS_HEADER + LONGEST_BAD + SEQUENCES + 1 + MOST_BAD_IDS  # words of a slot
+SEQUENCES = 2 * MAX_BAD_WORDS  # each has two spellings
+BAD_WORDS_SIZE = (
+    BAD_WORDS_HEADER + MAX_BAD_WORD_IDS + SEQUENCES + 1 + MAX_BAD_IDS
+)  # words of a slot
 TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bits
 
 
 class SlotState:
     """What the device keeps of the requests in their slots, as regions of one buffer of words:
 
-        | page table    | sampling fields | numbers of edits | edits            | bad words     |
-          [slots + 1, P]  (slots + 1) * F   [slots + 1]        [3, slots + 1, E]  [slots + 1, B]
+        region              shape
+        page table          [rows, pages]
+        sampling fields     rows * FIELD_WORDS
+        numbers of edits    [rows]
+        edits               [3, rows, max_edits]
+        bad words           [rows, BAD_WORDS_SIZE]
 
-    for `slots` requests with up to `pages` pages (P) and `max_edits` edits (E) each; F is
-    FIELD_WORDS, B is BAD_WORDS_SIZE. One buffer, so that whatever changes (Step.delta) is a list of
-    indices and values. On the forward stream scatter_words writes it, and apply_logit_bias the
-    latest ids of requests with bad words. Beside it lies last_token, int64 [slots + 1], the id that
-    each slot sampled last, which sampling kernels write.
+    rows: a row for each of `slots` requests, and one for the padding slot. One buffer, so that
+    whatever changes (Step.delta) is a list of indices and values. On the forward stream
+    scatter_words writes it, and apply_logit_bias the latest ids of requests with bad words. Beside
+    it lies last_token, int64 [rows], the id that each slot sampled last, which sampling kernels
+    write.
 
     padding_slot: the last one, which padding rows have. by_slot, logit_edits: what kernels read.
     words: all of the buffer. biased: on the host, bool [slots], whose edits raise or lower logits.
@@ -440,7 +446,7 @@ class SlotState:
             self.words[self._edits_at : self._bad_words_at].view(3, many, max_edits),
             SlotBadWords(
                 self.words[self._bad_words_at :].view(many, BAD_WORDS_SIZE),
-                LONGEST_BAD,
+                MAX_BAD_WORD_IDS,
                 SEQUENCES,
                 self.by_slot.last_token,
             ),
@@ -471,20 +477,20 @@ class SlotState:
         counts = dict.fromkeys(slots.tolist(), 0)
         banned = counts.copy()
         self.biased[slots] = False
-        for edits in delta.edits:
+        for edits in delta.logit_biases:
             self.biased[edits.slot] = edits.values.any()
             counts[edits.slot] = -len(edits.ids) if edits.only else len(edits.ids)
             found += self._logit_edit_changes(edits)
-            if edits.bans is not None:
-                banned[edits.slot] = len(edits.bans.ends)
-                found += self._bad_word_changes(edits.slot, edits.bans)
+            if edits.bad_words is not None:
+                banned[edits.slot] = len(edits.bad_words.ends)
+                found += self._bad_word_changes(edits.slot, edits.bad_words)
         found.append((self._counts_at + slots, np.fromiter(counts.values(), np.int32)))
         found.append(
             (self._bad_words_at + slots * BAD_WORDS_SIZE, np.fromiter(banned.values(), np.int32))
         )
         return found
 
-    def _logit_edit_changes(self, edits: LogitEdits) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _logit_edit_changes(self, edits: RequestLogitBias) -> list[tuple[np.ndarray, np.ndarray]]:
         """Raises ValueError for more edits than there is room for."""
         many, count = self.padding_slot + 1, len(edits.ids)
         if count > self._max_edits:
@@ -499,15 +505,18 @@ class SlotState:
         self, slot: int, bad_words: BadWords
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """All but how many there are. Raises ValueError for more than there is room for."""
-        if len(bad_words.ends) > SEQUENCES or len(bad_words.ids) > MOST_BAD_IDS:
+        if len(bad_words.ends) > SEQUENCES or len(bad_words.ids) > MAX_BAD_IDS:
             raise ValueError(
                 f"no room for {len(bad_words.ends)} sequences of {len(bad_words.ids)} ids"
             )
         begin = self._bad_words_at + slot * BAD_WORDS_SIZE
-        ends_at = begin + BAD_WORDS_HEADER + LONGEST_BAD
+        ends_at = begin + BAD_WORDS_HEADER + MAX_BAD_WORD_IDS
         longest = np.diff(bad_words.ends, prepend=0).max()
-        head = np.array((bad_words.begin, bad_words.known, longest), dtype=np.int32)
-        recent = np.arange(bad_words.known - len(bad_words.recent), bad_words.known) % LONGEST_BAD
+        head = np.array((bad_words.begin, bad_words.num_known, longest), dtype=np.int32)
+        recent = (
+            np.arange(bad_words.num_known - len(bad_words.recent), bad_words.num_known)
+            % MAX_BAD_WORD_IDS
+        )
         ends, ids = np.concatenate(([0], bad_words.ends)), bad_words.ids
         return [
             (begin + 1 + np.arange(len(head)), head),

@@ -22,23 +22,23 @@ from pipeinfer.memory.manager import MemoryManager, Rows
 from pipeinfer.memory.shared_prefixes import find_shared_prefixes
 from pipeinfer.messages import Admit
 from pipeinfer.params import (
-    LONGEST_BAD,
-    MOST_BAD_WORDS,
-    MOST_BIASES,
-    MOST_STOP_TOKENS,
+    MAX_BAD_WORD_IDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_STOP_TOKENS,
     SamplingParams,
 )
 from pipeinfer.step import (
     LAST_TOKEN,
-    NOTHING,
+    NO_CHANGES,
     BadWords,
     Constrained,
     Extended,
-    LogitEdits,
     LogprobRows,
     MaskRows,
     PenaltyHistory,
     PenaltyRows,
+    RequestLogitBias,
     ScoredChunk,
     Step,
     StepDelta,
@@ -48,7 +48,7 @@ from pipeinfer.wire import unpack
 
 class StepBuilder:
     """One plan after the other. Keeps the last step, of which most of the next one may be the
-    same: its arrays are shared then, and nobody writes to them. shares: steps say what decodes
+    same: its arrays are shared then, and never written to. shares: steps say what decodes
     begin with in common.
     """
 
@@ -98,7 +98,7 @@ class StepBuilder:
             tokens=_tokens(rows, order, memory),
             fields=self._requests.fields(slots[last]),
             penalties=self._requests.penalties(slots[last]),
-            delta=self._delta() if len(order) else NOTHING,
+            delta=self._delta() if len(order) else NO_CHANGES,
             logprobs=self._requests.logprobs(slots[last], ends[last]),
             prompts=tuple(self._scored_chunks(rows, order)) if self._requests.scores else (),
             masked=self._requests.masked(slots[last]),
@@ -159,10 +159,10 @@ class StepBuilder:
     def _delta(self) -> StepDelta:
         """What changed since the last step that computes anything."""
         pages, requests = self._memory.table.take_changes(), self._requests.changes()
-        delta = NOTHING if pages is None else StepDelta(*pages)
+        delta = NO_CHANGES if pages is None else StepDelta(*pages)
         if requests is not None:
             admitted, fields, edits = requests
-            delta = replace(delta, admitted=admitted, fields=fields, edits=edits)
+            delta = replace(delta, admitted=admitted, fields=fields, logit_biases=edits)
         if released := self._requests.take_dropped_grammars():
             delta = replace(delta, released=released)
         if self._unverified:
@@ -196,18 +196,18 @@ def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
 
 
 # Of one request: those that it names, and a model's own ends.
-MAX_LOGIT_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 2 * MOST_BAD_WORDS + 256
+MAX_LOGIT_EDITS = MAX_STOP_TOKENS + MAX_BIASES + 2 * MAX_BAD_WORDS + 256
 LAST_POSITION = 2**31 - 1
 NO_LOGPROBS = -1  # in place of a number of alternatives
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
 class RequestTable:
-    """Sampling parameters by slot, [max_slots] each; stale in empty slots, where nobody reads."""
+    """Sampling parameters by slot, [max_slots] each; stale in empty slots, which are not read."""
 
     def __init__(self, max_slots: int) -> None:
         self._fields = filled(max_slots)
-        self._edits: dict[int, LogitEdits] = {}
+        self._edits: dict[int, RequestLogitBias] = {}
         self._admitted: dict[int, None] = {}  # slots, since changes were asked for, in order
         self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
         self._penalized = np.zeros(max_slots, dtype=bool)
@@ -251,7 +251,7 @@ class RequestTable:
             self.scores[slot] = admit.score_from, admit.prompt_len, params.prompt_logprobs
 
     def extend(self, slot: int, first: int, ids: np.ndarray) -> None:
-        """The request in `slot` was told `ids` int32 [n] from position `first` on."""
+        """An Extend gave the request in `slot` output `ids` int32 [n], from position `first` on."""
         if slot in self._constrained:
             self._extended.setdefault(slot, []).append(Extended(slot, first, ids))
 
@@ -273,7 +273,9 @@ class RequestTable:
         first, end = max(first, scores[0]), min(end, scores[1])
         return (first, end, scores[2]) if first < end else None
 
-    def changes(self) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[LogitEdits, ...]] | None:
+    def changes(
+        self,
+    ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[RequestLogitBias, ...]] | None:
         """The slots that were filled since it was asked last, int32 [a], their fields [a] and the
         edits of those that have any; None if there are none.
         """
@@ -302,15 +304,15 @@ class RequestTable:
         return PenaltyRows(rows, chosen, self._factors[chosen], new)
 
     def drop_grammars(self, slots: Iterable[int]) -> None:
-        """The requests in these slots are gone."""
+        """The requests in these slots have gone; their grammars are dropped."""
         self._released.update(slot for slot in slots if slot in self._constrained)
 
     def drop_all_grammars(self) -> None:
-        """No slot has a request."""
+        """Drops the grammars of all slots."""
         self._released.update(self._constrained)
 
     def take_dropped_grammars(self) -> tuple[int, ...]:
-        """Slots whose requests had a grammar and are gone, since this was asked last."""
+        """Slots whose requests had a grammar and have gone since the last call."""
         released = tuple(self._released)
         self._released.clear()
         return released
@@ -349,7 +351,7 @@ def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
-def logit_edits_of(admit: Admit) -> LogitEdits:
+def logit_edits_of(admit: Admit) -> RequestLogitBias:
     """What a request must not sample, what it suppresses, and what it makes more or less likely;
     some ids may be all of that. Where it names all that are allowed, only these are left.
 
@@ -373,7 +375,7 @@ def logit_edits_of(admit: Admit) -> LogitEdits:
     until[: len(never)] = LAST_POSITION
     ids = np.fromiter(values, dtype=np.int32)
     added = np.fromiter(values.values(), dtype=np.float32)
-    return LogitEdits(admit.slot, ids, added, until, allowed is not None, _bad_words(admit))
+    return RequestLogitBias(admit.slot, ids, added, until, allowed is not None, _bad_words(admit))
 
 
 def _bad_words(admit: Admit) -> BadWords | None:
@@ -384,7 +386,7 @@ def _bad_words(admit: Admit) -> BadWords | None:
     known = unpack(admit.token_ids)
     ends = np.cumsum([len(ids) for ids in longer], dtype=np.int32)
     ids = np.concatenate([np.array(ids, dtype=np.int32) for ids in longer])
-    recent = known[admit.prompt_len :][-LONGEST_BAD:]
+    recent = known[admit.prompt_len :][-MAX_BAD_WORD_IDS:]
     return BadWords(ends, ids, admit.prompt_len, len(known), recent)
 
 
@@ -395,7 +397,7 @@ MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Field:
-    """filler: of a row that is nobody's. of: the number of the request that `admit` admits."""
+    """filler: of an empty slot. of: the number of the request that `admit` admits."""
 
     name: str
     dtype: Any

@@ -1,4 +1,4 @@
-"""What the API adapters share: foreign bodies become chats, parsed deltas become foreign responses.
+"""What API adapters share: other APIs' bodies become chats, parsed deltas their responses.
 
 ConversationBuilder collects a chat from smaller parts; OutputBlocks cut an answer into blocks;
 AdapterEncoder drives a ResponseFormatter. An adapter knows its bodies and events.
@@ -14,11 +14,10 @@ import msgspec
 from msgspec.structs import replace
 
 from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.events import OutputDelta, Started
+from pipeinfer.gateway.ledger import OutputDelta, Started, token_scores
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_chat
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage, chat_token_logprob
 from pipeinfer.gateway.schema import ChatMessage, ChatRequest, ContentPart, Role
-from pipeinfer.gateway.token_scores import token_scores
 from pipeinfer.gateway.tool_parsers.base import (
     MESSAGE_BREAK,
     DeltaKind,
@@ -27,10 +26,10 @@ from pipeinfer.gateway.tool_parsers.base import (
     PlainTextParser,
     ReasoningTokenCounter,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import FinishReason
+from pipeinfer.params import JsonObject, JsonValue
 
-CUT_OFF_REASONS = ("length", "abort")  # how an answer ends that might have gone on
+TRUNCATED_REASONS = ("length", "abort")  # finish reasons of an output that is not complete
 
 _json = msgspec.json.Encoder()
 
@@ -50,7 +49,7 @@ class ResponseEnd:
 
 
 class ResponseFormatter(Protocol):
-    """Formats one response as the JSON objects of a foreign API. Events have their name as
+    """Formats one response as the JSON objects of another API. Events have their name as
     `type`.
     """
 
@@ -76,12 +75,12 @@ class ResponseFormatter(Protocol):
 
 
 class AdapterEncoder:
-    """A response encoder of one choice in a foreign API; by events if it `streams`."""
+    """The response encoder of one choice in another API; by events if it `streams`."""
 
     def __init__(
-        self, answer: ResponseMetadata, formatter: ResponseFormatter, streams: bool
+        self, metadata: ResponseMetadata, formatter: ResponseFormatter, streams: bool
     ) -> None:
-        self._parser_factory = answer.parser_factory
+        self._parser_factory = metadata.parser_factory
         self._parser: OutputParser = PlainTextParser()
         self._reasoning_counter = ReasoningTokenCounter()
         self._formatter = formatter
@@ -108,7 +107,7 @@ class AdapterEncoder:
         if self._streams:
             return b"".join(map(server_sent_event, self._events(delta)))
         for _ in self._events(delta):
-            continue  # the blocks keep what matters
+            continue  # the blocks collect the output
         return (
             _json.encode(self._formatter.full_response(self._blocks, self._end))
             if self.ended
@@ -137,7 +136,7 @@ class AdapterEncoder:
         self._end.set_from(delta, self._reasoning_counter.count)
         if not blocks.all:
             yield from self._formatted(blocks.add_empty())
-        yield from self._formatted(blocks.close(cut=delta.finish in CUT_OFF_REASONS))
+        yield from self._formatted(blocks.close(truncated=delta.finish in TRUNCATED_REASONS))
         yield from formatter.end_events(blocks, self._end)
 
     def _formatted(self, steps: Iterable[BlockEvent]) -> Iterator[JsonObject]:
@@ -156,14 +155,18 @@ def server_sent_event(content: JsonObject) -> bytes:
 
 
 def parse_adapted_chat(
-    request: ChatRequest, base: str, terms: RequestDefaults, trace: str, names: Mapping[str, str]
+    request: ChatRequest,
+    request_id: str,
+    defaults: RequestDefaults,
+    trace: str,
+    names: Mapping[str, str],
 ) -> ParsedRequest:
     """parse_chat, whose errors name the fields as the adapter calls them. `names`: by those of
     chats.
     """
     try:
-        job = parse_chat(request, base, terms, trace)
-        return replace(job, constraint=job.constraint.with_field_names(names))
+        parsed = parse_chat(request, request_id, defaults, trace)
+        return replace(parsed, constraint=parsed.constraint.with_field_names(names))
     except ApiError as error:
         raise renamed(error, names) from None
 
@@ -233,11 +236,11 @@ class OutputBlocks:
                 block.texts.append(delta.text)
                 yield BlockEvent("more", block, delta.text)
 
-    def close(self, *, cut: bool = False) -> Iterator[BlockEvent]:
-        """Closes the open block. `cut`: the output ended within it."""
+    def close(self, *, truncated: bool = False) -> Iterator[BlockEvent]:
+        """Closes the open block. `truncated`: the output ended within it."""
         block, self._open = self._open, None
         if block is not None:
-            block.complete = not cut
+            block.complete = not truncated
             yield BlockEvent("close", block)
 
     def add_empty(self) -> Iterator[BlockEvent]:
@@ -270,7 +273,7 @@ BLOCK_KINDS: dict[DeltaKind, BlockKind] = {
 
 @dataclass
 class _AssistantTurn:
-    """What the assistant says in one turn; becomes one message."""
+    """Output of the assistant in one turn; becomes one message."""
 
     reasoning: list[str] = field(default_factory=list[str])
     content: list[str] = field(default_factory=list[str])

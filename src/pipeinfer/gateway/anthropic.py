@@ -19,9 +19,9 @@ from pipeinfer.gateway.adapter import (
     ResponseEnd,
 )
 from pipeinfer.gateway.errors import ApiError, required
-from pipeinfer.gateway.json_prescan import CHAT_LIMITS, JsonLimitExceeded, prescan
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage
 from pipeinfer.gateway.schema import (
+    CHAT_LIMITS,
     INT32,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -36,6 +36,7 @@ from pipeinfer.gateway.schema import (
     ExtraKey,
     Function,
     Int32,
+    JsonLimitExceeded,
     JsonSchema,
     Part,
     Priority,
@@ -49,11 +50,12 @@ from pipeinfer.gateway.schema import (
     TopK,
     TopP,
     about,
+    prescan,
 )
 from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, MESSAGES, Refusals
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
-# What chats call a field, and what it is called here.
+# {field of a chat: field of this API}.
 FIELD_NAMES = {
     "stop": "stop_sequences",
     "tools": "tools",
@@ -61,7 +63,7 @@ FIELD_NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
 }
-# Below which budget of thoughts a model that knows efforts alone is asked for which; above: high.
+# Of models with efforts alone: budgets below which the effort is low, and medium; else it is high.
 LOW_EFFORT_BUDGET, MEDIUM_EFFORT_BUDGET = 4_096, 16_384
 
 
@@ -179,7 +181,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
         "are refused. Default: none.")] = None
     tool_choice: Annotated[MessagesToolChoice | None, about(
         '`{"type": "auto"}`, `none`, `any` or `tool` with a `name`. '
-        "`disable_parallel_tool_use`: only the first call is told. Default: `auto`.")] = None
+        "`disable_parallel_tool_use`: only the first call is returned. Default: `auto`.")] = None
     thinking: Annotated[ThinkingOptions | None, about(
         "`{\"type\": \"enabled\"}`, `adaptive` or `disabled` is the template's `enable_thinking`. "
         "`budget_tokens` bounds thoughts. `display`: `summarized` shows all thoughts, with "
@@ -218,7 +220,7 @@ def to_chat(request: MessagesRequest, thinks: bool, by_effort: bool = False) -> 
     """The body of a chat that asks for the same. ApiError 400.
 
     Arguments:
-    - thinks: the model has reasoning; else any budget of it is kept
+    - thinks: the model has reasoning; else a budget of reasoning has no effect
     - by_effort: a budget bounds reasoning as a reasoning effort
     """
     thinking, budget = request.thinking, None
@@ -263,8 +265,8 @@ def to_prompt_chat(request: CountRequest, by_effort: bool = False) -> ChatReques
         where = "output_config.format"
         message = f"{where}: what goes on from the assistant's last message has no form of its own"
         raise ApiError(400, message, where, "unsupported_parameter")
-    wanted = ResponseFormat("json_schema", JsonSchema(form.schema, "answer"))
-    return msgspec.structs.replace(chat, response_format=wanted)
+    response_format = ResponseFormat("json_schema", JsonSchema(form.schema, "answer"))
+    return msgspec.structs.replace(chat, response_format=response_format)
 
 
 def _arguments(request: CountRequest, by_effort: bool) -> JsonObject | None:
@@ -283,7 +285,7 @@ def _arguments(request: CountRequest, by_effort: bool) -> JsonObject | None:
 def _effort(
     effort: str | None, thinking: ThinkingOptions | None
 ) -> Literal["low", "medium", "high"] | None:
-    """The nearest of three: of an effort, else of a budget. None: the template's own."""
+    """The nearest of three to the effort, else to the budget. None: the template's default."""
     if effort in ("low", "medium"):
         return effort
     if effort is not None:
@@ -323,22 +325,22 @@ def _choice(choice: MessagesToolChoice | None) -> Choice | None:
 
 
 def _messages(request: CountRequest) -> list[ChatMessage]:
-    many = len(request.messages)
-    if not 0 < many <= MAX_MESSAGES:
-        reason = f"be at most {MAX_MESSAGES}, not {many}" if many else "not be empty"
+    count = len(request.messages)
+    if not 0 < count <= MAX_MESSAGES:
+        reason = f"be at most {MAX_MESSAGES}, not {count}" if count else "not be empty"
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
     conversation = ConversationBuilder()
     if request.system:
         conversation.add_message("system", _texts(request.system, "system"))
-    for i, turn in enumerate(request.messages):
-        _add_message(conversation, turn, f"messages[{i}].content")
+    for i, message in enumerate(request.messages):
+        _add_message(conversation, message, f"messages[{i}].content")
     messages = conversation.messages()
-    _check_last_message(messages[-1], f"messages[{many - 1}].content")
+    _check_last_message(messages[-1], f"messages[{count - 1}].content")
     return messages
 
 
 def _check_last_message(last: ChatMessage, where: str) -> None:
-    """The assistant's last message goes on from its text."""
+    """ApiError 400 if the last message is the assistant's and has no text to continue."""
     if last.role != "assistant" or (last.content and not last.tool_calls):
         return
     why = "its calls have no tool_result" if last.tool_calls else "there is no text to go on from"
@@ -374,7 +376,7 @@ def _add_thinking(conversation: ConversationBuilder, block: MessageBlock, where:
 def _skip_redacted_thinking(
     conversation: ConversationBuilder, block: MessageBlock, where: str
 ) -> None:
-    """Thoughts that another server has encrypted say nothing here."""
+    """Reasoning that another server has encrypted cannot be read here."""
 
 
 def _add_tool_use(conversation: ConversationBuilder, block: MessageBlock, where: str) -> None:
@@ -471,9 +473,12 @@ class MessagesFormatter:
     """
 
     def __init__(
-        self, answer: ResponseMetadata, omit_reasoning: bool = False, request_id: str | None = None
+        self,
+        metadata: ResponseMetadata,
+        omit_reasoning: bool = False,
+        request_id: str | None = None,
     ) -> None:
-        self._answer = answer
+        self._metadata = metadata
         self._request_id = request_id
         self._omit_reasoning = omit_reasoning
 
@@ -520,10 +525,10 @@ class MessagesFormatter:
         self, content: list[JsonValue], reason: str | None, sequence: str | None, usage: JsonObject
     ) -> JsonObject:
         return {
-            "id": self._answer.id,
+            "id": self._metadata.id,
             "type": "message",
             "role": "assistant",
-            "model": self._answer.model,
+            "model": self._metadata.model,
             "content": content,
             **_stop_fields(reason, sequence),
             "usage": usage,
@@ -535,7 +540,7 @@ class MessagesFormatter:
         if block.kind == "reasoning":
             text = "" if self._omit_reasoning else block.text
             return {"type": "thinking", "thinking": text, "signature": ""}
-        call_id = self._answer.call_id(0, block.call_index, block.name)
+        call_id = self._metadata.call_id(0, block.call_index, block.name)
         if call_id.startswith("call_"):
             call_id = f"toolu_{call_id.removeprefix('call_')}"
         given = _tool_input(block.text)

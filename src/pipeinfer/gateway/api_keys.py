@@ -26,7 +26,7 @@ KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 LIMIT_VALUE = re.compile(r"[0-9]{1,12}")
 LIMIT_NAMES = ("concurrent", "requests", "tokens")
-ADMIN = "admin"  # marks the key of somebody who may see what others ask
+ADMIN = "admin"  # marks the key of an operator, who may see requests of other clients
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,72 @@
-"""The HTTP application: routes, middlewares, and errors in OpenAI's form.
+"""The HTTP application: routes, middlewares, and the handlers of all endpoints.
 
-Knows the schema, the sessions and the health table; the pipeline behind them is not its business.
+- build_app: OpenAI's endpoints, health, metrics and the like, with errors in OpenAI's form.
+- AdapterHandlers: /v1/responses and /v1/messages. Each joins the body, the formatter and the field
+  names of one API adapter.
+- Page, MonitorHandlers: the web page at /, and the endpoints of /monitor from which it reads.
+
+Knows the schema, the sessions and the health table; not the pipeline behind them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import logging
+import re
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import msgspec
-from aiohttp import web
+from aiohttp import ETag, web
 from aiohttp.typedefs import Middleware
+from msgspec.structs import replace
 
-from pipeinfer.gateway import openapi
-from pipeinfer.gateway.adapter_handlers import (
-    MESSAGES_PATHS,
-    AdapterHandlers,
-    adapted_error_response,
+from pipeinfer.control import Prefix, RequestSpan
+from pipeinfer.core import RecentTable
+from pipeinfer.gateway import anthropic, openapi, responses_api
+from pipeinfer.gateway.adapter import AdapterEncoder, parse_adapted_chat
+from pipeinfer.gateway.anthropic import CountRequest, MessagesFormatter, MessagesRequest
+from pipeinfer.gateway.auth import REQUEST_ID, Principal, x_request_id
+from pipeinfer.gateway.errors import (
+    ApiError,
+    Handler,
+    error_response,
+    http_error,
+    json_response,
+    renamed,
 )
-from pipeinfer.gateway.auth import REQUEST_ID, x_request_id
-from pipeinfer.gateway.errors import ApiError, Handler, http_error, json_response, renamed
-from pipeinfer.gateway.page import PAGE_HEADERS, MonitorHandlers, Page
+from pipeinfer.gateway.monitor import (
+    CachedPrefix,
+    CachedPrefixes,
+    GroupPrefixes,
+    PipelineMonitor,
+    PipelineRates,
+    PipelineSnapshot,
+    RequestSpans,
+    SpanEvent,
+    StageSpan,
+)
 from pipeinfer.gateway.requests import ParsedRequest, parse_chat, parse_completion
 from pipeinfer.gateway.response_encoders import (
+    EVENT_STREAM_HEADERS,
     BestOf,
     FullResponseEncoder,
     ResponseEncoder,
     StreamEncoder,
+)
+from pipeinfer.gateway.responses_api import (
+    InputTokensRequest,
+    ResponsesBody,
+    ResponsesFormatter,
+    ResponsesPrompt,
+    ResponsesRequest,
 )
 from pipeinfer.gateway.schema import (
     ChatRequest,
@@ -39,16 +76,19 @@ from pipeinfer.gateway.schema import (
 )
 from pipeinfer.gateway.serving import (
     IGNORED_SCHEMA,
+    EncodedPrompt,
     Service,
     Serving,
     client_trace,
     detokenize_call,
+    prompt_call,
     tokenize_call,
     tokenize_response,
 )
 from pipeinfer.gateway.sessions import RESET_TIMEOUT
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.version import __version__
+from pipeinfer.wire import unpack
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +132,7 @@ class _Handlers:
         router.add_get("/version", self.version)
         router.add_get("/openapi.json", self.openapi)
         router.add_get("/docs", self.docs)
-        router.add_get("/ping", self.live)  # what SageMaker asks
+        router.add_get("/ping", self.live)  # SageMaker's path for health checks
         router.add_post("/ping", self.live)
         for path in (str, slash_tolerant):
             router.add_get(path("/v1/models"), self.list_models)
@@ -138,28 +178,28 @@ class _Handlers:
     # ------------------------------------------------------------------------------------- answers
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        base = f"chatcmpl-{uuid.uuid4().hex}"
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, ChatRequest)
-        job = parse_chat(body, base, self._service.terms, client_trace(request))
-        del body  # an answer takes minutes, in which the core has all that is needed
-        return await self._generate(request, base, job, chat=True)
+        parsed = parse_chat(body, request_id, self._service.defaults, client_trace(request))
+        del body  # is not kept for the minutes that an answer may take
+        return await self._generate(request, request_id, parsed, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        base = f"cmpl-{uuid.uuid4().hex}"
+        request_id = f"cmpl-{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, CompletionRequest)
-        job = parse_completion(body, base, self._service.terms, client_trace(request))
+        parsed = parse_completion(body, request_id, self._service.defaults, client_trace(request))
         del body
-        return await self._generate(request, base, job, chat=False)
+        return await self._generate(request, request_id, parsed, chat=False)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read_body(request, TokenizeRequest)
-        call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
+        call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.defaults)
         prompt = await self._serving.encode_prompt(request, call)
         return json_response(tokenize_response(prompt, self._service.context_length))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read_body(request, DetokenizeRequest)
-        call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
+        call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.defaults)
         try:
             prompt = await self._serving.encode_prompt(request, call)
         except ApiError as error:
@@ -184,15 +224,15 @@ class _Handlers:
         raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
 
     async def _generate(
-        self, request: web.Request, base: str, job: ParsedRequest, chat: bool
+        self, request: web.Request, request_id: str, parsed: ParsedRequest, chat: bool
     ) -> web.StreamResponse:
-        answer = self._serving.new_answer(base, job, chat)
+        metadata = self._serving.response_metadata(request_id, parsed, chat)
         encoder: ResponseEncoder = (
-            StreamEncoder(answer, job.choices, job.include_usage, job.continuous_usage)
-            if job.stream
-            else FullResponseEncoder(answer, job.choices, _best_of(job))
+            StreamEncoder(metadata, parsed.choices, parsed.include_usage, parsed.continuous_usage)
+            if parsed.stream
+            else FullResponseEncoder(metadata, parsed.choices, _best_of(parsed))
         )
-        return await self._serving.respond(request, job, encoder)
+        return await self._serving.respond(request, parsed, encoder)
 
     # -------------------------------------------------------------------------------------- models
 
@@ -301,7 +341,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
         response.headers["request-id"] = name  # as Anthropic's clients know it
     if IGNORED_SCHEMA in request:
         response.headers["x-schema-left-out"] = request[IGNORED_SCHEMA]
-    del response.headers["Server"]  # what software answers is nobody's business
+    del response.headers["Server"]  # which software answers is not disclosed
 
 
 def _kv_cache_dtype(stats: Mapping[str, float]) -> JsonObject:
@@ -311,9 +351,388 @@ def _kv_cache_dtype(stats: Mapping[str, float]) -> JsonObject:
     return {"kv_cache_dtype": "fp8_e4m3" if stats["kv_fp8"] else "auto"}
 
 
-def _best_of(job: ParsedRequest) -> BestOf | None:
+def _best_of(parsed: ParsedRequest) -> BestOf | None:
     """Chooses the choices that are sent, if not all are; else None."""
-    if not job.best_of:
+    if not parsed.best_of:
         return None
-    with_logprobs = job.output_options.logprobs is not None
-    return BestOf(job.choices, job.choices // job.prompts, job.best_of, with_logprobs)
+    with_logprobs = parsed.output_options.logprobs is not None
+    return BestOf(parsed.choices, parsed.choices // parsed.prompts, parsed.best_of, with_logprobs)
+
+
+# /v1/messages and all paths below, unknown ones included. Routes take several slashes for one.
+MESSAGES_PATHS = re.compile("/+v1/+messages(/.*)?", re.DOTALL)
+TOO_LONG = "context_length_exceeded"
+
+
+class AdapterHandlers:
+    """Handlers of /v1/responses and /v1/messages."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._defaults = serving.service.defaults
+
+    def routes(self) -> dict[str, Handler]:
+        """Handlers by path, all for POST."""
+        return {
+            "/v1/responses": self.responses,
+            "/v1/responses/input_tokens": self.input_tokens,
+            "/v1/messages": self.messages,
+            "/v1/messages/count_tokens": self.count_tokens,
+        }
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        request_id = f"resp_{uuid.uuid4().hex}"
+        body = await self._serving.read_body(request, ResponsesRequest)
+        parsed, encoder = self._response(request, request_id, body)
+        full_body = body if body.truncation == "auto" else None
+        del body  # is not kept for the minutes that an answer may take
+        with with_field_names(responses_api.FIELD_NAMES):
+            try:
+                return await self._serving.respond(request, parsed, encoder)
+            except ApiError as error:  # before anything was sent
+                if full_body is None:
+                    raise
+                full_body = await self._truncated(
+                    request, full_body, error, full_body.max_output_tokens
+                )
+            parsed, encoder = self._response(request, request_id, full_body)
+            return await self._serving.respond(request, parsed, encoder)
+
+    def _response(
+        self, request: web.Request, request_id: str, body: ResponsesRequest
+    ) -> tuple[ParsedRequest, AdapterEncoder]:
+        names = responses_api.FIELD_NAMES
+        parsed = parse_adapted_chat(
+            responses_api.to_chat(body), request_id, self._defaults, client_trace(request), names
+        )
+        metadata = self._serving.response_metadata(request_id, parsed, chat=True)
+        formatter = ResponsesFormatter(body, metadata, parsed.params)
+        return parsed, AdapterEncoder(metadata, formatter, parsed.stream)
+
+    async def input_tokens(self, request: web.Request) -> web.StreamResponse:
+        body = await self._serving.read_body(request, InputTokensRequest)
+        with with_field_names(responses_api.FIELD_NAMES):
+            try:
+                tokens = await self._count(request, body, 1 if body.truncation == "auto" else 0)
+            except ApiError as error:
+                tokens = await self._count(
+                    request, await self._truncated(request, body, error, 1), 1
+                )
+        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def _count(
+        self, request: web.Request, body: ResponsesPrompt, answer_tokens: int | None
+    ) -> int:
+        """Tokens of the prompt. `answer_tokens`: that must fit behind it; None: any number; 0: the
+        prompt may be longer than the context.
+        """
+        chat = responses_api.to_prompt_chat(body)
+        call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._defaults)
+        call = replace(call, params=replace(call.params, max_tokens=answer_tokens))
+        return (await self._serving.encode_prompt(request, call)).prompt_tokens
+
+    async def _truncated(
+        self, request: web.Request, body: ResponsesBody, error: ApiError, answer_tokens: int | None
+    ) -> ResponsesBody:
+        """`body`, which was refused with `error`, without the first turns that must be left out for
+        it to fit. Raises `error` if the request does not allow that, or no turn can be left out.
+        """
+        message_starts = responses_api.message_starts(body) if error.code == TOO_LONG else []
+        found: ResponsesBody | None = None
+        low, high = 0, len(message_starts)
+        while low < high:
+            middle = (low + high) // 2
+            shorter = responses_api.without_items_before(body, message_starts[middle])
+            try:
+                await self._count(request, shorter, answer_tokens)
+                found, high = shorter, middle
+            except ApiError as refusal:
+                if refusal.code != TOO_LONG:
+                    raise
+                low = middle + 1
+        if found is None:
+            raise error
+        return found
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        request_id = f"msg_{uuid.uuid4().hex}"
+        body = await self._serving.read_body(request, MessagesRequest)
+        names = anthropic.FIELD_NAMES
+        parsers = self._defaults.parsers
+        chat = anthropic.to_chat(body, bool(parsers.reasoning_parser_name), parsers.harmony)
+        parsed = parse_adapted_chat(chat, request_id, self._defaults, client_trace(request), names)
+        omit_reasoning = body.thinking is not None and body.thinking.display == "omitted"
+        del body, chat
+        metadata = self._serving.response_metadata(request_id, parsed, chat=True)
+        formatter = MessagesFormatter(metadata, omit_reasoning, x_request_id(request))
+        encoder = AdapterEncoder(metadata, formatter, parsed.stream)
+        with with_field_names(names):
+            return await self._serving.respond(request, parsed, encoder)
+
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        body = await self._serving.read_body(request, CountRequest)
+        chat = anthropic.to_prompt_chat(body, self._defaults.parsers.harmony)
+        with with_field_names(anthropic.FIELD_NAMES):
+            call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._defaults)
+            prompt = await self._serving.encode_prompt(request, call)
+        return json_response({"input_tokens": prompt.prompt_tokens})
+
+
+@contextmanager
+def with_field_names(names: Mapping[str, str]) -> Generator[None]:
+    """Errors name the fields as the adapter calls them. `names`: by those of chats."""
+    try:
+        yield
+    except ApiError as error:
+        raise renamed(error, names) from None
+
+
+def adapted_error_response(request: web.Request, error: ApiError) -> web.Response:
+    """The response of `error`, in the form of the API that the request's path belongs to."""
+    response = error_response(error)
+    if MESSAGES_PATHS.fullmatch(request.path):
+        body = anthropic.error_object(error, x_request_id(request))
+        response.body = msgspec.json.encode(body)
+        response.set_status(anthropic.status_of(error))
+    return response
+
+
+PAGE_FOLDER = Path(__file__).with_name("page")
+INDEX = "index.html"
+CONTENT_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+    ".txt": "text/plain",
+}
+PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
+        "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # names are the same in the next version: browsers must ask
+}
+VENDOR_FOLDER = "vendor"  # libraries by others; tools/page builds them
+# The name of each has a hash of its content, so a browser need not ask for it again.
+VENDOR_HEADERS = PAGE_HEADERS | {"Cache-Control": "public, max-age=31536000, immutable"}
+
+
+@dataclass(frozen=True)
+class PageFile:
+    """A file of the page. etag: digest of its content, without quotes."""
+
+    body: bytes
+    content_type: str
+    etag: str
+    headers: dict[str, str]
+
+
+class Page:
+    """Handlers of the page and its files. They need no key: nothing in them is secret."""
+
+    def __init__(self) -> None:
+        self._files = _page_files(PAGE_FOLDER, PAGE_HEADERS)
+        vendored = _page_files(PAGE_FOLDER / VENDOR_FOLDER, VENDOR_HEADERS)
+        self._files |= {f"{VENDOR_FOLDER}/{name}": file for name, file in vendored.items()}
+
+    def route(self, router: web.UrlDispatcher) -> None:
+        """Registers the handlers."""
+        router.add_get("/", self.index)
+        router.add_get("/{_:/+}", self.redirect_slashes)
+        router.add_get("/page/{name:(vendor/)?[^/]+}", self.file)
+
+    def route_docs(self, router: web.UrlDispatcher) -> None:
+        """Registers the files of /docs, which is served also without the page."""
+        names = "|".join(map(re.escape, openapi.FILES))
+        router.add_get(f"/docs/{{name:{names}}}", self.file)
+
+    async def index(self, request: web.Request) -> web.StreamResponse:
+        return self._answer(request, INDEX)
+
+    async def redirect_slashes(self, request: web.Request) -> web.StreamResponse:
+        """Several slashes are the page, too; but the page finds its files relative to one slash."""
+        return web.Response(status=308, headers={"Location": "/"})
+
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in self._files:
+            raise web.HTTPNotFound()
+        return self._answer(request, name)
+
+    def _answer(self, request: web.Request, name: str) -> web.Response:
+        file = self._files[name]
+        known = request.if_none_match or ()
+        if any(tag.value in (file.etag, "*") for tag in known):
+            response = web.Response(status=304, headers=file.headers)
+        else:
+            charset = None if file.content_type.startswith("font/") else "utf-8"
+            response = web.Response(
+                body=file.body,
+                content_type=file.content_type,
+                charset=charset,
+                headers=file.headers,
+            )
+        response.etag = ETag(value=file.etag)
+        return response
+
+
+def _page_files(folder: Path, headers: dict[str, str]) -> dict[str, PageFile]:
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in CONTENT_TYPES]
+    return {path.name: _read_page_file(path, headers) for path in paths}
+
+
+def _read_page_file(path: Path, headers: dict[str, str]) -> PageFile:
+    body = path.read_bytes()
+    return PageFile(
+        body, CONTENT_TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:32], headers
+    )
+
+
+EVENT_INTERVAL = 0.25  # seconds between two events of a feed
+MAX_FEEDS = 64  # feeds of a gateway
+MAX_PREFIXES = 16  # prefixes of each group
+MAX_PREFIX_LETTERS = 240  # letters of a prefix's text
+TEXT_LIFETIME = 600.0  # seconds for which a prefix's text is kept
+MAX_TEXTS = 256  # texts of prefixes that are kept
+_encode = msgspec.json.Encoder().encode
+
+
+class MonitorHandlers:
+    """Handlers of /monitor of one gateway."""
+
+    def __init__(self, service: Service, monitor: PipelineMonitor) -> None:
+        self._service = service
+        self._monitor = monitor
+        self._rates = PipelineRates(service.core.health)
+        self._snapshot: PipelineSnapshot | None = None
+        self._snapshot_at = 0.0  # monotonic seconds
+        self._feeds = 0
+        self._texts: RecentTable[str] = RecentTable(TEXT_LIFETIME, MAX_TEXTS)
+
+    def route(self, router: web.UrlDispatcher) -> None:
+        """Registers the handlers."""
+        router.add_get("/monitor/events", self.events, allow_head=False)
+        router.add_get("/monitor/requests/{id}", self.request)
+        router.add_get("/monitor/prefixes", self.prefixes)
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events until client or gateway leaves, or the client's key is withdrawn.
+
+        A slow reader gets fewer events. Requests of other clients are shown to operators alone.
+        """
+        if self._feeds >= MAX_FEEDS:
+            raise ApiError(503, f"{MAX_FEEDS} pages are open already", code="too_many_pages")
+        response = web.StreamResponse(headers=EVENT_STREAM_HEADERS)
+        self._feeds += 1
+        try:
+            with self._monitor.watching(), contextlib.suppress(ConnectionResetError):
+                await response.prepare(request)
+                seen = 0
+                while not self._monitor.leaving and (principal := self._principal(request)):
+                    event, seen = self._event(seen, principal)
+                    await response.write(event)
+                    await asyncio.sleep(EVENT_INTERVAL)
+        finally:
+            self._feeds -= 1
+        return response
+
+    async def request(self, request: web.Request) -> web.StreamResponse:
+        """The spans of a request in all stages."""
+        name, principal = request.match_info["id"], self._service.admission.principal(request)
+        allowed = principal.operator or self._monitor.is_owner(name, principal.name)
+        spans = self._monitor.spans(name) if allowed else []
+        if not spans:
+            raise ApiError(404, f"no spans of a request {name[:200]!r} are known", code="not_seen")
+        return _struct_response(RequestSpans(name, [_stage_span(one) for one in spans]))
+
+    async def prefixes(self, request: web.Request) -> web.StreamResponse:
+        """The largest cached prefixes of each group.
+
+        Their texts are prompts of clients: operators alone see them, and salted ones are not shown.
+        """
+        rows = self._service.core.health.stages.values()
+        engines = {row.stage: row.group for row in rows if row.name == "engine" and row.rank == 0}
+        found = await self._monitor.prefixes(tuple(engines), MAX_PREFIXES)
+        with_text = self._service.admission.principal(request).operator
+        groups = [
+            GroupPrefixes(
+                group, [await self._prefix(one, with_text) for one in found.get(engine, ())]
+            )
+            for engine, group in engines.items()
+        ]
+        return _struct_response(CachedPrefixes(groups))
+
+    async def _prefix(self, prefix: Prefix, with_text: bool) -> CachedPrefix:
+        cached = CachedPrefix(prefix.tokens, prefix.ends, prefix.held)
+        if not with_text or not prefix.first:
+            return cached
+        ids = unpack(prefix.first).tolist()
+        return msgspec.structs.replace(cached, ids=ids, text=await self._text(ids))
+
+    async def _text(self, ids: list[int]) -> str:
+        name, now = str(ids), time.monotonic()
+        text = self._texts.get(name)
+        if text is None:
+            text = await self._detokenize(ids)
+            self._texts.put(name, text, now)
+        return text
+
+    async def _detokenize(self, ids: list[int]) -> str:
+        call = detokenize_call(
+            DetokenizeRequest(tokens=ids), f"tok-{uuid.uuid4().hex}", self._service.defaults
+        )
+        sink = EncodedPrompt()
+        async with self._service.sessions.open([call], sink):
+            return (await sink.prompt()).prompt_text[:MAX_PREFIX_LETTERS]
+
+    def _principal(self, request: web.Request) -> Principal | None:
+        """None if the request's key was withdrawn."""
+        try:
+            return self._service.admission.principal(request)
+        except ApiError:
+            return None
+
+    def _event(self, seen: int, principal: Principal) -> tuple[bytes, int]:
+        """The event with all after change number `seen`, and the number of the latest change."""
+        monitor = self._monitor
+        event = msgspec.structs.asdict(self._current_snapshot()) | {
+            "time": time.time(),
+            "model": self._service.model,
+            "version": __version__,
+            "context_length": self._service.context_length,
+            "steps": monitor.steps_since(seen),
+            "requests": monitor.requests_since(
+                seen, None if principal.operator else principal.name
+            ),
+        }
+        return b"data: " + _encode(event) + b"\n\n", monitor.changes
+
+    def _current_snapshot(self) -> PipelineSnapshot:
+        """One snapshot for all feeds that need it at about the same time."""
+        now = time.monotonic()
+        if self._snapshot is None or now - self._snapshot_at > EVENT_INTERVAL / 2:
+            status, latency = self._service.core.status, self._monitor.latency
+            self._rates.update()
+            self._snapshot = self._rates.snapshot(status, now, time.time(), latency)
+            self._snapshot_at = now
+        return self._snapshot
+
+
+def _stage_span(span: RequestSpan) -> StageSpan:
+    return StageSpan(
+        stage=span.stage,
+        began=span.began,
+        ended=span.ended or None,
+        outcome=span.outcome,
+        moments=[SpanEvent(one.at, one.name, one.values) for one in span.moments],
+    )
+
+
+def _struct_response(answer: msgspec.Struct) -> web.Response:
+    return web.Response(body=_encode(answer), content_type="application/json")

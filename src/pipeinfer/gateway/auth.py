@@ -1,11 +1,20 @@
-"""Authentication and rate limits in front of the HTTP handlers, and the access log.
+"""What stands in front of the HTTP handlers: keys, rate limits, access log, and browser guard.
 
-Knows API keys, their limits and requests as HTTP sees them, not what a request asks for.
+- Admission: API keys and their limits, and what each request uses of them.
+- AccessLog: one line of the log for each request.
+- ClientHashes: names of clients for the other stages.
+- Cors, BrowserGuard: what web pages may ask of this server. A browser that reaches a server without
+  keys gives that access to each page it shows: a page posts what needs no preflight, or points its
+  own name to the server's address (DNS rebinding) and reads all answers. With keys none of this
+  matters, because no page knows a key.
+
+Knows requests as HTTP sees them, not what a request asks for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import math
 import os
@@ -13,6 +22,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from ipaddress import ip_address
 from typing import NamedTuple
@@ -20,15 +30,14 @@ from typing import NamedTuple
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeinfer import traceparent
 from pipeinfer.gateway.api_keys import ApiKeys, KeyLimitExceeded, KeyLimits, KeyUsage
-from pipeinfer.gateway.counters import MetricCounter
 from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Handler
-from pipeinfer.gateway.events import Failed, OutputDelta, Started
-from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
-from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.ledger import Failed, OutputDelta, RequestTraces, Started, client_traceparent
+from pipeinfer.gateway.metrics import MetricCounter, Metrics
 from pipeinfer.gateway.sessions import ResponseSink
+from pipeinfer.observe.spans import read_traceparent
 from pipeinfer.runtime.logs import ACCESS
+from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import is_loopback
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
@@ -222,7 +231,7 @@ class Admission:
         return _MeteredSink(sink, request[CLIENT_REQUEST], self._clock)
 
     def client_hash(self, request: web.Request) -> str:
-        """The name by which the pipeline tells clients apart; see ClientHashes."""
+        """The client's hash for the other stages; see ClientHashes."""
         if self.needs_key:
             return self._names.of_key(request[CLIENT_REQUEST].client.name)
         return self._names.of_connection(request)
@@ -391,7 +400,7 @@ class AccessLog:
                 "prompt_tokens": prompt,
                 "output_tokens": output,
             }
-        parent = traceparent.read(given)
+        parent = read_traceparent(given)
         if parent is not None:
             fields["trace_id"] = parent.trace_id
         log.info(
@@ -412,9 +421,9 @@ IPV6_HOST_BYTES = 8  # bytes of an IPv6 address that its host has
 
 
 class ClientHashes:
-    """Hashes by which clients are told apart: no address and no name of a key leaves the gateway.
+    """Hashes of clients for the other stages: no address and no name of a key leaves the gateway.
 
-    Clients take turns where they wait (fair_queue.py). Where keys are needed a client is a key.
+    Clients take turns where they wait (FairQueue). Where keys are needed a client is a key.
     Else a client is a connection of a host: a proxy has connections of many users, and several
     programs of one host are several clients. A host is an IPv4 address, or the /64 of an IPv6
     address.
@@ -424,7 +433,7 @@ class ClientHashes:
         self._secret = os.urandom(16)  # an address is soon found by its plain hash
 
     def of_key(self, name: str) -> str:
-        """Hash of a key's name; all gateways come to the same."""
+        """Hash of a key's name, the same in all gateways."""
         return blake2b(name.encode(), digest_size=8).hexdigest()
 
     def of_connection(self, request: web.Request) -> str:
@@ -434,7 +443,7 @@ class ClientHashes:
         return self.of_peer(request.remote or "", peer)
 
     def of_peer(self, address: str, peer: object) -> str:
-        """As of_connection. peer: what tells apart connections of `address`."""
+        """As of_connection. peer: address and port, which differ between connections."""
         return f"{self._hash(host_bytes(address))}/{self._hash(repr(peer).encode())}"
 
     def _hash(self, name: bytes) -> str:
@@ -453,3 +462,188 @@ def host_bytes(address: str) -> bytes:
 def _ipv6_host(packed: bytes) -> bytes:
     mapped = packed[:12] == bytes(10) + b"\xff\xff"
     return packed[12:] if mapped else packed[:IPV6_HOST_BYTES]
+
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@\[\]:]+)(:[0-9]{1,5})?")
+HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")  # of headers; more than any client sends
+METHODS = "GET, POST"
+EXPOSED_HEADERS = (
+    "x-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
+    "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-schema-left-out"
+)
+MAX_AGE = "600"  # seconds for which a browser need not ask again
+
+
+@dataclass(frozen=True)
+class Cors:
+    """Cross-origin resource sharing, without credentials: a page sends its key itself.
+
+    origins: those that may read answers; {"*"}: all, empty: none.
+    """
+
+    origins: frozenset[str] = frozenset()
+
+    def middleware(self) -> Middleware:
+        """Answers preflight requests of browsers."""
+
+        @web.middleware
+        async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+            is_preflight = "Access-Control-Request-Method" in request.headers
+            if request.method != "OPTIONS" or not is_preflight or not self.allow_origin(request):
+                return await handler(request)
+            headers = {
+                "Access-Control-Allow-Methods": METHODS,
+                "Access-Control-Max-Age": MAX_AGE,
+            }
+            requested_headers = request.headers.get("Access-Control-Request-Headers", "")
+            if HEADER_NAMES.fullmatch(requested_headers):
+                headers["Access-Control-Allow-Headers"] = requested_headers
+            return web.Response(status=204, headers=headers)
+
+        return preflight
+
+    async def add_cors_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Adds the headers by which an allowed page may read the response, also if it is an
+        error."""
+        if not self.origins:
+            return
+        if "*" not in self.origins:
+            response.headers.add("Vary", "Origin")  # caches must not mix up pages
+        allowed = self.allow_origin(request)
+        if allowed:
+            response.headers["Access-Control-Allow-Origin"] = allowed
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+
+    def allow_origin(self, request: web.Request) -> str:
+        """The value of Access-Control-Allow-Origin; "" for none."""
+        origin = request.headers.get("Origin", "")
+        if not origin:
+            return ""
+        if "*" in self.origins:
+            return "*"
+        return origin if origin in self.origins else ""
+
+
+def parse_origins(text: str) -> Cors:
+    """Reads --allowed-origins: origins with commas between them, or *. Raises
+    ConfigurationError."""
+    origins = [word.strip().lower() for word in text.split(",") if word.strip()]
+    for origin in origins:
+        if origin != "*" and ORIGIN.fullmatch(origin) is None:
+            message = "must be like https://example.org or http://localhost:3000, without a path"
+            raise ConfigurationError(f"--allowed-origins: {origin!r} {message}")
+    return Cors(frozenset(origins))
+
+
+PRIVATE_NAME = re.compile(r"[a-z0-9_-]*")  # without a dot: no page of the web has such a name
+HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.+-]+\+)?json")
+# Paths for load balancers and Prometheus, under any name. Their answers have no data of clients.
+ANY_HOST_PATHS = ("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version")
+MAX_NAME_LETTERS = 253  # letters of a name, of which DNS has no more
+
+
+@dataclass(frozen=True)
+class BrowserGuard:
+    """Refuses requests that web pages of other sites make.
+
+    hosts: names with a dot under which the server may be reached; {"*"}: all.
+    hosts_named: whether --allowed-hosts is set; then other names are refused also with keys.
+    cors: the origins that are allowed.
+    keyless(): whether no key is needed now.
+    is_protected(path): whether the path would need a key.
+    """
+
+    hosts: frozenset[str]
+    hosts_named: bool
+    cors: Cors
+    keyless: Callable[[], bool]
+    is_protected: Callable[[str], bool]
+
+    def middleware(self) -> Middleware:
+        """Stands behind the CORS middleware, which answers preflights, and before keys, bodies."""
+
+        @web.middleware
+        async def pages(request: web.Request, handler: Handler) -> web.StreamResponse:
+            keyless = self.keyless()
+            if (keyless or self.hosts_named) and request.path not in ANY_HOST_PATHS:
+                self._check_host(request)
+            if keyless and request.method != "OPTIONS" and self.is_protected(request.path):
+                self._check_origin(request)
+                if request.method == "POST":
+                    _check_json(request)
+            return await handler(request)
+
+        return pages
+
+    def _check_host(self, request: web.Request) -> None:
+        """Raises ApiError 403 for another name. Browsers always send Host, so none is allowed."""
+        host = request.host if "Host" in request.headers else ""
+        name = host_name(host)
+        if not is_private_name(name) and name not in self.hosts and "*" not in self.hosts:
+            shown = name[:MAX_NAME_LETTERS]
+            message = (
+                f"this server is asked by the name {shown!r}, which it does not know: set "
+                f"--allowed-hosts {shown}, or ask by an IP address"
+            )
+            raise ApiError(403, message, code="host_not_allowed")
+
+    def _check_origin(self, request: web.Request) -> None:
+        """Raises ApiError 403 for a page of another site, by Sec-Fetch-Site, which pages cannot
+        write. Browsers send it over https and to localhost; elsewhere Origin, but for GETs."""
+        origin = request.headers.get("Origin", "")
+        site = request.headers.get("Sec-Fetch-Site", "")
+        if site:
+            cross_origin = site not in ("same-origin", "none")
+        else:
+            host = request.headers.get("Host", "")
+            cross_origin = bool(origin) and origin.partition("://")[2].lower() != host.lower()
+        if cross_origin and not self.cors.allow_origin(request):
+            page = repr(origin[:MAX_NAME_LETTERS]) if origin else "another site"
+            message = f"a web page of {page} may not ask: --allowed-origins names those that may"
+            raise ApiError(403, message, code="origin_not_allowed")
+
+
+def _check_json(request: web.Request) -> None:
+    """Refuses bodies of other types, which a page may send without a preflight. A body without a
+    type is refused from browsers alone, which send Origin or Sec-Fetch-Site."""
+    given = request.headers.get("Content-Type")
+    if given is None:
+        bad = "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
+    else:
+        bad = JSON_TYPE.fullmatch(given.partition(";")[0].strip().lower()) is None
+    if bad:
+        had = f"not {given[:MAX_NAME_LETTERS]!r}" if given else "which is missing"
+        message = f"the body must be JSON: send the header `Content-Type: application/json`, {had}"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header: without port and brackets, in lower case."""
+    if host.startswith("["):
+        name = host[1:].partition("]")[0]
+    else:
+        name = host.partition(":")[0] if host.count(":") == 1 else host
+    return name.lower().removesuffix(".")
+
+
+def is_private_name(name: str) -> bool:
+    """Whether no page of the web can have this name: an IP address, a name without a dot,
+    *.localhost."""
+    if PRIVATE_NAME.fullmatch(name) or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def parse_hosts(text: str) -> frozenset[str]:
+    """Reads --allowed-hosts: names with commas between them, or *. Raises ConfigurationError."""
+    names = [word.strip().lower().removesuffix(".") for word in text.split(",") if word.strip()]
+    for name in names:
+        if name != "*" and HOST_NAME.fullmatch(name) is None and not is_private_name(name):
+            message = "must be a name like gateway.example.org, without scheme, port and path"
+            raise ConfigurationError(f"--allowed-hosts: {name!r} {message}")
+    return frozenset(names)

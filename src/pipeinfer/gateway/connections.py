@@ -19,12 +19,12 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.errors import ApiError, UnroutableResponse, error_response, http_error
-from pipeinfer.runtime.listening import BACKLOG
+from pipeinfer.runtime.servers import BACKLOG
 
-# Seconds after a probe at which the answer to it is looked for; after the last the next probe is
-# sent. The first is long enough for a client on this host, the second for one far away.
+# Seconds after a probe at which its effect is checked; after the last check the next probe is sent.
+# The first is long enough for a client on this host, the second for one far away.
 CHECK_DELAYS = (0.01, 0.05, 0.2, 1.0)
-CLOSE_WAIT = 8  # of linux/tcp_states.h: the peer has stopped sending and nothing else
+CLOSE_WAIT = 8  # of linux/tcp_states.h: the peer has stopped sending, and nothing else happened
 
 
 def abort_when_peer_leaves(
@@ -32,9 +32,9 @@ def abort_when_peer_leaves(
 ) -> None:
     """Aborts `transport` as soon as its peer is known to be gone, while `is_busy()`.
 
-    A client that only stopped sending and one that is gone look the same at first: the end of what
-    they send. But the host of the latter answers whatever is sent with a reset, which shows in the
-    socket's state. `probe()` sends something that the peer must ignore, where it can.
+    A client that only stopped sending and one that is gone look the same at first: their data end.
+    But the host of the latter answers all data with a reset, which shows in the socket's state.
+    `probe()` sends something that the peer must ignore, where it can.
     """
     _PeerProbe(transport, is_busy, probe).send_probe()
 
@@ -76,7 +76,7 @@ class _PeerProbe:
 def only_half_closed(transport: asyncio.Transport) -> bool:
     """Whether the peer, which has stopped sending, may still receive.
 
-    True if the system does not say; a write fails then.
+    True on systems without TCP_INFO; there a write fails instead.
     """
     raw = transport.get_extra_info("socket")
     if raw is None or not hasattr(socket, "TCP_INFO"):
@@ -89,7 +89,7 @@ log = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT = 10.0  # seconds for a handshake
 TLS_CLOSE_TIMEOUT = 5.0  # seconds for the client's part in the end of TLS
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-ACCEPT_RETRY = 1.0  # seconds until one more is tried where there was no room for it
+ACCEPT_RETRY = 1.0  # seconds until connections are accepted again after OUT_OF_FILES
 
 
 class Acceptor:
@@ -107,7 +107,7 @@ class Acceptor:
         self._listen()
 
     def close(self) -> None:
-        """What waits to be accepted is for others who have the socket."""
+        """Accepts no more; pending connections are left to other processes with the socket."""
         self._open = False
         self._loop.remove_reader(self._listener)
         self._listener.close()
@@ -126,7 +126,9 @@ class Acceptor:
                 if error.errno not in OUT_OF_FILES:
                     raise
                 log.error("cannot accept a connection: %s", error.strerror)
-                self._loop.remove_reader(self._listener)  # else it would be told again at once
+                self._loop.remove_reader(
+                    self._listener
+                )  # else the loop would call this again at once
                 self._loop.call_later(ACCEPT_RETRY, self._listen)
                 return
             accepted.setblocking(False)
@@ -141,8 +143,8 @@ class Handshake:
         self._accepted = accepted
 
     async def run(self, context: ssl.SSLContext, make: Callable[[], asyncio.Protocol]) -> None:
-        """Ends with the handshake. What `make()` gives is connected then, if it went well; if not,
-        that is a stranger's noise, and the socket is closed."""
+        """Returns after the handshake. Then `make()` has made the connection's protocol, or the
+        handshake failed and the socket is closed."""
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
                 make,
@@ -158,28 +160,25 @@ class Handshake:
             self._accepted.shutdown(socket.SHUT_RDWR)
 
 
-KEEP_ALIVE_TIMEOUT = (
-    620.0  # seconds without a request; load balancers keep connections for up to 600
-)
+# Seconds without a request; load balancers keep connections for up to 600.
+KEEP_ALIVE_TIMEOUT = 620.0
 HEAD_TIMEOUT = 30.0  # seconds from the first byte of a request's head to its end
-UNREAD_TIMEOUT = (
-    300.0  # seconds for which a client may leave what was sent unread, its window closed
-)
-LINGER_TIMEOUT = (
-    10.0  # seconds for which the rest of a refused body is taken in, so that it reads why
-)
-SWEEP_INTERVAL = 5.0  # seconds between looks at connections that wait
+# Seconds for which a client may read nothing of what was sent, with its TCP window closed.
+UNREAD_TIMEOUT = 300.0
+# Seconds for which the rest of a refused body is received, so that its client reads the error.
+LINGER_TIMEOUT = 10.0
+SWEEP_INTERVAL = 5.0  # seconds between two checks of waiting connections
 RESERVED_FILES = 256  # open files of a gateway beside connections
 MAX_CONNECTIONS = 65_536  # connections, however many files may be open: some 30 KiB each
-LEAST_CONNECTIONS = 16
-# Of a request whose headers are out: what sends something that a client must ignore.
+LEAST_CONNECTIONS = 16  # connections, however few files may be open
+# Of a request whose headers are sent: a function that sends bytes which a client must ignore.
 PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe")
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client ignores one that it did not ask for
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # clients ignore it where they did not ask for it
 TOO_MANY = ApiError(503, "too many connections", code="too_many_connections", retry_after=1)
 
 
 def connection_limit() -> int:
-    """So many that files for everything else can still be opened."""
+    """Connections at most, so that files for everything else can still be opened."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         MAX_CONNECTIONS
@@ -197,7 +196,7 @@ class CountedConnection(Protocol):
     head_since: float | None
 
     def evict(self) -> None:
-        """Ends it and frees its descriptor at once: another needs its place."""
+        """Ends the connection and frees its descriptor at once, for another connection."""
         ...
 
 
@@ -209,22 +208,23 @@ class Connections:
     one gets 503, or over TLS is closed.
 
     on_bad_request(): called for each request that is not HTTP.
-    refused(): called for each connection beyond the bound.
+    on_refused(): called for each connection beyond the bound.
     """
 
     def __init__(
         self,
         server: web.Server,
         max_open: int,
-        bad: Callable[[], None],
-        refused: Callable[[], None],
+        on_bad_request: Callable[[], None],
+        on_refused: Callable[[], None],
     ) -> None:
         self.server = server
-        self.on_bad_request = bad
+        self.on_bad_request = on_bad_request
         self._max_open = max_open
-        self._on_refused = refused
+        self._on_refused = on_refused
         self._all: set[CountedConnection] = set()
-        self._unused: dict[CountedConnection, float] = {}  # since when they wait, oldest first
+        # Connections that wait for a request, and since when (loop seconds), oldest first.
+        self._unused: dict[CountedConnection, float] = {}
         self._idle: dict[CountedConnection, float] = {}
         self._handshakes: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -233,26 +233,25 @@ class Connections:
     def __call__(self) -> Connection:
         return Connection(self, self._loop)
 
-    def accept_tls(self, one: socket.socket, context: ssl.SSLContext) -> None:
+    def accept_tls(self, accepted: socket.socket, context: ssl.SSLContext) -> None:
         """Starts the TLS handshake of an accepted socket."""
-        handshake = Handshake(one)
+        handshake = Handshake(accepted)
         if not self.register(handshake):
-            one.close()  # nothing can be said before the handshake
+            accepted.close()  # no response can be sent before the handshake
             return
 
         def make() -> Connection:
             return Connection(self, self._loop, handshake)
 
-        shaking = self._loop.create_task(handshake.run(context, make))
-        self._handshakes.add(shaking)
-        shaking.add_done_callback(self._handshakes.discard)
-        shaking.add_done_callback(lambda _: self.unregister(handshake))
+        task = self._loop.create_task(handshake.run(context, make))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+        task.add_done_callback(lambda _: self.unregister(handshake))
 
     def register(
         self, connection: CountedConnection, before: CountedConnection | None = None
     ) -> bool:
-        """Counts a connection, in the place of `before` if given. False: there is no room for
-        it."""
+        """Counts a connection, in the place of `before` if given. False: there are too many."""
         if before is not None:
             self.unregister(before)
         if len(self._all) >= self._max_open:
@@ -360,9 +359,9 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._messages:
-            newest = self._messages[-1]  # perhaps not looked at since its last bytes came
+            newest = self._messages[-1]
             if self._last_message not in (None, newest) and not self._last_message[1].is_eof():
-                # The parser gave up in the middle of a body, which nobody else is told.
+                # The parser gave up in the middle of a body, whose reader would wait for ever.
                 self._last_message[1].set_exception(web.RequestPayloadError("malformed"))
             self._last_message = newest
             self._busy = True
@@ -383,7 +382,7 @@ class Connection(web.RequestHandler):
         return True
 
     def _answerable(self) -> bool:
-        """Whether the client's half-close can be told from its end, and all that was sent is whole.
+        """Whether a half-close is no end of the client, and all requests that it sent are complete.
 
         TLS has no half-close, and HTTP/1.0 has nothing that could be sent before an answer: there
         the end of sending is the end of the client.
@@ -397,7 +396,7 @@ class Connection(web.RequestHandler):
     def _probe(self) -> None:
         request, transport = self._current_request, self.transport
         if transport is None or self._flushing:
-            return  # what is on its way is a probe, too
+            return  # the bytes on their way are a probe, too
         probe = request.get(PROBE) if request is not None else None
         if probe is not None:
             probe()
@@ -427,7 +426,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What aiohttp could not read is the client's fault: a line in the log and an error."""
+        """The response to a request that aiohttp cannot read: an error of the client."""
         if status >= 500:
             super().handle_error(request, status, exc, message)  # the log gets the traceback
             return UnroutableResponse.of(ApiError(status, "internal error"))
@@ -440,7 +439,7 @@ class Connection(web.RequestHandler):
 
     def log_exception(self, *args: object, **kw: object) -> None:
         exc = kw.get("exc_info")
-        if isinstance(exc, web.RequestPayloadError):  # in a body that nobody wanted any more
+        if isinstance(exc, web.RequestPayloadError):  # in a body whose handler has ended
             self._report_bad_request(exc)
         else:
             super().log_exception(*args, **kw)

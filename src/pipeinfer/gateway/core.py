@@ -1,6 +1,9 @@
-"""The gateway without HTTP: the root ledger of all requests, and the pipeline's health.
+"""The gateway without HTTP: records of all live requests, and the pipeline's health.
 
-Sans-IO. The HTTP driver and the offline classes drive it with the same local events (core.py).
+- GatewayCore: sans-IO. The HTTP driver and the offline classes drive it with the same local events
+  (ledger.py).
+- PipelineReadiness: the status that clients see, from the health table (health.py).
+
 Knows no sockets, no clock, and nothing about the meaning of tokens.
 """
 
@@ -12,17 +15,33 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick, Unsent, bracketed_answer
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, Status
-from pipeinfer.gateway.health import ExpectedStage, Health, PipelineReadiness, StageStatus
+from pipeinfer.core import (
+    GIVE_UP_FACTOR,
+    LOCAL,
+    Drain,
+    Leave,
+    Send,
+    Tick,
+    Unsent,
+    bracketed_answer,
+    silence_limit,
+)
+from pipeinfer.gateway.health import ExpectedStage, Health, StageStatus
 from pipeinfer.gateway.ledger import (
     Backlog,
+    Call,
     EndedRequest,
     EndedRequests,
+    Failed,
+    Hangup,
+    OutputDelta,
     OutputDiverged,
     RequestDeadlines,
     RequestRecord,
     RequestTraces,
+    Started,
+    Status,
+    StatusChanged,
     StreamGap,
     SubmitBuilder,
     call_tokens,
@@ -30,7 +49,6 @@ from pipeinfer.gateway.ledger import (
     offsets,
     resubmissions,
 )
-from pipeinfer.liveness import GIVE_UP_FACTOR, silence_limit
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -49,7 +67,9 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import choice_id, choice_ids
 
-RETRY_SOON, RETRY_LATER = 1, 5  # seconds, for Retry-After
+# Seconds of Retry-After: where room may come at any moment, and where the server shuts down.
+RETRY_SOON = 1
+RETRY_LATER = 5
 LATE_ROW_SECONDS = 2.0  # seconds for which rows of an ended request are no surprise
 
 
@@ -64,7 +84,7 @@ class GatewayCore:
     Once the pipeline has been ready, requests are taken while a stage restarts: they wait in the
     pipeline (status "degraded"). A restarted tokenizer asks for its requests; rows that repeat
     because of a restart are delivered once. The pipeline gets the end of every request: Done when
-    its client has all of it, Abort when nobody wants the rest.
+    its client has all of it, Abort when its client is gone or the request has failed.
 
     A request past its timeout fails with status 408 if nothing of it was delivered; else it ends
     with finish "abort" and keeps its text.
@@ -138,7 +158,7 @@ class GatewayCore:
 
     # -------------------------------------------------------------------------------- from a client
 
-    def _call(self, call: Call, now: float) -> list[Send]:
+    def _on_call(self, call: Call, now: float) -> list[Send]:
         if call.request_id in self._records:
             raise ValueError(f"request id {call.request_id!r} is in use")
         size, many = call_tokens(call), call.params.n  # of each choice
@@ -174,22 +194,22 @@ class GatewayCore:
             return Failed(name, 429, reason, code="queue_full", retry_after=RETRY_SOON)
         return None
 
-    def _client_left(self, hangup: Hangup, now: float) -> list[Send]:
+    def _on_hangup(self, hangup: Hangup, now: float) -> list[Send]:
         record = self._records.get(hangup.request_id)
         return [] if record is None else [self._abort(record, hangup.reason, now)]
 
-    def _reset_cache(self, asked: ResetCache, _now: float) -> list[Send]:
-        """One tokenizer asks all groups."""
-        asked = msgspec.structs.replace(asked, gateway=self._index)
+    def _on_reset_cache(self, reset: ResetCache, _now: float) -> list[Send]:
+        """One tokenizer passes the request to reset on to all groups."""
+        reset = msgspec.structs.replace(reset, gateway=self._index)
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
-        return [Send("requests", tokenizer, asked)]
+        return [Send("requests", tokenizer, reset)]
 
-    def _cache_reset(self, reply: CacheReset, _now: float) -> list[Send]:
+    def _on_cache_reset(self, reply: CacheReset, _now: float) -> list[Send]:
         return [local(reply)]
 
     # ---------------------------------------------------------------------------- from the pipeline
 
-    def _accepted(self, accepted: Accepted, now: float) -> list[Send]:
+    def _on_accepted(self, accepted: Accepted, now: float) -> list[Send]:
         out: list[Send] = []
         for number in accepted.choices:
             record = self._records.get(choice_id(accepted.request_id, number))
@@ -216,14 +236,14 @@ class GatewayCore:
             if row.request_id in self._records:
                 self._deliver(record, row, out, now)
 
-    def _hand_over(self, asked: HandOver, _now: float) -> list[Send]:
-        """Its group is lost: another one goes on after what was delivered, as the next attempt, and
-        nothing that is under way of this one is delivered any more."""
-        record = self._records.get(asked.request_id)
-        if record is None or record.attempt > asked.attempt:
-            return []  # it has ended, or that was answered
-        self._counts["diverged"] += not asked.stage
-        return [self._next_attempt(record, asked.stage or record.tokenizer, asked.attempt + 1)]
+    def _on_hand_over(self, event: HandOver, _now: float) -> list[Send]:
+        """The group of a request is lost: another group goes on after what was delivered, as the
+        next attempt, and late rows of this attempt are dropped."""
+        record = self._records.get(event.request_id)
+        if record is None or record.attempt > event.attempt:
+            return []  # the request has ended, or the next attempt has begun
+        self._counts["diverged"] += not event.stage
+        return [self._next_attempt(record, event.stage or record.tokenizer, event.attempt + 1)]
 
     def _next_attempt(self, record: RequestRecord, tokenizer: str, attempt: int) -> Send:
         """A group goes on after what was delivered, as `attempt`."""
@@ -231,7 +251,7 @@ class GatewayCore:
         delivered = Delivered(request_id=record.request_id, attempt=attempt, ids=bytes(record.ids))
         return Send("recovery", tokenizer, delivered)
 
-    def _refused(self, refused: Refused, now: float) -> list[Send]:
+    def _on_refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
         if record is None or not record.accepts_attempt(refused.attempt):
             return []
@@ -242,26 +262,26 @@ class GatewayCore:
         )
         return [local(failed)]
 
-    def _unsent(self, unsent: Unsent, now: float) -> list[Send]:
-        """What the tokenizer must know of a request has no encoding."""
+    def _on_unsent(self, unsent: Unsent, now: float) -> list[Send]:
+        """A message about a request cannot be encoded: all its choices fail."""
         record = self._records.get(unsent.request_id)
         if record is None or record.attempt != unsent.attempt:
             return []
         message, out = f"the request cannot be passed on: {unsent.reason}", list[Send]()
         for name in choice_ids(record.submit.request_id, record.submit.choices):
-            one = self._records.get(name)
-            if one is not None:
-                failed = Failed(one.request_id, 500, message, code="request_failed")
-                out += [self._abort(one, "unsent", now), local(failed)]
+            choice = self._records.get(name)
+            if choice is not None:
+                failed = Failed(choice.request_id, 500, message, code="request_failed")
+                out += [self._abort(choice, "unsent", now), local(failed)]
         return out
 
-    def _text(self, text: Text, now: float) -> list[Send]:
+    def _on_text(self, text: Text, now: float) -> list[Send]:
         out: list[Send] = []  # hot path: once for every token of every stream
         records = self._records
         for row in text.rows:
             record = records.get(row.request_id)
             if record is None:
-                self._unknown(row, out, now)
+                self._on_unknown_row(row, out, now)
             elif row.attempt != record.submit.attempt and not record.accepts_attempt(row.attempt):
                 self._counts["late_rows"] += 1
             elif record.group < 0:  # not accepted yet
@@ -276,19 +296,19 @@ class GatewayCore:
             text, ids = record.advance(row)
             prompt = None if row.prompt is None else record.prompt(row)
         except OutputDiverged:
-            # Who knew what was delivered died, and it was computed anew. Engines need not compute
-            # the same twice: the text would be a mixture of two.
+            # The stages that knew what was delivered died, and the output was computed anew.
+            # Engines need not compute the same twice: the text would be a mixture of two outputs.
             self._counts["diverged"] += 1
             out.append(self._next_attempt(record, record.tokenizer, record.attempt + 1))
             return
-        except StreamGap as hole:
+        except StreamGap as gap:
             out.append(self._abort(record, "stream_broken", now))
-            out.append(local(Failed(row.request_id, 500, str(hole), code="stream_broken")))
+            out.append(local(Failed(row.request_id, 500, str(gap), code="stream_broken")))
             return
         if row.finish is None:
             if text or ids:
                 if not record.started:
-                    self._begin(record)
+                    self._mark_started(record)
             elif prompt is None:
                 return
             delta = OutputDelta(row.request_id, text, ids, byte, token)
@@ -332,8 +352,9 @@ class GatewayCore:
             )
             out.append(local(counted))
 
-    def _unknown(self, row: TextRow, out: list[Send], now: float) -> None:
-        """A row of a request that is not live: late, of a dead gateway, or its end got lost."""
+    def _on_unknown_row(self, row: TextRow, out: list[Send], now: float) -> None:
+        """A row of a request that is not live: it is late, it belongs to a dead gateway, or the end
+        of the request got lost, which is sent again."""
         end = self._ended.get(row.request_id)
         if end is None:
             self._counts["stray_rows"] += 1
@@ -348,19 +369,19 @@ class GatewayCore:
         tokenizers = [end.tokenizer] if end.tokenizer else self._tokenizers
         out.extend(Send("requests", tokenizer, abort) for tokenizer in tokenizers)
 
-    def _recover(self, asked: Recover, now: float) -> list[Send]:
+    def _on_recover(self, event: Recover, now: float) -> list[Send]:
         """A tokenizer was started again: its requests, and the ends that it may have missed."""
-        records = [record for record in self._records.values() if record.tokenizer == asked.stage]
+        records = [record for record in self._records.values() if record.tokenizer == event.stage]
         self._counts["resubmitted"] += len(records)
-        ended = self._ended.recent(asked.stage, now)
+        ended = self._ended.recent(event.stage, now)
         sends = (
-            Send("requests", asked.stage, message) for message in (*resubmissions(records), *ended)
+            Send("requests", event.stage, message) for message in (*resubmissions(records), *ended)
         )
-        return bracketed_answer(f"gateway-{self._index}", asked, sends)
+        return bracketed_answer(f"gateway-{self._index}", event, sends)
 
     # ------------------------------------------------------------------------------ time and health
 
-    def _heartbeat(self, beat: Heartbeat, now: float) -> list[Send]:
+    def _on_heartbeat(self, beat: Heartbeat, now: float) -> list[Send]:
         out: list[Send] = []
         self.health.on_heartbeat(beat, now)
         self._publish_status(out)
@@ -369,7 +390,7 @@ class GatewayCore:
     def _ignore(self, _event: Message, _now: float) -> list[Send]:
         return []
 
-    def _tick(self, _tick: Tick, now: float) -> list[Send]:
+    def _on_tick(self, _event: Tick, now: float) -> list[Send]:
         out: list[Send] = []
         if self._recover_request is not None:  # the first tick, before any request
             out += [Send("recovery", to, self._recover_request) for to in self._tokenizers]
@@ -409,7 +430,7 @@ class GatewayCore:
         )
         out.append(local(delta))
 
-    def _drain(self, _event: Drain | Leave, _now: float) -> list[Send]:
+    def _on_drain(self, _event: Drain | Leave, _now: float) -> list[Send]:
         self._readiness.draining = True
         out: list[Send] = []
         self._publish_status(out)
@@ -423,7 +444,7 @@ class GatewayCore:
 
     # ------------------------------------------------------------------------------ ends of records
 
-    def _begin(self, record: RequestRecord) -> None:
+    def _mark_started(self, record: RequestRecord) -> None:
         record.started = True
         self._backlog.remove(record.size)
 
@@ -435,11 +456,11 @@ class GatewayCore:
             self._backlog.grow(extra_tokens)
 
     def _complete(self, record: RequestRecord, now: float) -> None:
-        """Its client has all of it; Done is sent after this event."""
+        """Ends a record whose client has the whole answer; Done is sent after this event."""
         self._end(record, "", now)
 
     def _abort(self, record: RequestRecord, reason: str, now: float) -> Send:
-        """The Abort to be sent: nobody wants the rest of it."""
+        """Ends the record; returns the Abort for the pipeline."""
         self._end(record, reason, now)
         return Send("requests", record.tokenizer, Abort(record.request_id, record.attempt, reason))
 
@@ -451,26 +472,26 @@ class GatewayCore:
         self._ended.add(record.request_id, end)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
-        Text: _text,
-        Call: _call,
-        Hangup: _client_left,
-        ResetCache: _reset_cache,
-        CacheReset: _cache_reset,
-        Accepted: _accepted,
-        HandOver: _hand_over,
-        Refused: _refused,
-        Recover: _recover,
-        Heartbeat: _heartbeat,
+        Text: _on_text,
+        Call: _on_call,
+        Hangup: _on_hangup,
+        ResetCache: _on_reset_cache,
+        CacheReset: _on_cache_reset,
+        Accepted: _on_accepted,
+        HandOver: _on_hand_over,
+        Refused: _on_refused,
+        Recover: _on_recover,
+        Heartbeat: _on_heartbeat,
         GroupFault: _ignore,
-        Tick: _tick,
-        Drain: _drain,
-        Unsent: _unsent,
-        Leave: _drain,  # its connections cannot be handed over
+        Tick: _on_tick,
+        Drain: _on_drain,
+        Unsent: _on_unsent,
+        Leave: _on_drain,  # its connections cannot be handed over
     }
 
 
 def _started(accepted: Accepted, record: RequestRecord) -> Started:
-    """A text that is asked for comes from the tokenizer where the client has not given it."""
+    """The prompt's text, if asked for, is the client's own; of ids and chats the tokenizer's."""
     submit = record.submit
     given = submit.text if submit.return_prompt_text else None
     return Started(
@@ -501,3 +522,39 @@ def _encoded(record: RequestRecord) -> OutputDelta:
 def _timed_out(record: RequestRecord) -> Failed:
     message = f"no output within the request's timeout of {record.timeout:g} s"
     return Failed(record.request_id, 408, message, "timeout", "timeout")
+
+
+class PipelineReadiness:
+    """The status that clients see, and whether this gateway takes requests.
+
+    status: "starting", "ready", "degraded" or "draining". draining: set once, by Drain.
+    was_ready: whether the pipeline was ready at any time.
+    """
+
+    def __init__(self, health: Health) -> None:
+        self.status: Status = "starting"
+        self.draining = False
+        self.was_ready = False
+        self._health = health
+        self._published: StatusChanged | None = None
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request sent now would be served without a pause."""
+        return self.was_ready and not self.draining and self._health.can_serve()
+
+    def status_change(self) -> StatusChanged | None:
+        """The status, if it differs from the one that was published last; else None."""
+        complete = self._health.all_ready()
+        self.was_ready = self.was_ready or complete
+        if self.draining:
+            self.status = "draining"
+        elif complete:
+            self.status = "ready"
+        else:
+            self.status = "degraded" if self.was_ready else "starting"
+        change = StatusChanged(self.status, self.can_serve, self._health.reason())
+        if change == self._published:
+            return None
+        self._published = change
+        return change

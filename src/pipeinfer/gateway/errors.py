@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 
 TYPES = {
     400: "invalid_request_error",
@@ -33,7 +33,9 @@ WHERE = re.compile(
 
 T = TypeVar("T")
 
-_NESTED = re.compile(r"\.(function|custom)(?=\.|$)")  # what chats alone put a tool's fields within
+_NESTED = re.compile(
+    r"\.(function|custom)(?=\.|$)"
+)  # objects around a tool's fields in chats alone
 
 
 class ApiError(Exception):
@@ -99,7 +101,7 @@ def required(value: T | None, where: str) -> T:
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """`error` with another name of the field that is wrong; `names` are by those that it has."""
+    """`error` with the other name of the field that is wrong, from `names`: {name: other name}."""
     param = error.param or ""
     name = field_in(names, param)
     if name == param and param not in names:
@@ -110,9 +112,9 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def field_in(names: Mapping[str, str], param: str) -> str:
-    """What a field, or one within it, is called otherwise; the same where `names` say nothing."""
-    known = max((name for name in names if _is_within(param, name)), key=len, default="")
-    return names[known] + _NESTED.sub("", param[len(known) :]) if known else param
+    """The other name of a field, or of one within a field of `names`; `param` if there is none."""
+    longest = max((name for name in names if _is_within(param, name)), key=len, default="")
+    return names[longest] + _NESTED.sub("", param[len(longest) :]) if longest else param
 
 
 def _is_within(param: str, name: str) -> bool:
@@ -120,14 +122,14 @@ def _is_within(param: str, name: str) -> bool:
 
 
 def _shortened(text: str) -> str:
-    """Without its middle, if it is long: what matters stands at its ends."""
+    """A long text without its middle."""
     if len(text) <= MAX_LETTERS:
         return text
     half = MAX_LETTERS // 2 - 2
     return f"{text[:half]} … {text[-half:]}"
 
 
-# {code: (statuses, when)}. Whatever has no code here has none in its answer either.
+# {code: (statuses, when)}. Other errors have no code.
 CODES: dict[str, tuple[tuple[int, ...], str]] = {
     "invalid_json": ((400,), "The body is empty or no JSON."),
     "invalid_type": ((400,), "A field has the wrong type, or a required field is missing."),
@@ -157,7 +159,10 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
     ),
     "model_not_found": ((404,), "Another model is served."),
     "not_found": ((404,), "There is no such path."),
-    "not_seen": ((404,), "Nothing was seen of the request that `/monitor/requests` was asked for."),
+    "not_seen": (
+        (404,),
+        "No spans are known of the request that `/monitor/requests` was asked for.",
+    ),
     "timeout": ((408,), "The request's `timeout` passed before the first output."),
     "body_timeout": ((408,), "The body does not come."),
     "body_too_large": ((413,), "The body has more than `--max-body-mib`."),
@@ -168,8 +173,8 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
     ),
     "unknown_expectation": (
         (417,),
-        "`Expect` says something else than `100-continue`. A client that asks so is told to send "
-        "its body only when its key, its limits and the body's length allow it.",
+        "`Expect` is not `100-continue`. With `100-continue` a client gets `100 Continue` only if "
+        "its key, its limits and the body's length allow the request.",
     ),
     "queue_full": (
         (429,),
@@ -193,7 +198,7 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
 }
 
 
-CLIENT_CLOSED_REQUEST = 499  # the status of what nobody will read: its client has left
+CLIENT_CLOSED_REQUEST = 499  # the status of a request whose client has left
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

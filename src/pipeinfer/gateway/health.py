@@ -1,6 +1,7 @@
 """The health table: the stages of the topology, their last heartbeats, and whether they can serve.
 
-Fed with heartbeats and the time; knows no sockets and no clients.
+Fed with heartbeats and the time. Imports little: `pipeinfer top` has a table, too. Knows no sockets
+and no clients.
 """
 
 from __future__ import annotations
@@ -11,15 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
-from pipeinfer.gateway.events import Status, StatusChanged
 from pipeinfer.messages import Heartbeat
 from pipeinfer.topology import Topology
 
 PER_GROUP = ("scheduler", "engine")
-STARTED_STATISTIC = {
-    "scheduler": "running",
-    "engine": "pages_total",
-}  # statistics of one that has started
+# A statistic that a stage's heartbeat has once the stage has started.
+STARTED_STATISTIC = {"scheduler": "running", "engine": "pages_total"}
 MAX_NAMED = 8  # stages that a reason names; the others it counts
 
 
@@ -47,8 +45,8 @@ class StageStatus:
 
     stage, name, group, rank: as ExpectedStage. state, reason: of its heartbeat, or "lost".
     pid, incarnation: of its process. last_seen: monotonic seconds of its last heartbeat.
-    restarts: processes that were heard after the first. restarted_at: monotonic seconds of the
-        first heartbeat of the newest of these.
+    restarts: processes whose heartbeats came after the first process's. restarted_at: monotonic
+        seconds of the first heartbeat of the newest of these.
     stats: statistics of its last heartbeat.
     """
 
@@ -73,17 +71,18 @@ class Health:
     host_loss: seconds after that in which its return is awaited.
     stages: {stage id: status}.
 
-    What follows from it is updated with every heartbeat, whose cost must not grow with the number
-    of
-    stages: _not_ready (numbers of stages that are not ready, in the topology's order),
-    _group_not_ready (how many of each group), _ready_groups, _shared_not_ready (of no group).
+    The counts below are updated with every heartbeat, whose cost must not grow with the number of
+    stages.
+    _not_ready: numbers of the stages that are not ready, in the topology's order.
+    _group_not_ready: how many of these are in each group. _shared_not_ready: how many in none.
+    _ready_groups: groups of which all stages are ready.
     """
 
     def __init__(
         self, expected: Iterable[ExpectedStage], silence: float = 5.0, host_loss: float = inf
     ) -> None:
         self._silence, self._host_loss = silence, host_loss
-        self._lost_since: dict[str, float] = {}  # since when
+        self._lost_since: dict[str, float] = {}  # monotonic seconds
         self.stages = {e.stage: StageStatus(e.stage, e.name, e.group, e.rank) for e in expected}
         self._order = list(self.stages.values())
         self._index = {row.stage: number for number, row in enumerate(self._order)}
@@ -92,18 +91,16 @@ class Health:
         ]
         per_group = [row for row in self._order if row.name in PER_GROUP]
         self._group_not_ready = Counter(row.group for row in per_group)
-        self._ready_groups = 0  # groups with nobody missing
-        self._shared_not_ready = len(self._not_ready) - len(
-            per_group
-        )  # of the missing that are in no group
+        self._ready_groups = 0
+        self._shared_not_ready = len(self._not_ready) - len(per_group)
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Takes a heartbeat; those of unknown stages and of earlier incarnations are ignored."""
         row = self.stages.get(beat.stage)
         if row is None or beat.incarnation < row.incarnation:
             return
-        # What a supervisor says of a process that ended comes as the process's successor by one
-        # (Child.death_notice); real processes are further apart, their numbers are times in ns.
+        # The supervisor's notice of a process that ended has the incarnation of that process plus
+        # one (Child.death_notice); incarnations of processes are times in ns, further apart.
         if row.incarnation and beat.incarnation > row.incarnation + 1:
             row.restarts, row.restarted_at = row.restarts + 1, now
         row.reason, row.pid = beat.reason, beat.pid
@@ -170,9 +167,9 @@ class Health:
 
         Those that still start, whose statistics are not complete, are left out.
         """
-        known = STARTED_STATISTIC[name]
+        statistic = STARTED_STATISTIC[name]
         rows = self.stages.values()
-        return [r for r in rows if r.name == name and r.rank == 0 and known in r.stats]
+        return [r for r in rows if r.name == name and r.rank == 0 and statistic in r.stats]
 
     def total(self, name: str, stat: str) -> float:
         """Sum of a statistic over all groups; of the ranks of a group, which agree, rank 0
@@ -187,39 +184,3 @@ def kv_usage(engine: StageStatus) -> float:
         engine.stats.get(f"pages_{name}", 0.0) for name in ("total", "free", "evictable")
     )
     return max(1.0 - (free + evictable) / total, 0.0) if total else 0.0
-
-
-class PipelineReadiness:
-    """The status that clients see, and whether this gateway takes requests.
-
-    status: "starting", "ready", "degraded" or "draining". draining: set once, by Drain.
-    was_ready: whether the pipeline was ready at any time.
-    """
-
-    def __init__(self, health: Health) -> None:
-        self.status: Status = "starting"
-        self.draining = False
-        self.was_ready = False
-        self._health = health
-        self._published: StatusChanged | None = None
-
-    @property
-    def can_serve(self) -> bool:
-        """Whether a request sent now would be served without a pause."""
-        return self.was_ready and not self.draining and self._health.can_serve()
-
-    def status_change(self) -> StatusChanged | None:
-        """The status, if it differs from the one that was published last; else None."""
-        complete = self._health.all_ready()
-        self.was_ready = self.was_ready or complete
-        if self.draining:
-            self.status = "draining"
-        elif complete:
-            self.status = "ready"
-        else:
-            self.status = "degraded" if self.was_ready else "starting"
-        change = StatusChanged(self.status, self.can_serve, self._health.reason())
-        if change == self._published:
-            return None
-        self._published = change
-        return change

@@ -1,7 +1,15 @@
-"""The root ledger: what was delivered of each live request, how others ended, and who waits.
+"""The gateway's requests: local events in and out, and the record of each live request.
 
-Decides what of a row is new, which ends a restarted tokenizer may have missed, whether there is
-room for more requests, and when a request is over its timeout. Knows no client and no socket.
+- Call, Hangup; Started, OutputDelta, Failed, StatusChanged: events between the core and its driver,
+  which is the HTTP side or an offline class. They never travel on the bus.
+- token_scores: log-probs as answers show them, from the packed scores that text rows carry.
+- RequestRecord: what was delivered of a request, and what of a row is new.
+- EndedRequests: which ends a restarted tokenizer may have missed.
+- Backlog, RequestDeadlines: whether there is room for more requests, and which are over their
+  timeout.
+- SubmitBuilder, resubmissions: messages to the tokenizer.
+
+Knows no client, no socket, and no HTTP beyond the status numbers of an error.
 """
 
 from __future__ import annotations
@@ -10,28 +18,228 @@ import hashlib
 import heapq
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from itertools import chain
+from typing import Literal, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
-from pipeinfer import traceparent
 from pipeinfer.core import RecentTable
-from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.token_scores import without_first
-from pipeinfer.json_values import JsonValue
-from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
-from pipeinfer.params import SEED_MASK, SamplingParams, choice_id
-from pipeinfer.traceparent import Traceparent
-from pipeinfer.wire import score_bytes
+from pipeinfer.messages import Abort, Done, FinishReason, LogprobTexts, Message, Submit, TextRow
+from pipeinfer.observe.spans import Traceparent, read_traceparent
+from pipeinfer.params import (
+    SEED_MASK,
+    JsonObject,
+    JsonValue,
+    SamplingParams,
+    StructuredOutputs,
+    ThoughtState,
+    choice_id,
+)
+from pipeinfer.wire import SCORE_WORDS, WORD, score_bytes, unpack_few, unpack_scores
+
+Status = Literal["starting", "ready", "degraded", "draining"]
+
+# ----------------------------------------------------------------------------------- driver -> core
+
+
+class Call(Message, frozen=True):
+    """A new request; exactly one of `text`, `prompt_ids` (int32 bytes) and `chat` is given, as in
+    Submit.
+
+    request_id: unique over all gateways and their restarts. With several choices (`params.n`) each
+        is answered under its own id (params.py), the first under this one.
+    params: normalized; without a seed the core draws one.
+    timeout: seconds from now, 0: never.
+    return_prompt_ids, return_prompt_text, return_token_strs: Started brings the prompt's ids, its
+        text, its tokens as the vocabulary writes them.
+    only_encode: nothing is generated; one OutputDelta ends the request.
+    token_offsets: each OutputDelta says where the text of its tokens begins.
+    priority, cache_salt, trace, client, fallback_grammar: as in Submit.
+    """
+
+    request_id: str
+    params: SamplingParams
+    text: str | None = None
+    prompt_ids: bytes | None = None
+    chat: list[JsonObject] | None = None
+    template_arguments: JsonObject = {}
+    add_special_tokens: bool = True
+    priority: int = 0
+    timeout: float = 0.0
+    cache_salt: str = ""
+    trace: str = ""
+    return_prompt_ids: bool = False
+    return_prompt_text: bool = False
+    only_encode: bool = False
+    client: str = ""
+    fallback_grammar: StructuredOutputs | None = None
+    token_offsets: bool = False
+    return_token_strs: bool = False
+
+
+class Hangup(Message, frozen=True):
+    """The client of a request is gone: nothing more is delivered. An unknown id is no error."""
+
+    request_id: str
+    reason: str = "client"
+
+
+# ----------------------------------------------------------------------------------- core -> driver
+
+
+class Started(Message, frozen=True):
+    """The request was tokenized. Comes once, before the first OutputDelta.
+
+    group: that computes it. prompt_tokens: 0 for all choices but the first, they share one prompt.
+    prompt_ids: int32 bytes; this, `prompt_text` and `token_strs` are empty unless asked for.
+    thoughts: where the prompt of a chat leaves them. refusal: as in Accepted.
+    """
+
+    request_id: str
+    group: int
+    prompt_tokens: int
+    prompt_ids: bytes = b""
+    prompt_text: str = ""
+    thoughts: ThoughtState = "before"
+    refusal: str = ""
+    token_strs: tuple[str, ...] = ()
+
+
+class OutputDelta(Message, frozen=True):
+    """New text and output ids of a choice, gapless and without repeats.
+
+    ids: int32 bytes. byte_offset: UTF-8 bytes of text before it. token_offset: ids before it.
+    finish: of the last one alone; only there `stop_reason`, `prompt_tokens`, `output_tokens` and
+        `cached_tokens` count (prompt and cached tokens are 0 for all choices but the first).
+    logprobs: of `ids`. prompt: log-probs of further prompt tokens, all before the first ids.
+    offsets: letters of the whole text before each of `ids`, int32 bytes. Each of these only if
+        asked.
+    """
+
+    request_id: str
+    text: str
+    ids: bytes
+    byte_offset: int
+    token_offset: int
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    logprobs: LogprobTexts | None = None
+    prompt: LogprobTexts | None = None
+    offsets: bytes = b""
+
+
+class Failed(Message, frozen=True):
+    """The request ended with an error; nothing more comes.
+
+    status: an HTTP status. param: the field that is wrong. code: see errors.CODES.
+    retry_after: seconds after which trying again makes sense, 0 if it does not.
+    """
+
+    request_id: str
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: int = 0
+
+    @property
+    def outcome(self) -> str:
+        """Its label in metrics: "abort", "refused" (it never ran) or "error"."""
+        if self.status == 408:
+            return "abort"
+        refused = self.status < 500 or self.code in ("starting", "draining")
+        return "refused" if refused else "error"
+
+
+class StatusChanged(Message, frozen=True):
+    """The pipeline's status. answering: whether a request sent now would be served without a
+    pause."""
+
+    status: Status
+    answering: bool
+    reason: str = ""
+
+
+ID_BYTES = OFFSET_BYTES = 4
+
+
+class RankedToken(NamedTuple):
+    """A token that is likely at a place. text: its bytes. rank: 1 for the likeliest."""
+
+    id: int
+    text: bytes
+    logprob: float
+    rank: int
+
+
+class TokenScore(NamedTuple):
+    """Log-probs at one place of a text.
+
+    sampled: the token that stands there, with rank 0 if nothing comes before it.
+    offset: letters of text before it. top: the likeliest tokens, perhaps `sampled` among them.
+    """
+
+    sampled: RankedToken
+    offset: int
+    top: list[RankedToken]
+
+
+def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
+    """The same log-probs without those of the first `tokens` tokens."""
+    count = max(len(texts.offsets) // OFFSET_BYTES, 1)
+    return msgspec.structs.replace(
+        texts,
+        scores=texts.scores[tokens * len(texts.scores) // count :],
+        texts=texts.texts[tokens * len(texts.texts) // count :],
+        offsets=texts.offsets[tokens * OFFSET_BYTES :],
+        ids=texts.ids[tokens * ID_BYTES :],
+    )
+
+
+def num_alternatives(texts: LogprobTexts, tokens: int) -> int:
+    """How many likely tokens are given for each of `tokens` tokens."""
+    return (len(texts.scores) // (WORD * tokens) - SCORE_WORDS) // 2 if tokens else 0
+
+
+def token_scores(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenScore]:
+    """The scores of all tokens in `parts`, each with its tokens' ids (int32 bytes)."""
+    return chain.from_iterable(_decode_scores(texts, ids) for texts, ids in parts)
+
+
+def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
+    """The scores of a prompt's tokens."""
+    return token_scores((texts, texts.ids) for texts in parts)
+
+
+def _decode_scores(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
+    ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
+    alternatives = num_alternatives(texts, len(ids))
+    found = unpack_scores(texts.scores, alternatives)
+    for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
+        at = n * (1 + alternatives)
+        sampled = RankedToken(token, texts.texts[at], score.logprob, score.rank)
+        top = [
+            RankedToken(id, texts.texts[at + rank], logprob, rank)
+            for rank, (id, logprob) in enumerate(
+                zip(score.ids, score.logprobs, strict=True), start=1
+            )
+        ]
+        yield TokenScore(sampled, offset, top)
+
 
 TRACEPARENT = "traceparent"
-TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits
+TRACE_DIGITS = 32  # hexadecimal digits of a trace id
+SPAN_DIGITS = 16  # of a span id
 
 
 def client_traceparent(headers: Mapping[str, str]) -> str:
     """The client's W3C traceparent; "" if there is none or it is malformed."""
     given = headers.get(TRACEPARENT, "")
-    return given if traceparent.read(given) is not None else ""
+    return given if read_traceparent(given) is not None else ""
 
 
 class RequestTraces:
@@ -53,7 +261,7 @@ class RequestTraces:
         Names the gateway's span, in the client's trace or in a new one. A trace that its client
         does not sample is passed on as it is.
         """
-        client = traceparent.read(given)
+        client = read_traceparent(given)
         if not self._on or (client is not None and not client.sampled):
             return given
         digest = hashlib.sha256(f"{self._salt}/{request_id}".encode()).hexdigest()
@@ -62,11 +270,11 @@ class RequestTraces:
 
 
 BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
-# Output tokens whose log-probs count: how many there will be nobody knows, and what a client asks
-# for at most may be any number.
+# Output tokens whose log-probs count: how many there will be is not known, and max_tokens may be
+# any number.
 MAX_SCORED_OUTPUTS = 4096
-TEXT_BYTES = 28  # that a text which is not all ASCII occupies more, beside its letters
-VALUE_BYTES = 64  # that a value of a conversation or of template arguments occupies beside its text
+TEXT_BYTES = 28  # bytes that a text which is not all ASCII occupies beside its letters
+VALUE_BYTES = 64  # bytes that a value of a chat or of template arguments occupies beside its text
 
 
 def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
@@ -81,11 +289,11 @@ def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
 
 def call_tokens(call: Call) -> int:
     """Prompt tokens as which a call counts, estimated before it is tokenized."""
-    return occupied_tokens(call.params, _tokens(call))
+    return occupied_tokens(call.params, _estimated_tokens(call))
 
 
-def _tokens(call: Call) -> int:
-    """Prompt tokens of a call, as far as can be told before it is tokenized.
+def _estimated_tokens(call: Call) -> int:
+    """Prompt tokens of a call, estimated before it is tokenized.
 
     The number of its ids; else a quarter of the bytes that its text or chat occupies, with four for
     each letter of a text that is not all ASCII. It takes no time that grows with a text's length.
@@ -232,7 +440,7 @@ class RequestRecord:
         return self.submit.timeout
 
     def once(self, tokens: int) -> int:
-        """`tokens` of the prompt for the first choice, 0 for the others: they share one prompt."""
+        """`tokens` of the prompt for the first choice, 0 for the others, which share its prompt."""
         return 0 if self.choice else tokens
 
     def advance(self, row: TextRow) -> tuple[str, bytes]:
@@ -241,10 +449,10 @@ class RequestRecord:
         Raises StreamGap or OutputDiverged, and then delivers nothing of the row.
         """
         text, ids = row.text, row.ids
-        seen, known = self.bytes - row.byte_offset, self.tokens - row.token_offset
-        if seen or known:  # never on the undisturbed path
-            ids = self._new_ids(row, known)
-            text = self._new_text(row, seen)
+        repeated_bytes, repeated = self.bytes - row.byte_offset, self.tokens - row.token_offset
+        if repeated_bytes or repeated:  # never on the undisturbed path
+            ids = self._new_ids(row, repeated)
+            text = self._new_text(row, repeated_bytes)
         self.bytes += len(text) if text.isascii() else len(text.encode())
         self.tokens += len(ids) // 4
         self.ids += ids
@@ -254,46 +462,46 @@ class RequestRecord:
         """Log-probs of `ids`, the new ones of `row`."""
         if row.logprobs is None or not ids:
             return None
-        known = (len(row.ids) - len(ids)) // 4
-        return without_first(row.logprobs, known) if known else row.logprobs
+        repeated = (len(row.ids) - len(ids)) // 4
+        return without_first(row.logprobs, repeated) if repeated else row.logprobs
 
     def prompt(self, row: TextRow) -> LogprobTexts | None:
         """Log-probs of prompt tokens in `row` that were not delivered yet; counts them as
         delivered. Raises StreamGap."""
         if row.prompt is None:
             return None
-        known, many = self.scored - row.prompt_offset, len(row.prompt.ids) // 4
-        if known < 0:
+        repeated, count = self.scored - row.prompt_offset, len(row.prompt.ids) // 4
+        if repeated < 0:
             raise StreamGap(
                 f"log-probs continue at prompt token {row.prompt_offset}, but {self.scored} were "
                 "delivered"
             )
-        self.scored = max(self.scored, row.prompt_offset + many)
-        return without_first(row.prompt, known) if known < many else None
+        self.scored = max(self.scored, row.prompt_offset + count)
+        return without_first(row.prompt, repeated) if repeated < count else None
 
-    def _new_text(self, row: TextRow, seen: int) -> str:
-        if seen < 0:
+    def _new_text(self, row: TextRow, repeated_bytes: int) -> str:
+        if repeated_bytes < 0:
             raise StreamGap(
                 f"text continues at byte {row.byte_offset}, but {self.bytes} were delivered"
             )
         try:
-            return row.text.encode()[seen:].decode()
+            return row.text.encode()[repeated_bytes:].decode()
         except UnicodeDecodeError:
             raise StreamGap(
                 f"byte {self.bytes}, to which text was delivered, lies inside a character of the "
                 f"text that was sent again from byte {row.byte_offset}"
             ) from None
 
-    def _new_ids(self, row: TextRow, known: int) -> bytes:
-        if known < 0:
+    def _new_ids(self, row: TextRow, repeated: int) -> bytes:
+        if repeated < 0:
             raise StreamGap(
                 f"tokens continue at {row.token_offset}, but {self.tokens} were delivered"
             )
         begin = 4 * row.token_offset
-        many = min(len(row.ids), 4 * known)
-        if not self.ids.startswith(row.ids[:many], begin):
+        size = min(len(row.ids), 4 * repeated)
+        if not self.ids.startswith(row.ids[:size], begin):
             raise OutputDiverged
-        return row.ids[known * 4 :]
+        return row.ids[repeated * 4 :]
 
 
 def offsets(row: TextRow, ids: bytes) -> bytes:
@@ -342,8 +550,8 @@ class EndedRequests:
         return self._ends.get(request_id)
 
     def recent(self, tokenizer: str, now: float) -> Iterator[Abort | Done]:
-        """All that `tokenizer` was sent within ENDED_LIFETIME: it may have died before it read
-        it."""
+        """The ends that `tokenizer` was sent within ENDED_LIFETIME: it may have died before it read
+        them."""
         of_tokenizer = [
             (name, end)
             for name, end in self._ends.items()

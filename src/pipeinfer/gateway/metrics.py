@@ -1,15 +1,23 @@
-"""The gateway's Prometheus metrics: own counters and histograms, and statistics of all stages.
+"""The metrics of a gateway: its own, those of the stages' heartbeats, and vLLM's names for them.
 
-Owns its registry. Knows no HTTP and no contents of requests.
+- MetricCounter, SecondsHistogram: counters and histograms of one event loop, cheap enough for every
+  token. Prometheus' own take a lock and check their labels at every count.
+- Metrics: counts of this gateway, and statistics of the stages, as Prometheus' text form.
+- RollingLatencies: latencies of the last seconds, for the web page and for heartbeats.
+- VllmMetrics: the same figures under vLLM's names, for dashboards made for vLLM.
+
+Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -21,20 +29,86 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from pipeinfer.gateway.counters import CounterFamily, MetricCounter, SecondsHistogram, add_histogram
-from pipeinfer.gateway.health import Health, kv_usage
-from pipeinfer.gateway.vllm_metrics import VllmMetrics
-from pipeinfer.histogram import OF_REQUESTS, read
+from pipeinfer.core import REQUEST_SECONDS, Histogram, read_histogram
+from pipeinfer.gateway.health import Health, StageStatus, kv_usage
 from pipeinfer.step_cost import NO_TARGETS, Targets
+
+
+class MetricCounter:
+    """A count that only grows. created: Unix seconds."""
+
+    __slots__ = ("count", "created")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.created = time.time()
+
+    def inc(self, amount: int = 1) -> None:
+        """Adds to the count."""
+        self.count += amount
+
+
+class CounterFamily(Collector):
+    """A metric of counters, one for each tuple of values of its `labels`."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
+        self._about = name, text, tuple(labels)
+        self._counters: dict[tuple[str, ...], MetricCounter] = {}
+
+    def labels(self, *values: str) -> MetricCounter:
+        """The counter with these values of its labels; made on first use."""
+        counter = self._counters.get(values)
+        if counter is None:
+            counter = self._counters[values] = MetricCounter()
+        return counter
+
+    def collect(self) -> Iterator[Metric]:
+        name, text, labels = self._about
+        family = CounterMetricFamily(name, text, labels=labels)
+        for values, counter in self._counters.items():
+            family.add_metric(values, float(counter.count), counter.created)
+        yield family
+
+
+class SecondsHistogram(Collector):
+    """A histogram of seconds. bounds: upper ends of all buckets but the last, infinite one."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._about = name, text
+        self._histogram = Histogram(bounds)
+        self._created = time.time()
+        self.observe = self._histogram.observe
+
+    def collect(self) -> Iterator[Metric]:
+        name, text = self._about
+        family = HistogramMetricFamily(name, text)
+        add_histogram(family, (), self._histogram.at_most(), self._histogram.total)
+        family.add_sample(f"{name}_created", {}, self._created)
+        yield family
+
+
+def add_histogram(
+    family: HistogramMetricFamily,
+    labels: Sequence[str],
+    at_most: Iterable[tuple[float, float]],
+    total: float,
+) -> None:
+    """Adds a histogram, as of Histogram.at_most, to a family, under these values of its labels."""
+    buckets = [(_bound(bound), float(count)) for bound, count in at_most]
+    family.add_metric(labels, buckets, total)
+
+
+def _bound(bound: float) -> str:
+    """The bound as Prometheus writes it."""
+    return "+Inf" if bound == inf else str(float(bound))
+
 
 log = logging.getLogger(__name__)
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
-MAX_NAME_LETTERS, MAX_LOGGED_NAMES = (
-    64,
-    100,
-)  # letters of a field that nobody knows; how many are logged
+MAX_NAME_LETTERS = 64  # letters of an unknown field's name that are logged
+MAX_LOGGED_NAMES = 100  # unknown fields that are logged
 KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 
 
@@ -77,8 +151,7 @@ class Metrics:
         ).labels()
         self._unknown_fields = family(
             "unknown_fields",
-            "Fields of bodies that were ignored because nobody knows them. The log names each "
-            "once.",
+            "Fields of bodies that were ignored because they are unknown. The log names each once.",
         ).labels()
         self._seen_fields: set[str] = set()
         self._key_requests = family(
@@ -112,7 +185,7 @@ class Metrics:
         self.request_seconds = SecondsHistogram(
             "pipeinfer_request_seconds",
             "From a request's arrival to its end, of those that ended by stop or length.",
-            OF_REQUESTS,
+            REQUEST_SECONDS,
         )
         for times in (
             self.time_to_first_token,
@@ -144,7 +217,7 @@ class Metrics:
             name = name[:MAX_NAME_LETTERS]
             if name not in self._seen_fields and len(self._seen_fields) < MAX_LOGGED_NAMES:
                 self._seen_fields.add(name)
-                log.warning("requests have a field %r, which nobody knows; it is ignored", name)
+                log.warning("requests have an unknown field %r; it is ignored", name)
 
     def key_counters(self, key: str) -> tuple[MetricCounter, MetricCounter]:
         """Counters of prompt tokens and of output tokens of the key called `key`."""
@@ -262,7 +335,7 @@ class _StageCollector(Collector):
         ):
             family = HistogramMetricFamily(f"pipeinfer_{name}_seconds", text, labels=["group"])
             for row in self._health.one_per_group("scheduler"):
-                histogram = read(row.stats, name)
+                histogram = read_histogram(row.stats, name)
                 if histogram is not None:
                     add_histogram(family, [str(row.group)], *histogram)
             yield family
@@ -359,3 +432,262 @@ def _cumulative_counts(times: SecondsHistogram) -> list[float]:
     """Values at most each bound, and all of them."""
     (family,) = times.collect()
     return [one.value for one in family.samples if one.name.endswith("_bucket")]
+
+
+VLLM_TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+VLLM_ITL_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+SHORTEST_REQUEST = 0.3  # of the buckets of whole requests, and of what they go through
+REQUEST_BUCKETS = tuple(bound for bound in REQUEST_SECONDS if bound >= SHORTEST_REQUEST)
+FINISH_REASONS = ("stop", "length", "abort", "error")
+LABELS = ("model_name", "engine")
+
+
+@dataclass
+class GroupMetrics:
+    """Counts and times of one group's requests, as one gateway measured them.
+
+    max_tokens: of a request; bounds of the histograms of tokens end there.
+    prompt_tokens, output_tokens: totals. finished: requests by reason.
+    Histograms of seconds: time_to_first_token, inter_token (between two outputs),
+    time_per_output_token (after the first), request_seconds, decode_seconds (first output to last).
+    Histograms of tokens: prompts, outputs.
+    """
+
+    max_tokens: int
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finished: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(FINISH_REASONS, 0))
+    )
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(VLLM_TTFT_BUCKETS))
+    inter_token: Histogram = field(default_factory=lambda: Histogram(VLLM_ITL_BUCKETS))
+    time_per_output_token: Histogram = field(default_factory=lambda: Histogram(VLLM_ITL_BUCKETS))
+    request_seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
+    decode_seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
+
+    def __post_init__(self) -> None:
+        self.prompts = Histogram(token_bounds(self.max_tokens))
+        self.outputs = Histogram(token_bounds(self.max_tokens))
+
+    def count_finished(
+        self, total_seconds: float, decode_seconds: float, prompt: int, output: int
+    ) -> None:
+        """Counts a request that ended by stop or length.
+
+        total_seconds: from its arrival to its end. decode_seconds: from its first output to its
+            last.
+        prompt, output: tokens; prompt is 0 where another choice has counted the prompt.
+        """
+        self.request_seconds.observe(total_seconds)
+        if output:
+            self.decode_seconds.observe(decode_seconds)
+        if output > 1:
+            self.time_per_output_token.observe(decode_seconds / (output - 1))
+        if prompt:
+            self.prompts.observe(prompt)
+        self.outputs.observe(output)
+
+
+def token_bounds(max_tokens: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, ... up to `max_tokens` tokens."""
+    steps = (
+        mantissa * 10**power for power in range(len(str(max_tokens))) for mantissa in (1, 2, 5)
+    )
+    return [float(step) for step in steps if step <= max_tokens]
+
+
+# Histograms of groups: name, help, and the histogram in GroupMetrics.
+HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
+    (
+        "time_to_first_token_seconds",
+        "From a request's arrival to its first output.",
+        lambda group: group.time_to_first_token,
+    ),
+    (
+        "inter_token_latency_seconds",
+        "Between two outputs of a request.",
+        lambda group: group.inter_token,
+    ),
+    (
+        "request_time_per_output_token_seconds",
+        "From the first output of a request to its last, by tokens after the first.",
+        lambda group: group.time_per_output_token,
+    ),
+    (
+        "e2e_request_latency_seconds",
+        "From a request's arrival to its end, by stop or length.",
+        lambda group: group.request_seconds,
+    ),
+    (
+        "request_decode_time_seconds",
+        "From the first output of a request to its last.",
+        lambda group: group.decode_seconds,
+    ),
+    (
+        "request_prompt_tokens",
+        "Tokens of the prompts of requests that have ended by stop or length.",
+        lambda group: group.prompts,
+    ),
+    (
+        "request_generation_tokens",
+        "Output tokens of requests that have ended by stop or length.",
+        lambda group: group.outputs,
+    ),
+)
+
+
+class VllmMetrics(Collector):
+    """The metrics of one gateway under vLLM's names.
+
+    model: served name. max_tokens: of a request. caches: whether prefixes are cached.
+    """
+
+    def __init__(self, health: Health, model: str, max_tokens: int, caches: bool) -> None:
+        self._health, self._model = health, model
+        self._max_tokens, self._caches = max_tokens, caches
+        self._groups: dict[int, GroupMetrics] = {}
+
+    def group(self, group: int) -> GroupMetrics:
+        """The metrics of group number `group`; made on first use."""
+        if group not in self._groups:
+            self._groups[group] = GroupMetrics(self._max_tokens)
+        return self._groups[group]
+
+    def collect(self) -> Iterator[Metric]:
+        for row in self._groups_of("scheduler"):
+            self.group(row.group)  # so that rates have a zero to start from
+        yield from self._of_schedulers()
+        yield from self._of_engines()
+        yield from self._counted()
+        yield from self._timed()
+
+    def _groups_of(self, name: str) -> list[StageStatus]:
+        return self._health.one_per_group(name)
+
+    def _labels(self, group: int, *more: str) -> list[str]:
+        return [self._model, str(group), *more]
+
+    # ------------------------------------------------------------------- from stages' heartbeats
+
+    def _gauge(
+        self, name: str, text: str, stage: str, value: Callable[[StageStatus], float]
+    ) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        for row in self._groups_of(stage):
+            family.add_metric(self._labels(row.group), value(row))
+        return family
+
+    def _counter(self, name: str, text: str, stage: str, statistic: str) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        for row in self._groups_of(stage):
+            family.add_metric(self._labels(row.group), row.stats.get(statistic, 0.0))
+        return family
+
+    def _of_schedulers(self) -> Iterator[Metric]:
+        stage = "scheduler"
+        yield self._gauge(
+            "num_requests_running",
+            "Requests in slots.",
+            stage,
+            lambda row: row.stats.get("running", 0.0),
+        )
+        yield self._gauge(
+            "num_requests_waiting",
+            "Requests that a scheduler has and that are in no slot.",
+            stage,
+            lambda row: row.stats.get("waiting", 0.0),
+        )
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests in no slot: for a slot and pages (capacity), or for a grammar or another's "
+            "prompt (deferred).",
+            labels=(*LABELS, "reason"),
+        )
+        for row in self._groups_of(stage):
+            deferred = row.stats.get("held", 0.0) + row.stats.get("preparing", 0.0)
+            capacity = max(row.stats.get("waiting", 0.0) - deferred, 0.0)
+            waiting.add_metric(self._labels(row.group, "capacity"), capacity)
+            waiting.add_metric(self._labels(row.group, "deferred"), deferred)
+        yield waiting
+        yield self._counter(
+            "num_preemptions",
+            "Requests that were taken back because memory ran short.",
+            stage,
+            "preemptions_total",
+        )
+        for name, statistic, text in (
+            ("request_queue_time", "queue", "From a request's arrival at its scheduler to a slot."),
+            ("request_prefill_time", "prefill", "From a request's slot to its first output."),
+        ):
+            family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=LABELS)
+            for row in self._groups_of(stage):
+                histogram = read_histogram(row.stats, statistic)
+                if histogram is not None:
+                    longer = [
+                        (bound, count) for bound, count in histogram[0] if bound >= SHORTEST_REQUEST
+                    ]
+                    add_histogram(family, self._labels(row.group), longer, histogram[1])
+            yield family
+
+    def _of_engines(self) -> Iterator[Metric]:
+        stage = "engine"
+        yield self._gauge(
+            "kv_cache_usage_perc",
+            "Share of KV pages that requests use, from 0 to 1.",
+            stage,
+            kv_usage,
+        )
+        yield self._counter(
+            "prefix_cache_queries",
+            "Tokens of admitted prompts, which were looked for in the prefix cache.",
+            stage,
+            "prompt_tokens_total",
+        )
+        yield self._counter(
+            "prefix_cache_hits",
+            "Tokens of those that the prefix cache had.",
+            stage,
+            "cached_tokens_total",
+        )
+        about = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine")
+        info = GaugeMetricFamily("vllm:cache_config_info", "Always 1; labels say it.", labels=about)
+        for row in self._groups_of(stage):
+            sizes = [f"{row.stats.get(name, 0.0):.0f}" for name in ("page_tokens", "pages_total")]
+            dtype = "fp8_e4m3" if row.stats.get("kv_fp8", 0.0) else "auto"
+            info.add_metric([*sizes, dtype, str(self._caches), str(row.group)], 1.0)
+        yield info
+
+    # --------------------------------------------------------------- counted by this gateway itself
+
+    def _counted(self) -> Iterator[Metric]:
+        prompts = CounterMetricFamily(
+            "vllm:prompt_tokens", "Tokens of accepted prompts.", labels=LABELS
+        )
+        outputs = CounterMetricFamily(
+            "vllm:generation_tokens", "Output tokens delivered.", labels=LABELS
+        )
+        finished = CounterMetricFamily(
+            "vllm:request_success",
+            "Requests that a group had and that have ended, by reason.",
+            labels=(*LABELS, "finished_reason"),
+        )
+        for number, group in sorted(self._groups.items()):
+            prompts.add_metric(self._labels(number), group.prompt_tokens)
+            outputs.add_metric(self._labels(number), group.output_tokens)
+            for reason, count in group.finished.items():
+                finished.add_metric(self._labels(number, reason), count)
+        yield from (prompts, outputs, finished)
+
+    def _timed(self) -> Iterator[Metric]:
+        for name, text, histogram in HISTOGRAMS:
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            for number, group in sorted(self._groups.items()):
+                made = histogram(group)
+                add_histogram(family, self._labels(number), made.at_most(), made.total)
+            yield family

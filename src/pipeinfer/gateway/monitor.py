@@ -1,6 +1,6 @@
-"""The pipeline monitor: figures, steps, requests and cached prefixes while somebody watches.
+"""The pipeline monitor: rates, steps, requests and cached prefixes, for the web page.
 
-Costs nothing while nobody does. Figures come from heartbeats (docs/reference/statistics.md), the
+Costs nothing while no page is open. Rates come from heartbeats (docs/reference/statistics.md), the
 rest from messages of control.py. Knows no HTTP.
 """
 
@@ -138,7 +138,7 @@ class LatencyQuantiles(msgspec.Struct, frozen=True):
 
 
 class PipelineSnapshot(msgspec.Struct, frozen=True):
-    """All that is shown at one moment but steps and requests.
+    """What the page shows at one moment, without steps and requests.
 
     status, reason: as /health. stages, edges: of all kinds. pages: of each group.
     latency: {"ttft_ms" or "itl_ms": quantiles}. tokens_per_s: sampled, of all groups.
@@ -281,13 +281,13 @@ class PipelineRates:
     def _stage(
         self, row: StageStatus, now: float, unix: float, seconds: float | None
     ) -> StageSnapshot:
-        did, grown = STAGE_STATISTICS[row.name], self._windows[row.stage]
+        statistics, window = STAGE_STATISTICS[row.name], self._windows[row.stage]
         if (
             row.name == "engine"
-            and grown.step_time is not None
-            and now - grown.step_time[1] <= MINUTE
+            and window.step_time is not None
+            and now - window.step_time[1] <= MINUTE
         ):
-            seconds = grown.step_time[0]
+            seconds = window.step_time[0]
         elif row.name == "gateway" and row.stats.get("ttft_count"):
             seconds = row.stats["ttft_ms_p50"] / 1e3
         since = None if row.restarted_at is None else now - row.restarted_at
@@ -303,10 +303,10 @@ class PipelineRates:
             restarts=row.restarts,
             last_restart=None if since is None else unix - since,
             heard=None if row.last_seen is None else now - row.last_seen,
-            waiting=int(row.stats.get(did.waiting, 0)) if did.waiting else None,
-            running=int(row.stats.get(did.running, 0)) if did.running else None,
-            rate=grown.rate(did.counter),
-            unit=did.unit,
+            waiting=int(row.stats.get(statistics.waiting, 0)) if statistics.waiting else None,
+            running=int(row.stats.get(statistics.running, 0)) if statistics.running else None,
+            rate=window.rate(statistics.counter),
+            unit=statistics.unit,
             latency_ms=None if seconds is None else seconds * 1e3,
         )
 
@@ -345,11 +345,12 @@ def _pages(row: StageStatus) -> KvPagesSnapshot:
     )
 
 
-POLL_INTERVAL = 1.0  # seconds
-POLL_LEASE_SECONDS = 2.5  # seconds for which stages go on when nobody asks again
-MAX_STEPS = 30_000  # of a minute; five hundred a second
-MAX_REQUESTS = 200
-OWNER_LIFETIME, MAX_OWNERS = 3600.0, 4096  # seconds, and requests whose clients are known
+POLL_INTERVAL = 1.0  # seconds between two questions to a stage
+POLL_LEASE_SECONDS = 2.5  # seconds for which stages send spans after a question
+MAX_STEPS = 30_000  # steps that are kept: a minute of five hundred a second
+MAX_REQUESTS = 200  # requests that are kept
+OWNER_LIFETIME = 3600.0  # seconds for which the client of a request is known
+MAX_OWNERS = 4096  # requests whose clients are known
 ANSWER_TIMEOUT = 2.0  # seconds for answers
 
 
@@ -378,7 +379,7 @@ class MonitoredRequest(msgspec.Struct):
 
 
 class _RequestEntry:
-    """What is kept of a request.
+    """One request that is kept.
 
     request: None before a gateway's span came. spans: by stage and begin. changed: number of the
         latest change of it.
@@ -393,9 +394,9 @@ class _RequestEntry:
 
 
 class PipelineMonitor:
-    """What one gateway knows of steps and requests in all stages, for a minute or so.
+    """Steps and requests of all stages in the last minute or so, as one gateway knows them.
 
-    Only while somebody watches are stages asked, and what they answer kept.
+    Stages are asked, and their answers kept, only while there are watchers.
 
     stages: ids of all stages of the pipeline, its own among them. changes: number of the latest
         change.
@@ -407,24 +408,23 @@ class PipelineMonitor:
         self._clock = clock
         self._send: Callable[[str, Message], None] | None = None
         self._watchers = 0
-        self._watching: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._steps: deque[tuple[int, MonitoredStep]] = deque(maxlen=MAX_STEPS)
         self._requests: dict[str, _RequestEntry] = {}
         self._durations = StageDurations(clock)
         self._answers: dict[str, asyncio.Queue[Prefixes]] = {}
         self._owners: RecentTable[str] = RecentTable(OWNER_LIFETIME, MAX_OWNERS)
-        self.changes = 0  # so many things were seen
-        self.leaving = False  # the gateway ends: who looks is to look elsewhere
+        self.changes = 0
+        self.leaving = False
 
-    # ------------------------------------------------------------------------------ a stage's eyes
+    # ------------------------------------------------------------------------------- a MonitorHook
 
     def open(self, ask: Callable[[str, Message], None]) -> None:
-        """See runtime.stage.Eyes. ask(stage, message): sends a message."""
+        """See runtime.stage.MonitorHook."""
         self._send = ask
 
     def on_message(self, message: Observed | Prefixes) -> None:
-        """Takes an answer; dropped unless somebody watches here, as another gateway may have
-        asked."""
+        """Takes an answer; without watchers it is dropped, since another gateway has asked."""
         if isinstance(message, Prefixes):
             waiting = self._answers.get(message.question)
             if waiting is not None:
@@ -439,17 +439,17 @@ class PipelineMonitor:
 
     def close(self) -> None:
         """Stops asking."""
-        if self._watching is not None:
-            self._watching.cancel()
+        if self._polling is not None:
+            self._polling.cancel()
 
-    # ------------------------------------------------------------------------------------- looking
+    # ------------------------------------------------------------------------------------ watchers
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
         """While the context lasts, all stages are asked for their spans and steps."""
         self._watchers += 1
         if self._watchers == 1:
-            self._watching = asyncio.get_running_loop().create_task(self._poll_stages())
+            self._polling = asyncio.get_running_loop().create_task(self._poll_stages())
         try:
             yield
         finally:
@@ -484,9 +484,8 @@ class PipelineMonitor:
     async def _poll_stages(self) -> None:
         for question in itertools.count():
             for stage in self._stages:
-                self._post(
-                    stage, Watch(POLL_LEASE_SECONDS, past=question < 2)
-                )  # the first one may be missed
+                # Twice, because the first question may get lost.
+                self._post(stage, Watch(POLL_LEASE_SECONDS, past=question < 2))
             await asyncio.sleep(POLL_INTERVAL)
 
     def _post(self, stage: str, question: Message) -> None:
@@ -498,7 +497,7 @@ class PipelineMonitor:
         self._requests.clear()
         self._durations.clear()
 
-    # --------------------------------------------------------------------------------- what is kept
+    # ------------------------------------------------------------------------- steps and requests
 
     def steps_since(self, change: int) -> list[MonitoredStep]:
         """Steps of the last minute after change number `change`, oldest first."""
@@ -519,7 +518,7 @@ class PipelineMonitor:
         ]
 
     def set_owner(self, request_id: str, client: str) -> None:
-        """Notes whose request it is."""
+        """Notes which client a request belongs to."""
         self._owners.put(request_id, client, self._clock())
 
     def is_owner(self, request_id: str, owner: str | None) -> bool:
@@ -528,8 +527,8 @@ class PipelineMonitor:
 
     def spans(self, request_id: str) -> list[RequestSpan]:
         """The known spans of a request, by when it came to each stage."""
-        known = self._requests.get(request_id)
-        return [] if known is None else sorted(known.spans.values(), key=lambda one: one.began)
+        entry = self._requests.get(request_id)
+        return [] if entry is None else sorted(entry.spans.values(), key=lambda span: span.began)
 
     def latency(self, stage: str) -> float | None:
         """The median seconds of the last minute's requests in a stage; see docs/page.md."""
@@ -537,18 +536,18 @@ class PipelineMonitor:
 
     def _add_steps(self, stage: str, steps: Sequence[StepMade]) -> None:
         group = int(stage.rpartition("-")[2])
-        for made in steps:
+        for step in steps:
             self.changes += 1
-            shown = MonitoredStep(
+            monitored = MonitoredStep(
                 group=group,
-                at=made.at,
-                seconds=made.seconds,
-                decodes=made.decodes,
-                prompt_tokens=made.prompt_tokens,
-                target=made.target,
-                count=made.count,
+                at=step.at,
+                seconds=step.seconds,
+                decodes=step.decodes,
+                prompt_tokens=step.prompt_tokens,
+                target=step.target,
+                count=step.count,
             )
-            self._steps.append((self.changes, shown))
+            self._steps.append((self.changes, monitored))
 
     def _add_past_steps(self, stage: str, past: Sequence[StepMade]) -> None:
         """Adds steps before those that are known: another gateway may have asked for them."""
@@ -558,24 +557,24 @@ class PipelineMonitor:
 
     def _add_span(self, span: RequestSpan) -> None:
         self.changes += 1
-        known = self._requests.get(span.request_id)
-        if known is None:
-            known = self._requests[span.request_id] = _RequestEntry()
+        entry = self._requests.get(span.request_id)
+        if entry is None:
+            entry = self._requests[span.request_id] = _RequestEntry()
             while len(self._requests) > MAX_REQUESTS:
                 del self._requests[next(iter(self._requests))]
-        known.spans[span.stage, span.began] = span
+        entry.spans[span.stage, span.began] = span
         self._durations.on_span(span)
         if span.stage.startswith("gateway-"):
-            known.changed = self.changes
-            known.request = _monitored_request(span)
+            entry.changed = self.changes
+            entry.request = _monitored_request(span)
 
 
 def _monitored_request(span: RequestSpan) -> MonitoredRequest:
-    shown = MonitoredRequest(span.request_id, span.began, span.ended or None)
-    shown.finish = span.outcome or None
+    request = MonitoredRequest(span.request_id, span.began, span.ended or None)
+    request.finish = span.outcome or None
     for event in span.moments:
         if event.name == "first_text":
-            shown.first_token = event.at
-        shown.prompt_tokens = int(event.values.get("prompt_tokens", shown.prompt_tokens))
-        shown.output_tokens = int(event.values.get("output_tokens", shown.output_tokens))
-    return shown
+            request.first_token = event.at
+        request.prompt_tokens = int(event.values.get("prompt_tokens", request.prompt_tokens))
+        request.output_tokens = int(event.values.get("output_tokens", request.output_tokens))
+    return request

@@ -23,11 +23,11 @@ from pipeinfer.gateway.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.version import __version__
 
 REF = "#/components/schemas/{name}"
-# Of whatever has a body, and of whatever goes through the pipeline.
+# Errors of all endpoints with a body, and of those whose requests go through the pipeline.
 OF_BODIES = (400, 401, 403, 404, 408, 413, 415, 417, 429)
 OF_PIPELINE = (*OF_BODIES, 500, 503)
 ERRORS = {
@@ -50,10 +50,16 @@ STREAM = "Server-sent events"
 
 @dataclass(frozen=True)
 class EndpointDoc:
-    """One of them. `details`: what `summary` does not say. `body`, `answer`: their types, None for
-    none. `media`: of an answer that is no JSON. `errors`: statuses, each with a body of the type
-    `error`. `keyed`: it needs a key where there are any. `also`: further statuses with the
-    answer's own body."""
+    """One endpoint.
+
+    summary, details: a line, and sentences in Markdown.
+    body, answer: types of the request's and the response's body; None: there is none.
+    media: content type of the answer.
+    streams: the answer may be server-sent events.
+    errors: statuses, each with a body of the type `error`.
+    keyed: needs a key if the server has keys.
+    also: further statuses with the body of `answer`.
+    """
 
     method: str
     path: str
@@ -69,7 +75,7 @@ class EndpointDoc:
     details: str = ""
 
     def operation(self) -> JsonObject:
-        """As OpenAPI says it."""
+        """The endpoint as an OpenAPI operation."""
         made: JsonObject = {"summary": self.summary, "operationId": self._name()}
         if self.details:
             made["description"] = self.details
@@ -118,9 +124,9 @@ def _generating(
     summary: str,
     body: type[Body],
     answer: type[msgspec.Struct],
-    more: str,
+    details: str,
 ) -> EndpointDoc:
-    """One that the pipeline answers; with a stream if the body can ask for one."""
+    """An endpoint whose requests go through the pipeline; streams if its body has `stream`."""
     return EndpointDoc(
         method="post",
         path=path,
@@ -130,37 +136,37 @@ def _generating(
         streams="stream" in body.__struct_fields__,
         errors=OF_PIPELINE,
         keyed=True,
-        details=more,
+        details=details,
     )
 
 
 def _as_messages(endpoint: EndpointDoc) -> EndpointDoc:
-    """With errors of Anthropic's form."""
+    """The endpoint with errors in Anthropic's form."""
     errors = tuple(529 if status == 503 else status for status in endpoint.errors)
     return replace(endpoint, errors=errors, error=response_types.MessageError)
 
 
 def _readable(
-    path: str, summary: str, answer: type[msgspec.Struct], more: str, *also: int
+    path: str, summary: str, answer: type[msgspec.Struct], details: str, *also: int
 ) -> EndpointDoc:
-    """One that says how things are."""
+    """An endpoint of GET that needs no key."""
     return EndpointDoc(
-        method="get", path=path, summary=summary, answer=answer, also=also, details=more
+        method="get", path=path, summary=summary, answer=answer, also=also, details=details
     )
 
 
 def _model_list(
-    path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
+    path: str, summary: str, answer: type[msgspec.Struct], details: str, *errors: int
 ) -> EndpointDoc:
-    made = _readable(path, summary, answer, more)
+    made = _readable(path, summary, answer, details)
     return replace(made, errors=(401, 403, *errors, 503), keyed=True)
 
 
 def _monitoring(
-    path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
+    path: str, summary: str, answer: type[msgspec.Struct], details: str, *errors: int
 ) -> EndpointDoc:
-    """One of /monitor."""
-    return replace(_readable(path, summary, answer, more), errors=errors, keyed=True)
+    """An endpoint of /monitor."""
+    return replace(_readable(path, summary, answer, details), errors=errors, keyed=True)
 
 
 _chat = _generating(
@@ -304,7 +310,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         path="/metrics",
         summary="Prometheus metrics.",
         media="text/plain",
-        details="As OpenMetrics to who accepts it. It needs no key and has no limit.",
+        details="As OpenMetrics for clients that accept it. It needs no key and has no limit.",
     ),
     EndpointDoc(
         method="get",

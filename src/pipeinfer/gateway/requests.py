@@ -1,5 +1,8 @@
 """From a decoded body to the core's calls: one for each prompt, with all of its choices.
 
+- parse_chat, parse_completion: a body as ParsedRequest.
+- chat_prompt: from a chat's messages to what the chat template gets.
+
 Knows the schema and the core's events; no HTTP and no tokens.
 """
 
@@ -10,34 +13,54 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from pipeinfer.checkpoint.config import read_generation
-from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.prompts import chat_prompt
+from pipeinfer.gateway.errors import ApiError, renamed, required
+from pipeinfer.gateway.ledger import Call
 from pipeinfer.gateway.response_json import OutputOptions, ToolCallOptions
 from pipeinfer.gateway.schema import (
+    MAX_MESSAGES,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     Generation,
     StreamOptions,
 )
-from pipeinfer.gateway.structured_outputs import OutputConstraint, output_constraint
 from pipeinfer.gateway.tool_parsers.base import ParserFactory
+from pipeinfer.gateway.tool_parsers.harmony import (
+    check_reasoning_effort,
+    harmony_messages,
+    with_descriptions,
+)
 from pipeinfer.gateway.tool_parsers.registry import NO_PARSERS, OutputParsers
 from pipeinfer.gateway.tools import (
     LEGACY_FIELD_NAMES,
+    OutputConstraint,
+    RequestTools,
+    check_arguments_size,
+    check_sendable,
     check_tool_support,
     final_message_constraint,
+    function_messages_to_tool_messages,
     functions_to_tools,
+    output_constraint,
+    request_tools,
     tool_call_constraint,
+    tool_call_for_template,
 )
-from pipeinfer.json_values import JsonObject
-from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
+from pipeinfer.params import (
+    InvalidParameter,
+    JsonObject,
+    JsonValue,
+    SamplingParams,
+    check_choices,
+    normalized,
+)
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import content_text
 from pipeinfer.wire import pack
@@ -70,7 +93,7 @@ SAMPLING_FIELDS = (
 )
 
 
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 1024  # of a request, by default
 
 
 @dataclass(frozen=True)
@@ -99,7 +122,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     - calls: one for each prompt, in order; built lazily, to be iterated once
     - choices: of all prompts together
     - prompts: number of prompts
-    - best_of: choices of each prompt that are shown, the best; 0: all
+    - best_of: choices of each prompt that are returned, the best ones; 0: all
     - parser_factory: makes the output parser of a choice; None: all output is content
     - output_options, tool_call_options: how the response is written
     - params: sampling parameters of a chat
@@ -121,26 +144,26 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 def parse_chat(
-    request: ChatRequest, base: str, defaults: RequestDefaults, trace: str
+    request: ChatRequest, request_id: str, defaults: RequestDefaults, trace: str
 ) -> ParsedRequest:
-    """The one call of a chat; `base` becomes its request id. ApiError 400."""
+    """The one call of a chat; `request_id` becomes its id. ApiError 400."""
     with_tools = functions_to_tools(request)
     if with_tools is None:
-        return _parse_chat(request, base, defaults, trace)
+        return _parse_chat(request, request_id, defaults, trace)
     try:
-        job = _parse_chat(with_tools, base, defaults, trace)
+        parsed = _parse_chat(with_tools, request_id, defaults, trace)
     except ApiError as error:
         raise renamed(error, LEGACY_FIELD_NAMES) from None
-    tool_call_options = replace(job.tool_call_options, legacy_functions=True)
+    tool_call_options = replace(parsed.tool_call_options, legacy_functions=True)
     return replace(
-        job,
+        parsed,
         tool_call_options=tool_call_options,
-        constraint=job.constraint.with_field_names(LEGACY_FIELD_NAMES),
+        constraint=parsed.constraint.with_field_names(LEGACY_FIELD_NAMES),
     )
 
 
 def _parse_chat(
-    request: ChatRequest, base: str, defaults: RequestDefaults, trace: str
+    request: ChatRequest, request_id: str, defaults: RequestDefaults, trace: str
 ) -> ParsedRequest:
     limit, field = _limit(request, defaults.sampling.max_tokens)
     if request.max_completion_tokens is not None:
@@ -163,11 +186,11 @@ def _parse_chat(
     if tools is not None:
         parallel = request.parallel_tool_calls is not False
         calls = tool_call_constraint(tools, parallel, parsers, constraint, defaults.closed_objects)
-        made, constraint = calls.spec is not constraint.spec, calls
-        if made and parsers.harmony and parsers.continues_message:
-            message = "continue_final_message: amid a message of this model no calls can be held"
+        calls_constrained, constraint = calls.spec is not constraint.spec, calls
+        if calls_constrained and parsers.harmony and parsers.continues_message:
+            message = "continue_final_message: calls cannot be constrained within a message"
             raise ApiError(400, message, "continue_final_message", "unsupported_parameter")
-        if parsers.calls_need_special_tokens or made:  # its tags may be special tokens
+        if parsers.calls_need_special_tokens or calls_constrained:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
     if parsers.harmony:
         if constraint.spec is not None and tools is None and not parsers.continues_message:
@@ -182,7 +205,7 @@ def _parse_chat(
         params = replace(params, skip_special_tokens=False)
     call = replace(
         _shared_call(request, params, defaults, trace),
-        request_id=base,
+        request_id=request_id,
         chat=chat,
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
@@ -203,15 +226,15 @@ def _parse_chat(
     call = replace(
         call, token_offsets=parser_factory is not None and bool(parsers.reasoning_parser_name)
     )
-    job = _parsed_request(request, [call], params.n, output_options)
-    before = sum(
+    parsed = _parsed_request(request, [call], params.n, output_options)
+    previous_calls = sum(
         len(calls) for message in chat or () if isinstance(calls := message.get("tool_calls"), list)
     )
     tool_call_options = ToolCallOptions(
-        parsers.tool_parser.call_ids, before, tools is not None and tools.one_function
+        parsers.tool_parser.call_ids, previous_calls, tools is not None and tools.one_function
     )
     return replace(
-        job,
+        parsed,
         constraint=constraint,
         parser_factory=parser_factory,
         params=params,
@@ -220,7 +243,7 @@ def _parse_chat(
 
 
 def _check_continuation(parsers: OutputParsers, last: JsonObject, params: SamplingParams) -> None:
-    """ApiError 400 where the answer cannot go on from the last message as it is asked to."""
+    """ApiError 400 where the answer cannot continue the last message."""
     if parsers.harmony and last.get("tool_calls"):
         message = "continue_final_message: a message that calls tools does not go on"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
@@ -231,11 +254,12 @@ def _check_continuation(parsers: OutputParsers, last: JsonObject, params: Sampli
 
 
 def parse_completion(
-    request: CompletionRequest, base: str, defaults: RequestDefaults, trace: str
+    request: CompletionRequest, request_id: str, defaults: RequestDefaults, trace: str
 ) -> ParsedRequest:
-    """One call for each prompt, with ids `base`-0, -1 ... if there are several. ApiError 400.
+    """One call for each prompt. If there are several, their ids are `request_id` with -0, -1 ...
+    ApiError 400.
 
-    With best_of all choices need log-probs, by which the best are known.
+    With best_of all choices need log-probs, by which the best are chosen.
     """
     prompts = _prompts(request.prompt, defaults.max_prompts)
     limit, field = _limit(request, COMPLETION_MAX_TOKENS)
@@ -247,14 +271,14 @@ def parse_completion(
         request, defaults.sampling, limit, output_options, {"max_tokens": field}, constraint
     )
     if output_options.echo and output_options.logprobs is not None and limit == 1:
-        # Whoever scores a prompt so takes the last log-prob for that of the one output (lm-eval).
-        # A stop token has none; so nothing stops here.
+        # A client that scores a prompt this way (lm-eval) takes the last log-prob for that of the
+        # one output token. A stop token has no log-prob, so no token may stop the output.
         params = replace(params, ignore_eos=True)
-    made = _best_of(request, params.n)
-    best = params.n if made > params.n else 0
+    choices = _best_of(request, params.n)
+    best = params.n if choices > params.n else 0
     if best:
-        params = replace(params, n=made, logprobs=params.logprobs or 0)
-    _check_count(len(prompts), "best_of" if best else "n", made, defaults)
+        params = replace(params, n=choices, logprobs=params.logprobs or 0)
+    _check_count(len(prompts), "best_of" if best else "n", choices, defaults)
     special = request.add_special_tokens is not False
     shared = _shared_call(request, params, defaults, trace)
     shared = replace(
@@ -263,25 +287,25 @@ def parse_completion(
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
-            name = base if len(prompts) == 1 else f"{base}-{i}"
+            name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
             if isinstance(prompt, str):
                 yield replace(shared, request_id=name, text=prompt, add_special_tokens=special)
             else:
                 yield replace(shared, request_id=name, prompt_ids=pack(prompt))
 
-    job = _parsed_request(request, calls(), len(prompts) * made, output_options)
-    return replace(job, prompts=len(prompts), best_of=best, constraint=constraint)
+    parsed = _parsed_request(request, calls(), len(prompts) * choices, output_options)
+    return replace(parsed, prompts=len(prompts), best_of=best, constraint=constraint)
 
 
 def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:
-    """The most output tokens, and the field that says so."""
+    """The most output tokens, and the field of that limit."""
     if request.max_tokens is None and request.max_new_tokens is not None:
         return request.max_new_tokens, "max_new_tokens"
     return default if request.max_tokens is None else request.max_tokens, "max_tokens"
 
 
 def _best_of(request: CompletionRequest, n: int) -> int:
-    """Choices that are made of each prompt, of which `n` are shown."""
+    """Choices that are computed of each prompt, of which `n` are returned."""
     if request.best_of is None:
         return n
     try:
@@ -317,7 +341,7 @@ def _chat_logprobs(request: ChatRequest) -> int | None:
 
 
 def _completion_output_options(request: CompletionRequest, limit: int) -> OutputOptions:
-    """A limit of 0 is one only where the prompt is echoed."""
+    """max_tokens 0 (`limit`) asks for no new tokens only where the prompt is echoed."""
     if request.logprobs is True:
         message = "logprobs must be a number of alternatives, not true"
         raise ApiError(400, message, "logprobs", "invalid_type")
@@ -346,7 +370,7 @@ def _parsed_request(
 def _shared_call(
     request: Generation, params: SamplingParams, defaults: RequestDefaults, trace: str
 ) -> Call:
-    """What all calls of a request share; the id and the prompt of each are still to come."""
+    """A call with all that the calls of a request share, without id and prompt."""
     if request.timeout == 0:
         message = "timeout must be more than 0 seconds; leave it out for the server's own"
         raise ApiError(400, message, "timeout", "invalid_value")
@@ -362,7 +386,7 @@ def _shared_call(
 
 
 def _salt(cache_salt: str, extra_key: str) -> str:
-    """What separates cached prefixes: another text for each pair. A salt alone is itself."""
+    """The salt of the prefix cache: another text for each pair. A salt alone is itself."""
     if not extra_key and not cache_salt.startswith("\0"):
         return cache_salt
     return f"\0{len(cache_salt)}:{cache_salt}{extra_key}"
@@ -376,7 +400,7 @@ def _params(
     names: dict[str, str],
     constraint: OutputConstraint,
 ) -> SamplingParams:
-    """names: of fields that are called otherwise in SamplingParams."""
+    """The sampling parameters. names: {name in SamplingParams: the request's field}."""
     given = {name: getattr(request, name) for name in SAMPLING_FIELDS}
     known = {name: value for name, value in given.items() if value is not None}
     known["max_tokens"], known["logprobs"] = max_tokens, output_options.logprobs
@@ -391,7 +415,7 @@ def _params(
 
 
 def _prompts(prompt: str | list[int | str | list[int]], max_prompts: int) -> list[str | list[int]]:
-    """The prompts, all texts or all lists of ids; none of them empty, and at most `logprobs`."""
+    """The prompts, all texts or all lists of ids; none of them empty, and at most `max_prompts`."""
     kinds = set(map(type, prompt)) if isinstance(prompt, list) else {str}  # of perhaps a million
     if len(kinds) > 1:
         message = "prompt must be a text, a list of token ids, or a list of only one of these"
@@ -422,3 +446,139 @@ def sampling_defaults(folder: Path) -> SamplingParams:
         return normalized(replace(SamplingParams(max_tokens=None), **given))
     except InvalidParameter as error:
         raise ConfigurationError(f"{folder / 'generation_config.json'}: {error}") from None
+
+
+def _for_template(request: ChatRequest) -> JsonObject:
+    """Fields of a chat that are variables of its template, or that change how it is rendered."""
+    given: JsonObject = {
+        "enable_thinking": request.enable_thinking,
+        "reasoning_effort": request.reasoning_effort,
+        "chat_template": request.chat_template,
+        "continue_final_message": request.continue_final_message or None,
+        "documents": None if request.documents is None else list[JsonValue](request.documents),
+    }
+    if request.reasoning_effort == "none" and request.enable_thinking is None:
+        given["enable_thinking"] = False
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class ChatPrompt(NamedTuple):
+    """The arguments of a chat template.
+
+    Attributes:
+    - chat: messages, as the chat template wants them
+    - arguments: all variables of the template
+    - tools: of the request, which are among the variables; None if it has none
+    """
+
+    chat: list[JsonObject]
+    arguments: JsonObject
+    tools: RequestTools | None
+
+
+def chat_prompt(request: ChatRequest, parsers: OutputParsers) -> ChatPrompt:
+    """All of a chat that its prompt depends on, `functions` aside. ApiError 400."""
+    chat = _chat(request.messages)
+    arguments = {**_for_template(request), **(request.chat_template_kwargs or {})}
+    check_sendable("chat_template_kwargs", arguments)
+    if request.add_generation_prompt is not None:
+        arguments["add_generation_prompt"] = request.add_generation_prompt
+    tools = request_tools(request)
+    if parsers.harmony:
+        check_reasoning_effort(arguments)
+        chat = harmony_messages(chat)
+    if tools is not None:
+        function_tools = (
+            with_descriptions(tools.as_functions) if parsers.harmony else tools.as_functions
+        )
+        arguments["tools"] = list[JsonValue](function_tools)
+    return ChatPrompt(chat, arguments, tools)
+
+
+def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
+    """The conversation as chat templates want it."""
+    messages = function_messages_to_tool_messages(messages)
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        reason = f"be at most {MAX_MESSAGES}, not {len(messages)}" if messages else "not be empty"
+        raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
+    check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
+    check_arguments_size(call for m in messages for call in m.tool_calls or ())
+    return without_billing_header([_message(i, message) for i, message in enumerate(messages)])
+
+
+def _message(i: int, message: ChatMessage) -> JsonObject:
+    """The message as the tokenizer takes it: a content of texts alone, or null where the message
+    only calls tools; thoughts under one name; no absent fields."""
+    reasoning_texts = (message.reasoning_content, message.thinking, message.reasoning)
+    reasoning = next((text for text in reasoning_texts if text is not None), None)
+    message = replace(message, reasoning_content=reasoning, thinking=None, reasoning=None)
+    plain: JsonObject = msgspec.to_builtins(replace(message, refusal=None))
+    if message.tool_calls is not None:
+        plain["tool_calls"] = [
+            tool_call_for_template(call, f"messages[{i}].tool_calls[{j}]")
+            for j, call in enumerate(message.tool_calls)
+        ]
+    content = message.content
+    if message.refusal is not None and not content:
+        content = message.refusal
+    if isinstance(content, list):
+        plain["content"] = [_text_part(i, j, part) for j, part in enumerate(content)]
+    elif content is not None:
+        plain["content"] = content
+    elif message.role == "assistant" and message.tool_calls:
+        plain["content"] = None
+    else:
+        param = f"messages[{i}].content"
+        raise ApiError(400, f"{param} must be given", param, "invalid_value")
+    if message.role == "developer":  # templates of open models know it as "system"
+        plain["role"] = "system"
+    return plain
+
+
+def _text_part(i: int, j: int, part: ContentPart) -> JsonObject:
+    """A part with text: of type text or refusal."""
+    where = f"messages[{i}].content[{j}]"
+    if part.type not in ("text", "refusal"):
+        text = f"{where}.type: {part.type[:100]!r} is not supported, only 'text' is"
+        raise ApiError(400, text, f"{where}.type", "unsupported_parameter")
+    text = part.text if part.type == "text" else part.refusal
+    return {"type": "text", "text": required(text, f"{where}.{part.type}")}
+
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+
+
+def without_billing_header(chat: list[JsonObject]) -> list[JsonObject]:
+    """The conversation without the billing line at the begin of system messages and of their parts.
+
+    Claude Code begins the system prompt with a line that differs in each request, for billing. At
+    the beginning of each prompt the line would prevent all hits in the prefix cache. Messages that
+    are empty without the line are dropped, unless there are no others.
+    """
+    remaining = [message for message in map(_without_line, chat) if message is not None]
+    return remaining or chat
+
+
+def _without_line(message: JsonObject) -> JsonObject | None:
+    content = message.get("content")
+    if message.get("role") != "system":
+        return message
+    if isinstance(content, str) and content.startswith(BILLING_HEADER):
+        remaining = _without_first_line(content)
+        return {**message, "content": remaining} if remaining else None
+    if isinstance(content, list) and any(
+        _part_text(part).startswith(BILLING_HEADER) for part in content
+    ):
+        texts = [_without_first_line(text) for text in map(_part_text, content)]
+        parts: list[JsonValue] = [{"type": "text", "text": text} for text in texts if text]
+        return {**message, "content": parts} if parts else None
+    return message
+
+
+def _part_text(part: JsonValue) -> str:
+    return str(part["text"]) if isinstance(part, dict) else ""
+
+
+def _without_first_line(text: str) -> str:
+    """The text behind the billing line, if there is one."""
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING_HEADER) else text

@@ -1,18 +1,37 @@
-"""Response encoders: from a request's deltas to the bytes of its response in OpenAI's form.
+"""From a request's deltas to the bytes of its response, and on to the client.
 
-FullResponseEncoder makes one body, StreamEncoder chunks; API adapters have encoders of their own.
-ChoiceCollector holds what a choice has so far, BestOf chooses among choices. Knows no connection.
+- ResponseEncoder: deltas to bytes. FullResponseEncoder makes one body, StreamEncoder chunks, in
+  OpenAI's form; API adapters have encoders of their own.
+- ChoiceCollector: what a choice has so far. BestOf: chooses among choices.
+- FullResponse, EventStream: sinks of a session, each in front of an encoder; one sends a whole
+  body, the other server-sent events. A stream writes its chunks to the connection once in an
+  iteration of the loop: no task, no future and no queue for a token, and one write for all tokens
+  that came together.
+
+Knows no core.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+from aiohttp import web
+from aiohttp.http import HttpVersion11
 
-from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import OutputDelta, Started
+from pipeinfer.gateway.connections import PROBE
+from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError
+from pipeinfer.gateway.ledger import (
+    Failed,
+    OutputDelta,
+    Started,
+    TokenScore,
+    prompt_scores,
+    token_scores,
+)
 from pipeinfer.gateway.response_json import (
     DONE,
     NULL,
@@ -26,7 +45,6 @@ from pipeinfer.gateway.response_json import (
     TokenUsage,
     encode_response,
 )
-from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.gateway.tool_parsers.base import ChoiceParser, ParsedDelta
 from pipeinfer.messages import FinishReason
 from pipeinfer.wire import unpack
@@ -54,12 +72,14 @@ class ResponseEncoder(Protocol):
 
 
 class FullResponseEncoder:
-    """Collects all choices, then encodes them at once. `best`: chooses those that are shown."""
+    """Collects all choices, then encodes them at once. `best`: chooses those that are returned."""
 
-    def __init__(self, answer: ResponseMetadata, choices: int, best: BestOf | None = None) -> None:
-        self._answer = answer
+    def __init__(
+        self, metadata: ResponseMetadata, choices: int, best: BestOf | None = None
+    ) -> None:
+        self._metadata = metadata
         self._best = best
-        self._collectors = [ChoiceCollector(answer) for _ in range(choices)]
+        self._collectors = [ChoiceCollector(metadata) for _ in range(choices)]
         self._choices: list[FinishedChoice | None] = [None] * choices
         self._unfinished = choices
         self._usage = TokenUsage()
@@ -74,7 +94,7 @@ class FullResponseEncoder:
     def delta(self, index: int, delta: OutputDelta) -> bytes:
         if self._best is not None:
             delta = self._best.add(index, delta)
-        delta, collector = requested_part(self._answer, delta), self._collectors[index]
+        delta, collector = requested_part(self._metadata, delta), self._collectors[index]
         collector.add(delta)
         if delta.finish is None:
             return b""
@@ -86,7 +106,7 @@ class FullResponseEncoder:
     def _encoded_body(self) -> bytes:
         order = range(len(self._choices)) if self._best is None else self._best.best_choices()
         choices = [choice for n in order if (choice := self._choices[n]) is not None]
-        return encode_response(self._answer, choices, self._usage)
+        return encode_response(self._metadata, choices, self._usage)
 
     def error(self, error: ApiError) -> bytes:
         return error.body()
@@ -97,22 +117,24 @@ class StreamEncoder:
 
     def __init__(
         self,
-        answer: ResponseMetadata,
+        metadata: ResponseMetadata,
         choices: int,
         include_usage: bool,
         continuous_usage: bool = False,
     ) -> None:
         """`continuous_usage`: each chunk carries the usage so far."""
-        self._answer = answer
-        self._chunks = ChunkEncoder(answer, choices, include_usage, continuous_usage)
-        self._collectors = [ChoiceCollector(answer) for _ in range(choices)]
+        self._metadata = metadata
+        self._chunks = ChunkEncoder(metadata, choices, include_usage, continuous_usage)
+        self._collectors = [ChoiceCollector(metadata) for _ in range(choices)]
         self._include_usage = include_usage
         self._choice_started = [False] * choices
         self._unfinished = choices
         self._usage = TokenUsage()
         # Whether all chunks between the first and the last are text, and nothing else.
         self._text_only = not (
-            answer.output_options.has_logprobs_or_ids or answer.parser_factory or continuous_usage
+            metadata.output_options.has_logprobs_or_ids
+            or metadata.parser_factory
+            or continuous_usage
         )
 
     @property
@@ -127,12 +149,12 @@ class StreamEncoder:
         if self._text_only and delta.finish is None and self._choice_started[index]:
             # The hot path: every token of nearly every stream.
             return self._chunks.text_chunk(index, delta.text) if delta.text else b""
-        chunks, options = self._chunks, self._answer.output_options
+        chunks, options = self._chunks, self._metadata.output_options
         parsed = self._collectors[index].parse(delta)
         chunks.count(index, delta, self._collectors[index].reasoning_tokens)
         opening, logprobs = b"", NULL
         if options.has_logprobs_or_ids:
-            delta = requested_part(self._answer, delta)
+            delta = requested_part(self._metadata, delta)
             if delta.prompt is not None:
                 self._collectors[index].add_logprobs(delta)
         has_extras = delta.logprobs is not None or (options.token_ids and bool(delta.ids))
@@ -146,9 +168,9 @@ class StreamEncoder:
             self._collectors[index].add_logprobs(delta)
             logprobs = self._collectors[index].take_logprobs()
         if options.token_ids:
-            with_prompt_ids = first and not self._answer.chat
+            with_prompt_ids = first and not self._metadata.chat
             logprobs = self._collectors[index].with_token_ids(logprobs, delta, with_prompt_ids)
-        if self._answer.parser_factory is not None:
+        if self._metadata.parser_factory is not None:
             data = opening + self._parsed_chunks(index, delta, parsed, logprobs)
         elif delta.finish is not None:
             choice = FinishedChoice(delta.text, delta.finish, delta.stop_reason, logprobs)
@@ -168,7 +190,7 @@ class StreamEncoder:
         """The chunks before a choice's first text."""
         collector = self._collectors[index]
         data = self._chunks.role_chunk(index, collector.prompt_ids)
-        if self._answer.output_options.echo:
+        if self._metadata.output_options.echo:
             data += self._chunks.text_chunk_with_logprobs(
                 index, collector.prompt_text, collector.take_logprobs()
             )
@@ -179,15 +201,15 @@ class StreamEncoder:
     ) -> bytes:
         """One chunk for each parsed delta; log-probs go with the first."""
         chunks, collector = self._chunks, self._collectors[index]
-        made: list[bytes] = []
+        data: list[bytes] = []
         for parsed_delta in parsed:
-            made.append(chunks.parsed_chunk(index, parsed_delta, logprobs))
+            data.append(chunks.parsed_chunk(index, parsed_delta, logprobs))
             logprobs = NULL
         if delta.finish is not None:
-            made.append(chunks.finish_chunk(index, collector.finished_choice(delta, logprobs)))
+            data.append(chunks.finish_chunk(index, collector.finished_choice(delta, logprobs)))
         elif logprobs != NULL:
-            made.append(chunks.logprobs_chunk(index, logprobs))
-        return b"".join(made)
+            data.append(chunks.logprobs_chunk(index, logprobs))
+        return b"".join(data)
 
     def _finish(self, index: int, delta: OutputDelta) -> bytes:
         """What follows the last chunk of a choice."""
@@ -201,15 +223,15 @@ class StreamEncoder:
 _json = msgspec.json.Encoder()
 
 
-def requested_part(answer: ResponseMetadata, delta: OutputDelta) -> OutputDelta:
+def requested_part(metadata: ResponseMetadata, delta: OutputDelta) -> OutputDelta:
     """The part of `delta` that the client asked for: with no_new_tokens, one token was sampled
     anyway.
     """
-    if not answer.output_options.no_new_tokens:
+    if not metadata.output_options.no_new_tokens:
         return delta
-    end = "length" if delta.finish == "stop" else delta.finish
+    finish = "length" if delta.finish == "stop" else delta.finish
     return msgspec.structs.replace(
-        delta, text="", ids=b"", finish=end, stop_reason=None, output_tokens=0, logprobs=None
+        delta, text="", ids=b"", finish=finish, stop_reason=None, output_tokens=0, logprobs=None
     )
 
 
@@ -235,17 +257,17 @@ class ChoiceCollector:
         "prompt_text",
     )
 
-    def __init__(self, answer: ResponseMetadata) -> None:
-        options = answer.output_options
+    def __init__(self, metadata: ResponseMetadata) -> None:
+        options = metadata.output_options
         alternatives, of_prompt = options.logprobs, options.prompt_logprobs
-        self._chat = ChatLogprobs() if answer.chat and alternatives is not None else None
+        self._chat = ChatLogprobs() if metadata.chat and alternatives is not None else None
         self._completion: CompletionLogprobs | None = None
-        if alternatives is not None and not answer.chat:
+        if alternatives is not None and not metadata.chat:
             self._completion = CompletionLogprobs(alternatives)
         self._prompt = None if of_prompt is None else PromptLogprobsOfRequest(of_prompt)
         self._echo = options.echo
         self._texts: list[str] = []
-        self._parser_factory = answer.parser_factory
+        self._parser_factory = metadata.parser_factory
         self._parser: ChoiceParser | None = None
         self._parsed = ParsedOutput()
         self._ids: list[int] | None = [] if options.token_ids else None
@@ -253,7 +275,7 @@ class ChoiceCollector:
         self.prompt_ids: list[int] | None = None
 
     def started(self, started: Started) -> None:
-        """Comes first."""
+        """Comes before the first delta."""
         self.prompt_text = started.prompt_text
         if self._parser_factory is not None:
             self._parser = self._parser_factory(started.thoughts)
@@ -349,13 +371,15 @@ class BestOf:
 
     Arguments:
     - choices: number of all choices
-    - made: choices of each prompt
-    - options: choices of each prompt that are returned
+    - per_prompt: choices that are computed of each prompt
+    - returned: choices of each prompt that are returned
     - with_logprobs: the client asked for log-probs as well
     """
 
-    def __init__(self, choices: int, made: int, options: int, with_logprobs: bool) -> None:
-        self._made, self._shown, self._with_logprobs = made, options, with_logprobs
+    def __init__(self, choices: int, per_prompt: int, returned: int, with_logprobs: bool) -> None:
+        self._per_prompt = per_prompt
+        self._returned = returned
+        self._with_logprobs = with_logprobs
         self._sums = [0.0] * choices
         self._tokens = [0] * choices
 
@@ -372,12 +396,175 @@ class BestOf:
         """Indices of the returned choices, each prompt's best first; of equals the earlier. A
         choice without tokens is worse than any other.
         """
-        found: list[int] = []
-        for first in range(0, len(self._sums), self._made):
-            ranked = sorted(range(first, first + self._made), key=self._mean, reverse=True)
-            found += ranked[: self._shown]
-        return found
+        best: list[int] = []
+        for first in range(0, len(self._sums), self._per_prompt):
+            choices = range(first, first + self._per_prompt)
+            best += sorted(choices, key=self._mean, reverse=True)[: self._returned]
+        return best
 
     def _mean(self, index: int) -> float:
         tokens = self._tokens[index]
         return self._sums[index] / tokens if tokens else float("-inf")
+
+
+MAX_UNREAD = 8 * 2**20  # bytes that a client may leave unread before its request is aborted
+EVENT_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+def api_error(failed: Failed) -> ApiError:
+    """The error for the client, of a Failed of the core."""
+    return ApiError(failed.status, failed.message, failed.param, failed.code, failed.retry_after)
+
+
+class FullResponse:
+    """Waits until the answer is complete, then sends one body."""
+
+    def __init__(self, encoder: ResponseEncoder) -> None:
+        self._encoder = encoder
+        self._content = b""
+        # The result is why the request failed, or None. An exception in the future would keep the
+        # future, and with it the connection, until the garbage collector comes.
+        self._done: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
+
+    def started(self, index: int, started: Started) -> None:
+        self._encoder.started(index, started)
+
+    def delta(self, index: int, delta: OutputDelta) -> None:
+        self._content = self._encoder.delta(index, delta)
+        if self._encoder.ended and not self._done.done():
+            self._done.set_result(None)
+
+    def failed(self, index: int, failed: Failed) -> None:
+        if not self._done.done():
+            self._done.set_result(failed)
+
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        """Waits for the end; raises ApiError if any choice failed."""
+        failed = await self._done
+        if failed is not None:
+            raise api_error(failed)
+        return web.Response(body=self._content, content_type="application/json")
+
+
+class _StreamResponse(web.StreamResponse):
+    """A response whose head is sent together with its first chunk."""
+
+    _send_headers_immediately = False
+
+
+class WriteBatch:
+    """The streams that have something to send in this iteration of the loop.
+
+    A write costs more than all else that is done for a token. Where the gateway falls behind, the
+    tokens of several steps wait in its inbox; they are read in one iteration, and leave together.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[EventStream] = []
+
+    def add(self, stream: EventStream) -> None:
+        """The stream is flushed when all messages that have come are read."""
+        if not self._streams:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._streams.append(stream)
+
+    def _flush(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.flush()
+
+
+class EventStream:
+    """Sends chunks as they come, those of one iteration of the loop together.
+
+    Nothing is sent before the first chunk, so that a refusal is an error with its own status.
+    _buffered: chunks of this iteration, or from before the headers. _transport: None before the
+        headers.
+    """
+
+    def __init__(self, encoder: ResponseEncoder, batch: WriteBatch) -> None:
+        self._encoder = encoder
+        self._batch = batch
+        self._buffered: list[bytes] = []
+        self._transport: asyncio.WriteTransport | None = None
+        self._chunked = True
+        loop = asyncio.get_running_loop()
+        self._first_chunk: asyncio.Future[Failed | None] = loop.create_future()  # as FullResponse's
+        self._ended: asyncio.Future[None] = loop.create_future()
+
+    def started(self, index: int, started: Started) -> None:
+        self._encoder.started(index, started)
+
+    def delta(self, index: int, delta: OutputDelta) -> None:
+        if self._ended.done():
+            return
+        data = self._encoder.delta(index, delta)  # hot path: every token of every stream
+        if delta.finish is not None and self._encoder.ended:
+            self._ended.set_result(None)
+        if data:
+            self._write(data)
+
+    def failed(self, index: int, failed: Failed) -> None:
+        if self._ended.done():
+            return
+        if not self._first_chunk.done():
+            self._first_chunk.set_result(failed)
+            return
+        self._write(self._encoder.error(api_error(failed)))
+        self._ended.set_result(None)
+
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        """Streams until the end; raises ApiError if the request fails before its first chunk."""
+        failed = await self._first_chunk
+        if failed is not None:
+            raise api_error(failed)
+        response = _StreamResponse(headers=EVENT_STREAM_HEADERS)
+        try:
+            await response.prepare(request)
+            self._chunked = request.version >= HttpVersion11
+            self._transport = request.transport  # later chunks are written there by flush()
+            request[PROBE] = self._write_comment
+            await response.write(self._take_buffered())  # may wait for the client afterwards
+        except ConnectionResetError:  # the client has left; aiohttp finds that out once more
+            return web.StreamResponse(status=CLIENT_CLOSED_REQUEST)
+        await self._ended
+        with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
+            await response.write_eof(self._take_buffered())
+        return response
+
+    def _write_comment(self) -> None:
+        """Sends a comment, which clients ignore. The host of a client that is gone answers it with
+        a reset."""
+        if not self._ended.done():
+            self._write(b":\n\n")
+
+    def _write(self, data: bytes) -> None:
+        if not self._buffered:
+            if self._transport is not None:
+                self._batch.add(self)
+            elif not self._first_chunk.done():
+                self._first_chunk.set_result(None)
+        self._buffered.append(data)
+
+    def _take_buffered(self) -> bytes:
+        """Empties the buffer, and returns what was in it."""
+        buffered = self._buffered
+        data = buffered[0] if len(buffered) == 1 else b"".join(buffered)
+        buffered.clear()
+        return data
+
+    def flush(self) -> None:
+        """Writes what is buffered to the connection; aborts a client that leaves too much
+        unread."""
+        transport = self._transport
+        if not self._buffered or transport is None:
+            return
+        data = self._take_buffered()
+        if transport.get_write_buffer_size() > MAX_UNREAD:
+            transport.abort()  # ends the handler, and with it the request
+        elif not transport.is_closing():
+            transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import OutputDelta, Started
-from pipeinfer.gateway.token_scores import RankedToken, TokenScore
+from pipeinfer.gateway.ledger import OutputDelta, RankedToken, Started, TokenScore
 from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import FinishReason
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.wire import json_logprob, unpack
 
 DONE = b"data: [DONE]\n\n"
@@ -55,9 +54,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
         prompt_logprobs.
         """
         echoed = self.logprobs if self.echo else None
-        return max(
-            (most for most in (echoed, self.prompt_logprobs) if most is not None), default=None
-        )
+        return max((n for n in (echoed, self.prompt_logprobs) if n is not None), default=None)
 
 
 class ToolCallOptions(msgspec.Struct, frozen=True):
@@ -188,9 +185,9 @@ class FinishedChoice:
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 
-    def client_finish_reason(self, answer: ResponseMetadata) -> str:
+    def client_finish_reason(self, metadata: ResponseMetadata) -> str:
         """`finish_reason` as the client sees it."""
-        calling = answer.tool_call_options
+        calling = metadata.tool_call_options
         called = self.parsed is not None and bool(self.parsed.calls) and not calling.function_forced
         if not called or self.finish != "stop":
             return self.finish
@@ -202,19 +199,19 @@ class ChunkEncoder:
 
     def __init__(
         self,
-        answer: ResponseMetadata,
+        metadata: ResponseMetadata,
         choices: int,
         include_usage: bool,
         continuous_usage: bool = False,
     ) -> None:
         """`continuous_usage`: each chunk carries the usage so far."""
-        kind = "chat.completion.chunk" if answer.chat else "text_completion"
-        self._answer = answer
+        kind = "chat.completion.chunk" if metadata.chat else "text_completion"
+        self._metadata = metadata
         self._kind = kind
-        head = _head(answer, kind)
+        head = _head(metadata, kind)
         usage = b',"usage":null}\n\n' if include_usage else b"}\n\n"
-        field = b'"delta":{"content":' if answer.chat else b'"text":'
-        self._close = b"}" if answer.chat else b""
+        field = b'"delta":{"content":' if metadata.chat else b'"text":'
+        self._close = b"}" if metadata.chat else b""
         self._prefixes = [
             b'data: %s,"choices":[{"index":%d,%s' % (head, i, field) for i in range(choices)
         ]
@@ -246,13 +243,13 @@ class ChunkEncoder:
             sum(n.output for n in counts),
             reasoning=sum(n.reasoning for n in counts),
         )
-        return b',"usage":%s}\n\n' % _json.encode(total.fields_without_cache(self._answer.chat))
+        return b',"usage":%s}\n\n' % _json.encode(total.fields_without_cache(self._metadata.chat))
 
     def role_chunk(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
         """The chunk before a choice's first text: of a chat the role, and the prompt's ids if
         asked for.
         """
-        if not self._answer.chat:
+        if not self._metadata.chat:
             return b""
         delta = b'{"role":"assistant","content":""}'
         parsed = b'[{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}]' % (index, delta)
@@ -294,7 +291,7 @@ class ChunkEncoder:
 
     def parsed_chunk(self, index: int, parsed_delta: ParsedDelta, logprobs: bytes = NULL) -> bytes:
         """The chunk of a parsed delta."""
-        return self._delta(index, _delta(self._answer, index, parsed_delta), logprobs)
+        return self._delta(index, _delta(self._metadata, index, parsed_delta), logprobs)
 
     def logprobs_chunk(self, index: int, logprobs: bytes) -> bytes:
         """Log-probs of tokens that give no parsed delta yet."""
@@ -305,14 +302,12 @@ class ChunkEncoder:
         return self._delta(index, {}, choice.logprobs, choice)
 
     def _delta(
-        self, index: int, delta: JsonObject, logprobs: bytes, end: FinishedChoice | None = None
+        self, index: int, delta: JsonObject, logprobs: bytes, finished: FinishedChoice | None = None
     ) -> bytes:
         finish = b"null"
-        if end is not None:
-            reason, stop = (
-                end.client_finish_reason(self._answer).encode(),
-                _json.encode(end.stop_reason),
-            )
+        if finished is not None:
+            reason = finished.client_finish_reason(self._metadata).encode()
+            stop = _json.encode(finished.stop_reason)
             finish = b'"%s","stop_reason":%s' % (reason, stop)
         head = b'data: %s,"choices":[{"index":%d,"delta":' % (self._head, index)
         parsed = b'%s,"logprobs":%s,"finish_reason":%s}]' % (_json.encode(delta), logprobs, finish)
@@ -320,7 +315,7 @@ class ChunkEncoder:
 
     def usage_chunk(self, usage: TokenUsage) -> bytes:
         """The chunk without choices that stream_options.include_usage asks for."""
-        fields = _json.encode(usage.fields(self._answer.chat))
+        fields = _json.encode(usage.fields(self._metadata.chat))
         return b'data: %s,"choices":[],"usage":%s}\n\n' % (self._head, fields)
 
     @staticmethod
@@ -330,42 +325,42 @@ class ChunkEncoder:
 
 
 def encode_response(
-    answer: ResponseMetadata, choices: list[FinishedChoice], usage: TokenUsage
+    metadata: ResponseMetadata, choices: list[FinishedChoice], usage: TokenUsage
 ) -> bytes:
     """The body of the response to a request without `stream`."""
-    kind = "chat.completion" if answer.chat else "text_completion"
-    encoded = [_choice(answer, i, choice) for i, choice in enumerate(choices)]
+    kind = "chat.completion" if metadata.chat else "text_completion"
+    encoded = [_choice(metadata, i, choice) for i, choice in enumerate(choices)]
     of_prompt = b""
-    if answer.chat and choices[0].prompt_logprobs is not None:  # where vLLM has it
+    if metadata.chat and choices[0].prompt_logprobs is not None:  # beside the choices, as in vLLM
         of_prompt = b',"prompt_logprobs":' + choices[0].prompt_logprobs
-    if answer.chat and choices[0].prompt_token_ids is not None:
+    if metadata.chat and choices[0].prompt_token_ids is not None:
         of_prompt += b',"prompt_token_ids":' + _json.encode(choices[0].prompt_token_ids)
     return b'%s,"choices":%s,"usage":%s%s}' % (
-        _head(answer, kind),
+        _head(metadata, kind),
         _json.encode(encoded),
-        _json.encode(usage.fields(answer.chat)),
+        _json.encode(usage.fields(metadata.chat)),
         of_prompt,
     )
 
 
-def _head(answer: ResponseMetadata, kind: str) -> bytes:
+def _head(metadata: ResponseMetadata, kind: str) -> bytes:
     """The opening of the object, without a closing brace."""
     fields = {
-        "id": answer.id,
+        "id": metadata.id,
         "object": kind,
-        "created": answer.created,
-        "model": answer.model,
-        "system_fingerprint": answer.fingerprint or None,
+        "created": metadata.created,
+        "model": metadata.model,
+        "system_fingerprint": metadata.fingerprint or None,
     }
     return _json.encode(fields)[:-1]
 
 
-def _delta(answer: ResponseMetadata, index: int, parsed_delta: ParsedDelta) -> JsonObject:
+def _delta(metadata: ResponseMetadata, index: int, parsed_delta: ParsedDelta) -> JsonObject:
     if parsed_delta.kind == "content":
         return {"content": parsed_delta.text}
     if parsed_delta.kind == "reasoning":
         return {"reasoning_content": parsed_delta.text}
-    if answer.tool_call_options.legacy_functions:
+    if metadata.tool_call_options.legacy_functions:
         begun: JsonObject = {"name": parsed_delta.text, "arguments": ""}
         return {
             "function_call": begun
@@ -379,7 +374,7 @@ def _delta(answer: ResponseMetadata, index: int, parsed_delta: ParsedDelta) -> J
     if parsed_delta.kind == "input":
         call = {"index": parsed_delta.call_index, "custom": {"input": parsed_delta.text}}
     elif parsed_delta.kind != "arguments":
-        call_id = answer.call_id(index, parsed_delta.call_index, parsed_delta.text)
+        call_id = metadata.call_id(index, parsed_delta.call_index, parsed_delta.text)
         call = {
             "index": parsed_delta.call_index,
             **_tool_call(call_id, parsed_delta.text, "", parsed_delta.kind == "custom"),
@@ -388,13 +383,13 @@ def _delta(answer: ResponseMetadata, index: int, parsed_delta: ParsedDelta) -> J
 
 
 def _tool_call(call_id: str, name: str, text: str, custom: bool) -> JsonObject:
-    """`text`: its arguments, or the input of a custom one."""
+    """A tool call; `text`: its arguments, or the input of a custom tool."""
     if custom:
         return {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def _message(answer: ResponseMetadata, index: int, choice: FinishedChoice) -> JsonObject:
+def _message(metadata: ResponseMetadata, index: int, choice: FinishedChoice) -> JsonObject:
     message: JsonObject = {"role": "assistant", "content": choice.text, "refusal": None}
     parsed = choice.parsed
     if parsed is None:
@@ -404,34 +399,34 @@ def _message(answer: ResponseMetadata, index: int, choice: FinishedChoice) -> Js
     )
     if parsed.reasoning:
         message["reasoning_content"] = "".join(parsed.reasoning)
-    if parsed.calls and answer.tool_call_options.legacy_functions:
+    if parsed.calls and metadata.tool_call_options.legacy_functions:
         name, *arguments = parsed.calls[0]
         message["function_call"] = {"name": name, "arguments": "".join(arguments)}
     elif parsed.calls:
         message["tool_calls"] = [
             _tool_call(
-                answer.call_id(index, number, name), name, "".join(texts), number in parsed.custom
+                metadata.call_id(index, number, name), name, "".join(texts), number in parsed.custom
             )
             for number, (name, *texts) in enumerate(parsed.calls)
         ]
     return message
 
 
-def _choice(answer: ResponseMetadata, index: int, choice: FinishedChoice) -> dict[str, object]:
+def _choice(metadata: ResponseMetadata, index: int, choice: FinishedChoice) -> dict[str, object]:
     content: dict[str, object] = {"text": choice.text}
-    if answer.chat:
-        content = {"message": _message(answer, index, choice)}
+    if metadata.chat:
+        content = {"message": _message(metadata, index, choice)}
     elif choice.prompt_logprobs is not None:
         content["prompt_logprobs"] = msgspec.Raw(choice.prompt_logprobs)
     if choice.token_ids is not None:
         content["token_ids"] = choice.token_ids
-        if not answer.chat:
+        if not metadata.chat:
             content["prompt_token_ids"] = choice.prompt_token_ids
     return {
         "index": index,
         **content,
         "logprobs": msgspec.Raw(choice.logprobs),
-        "finish_reason": choice.client_finish_reason(answer),
+        "finish_reason": choice.client_finish_reason(metadata),
         "stop_reason": choice.stop_reason,
     }
 
@@ -446,7 +441,7 @@ class ChatLogprobs:
         self._content = JsonListEncoder()
 
     def add(self, scores: Iterable[TokenScore]) -> None:
-        """More tokens."""
+        """Adds tokens."""
         for score in scores:
             self._content.add(chat_token_logprob(score))
 
@@ -470,23 +465,23 @@ class CompletionLogprobs:
         for score in scores:
             logprob, tops = self._numbers(score)
             values = _name(score.sampled.text, "bytes:"), logprob, tops, letters + score.offset
-            for listed, value in zip(self._lists, values, strict=True):
-                listed.add(value)
+            for encoder, value in zip(self._lists, values, strict=True):
+                encoder.add(value)
 
     def take(self) -> bytes:
         """See ChatLogprobs."""
         parts = zip(COMPLETION_LOGPROB_FIELDS, self._lists, strict=True)
-        return b"{%s}" % b",".join(b'"%s":%s' % (n.encode(), listed.take()) for n, listed in parts)
+        return b"{%s}" % b",".join(
+            b'"%s":%s' % (n.encode(), encoder.take()) for n, encoder in parts
+        )
 
     def _numbers(self, score: TokenScore) -> tuple[JsonValue, JsonValue]:
         if not score.sampled.rank:
             return None, None
         tops: JsonObject = {}
-        for one in (
-            score.sampled,
-            *score.top[: self._alternatives],
-        ):  # of equal texts the likelier's counts
-            tops.setdefault(_name(one.text, "bytes:"), json_logprob(one.logprob))
+        for token in (score.sampled, *score.top[: self._alternatives]):
+            # Of several tokens with one text the likeliest counts.
+            tops.setdefault(_name(token.text, "bytes:"), json_logprob(token.logprob))
         return json_logprob(score.sampled.logprob), tops
 
 
@@ -498,20 +493,21 @@ class PromptLogprobsOfRequest:
         self._list = JsonListEncoder()
 
     def add(self, scores: Iterable[TokenScore]) -> None:
-        """More tokens."""
+        """Adds tokens."""
         for score in scores:
             if not score.sampled.rank:
                 self._list.add(None)
                 continue
-            by_id = {one.id: one for one in (score.sampled, *score.top[: self._alternatives])}
+            tokens = (score.sampled, *score.top[: self._alternatives])
+            by_id = {token.id: token for token in tokens}
             self._list.add(
                 {
-                    str(one.id): {
-                        "logprob": json_logprob(one.logprob),
-                        "rank": one.rank,
-                        "decoded_token": one.text.decode(errors="replace"),
+                    str(token.id): {
+                        "logprob": json_logprob(token.logprob),
+                        "rank": token.rank,
+                        "decoded_token": token.text.decode(errors="replace"),
                     }
-                    for one in by_id.values()
+                    for token in by_id.values()
                 }
             )
 
@@ -527,7 +523,7 @@ class JsonListEncoder:
         self._encoded: list[bytes] = []
 
     def add(self, value: JsonValue) -> None:
-        """One more."""
+        """Adds a value."""
         self._encoded.append(_json.encode(value))
 
     def take(self) -> bytes:
@@ -538,15 +534,15 @@ class JsonListEncoder:
 
 def chat_token_logprob(score: TokenScore) -> JsonObject:
     """One token of a chat's log-probs."""
-    tops: list[JsonValue] = [_token(one) for one in score.top]
+    tops: list[JsonValue] = [_token(token) for token in score.top]
     return {**_token(score.sampled), "top_logprobs": tops}
 
 
-def _token(one: RankedToken) -> JsonObject:
+def _token(token: RankedToken) -> JsonObject:
     return {
-        "token": _name(one.text),
-        "logprob": json_logprob(one.logprob),
-        "bytes": list(one.text),
+        "token": _name(token.text),
+        "logprob": json_logprob(token.logprob),
+        "bytes": list(token.text),
     }
 
 

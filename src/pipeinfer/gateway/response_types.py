@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 
 Finish = Literal["stop", "length", "abort", "tool_calls", "function_call"]
 Stop = str | int | None

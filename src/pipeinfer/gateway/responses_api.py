@@ -75,11 +75,10 @@ from pipeinfer.gateway.schema import (
 )
 from pipeinfer.gateway.tools import check_tool_type
 from pipeinfer.gateway.unsupported_fields import RESPONSES, Refusals
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import JsonObject, JsonValue, SamplingParams
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
-# What may be asked for beside an answer; the others have nothing to show here.
+# Values of `include` that are accepted.
 KNOWN_INCLUDES = frozenset((INCLUDE_LOGPROBS, "reasoning.encrypted_content"))
 # Of the server's own tools, of which there are none, so a function's calls never count.
 MaxToolCalls = Annotated[int, Meta(ge=1, le=INT32)]
@@ -87,7 +86,7 @@ TEXT_PARTS = frozenset(("input_text", "output_text", "text", "summary_text", "re
 CALL_ITEMS = ("function_call", "custom_tool_call")
 RESULT_ITEMS = ("function_call_output", "custom_tool_call_output")
 UNFINISHED = frozenset(("in_progress", "incomplete"))
-# What chats call a field, and what it is called here.
+# {field of a chat: field of this API}.
 FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -199,8 +198,8 @@ EchoedText = Annotated[str | None, about("Comes back as it is, and changes nothi
 
 
 class ResponsesPrompt(Body, frozen=True, kw_only=True):
-    """What the prompt of a response depends on. `truncation`: "auto" leaves the first turns out of
-    one that does not fit."""
+    """The fields on which a response's prompt depends. `truncation`: "auto" leaves out the first
+    turns of a prompt that does not fit."""
 
     unsupported_fields: ClassVar[Refusals] = RESPONSES
     # fmt: off
@@ -297,8 +296,8 @@ ResponsesBody = TypeVar("ResponsesBody", bound=ResponsesPrompt)
 
 
 def message_starts(request: ResponsesPrompt) -> list[int]:
-    """Indices of items with which the turns but the first begin: messages of the user. What is
-    before one can be left out if the request allows truncation; else empty.
+    """Indices of the items with which turns but the first begin: messages of the user. All items
+    before one of these can be left out. Empty if the request does not allow truncation.
     """
     items = request.input
     if request.truncation != "auto" or isinstance(items, str):
@@ -379,7 +378,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 def _continues_message(request: ResponsesPrompt, messages: list[ChatMessage]) -> bool:
-    """Whether the last item is a message of the assistant that its status calls unfinished."""
+    """Whether the last item is a message of the assistant whose status is unfinished."""
     last = None if isinstance(request.input, str) else request.input[-1]
     if last is None or last.status not in UNFINISHED or last.role != "assistant":
         return False
@@ -460,8 +459,8 @@ def _messages(request: ResponsesPrompt) -> list[ChatMessage]:
         conversation.add_message("user", [request.input])
         return conversation.messages()
     if not 0 < len(request.input) <= MAX_MESSAGES:
-        many = len(request.input)
-        reason = f"hold at most {MAX_MESSAGES} items, not {many}" if many else "not be empty"
+        count = len(request.input)
+        reason = f"hold at most {MAX_MESSAGES} items, not {count}" if count else "not be empty"
         raise ApiError(400, f"input must {reason}", "input", "invalid_value")
     for i, item in enumerate(request.input):
         _add_item(conversation, item, f"input[{i}]")
@@ -476,9 +475,9 @@ def _add_item(conversation: ConversationBuilder, item: InputItem, where: str) ->
             raise ApiError(400, message, f"{where}.role", "invalid_value")
         conversation.add_message(item.role, _texts(item.content, f"{where}.content"), item.phase)
     elif kind == "reasoning":
-        echo = item.content or item.summary or ""
-        if echo:  # what is only encrypted comes from elsewhere, and says nothing here
-            conversation.add_reasoning("\n".join(_texts(echo, f"{where}.content")))
+        reasoning = item.content or item.summary or ""
+        if reasoning:  # encrypted reasoning comes from another server, and cannot be read here
+            conversation.add_reasoning("\n".join(_texts(reasoning, f"{where}.content")))
     elif kind == "function_call":
         call_id = required(item.call_id, f"{where}.call_id")
         arguments = required(item.arguments, f"{where}.arguments")
@@ -496,7 +495,7 @@ def _add_item(conversation: ConversationBuilder, item: InputItem, where: str) ->
 
 
 def _texts(content: str | list[InputPart] | None, where: str) -> list[str]:
-    """Of its parts, all of which must be texts."""
+    """The texts of a content's parts, all of which must be texts."""
     if isinstance(content, str):
         return [content]
     if content is None:
@@ -515,7 +514,7 @@ def _texts(content: str | list[InputPart] | None, where: str) -> list[str]:
 
 
 ITEM_ID_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
-# Of calls: the type of the item, its field that grows, and the events of that.
+# Of calls: the type of the item, its field that grows, and the prefix of the events of that field.
 CALL_ITEM_EVENTS = {
     "call": ("function_call", "arguments", "response.function_call_arguments"),
     "custom": ("custom_tool_call", "input", "response.custom_tool_call_input"),
@@ -531,13 +530,13 @@ class ResponsesFormatter:
     def __init__(
         self,
         request: ResponsesRequest,
-        answer: ResponseMetadata,
+        metadata: ResponseMetadata,
         params: SamplingParams,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._answer = answer
+        self._metadata = metadata
         self._clock = clock
-        self._fields = _echoed_fields(request, answer, params)
+        self._fields = _echoed_fields(request, metadata, params)
         self._number = 0  # of the next event
 
     def start_events(self, prompt_tokens: int) -> Iterator[JsonObject]:
@@ -623,7 +622,7 @@ class ResponsesFormatter:
         return {"item_id": self._id(block), "output_index": block.index, "content_index": 0}
 
     def _id(self, block: OutputBlock) -> str:
-        name = f"{self._answer.id}-{block.index}".encode()
+        name = f"{self._metadata.id}-{block.index}".encode()
         return f"{ITEM_ID_PREFIXES[block.kind]}_{hashlib.blake2b(name, digest_size=24).hexdigest()}"
 
     def _item(self, block: OutputBlock, status: str = "") -> JsonObject:
@@ -632,7 +631,7 @@ class ResponsesFormatter:
         parts: list[JsonValue] = [] if status == "in_progress" else [_part(block)]
         if block.kind in CALL_BLOCKS:
             kind, field, _ = CALL_ITEM_EVENTS[block.kind]
-            call_id = self._answer.call_id(0, block.call_index, block.name)
+            call_id = self._metadata.call_id(0, block.call_index, block.name)
             return {
                 **item, "type": kind, "call_id": call_id, "name": block.name, field: block.text
             }  # fmt: skip
@@ -667,7 +666,7 @@ def _usage(end: ResponseEnd) -> JsonObject:
 
 
 def _echoed_fields(
-    request: ResponsesRequest, answer: ResponseMetadata, params: SamplingParams
+    request: ResponsesRequest, metadata: ResponseMetadata, params: SamplingParams
 ) -> JsonObject:
     """The fields of the response that do not change while it grows."""
     effort = request.reasoning.effort if request.reasoning is not None else None
@@ -677,9 +676,9 @@ def _echoed_fields(
     if form is not None:
         echo = {n: v for n, v in msgspec.to_builtins(form).items() if v is not None}
     return {
-        "id": answer.id,
+        "id": metadata.id,
         "object": "response",
-        "created_at": answer.created,
+        "created_at": metadata.created,
         "completed_at": None,
         "status": "in_progress",
         "background": False,
@@ -689,7 +688,7 @@ def _echoed_fields(
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
-        "model": answer.model,
+        "model": metadata.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "presence_penalty": params.presence_penalty,

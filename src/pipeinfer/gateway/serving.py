@@ -1,7 +1,14 @@
 """The way of each request that the pipeline answers: body in, calls out, answer back.
 
-All endpoints share it; /tokenize and /detokenize end at the tokenizer. Knows no endpoint and no
-form of an answer.
+- BodyReader, BodyDecoder: read and decode a body, within bounds of size, time and memory. A large
+  body is decompressed, scanned and decoded in parts, between which the event loop serves others.
+- decode: from the bytes of a body to a checked request. Unsupported fields are refused by name,
+  unknown ones reported, also within messages and tools. 5.0 counts as 5 where a body needs an
+  integer.
+- Serving: opens a session of the core for a request and sends its answer. All endpoints share it;
+  /tokenize and /detokenize end at the tokenizer.
+
+Knows no endpoint and no form of an answer.
 """
 
 from __future__ import annotations
@@ -9,34 +16,459 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
-from aiohttp import web
+import msgspec
+from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestPayloadError
+from msgspec import inspect
 from msgspec.structs import replace
 
-from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, x_request_id
-from pipeinfer.gateway.bodies import BodyDecoder, BodyReader
+from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, BrowserGuard, x_request_id
+from pipeinfer.gateway.connections import CONTINUE
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.cross_origin import BrowserGuard
-from pipeinfer.gateway.decoding import BodyType
-from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.events import Call, Failed, OutputDelta, Started
-from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
+from pipeinfer.gateway.errors import ApiError, from_validation, renamed
+from pipeinfer.gateway.ledger import (
+    Call,
+    Failed,
+    OutputDelta,
+    RequestTraces,
+    Started,
+    client_traceparent,
+)
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.gateway.prompts import chat_prompt
-from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults
-from pipeinfer.gateway.response_encoders import ResponseEncoder
+from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, chat_prompt
+from pipeinfer.gateway.response_encoders import (
+    EventStream,
+    FullResponse,
+    ResponseEncoder,
+    WriteBatch,
+    api_error,
+)
 from pipeinfer.gateway.response_json import ResponseMetadata
-from pipeinfer.gateway.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
+from pipeinfer.gateway.schema import (
+    SLICE_BYTES,
+    Body,
+    ChatRequest,
+    DetokenizeRequest,
+    JsonLimitExceeded,
+    TokenizeRequest,
+    prescan,
+)
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
-from pipeinfer.gateway.streams import EventStream, FullResponse, WriteBatch, api_error
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
-from pipeinfer.json_values import JsonObject
-from pipeinfer.params import SamplingParams
+from pipeinfer.gateway.unsupported_fields import (
+    ALTERNATIVES,
+    FIELDS_OF_OTHER_ENDPOINTS,
+    IGNORED_NESTED_FIELDS,
+    is_neutral,
+)
+from pipeinfer.params import JsonObject, JsonValue, SamplingParams
 from pipeinfer.wire import pack, unpack
+
+READ_TIMEOUT = 30.0  # seconds without a byte after which a client is not waited for
+BODY_TIMEOUT = 600.0  # seconds for a whole body: 32 MiB over a line of 0.5 Mbit/s
+SMALL_BODY = 64 * 2**10  # bytes of a body that do not count against MAX_BUFFERED
+# Bytes beyond SMALL_BODY of all bodies that are being read or decoded. A body and the structs that
+# are made of it take about three times its size for a moment, so the process stays under 1 GiB.
+MAX_BUFFERED = 256 * 2**20
+# Bytes that are decompressed at a time: well under a millisecond.
+DECOMPRESSED_AT_ONCE = 256 * 2**10
+RETRY_AFTER = 1  # seconds
+
+
+class BodyReader:
+    """Reads bodies of at most `max_bytes` bytes each, after decompression.
+
+    _buffered: bytes beyond SMALL_BODY of all bodies that are being read or decoded now; at most
+        _max_buffered.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_buffered = max(MAX_BUFFERED, max_bytes)
+        self._buffered = 0
+
+    @asynccontextmanager
+    async def read(self, request: web.Request) -> AsyncGenerator[bytearray]:
+        """The whole body; it counts as buffered until the context ends.
+
+        Raises ApiError: 400 if it is broken, 408 if it does not arrive, 413 if it is too large,
+        415 for an unknown Content-Encoding, 417 for an unknown Expect, 503 if too much is buffered.
+        """
+        decoder = _decoder(request)
+        if (request.content_length or 0) > self._max_bytes:
+            raise self._too_large()
+        await _send_continue(request)
+        body = bytearray()
+        try:
+            await self._fill(body, decoder, request)
+            yield body
+        finally:
+            self._buffered -= max(0, len(body) - SMALL_BODY)
+
+    async def _fill(
+        self, body: bytearray, decoder: _IdentityDecoder | _ZlibDecoder, request: web.Request
+    ) -> None:
+        try:
+            if request.content.is_eof():  # it came with its head, as most do
+                await self._take(body, decoder, request.content.read_nowait())
+            else:
+                async with asyncio.timeout(BODY_TIMEOUT):
+                    while data := await self._next(request):
+                        await self._take(body, decoder, data)
+            decoder.end()
+        except zlib.error:
+            raise _broken_body("it cannot be decompressed") from None
+        except (RequestPayloadError, HttpProcessingError):
+            raise _broken_body("it ends early, or its chunks are malformed") from None
+        except TimeoutError:
+            message = f"the body did not come within {READ_TIMEOUT:g} s without a byte"
+            raise ApiError(408, message, code="body_timeout") from None
+
+    async def _take(
+        self, body: bytearray, decoder: _IdentityDecoder | _ZlibDecoder, data: bytes
+    ) -> None:
+        for part in decoder.parts(data) if data else ():
+            self._add(body, part)
+            if len(part) == DECOMPRESSED_AT_ONCE:
+                await asyncio.sleep(0)  # there is more to decompress; others first
+
+    async def _next(self, request: web.Request) -> bytes:
+        async with asyncio.timeout(READ_TIMEOUT):
+            return await request.content.readany()
+
+    def _add(self, body: bytearray, part: bytes) -> None:
+        if len(body) + len(part) > self._max_bytes:
+            raise self._too_large()
+        before = max(0, len(body) - SMALL_BODY)
+        body += part
+        self._buffered += max(0, len(body) - SMALL_BODY) - before
+        if self._buffered > self._max_buffered:
+            message = "too many large bodies are being read"
+            raise ApiError(503, message, code="overloaded", retry_after=RETRY_AFTER)
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is too large: more than {self._max_bytes} bytes"
+        return ApiError(413, message, code="body_too_large")
+
+
+async def _send_continue(request: web.Request) -> None:
+    """Asks for the body of a client that waits for 100 Continue."""
+    expected = request.headers.get("Expect")
+    if expected is None or request.version < HttpVersion11:
+        return
+    if expected.lower() != "100-continue":
+        message = "the only Expect that is known is 100-continue"
+        raise ApiError(417, message, code="unknown_expectation")
+    await request.writer.write(CONTINUE)
+    request.writer.output_size = 0  # the answer proper has not begun
+
+
+def _broken_body(why: str) -> ApiError:
+    return ApiError(400, f"the body is broken: {why}", code="invalid_body")
+
+
+class _IdentityDecoder:
+    """Passes a body on that is not compressed."""
+
+    def parts(self, data: bytes) -> tuple[bytes]:
+        return (data,)
+
+    def end(self) -> None:
+        """No end is marked, so every body is whole."""
+
+
+class _ZlibDecoder:
+    """Decompresses gzip or deflate, the latter with or without zlib's header."""
+
+    def __init__(self, encoding: str) -> None:
+        self._gzip = encoding != "deflate"
+        self._stream = zlib.decompressobj(16 + zlib.MAX_WBITS) if self._gzip else None
+
+    def parts(self, data: bytes) -> Iterator[bytes]:
+        """What `data` decompresses to, at most DECOMPRESSED_AT_ONCE bytes at a time.
+
+        Raises zlib.error if it is broken.
+        """
+        if self._stream is None:
+            bare = data[0] & 0x0F != 8
+            self._stream = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS)
+        full = False
+        while data or full:
+            if self._stream.eof and data:
+                raise zlib.error("more after its end")
+            part = self._stream.decompress(data, DECOMPRESSED_AT_ONCE)
+            yield part
+            full = len(part) == DECOMPRESSED_AT_ONCE
+            data = self._stream.unconsumed_tail or self._stream.unused_data
+
+    def end(self) -> None:
+        if self._stream is None or not self._stream.eof:
+            raise zlib.error("it ends early")
+
+
+def _decoder(request: web.Request) -> _IdentityDecoder | _ZlibDecoder:
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding in ("", "identity"):
+        return _IdentityDecoder()
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        return _ZlibDecoder(encoding)
+    message = "the body's Content-Encoding is not supported; gzip and deflate are"
+    raise ApiError(415, message, code="unsupported_encoding")
+
+
+# Bytes of a body that is decoded at once: 5 ms in the worst case. Larger ones take turns by parts.
+DECODED_AT_ONCE = SLICE_BYTES
+_DONE = object()
+
+
+class BodyDecoder:
+    """Reads, scans and decodes bodies; all handlers share one.
+
+    Bodies of up to DECODED_AT_ONCE bytes are decoded at once. Larger ones take turns, oldest waiter
+    first: one part of one body in each iteration of the event loop.
+
+    on_unknown_fields: called with names of fields that the schema does not have.
+    """
+
+    def __init__(
+        self, bodies: BodyReader, on_unknown_fields: Callable[[Sequence[str]], object]
+    ) -> None:
+        self._bodies = bodies
+        self._on_unknown_fields = on_unknown_fields
+        self._lock = asyncio.Lock()  # the oldest waiter is next
+
+    async def read(self, request: web.Request, kind: type[BodyType]) -> BodyType:
+        """The decoded body. Raises ApiError 400 if the schema refuses it, and as
+        BodyReader.read."""
+        async with self._bodies.read(request) as body:
+            if len(body) <= DECODED_AT_ONCE:
+                raw = bytes(body)
+                for _ in prescanned(raw, kind):
+                    continue
+                return decode(raw, kind, self._on_unknown_fields)
+            # One iteration of the loop has time for one part of one body.
+            parts, unfinished = prescanned(body, kind), True
+            while unfinished:
+                async with self._lock:
+                    unfinished = next(parts, _DONE) is not _DONE
+                    await asyncio.sleep(0)
+            async with self._lock:
+                decoded = decode(bytes(body), kind, self._on_unknown_fields)
+                await asyncio.sleep(0)
+                return decoded
+
+
+# Objects of one body in which unknown fields are searched, a few ms at the worst. A client that
+# sends more objects sends the same names with each.
+MAX_OBJECTS = 2_000
+
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class KnownFields(NamedTuple):
+    """The fields of the objects that may stand in one place.
+
+    Attributes:
+    - known: names of all fields
+    - inner: by name of a field that holds objects or lists of objects, the fields of these
+    """
+
+    known: frozenset[str]
+    inner: Mapping[str, KnownFields]
+
+
+def unknown_within(body: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
+    """Dotted names of unknown fields within the body's fields ("messages.content.txt"), once for
+    each occurrence. `body` is valid for `kind`; null counts as absent.
+    """
+    inner = fields_of(kind).inner
+    pending = [(name, body[name], inner[name]) for name in inner if name in body]
+    found: list[str] = []
+    scanned = 0
+    while pending and scanned < MAX_OBJECTS:
+        where, raw, fields = pending.pop()
+        first = bytes(memoryview(raw)[:1])
+        if first == b"[":
+            pending += [(where, item, fields) for item in reversed(_list(raw)[:MAX_OBJECTS])]
+        elif first == b"{":
+            scanned += 1
+            for name, value in _object(raw).items():
+                if name in fields.inner:
+                    pending.append((f"{where}.{name}", value, fields.inner[name]))
+                elif name not in fields.known and name not in IGNORED_NESTED_FIELDS:
+                    found += [f"{where}.{name}"] if bytes(memoryview(value)[:5]) != b"null" else []
+    return found
+
+
+@cache
+def fields_of(kind: type[msgspec.Struct]) -> KnownFields:
+    """The fields of a body."""
+    return _fields([kind])
+
+
+def _fields(kinds: list[type[msgspec.Struct]]) -> KnownFields:
+    known: set[str] = set()
+    within: dict[str, list[type[msgspec.Struct]]] = {}
+    for kind in kinds:
+        for info in msgspec.structs.fields(kind):
+            known.add(info.encode_name)
+            structs = list(_structs(_type_of(info)))
+            if structs:
+                within.setdefault(info.encode_name, []).extend(structs)
+    return KnownFields(
+        frozenset(known), {name: _fields(structs) for name, structs in within.items()}
+    )
+
+
+def _type_of(field: msgspec.structs.FieldInfo) -> inspect.Type:
+    """The type of a field, without its description."""
+    kind = inspect.type_info(field.type)
+    return kind.type if isinstance(kind, inspect.Metadata) else kind
+
+
+def _structs(kind: inspect.Type) -> Iterator[type[msgspec.Struct]]:
+    """The structs that a value of this type may be, or hold in a list."""
+    if isinstance(kind, inspect.StructType):
+        yield kind.cls
+    elif isinstance(kind, inspect.ListType):
+        yield from _structs(kind.item_type)
+    elif isinstance(kind, inspect.UnionType):
+        for item in kind.types:
+            yield from _structs(item)
+
+
+MAX_FIELD_BYTES = 32 * 2**10  # bytes of a field in which 5.0 becomes 5, some ms at the worst
+
+
+def with_integral_floats_as_ints(
+    body: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]
+) -> bytes | None:
+    """The body with 5.0 written as 5 where an integer is needed; None if there is no such number.
+    Called for bodies that were refused. Raises msgspec.DecodeError.
+    """
+    types, changed = _integer_fields(kind), dict[str, JsonValue | msgspec.Raw](body)
+    for name in types.keys() & body.keys():
+        if memoryview(body[name]).nbytes <= MAX_FIELD_BYTES and b"." in bytes(body[name]):
+            changed[name] = _as_integers(msgspec.json.decode(body[name]), types[name])
+    found = any(changed[name] is not body[name] for name in body)
+    return msgspec.json.encode(changed) if found else None
+
+
+@cache
+def _integer_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[inspect.Type, ...]]:
+    """Types of the fields that may hold an integer, at any depth, by name."""
+    fields = {f.encode_name: _alternatives(_type_of(f)) for f in msgspec.structs.fields(kind)}
+    return {name: types for name, types in fields.items() if any(map(_has_integer, types))}
+
+
+def _alternatives(kind: inspect.Type) -> tuple[inspect.Type, ...]:
+    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
+def _has_integer(kind: inspect.Type) -> bool:
+    if isinstance(kind, inspect.ListType):
+        return any(map(_has_integer, _alternatives(kind.item_type)))
+    if isinstance(kind, inspect.StructType):
+        return bool(_integer_fields(kind.cls))
+    return isinstance(kind, inspect.IntType)
+
+
+def _as_integers(value: JsonValue, types: tuple[inspect.Type, ...]) -> JsonValue:
+    if isinstance(value, float):
+        takes_integers = any(isinstance(kind, inspect.IntType) for kind in types)
+        return int(value) if takes_integers and value.is_integer() else value
+    for kind in types:
+        if isinstance(value, list) and isinstance(kind, inspect.ListType):
+            return [_as_integers(item, _alternatives(kind.item_type)) for item in value]
+        if isinstance(value, dict) and isinstance(kind, inspect.StructType):
+            inner = _integer_fields(kind.cls)
+            return {name: _as_integers(item, inner.get(name, ())) for name, item in value.items()}
+    return value
+
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+
+def prescanned(body: bytes | bytearray, kind: type[BodyType]) -> Iterator[None]:
+    """Checks depth and size of a `body` of type `kind`, one slice an iteration; comes before
+    decode(). Raises ApiError 400.
+    """
+    try:
+        yield from prescan(body, kind.json_limits)
+    except JsonLimitExceeded as error:
+        raise ApiError(400, str(error), code="invalid_value") from None
+
+
+def decode(
+    body: bytes, kind: type[BodyType], on_unknown_fields: Callable[[Sequence[str]], object]
+) -> BodyType:
+    """The typed request in a pre-scanned `body`. ApiError 400 says which field is wrong and why.
+
+    `on_unknown_fields`: called with the names of unknown fields, if any: of the body, then within
+    its fields.
+    """
+    if not body.strip():
+        raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
+    try:
+        fields, known = _object(body), kind.__struct_fields__
+        other_fields = {name: fields[name] for name in fields if name not in known}
+        if other_fields:
+            _check_unsupported(other_fields, kind, on_unknown_fields)
+        decoded = _typed(body, fields, kind)
+        if unknown := unknown_within(fields, kind):
+            on_unknown_fields(unknown)
+        return decoded
+    except msgspec.ValidationError as error:
+        raise from_validation(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _typed(body: bytes, fields: Mapping[str, msgspec.Raw], kind: type[BodyType]) -> BodyType:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError:
+        with_ints = with_integral_floats_as_ints(fields, kind)
+        if with_ints is None:
+            raise
+        return msgspec.json.decode(with_ints, type=kind)
+
+
+def _check_unsupported(
+    fields: Mapping[str, msgspec.Raw],
+    kind: type[Body],
+    on_unknown_fields: Callable[[Sequence[str]], object],
+) -> None:
+    refused, unknown = kind.unsupported_fields, list[str]()
+    for name, value in fields.items():
+        if name in kind.ignored_fields:
+            continue
+        if name not in refused:
+            unknown.append(name)
+        elif not is_neutral(value, refused[name]):
+            scope = "endpoint" if name in FIELDS_OF_OTHER_ENDPOINTS else "server"
+            message = f"{name} is not supported by this {scope}"
+            instead = [
+                alternative
+                for alternative in ALTERNATIVES.get(name, ())
+                if alternative in kind.__struct_fields__
+            ]
+            if instead:
+                message += f"; ask for {instead[0]}"
+            raise ApiError(400, message, name, "unsupported_parameter")
+    if unknown:
+        on_unknown_fields(unknown)
 
 
 @dataclass(frozen=True)
@@ -45,7 +477,7 @@ class Service:
 
     core: live requests, and health. sessions: where calls go in and deltas come out.
     metrics, access_log, admission, browsers: see their classes.
-    model: the served name. terms: defaults and parsers for requests.
+    model: the served name. defaults: of requests, with limits and parsers.
     max_body_bytes: after decompression. context_length: most tokens of prompt and output, 0:
         unknown.
     fingerprint: `system_fingerprint` of answers. tokenizer_info: JSON of /tokenizer_info.
@@ -56,19 +488,19 @@ class Service:
     sessions: RequestSessions
     metrics: Metrics
     model: str
-    terms: RequestDefaults
+    defaults: RequestDefaults
     admission: Admission
     browsers: BrowserGuard
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
     fingerprint: str = ""
     tokenizer_info: bytes = b"{}"
-    monitor: PipelineMonitor | None = None  # None: there is no page
+    monitor: PipelineMonitor | None = None
     access_log: AccessLog = field(default_factory=lambda: AccessLog(RequestTraces()))
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-# Fields that the body of /tokenize shares with a chat's: all that a chat's prompt depends on.
+# Fields that /tokenize shares with chats: all that a chat's prompt depends on.
 CHAT_FIELDS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(
     ChatRequest.__struct_fields__
 )
@@ -76,21 +508,21 @@ CHAT_FIELDS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(
 NO_OUTPUT = SamplingParams(max_tokens=0, skip_special_tokens=False)
 
 
-def tokenize_call(request: TokenizeRequest, name: str, terms: RequestDefaults) -> Call:
-    """The call that asks for a prompt's ids. Raises ApiError 400."""
+def tokenize_call(request: TokenizeRequest, name: str, defaults: RequestDefaults) -> Call:
+    """The call for a prompt's ids. Raises ApiError 400."""
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
     if request.prompt is None:
         chat = ChatRequest(**{field: getattr(request, field) for field in CHAT_FIELDS})
         return replace(
-            prompt_call(chat, name, terms),
+            prompt_call(chat, name, defaults),
             return_prompt_ids=True,
             return_token_strs=bool(request.return_token_strs),
         )
     return Call(
         request_id=name,
         params=NO_OUTPUT,
-        timeout=terms.timeout,
+        timeout=defaults.timeout,
         text=request.prompt,
         add_special_tokens=request.add_special_tokens is not False,
         return_prompt_ids=True,
@@ -99,19 +531,19 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: RequestDefaults) -
     )
 
 
-def prompt_call(request: ChatRequest, name: str, terms: RequestDefaults) -> Call:
-    """The call that asks for a chat's prompt, also if its tool calls could not be parsed. Raises
+def prompt_call(request: ChatRequest, name: str, defaults: RequestDefaults) -> Call:
+    """The call for a chat's prompt, also where the model's tool calls cannot be parsed. Raises
     ApiError 400.
     """
     with_tools = functions_to_tools(request)
     try:
-        prompt = chat_prompt(with_tools or request, terms.parsers)
+        prompt = chat_prompt(with_tools or request, defaults.parsers)
     except ApiError as error:
         raise (error if with_tools is None else renamed(error, LEGACY_FIELD_NAMES)) from None
     return Call(
         request_id=name,
         params=NO_OUTPUT,
-        timeout=terms.timeout,
+        timeout=defaults.timeout,
         chat=prompt.chat,
         template_arguments=prompt.arguments,
         add_special_tokens=bool(request.add_special_tokens),
@@ -119,12 +551,12 @@ def prompt_call(request: ChatRequest, name: str, terms: RequestDefaults) -> Call
     )
 
 
-def detokenize_call(request: DetokenizeRequest, name: str, terms: RequestDefaults) -> Call:
-    """The call that asks for the text of ids."""
+def detokenize_call(request: DetokenizeRequest, name: str, defaults: RequestDefaults) -> Call:
+    """The call for the text of ids."""
     return Call(
         request_id=name,
         params=replace(NO_OUTPUT, skip_special_tokens=bool(request.skip_special_tokens)),
-        timeout=terms.timeout,
+        timeout=defaults.timeout,
         prompt_ids=pack(request.tokens),
         return_prompt_text=True,
         only_encode=True,
@@ -142,7 +574,7 @@ class EncodedPrompt:
             self._result.set_result(started)
 
     def delta(self, index: int, delta: OutputDelta) -> None:
-        """The end; Started brought all of it."""
+        """The end of the request; Started has brought the prompt."""
 
     def failed(self, index: int, failed: Failed) -> None:
         if not self._result.done():
@@ -167,9 +599,10 @@ def tokenize_response(started: Started, context_length: int) -> JsonObject:
     }
 
 
-IGNORED_SCHEMA = web.RequestKey("left_out", str)  # of a request whose schema is not held in full
-MAX_IGNORED_SCHEMA = 1_000  # letters
-HEADER_LETTERS = " !#$&'()*+,/:;=?@[]{}|<>"  # that a header has as they are
+# Of a request whose schema is not enforced as a whole: the parts that are not.
+IGNORED_SCHEMA = web.RequestKey("left_out", str)
+MAX_IGNORED_SCHEMA = 1_000  # letters of these
+HEADER_LETTERS = " !#$&'()*+,/:;=?@[]{}|<>"  # letters that need no escape in a header
 
 log = logging.getLogger(__name__)
 
@@ -185,49 +618,49 @@ class Serving:
         self._write_batch = WriteBatch()
 
     async def read_body(self, request: web.Request, kind: type[BodyType]) -> BodyType:
-        """The decoded body; read only if a request would be taken now."""
+        """The decoded body. Raises ApiError before it is read if no request would be taken now."""
         self.check_capacity(1)
         body = await self._bodies.read(request, kind)
         self.check_model(body.model)
         return body
 
-    def new_answer(self, name: str, job: ParsedRequest, chat: bool) -> ResponseMetadata:
-        """The answer called `name`: its id, time, model and parsers."""
+    def response_metadata(self, name: str, parsed: ParsedRequest, chat: bool) -> ResponseMetadata:
+        """What all parts of the response with id `name` have in common."""
         return ResponseMetadata(
             chat=chat,
             id=name,
             created=int(time.time()),
             model=self.service.model,
-            output_options=job.output_options,
-            parser_factory=job.parser_factory,
-            tool_call_options=job.tool_call_options,
+            output_options=parsed.output_options,
+            parser_factory=parsed.parser_factory,
+            tool_call_options=parsed.tool_call_options,
             fingerprint=self.service.fingerprint,
         )
 
     async def respond(
-        self, request: web.Request, job: ParsedRequest, encoder: ResponseEncoder
+        self, request: web.Request, parsed: ParsedRequest, encoder: ResponseEncoder
     ) -> web.StreamResponse:
-        """Runs the job; `encoder` encodes the answer."""
-        self.check_capacity(job.choices)
-        constraint = job.constraint
+        """Runs the calls of the request; `encoder` encodes the answer."""
+        self.check_capacity(parsed.choices)
+        constraint = parsed.constraint
         if constraint.unenforced:
             _note_ignored_schema(request, constraint.unenforced)
-        sink = EventStream(encoder, self._write_batch) if job.stream else FullResponse(encoder)
+        sink = EventStream(encoder, self._write_batch) if parsed.stream else FullResponse(encoder)
         checked = (
             _GrammarRefusals(sink, request, constraint.fallback_omits)
             if constraint.fallback is not None
             else sink
         )
         admission = self.service.admission
-        admission.count_choices(request, job.prompts, job.choices)
+        admission.count_choices(request, parsed.prompts, parsed.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
-        calls = self._with_client(request, job.calls)
+        calls = self._with_client(request, parsed.calls)
         try:
             async with self.service.sessions.open(calls, admission.metered(request, checked)):
                 return await sink.respond(request)
         except ApiError as error:
-            # Nobody behind the gateway knows which field has asked for the form.
+            # The stages behind the gateway do not know which field the constraint comes from.
             names = {"structured_outputs": constraint.field} if constraint.field else {}
             raise renamed(error, names) from None
 
@@ -240,7 +673,7 @@ class Serving:
             return await sink.prompt()
 
     def _with_client(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
-        """The calls with their client's hash; the monitor learns whose they are."""
+        """The calls with their client's hash; the monitor notes their owner."""
         monitor, client = self.service.monitor, self.service.admission.client_hash(request)
         for call in calls:
             if monitor is not None:
@@ -264,21 +697,22 @@ class Serving:
 
 
 class _GrammarRefusals:
-    """A sink in front of another, for a request that is served though its grammar is refused.
+    """A sink in front of another, for a request that is served though its grammar may be refused.
 
-    Notes before the headers are sent what the answer is not constrained by: `loses`.
+    If so, notes before the headers are sent what the answer is not constrained by.
+    fallback_omits: as in OutputConstraint.
     """
 
-    __slots__ = ("_loses", "_request", "_sink")
+    __slots__ = ("_fallback_omits", "_request", "_sink")
 
-    def __init__(self, sink: ResponseSink, request: web.Request, loses: str) -> None:
+    def __init__(self, sink: ResponseSink, request: web.Request, fallback_omits: str) -> None:
         self._sink = sink
         self._request = request
-        self._loses = loses
+        self._fallback_omits = fallback_omits
 
     def started(self, index: int, started: Started) -> None:
         if started.refusal:
-            _note_ignored_schema(self._request, (f"{self._loses}: {started.refusal}",))
+            _note_ignored_schema(self._request, (f"{self._fallback_omits}: {started.refusal}",))
         self._sink.started(index, started)
 
     def delta(self, index: int, delta: OutputDelta) -> None:
@@ -290,10 +724,10 @@ class _GrammarRefusals:
 
 def _note_ignored_schema(request: web.Request, parts: Sequence[str]) -> None:
     """Puts into a header and the log what the answer is not constrained by."""
-    # Names of properties are the client's: no log has them, a header takes ASCII only.
+    # Names of properties are the client's: the log gets keywords alone, and a header takes ASCII.
     request[IGNORED_SCHEMA] = quote("; ".join(parts), HEADER_LETTERS)[:MAX_IGNORED_SCHEMA]
     keywords = sorted({each.partition(" ")[0] for each in parts})
-    log.info("%s: its answer is not held to %s", x_request_id(request), ", ".join(keywords))
+    log.info("%s: its answer is not constrained by %s", x_request_id(request), ", ".join(keywords))
 
 
 def client_trace(request: web.Request) -> str:

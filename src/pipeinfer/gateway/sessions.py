@@ -13,16 +13,14 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.gateway.health import StageStatus
-from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.vllm_metrics import GroupMetrics
+from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta, Started
+from pipeinfer.gateway.metrics import GroupMetrics, Metrics
 from pipeinfer.messages import CacheReset, Message, ResetCache
 from pipeinfer.params import choice_ids
 
-RESET_TIMEOUT = (
-    10.0  # seconds; a group that is started again takes longer, and then has nothing cached
-)
+# Seconds; a group that is started again takes longer, and then has nothing cached.
+RESET_TIMEOUT = 10.0
 
 
 class _PendingReset:
@@ -76,9 +74,8 @@ class ResponseSink(Protocol):
     def failed(self, index: int, failed: Failed) -> None: ...
 
 
-CALLS_AT_ONCE = (
-    16  # requests, about, between two iterations of the loop: a body may bring a thousand
-)
+# Choices, about, that are sent in one iteration of the loop: a body may have a thousand.
+CALLS_AT_ONCE = 16
 
 
 class _Session:
@@ -94,7 +91,7 @@ class _Session:
 
 
 class _ChoiceRoute:
-    """Where the events of one choice go, and what is measured of it.
+    """Where the events of one choice go, and its times and counts.
 
     session, sink, index: see _Session and ResponseSink.
     arrived, first_output, last_output: seconds. tokens: of its output.
@@ -115,9 +112,9 @@ class _ChoiceRoute:
         "tokens",
     )  # fmt: skip
 
-    def __init__(self, batch: _Session, index: int, now: float) -> None:
-        self.session = batch
-        self.sink = batch.sink
+    def __init__(self, session: _Session, index: int, now: float) -> None:
+        self.session = session
+        self.sink = session.sink
         self.index = index
         self.arrived = self.first_output = self.last_output = now
         self.tokens = self.prompt_tokens = 0
@@ -147,36 +144,36 @@ class RequestSessions:
         failure no more calls are sent, or even built. When the context ends, also by cancellation,
         choices that still run are aborted.
         """
-        batch, index, sliced = _Session(sink), 0, 0
+        session, index, sliced = _Session(sink), 0, 0
         try:
             for call in calls:
-                self._open(call, batch, index)
+                self._open(call, session, index)
                 index += call.params.n
                 if index - sliced >= CALLS_AT_ONCE:
                     sliced = index
                     await asyncio.sleep(0)
-                if batch.failed:
+                if session.failed:
                     break
             yield
         finally:
-            self._hang_up(batch)
+            self._hang_up(session)
 
     async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
         """As CacheResets.reset."""
         assert self._feed is not None
         return await self._resets.reset(self._feed, stages)
 
-    def _open(self, call: Call, batch: _Session, index: int) -> None:
+    def _open(self, call: Call, session: _Session, index: int) -> None:
         assert self._feed is not None
         now = self._clock()
         for number, name in enumerate(choice_ids(call.request_id, range(call.params.n))):
-            self._routes[name] = _ChoiceRoute(batch, index + number, now)
-            batch.live[name] = None
+            self._routes[name] = _ChoiceRoute(session, index + number, now)
+            session.live[name] = None
         self._feed(call)  # may deliver a refusal before it returns
 
-    def _hang_up(self, batch: _Session) -> None:
+    def _hang_up(self, session: _Session) -> None:
         assert self._feed is not None
-        for request_id in list(batch.live):
+        for request_id in list(session.live):
             self._close(request_id, "abort")
             self._feed(Hangup(request_id))
 
@@ -188,7 +185,7 @@ class RequestSessions:
             self._record_times(route, outcome)
 
     def deliver(self, message: Started | OutputDelta | Failed | CacheReset) -> None:
-        """Passes an event of the core to its sink; events that nobody waits for are dropped."""
+        """Passes an event of the core to its sink; events without a sink are dropped."""
         if isinstance(message, OutputDelta):  # hot path: every token of every stream
             route = self._routes.get(message.request_id)
             if route is None:

@@ -1,41 +1,62 @@
-"""Builds the gateway stage from the settings: the core, and the HTTP driver beside it.
+"""Builds the gateway stage from the settings: the core, and the HTTP server beside it.
 
-Reads small files of the checkpoint's folder, and hashes all of them for the fingerprint of answers;
-loads no model.
+- build: reads small files of the checkpoint's folder, and hashes all of them for the fingerprint of
+  answers; loads no model.
+- HttpDriver: the server's address, TLS certificate, and when connections are accepted.
+
+Knows the line that says "ready"; the handlers are in app.py.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
 import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
+from aiohttp import web
 
 from pipeinfer.checkpoint.files import read_json
 from pipeinfer.checkpoint.source import FILES_TO_FETCH, find_model
 from pipeinfer.control import CHANNEL
-from pipeinfer.gateway import api_keys, http_server
+from pipeinfer.gateway import api_keys
 from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits
-from pipeinfer.gateway.auth import AccessLog, Admission, is_protected
+from pipeinfer.gateway.app import build_app
+from pipeinfer.gateway.auth import (
+    AccessLog,
+    Admission,
+    BrowserGuard,
+    host_name,
+    is_protected,
+    parse_hosts,
+    parse_origins,
+)
+from pipeinfer.gateway.connections import Acceptor, Connections, connection_limit
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.cross_origin import BrowserGuard, host_name, parse_hosts, parse_origins
+from pipeinfer.gateway.errors import Handler
 from pipeinfer.gateway.health import Health, expected_stages
-from pipeinfer.gateway.http_server import Certificate, HttpDriver
-from pipeinfer.gateway.ledger import Backlog, RequestTraces
-from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.ledger import Backlog, RequestTraces, StatusChanged
+from pipeinfer.gateway.metrics import Metrics, RollingLatencies, VllmMetrics
 from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
 from pipeinfer.gateway.serving import Service
 from pipeinfer.gateway.sessions import RequestSessions
 from pipeinfer.gateway.tool_parsers.registry import choose_parsers
-from pipeinfer.gateway.vllm_metrics import VllmMetrics
-from pipeinfer.json_values import JsonObject
-from pipeinfer.runtime import listening
+from pipeinfer.messages import Message
+from pipeinfer.params import JsonObject
+from pipeinfer.runtime import servers
+from pipeinfer.runtime.logs import CLEAR_LINE, can_rewrite, discard_unread
+from pipeinfer.runtime.servers import BACKLOG, close_all
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import Targets
@@ -51,8 +72,9 @@ from pipeinfer.version import __version__
 log = logging.getLogger(__name__)
 
 NAIVE_CACHE = "naive"  # of --cache
-MAX_TOKENS = 1_000_000  # of a request whose model does not say; buckets end there
-TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
+# Tokens of a request at most, where the context length is not known: histograms end there.
+MAX_TOKENS = 1_000_000
+TICK = 0.1  # seconds between two ticks: so late may a timeout or a silent stage be noticed
 
 
 def build(context: StageContext) -> Stage:
@@ -72,19 +94,21 @@ def build(context: StageContext) -> Stage:
     targets = Targets(settings.itl_target, settings.ttft_target)
     context_length = _context_length(settings, folder)
     metrics = Metrics(
-        core.health, core.can_serve, targets, _vllm(settings, core.health, context_length)
+        core.health, core.can_serve, targets, _vllm_metrics(settings, core.health, context_length)
     )
-    certificate = http_server.load_certificate(settings)
-    admission = Admission(_keys(settings), _limits(settings), metrics, is_loopback(settings.host))
-    files = _files(settings, folder)
+    certificate = load_certificate(settings)
+    admission = Admission(
+        _api_keys(settings), _key_limits(settings), metrics, is_loopback(settings.host)
+    )
+    files = _tokenizer_files(settings, folder)
     service = Service(
         core,
         RequestSessions(metrics),
         metrics,
         settings.model_name,
-        terms(settings, folder, files),
+        request_defaults(settings, folder, files),
         admission,
-        _web_pages(settings, admission),
+        _browser_guard(settings, admission),
         settings.max_body_mib * 2**20,
         context_length,
         fingerprint=fingerprint(settings, folder),
@@ -94,7 +118,7 @@ def build(context: StageContext) -> Stage:
     )
     other_stages = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(
-        service, partial(http_server.server_url, settings), lambda: _listen(context), certificate
+        service, partial(server_url, settings), lambda: _listen(context), certificate
     )
     return Stage(
         core,
@@ -105,68 +129,71 @@ def build(context: StageContext) -> Stage:
             *death_subscriptions(context.topology, "telemetry"),
         ),
         before_leave=lambda: driver.leave(settings.drain_timeout),
-        reload=lambda: _reload(settings, admission, certificate),
+        reload=lambda: _reload_keys_and_certificate(settings, admission, certificate),
         monitor=service.monitor,
     )
 
 
-def _vllm(settings: Settings, health: Health, context_length: int) -> VllmMetrics | None:
+def _vllm_metrics(settings: Settings, health: Health, context_length: int) -> VllmMetrics | None:
     if not settings.vllm_metrics:
         return None
     max_tokens = context_length or MAX_TOKENS
     return VllmMetrics(health, settings.model_name, max_tokens, settings.cache != NAIVE_CACHE)
 
 
-TokenizerFiles = tuple[
-    JsonObject, dict[str, str]
-]  # the tokenizer's configuration, and chat templates
+# The tokenizer's configuration, and chat templates.
+TokenizerFiles = tuple[JsonObject, dict[str, str]]
 
 
-def _files(settings: Settings, folder: Path) -> TokenizerFiles:
+def _tokenizer_files(settings: Settings, folder: Path) -> TokenizerFiles:
     config = read_tokenizer_config(folder)
     return config, template_sources(folder, config, settings.chat_template)
 
 
-def terms(settings: Settings, folder: Path, files: TokenizerFiles | None = None) -> RequestDefaults:
+def request_defaults(
+    settings: Settings, folder: Path, files: TokenizerFiles | None = None
+) -> RequestDefaults:
     """Defaults, bounds and parsers for requests to the checkpoint in `folder`.
 
     files: its tokenizer files, if they were read before. Raises ConfigurationError.
     """
-    # More prompts than may wait could never be taken together.
-    most = min(settings.max_prompts, settings.max_queue)
-    config, templates = files or _files(settings, folder)
-    read = choose_parsers(
+    # A request with more prompts than may wait would always be refused.
+    max_prompts = min(settings.max_prompts, settings.max_queue)
+    config, templates = files or _tokenizer_files(settings, folder)
+    parsers = choose_parsers(
         settings.tool_parser,
         settings.reasoning_parser,
         "\n".join(templates.values()),
         added_tokens(folder, config),
     )
-    if read.template_has_tools and not read.tool_parser_name and not read.tools_disabled:
+    if parsers.template_has_tools and not parsers.tool_parser_name and not parsers.tools_disabled:
         log.warning(
-            "tools are refused unless tool_choice demands a call: %s", read.why_no_tool_calls
+            "tools are refused unless tool_choice demands a call: %s", parsers.why_no_tool_calls
         )
     closed = not settings.allow_additional_properties
-    return RequestDefaults(sampling_defaults(folder), most, settings.request_timeout, read, closed)
+    return RequestDefaults(
+        sampling_defaults(folder), max_prompts, settings.request_timeout, parsers, closed
+    )
 
 
-def _limits(settings: Settings) -> KeyLimits:
+def _key_limits(settings: Settings) -> KeyLimits:
     """Limits of keys that name none themselves."""
     return KeyLimits(
         settings.key_concurrent, settings.key_requests_per_minute, settings.key_tokens_per_minute
     )
 
 
-def _keys(settings: Settings) -> ApiKeys:
-    """The key of the settings, else the keys of their file; without any every client is let in."""
+def _api_keys(settings: Settings) -> ApiKeys:
+    """The key of the settings, else the keys of their file; without keys all clients are served."""
     if settings.api_key:
-        return api_keys.single_key(settings.api_key, _limits(settings))
+        return api_keys.single_key(settings.api_key, _key_limits(settings))
     if settings.api_key_file:
-        return api_keys.read_key_file(settings.api_key_file, _limits(settings))
+        return api_keys.read_key_file(settings.api_key_file, _key_limits(settings))
     return ApiKeys()
 
 
-def _web_pages(settings: Settings, admission: Admission) -> BrowserGuard:
-    """The name to listen on, where it is one, is the server's without being named again."""
+def _browser_guard(settings: Settings, admission: Admission) -> BrowserGuard:
+    """The guard; the name that the server listens on is allowed without being listed."""
     hosts = parse_hosts(settings.allowed_hosts)
     if not admission.needs_key and not hosts and not is_loopback(settings.host):
         log.info("no API keys: clients that use a name with a dot need --allowed-hosts NAME")
@@ -175,11 +202,13 @@ def _web_pages(settings: Settings, admission: Admission) -> BrowserGuard:
     return BrowserGuard(named, bool(hosts), origins, lambda: not admission.needs_key, is_protected)
 
 
-def _reload(settings: Settings, admission: Admission, certificate: Certificate | None) -> None:
-    """Reads keys and certificate again; what cannot be read stays as it was."""
+def _reload_keys_and_certificate(
+    settings: Settings, admission: Admission, certificate: Certificate | None
+) -> None:
+    """Reads keys and certificate again; one that cannot be read stays as it was."""
     if settings.api_key_file and not settings.api_key:
         try:
-            found = _keys(settings)
+            found = _api_keys(settings)
             if not found and admission.needs_key:
                 raise ConfigurationError(f"--api-key-file {settings.api_key_file}: it is empty")
             if found:
@@ -198,22 +227,22 @@ def _reload(settings: Settings, admission: Admission, certificate: Certificate |
 def _listen(context: StageContext) -> list[socket.socket]:
     """Sockets that the parent process handed over, or new ones."""
     if context.listen_fds:
-        return listening.adopt(context.listen_fds)
-    return listening.open_sockets(context.settings.host, context.settings.port)
+        return servers.adopt(context.listen_fds)
+    return servers.open_sockets(context.settings.host, context.settings.port)
 
 
 def _context_length(settings: Settings, folder: Path) -> int:
-    """For /v1/models only; what refuses a long prompt is the tokenizer stage."""
+    """The model's context length for /v1/models; the tokenizer stage refuses long prompts."""
     if settings.max_model_len:
         return settings.max_model_len
     try:
         return read_json(folder, "config.json").integer("max_position_embeddings", 0, least=0)
     except ConfigurationError:
-        return 0  # not shown then; the stages that need the file say what is wrong with it
+        return 0  # not shown; the stages that need the file report what is wrong with it
 
 
-# Settings by which no answer changes: who may ask and how much, where processes run and what they
-# write down, what waits, and what is computed when. All others count.
+# Settings that change no answer: access and limits, where processes run and what they record,
+# queues, and the order of the work. All other settings are part of the fingerprint.
 WITHOUT_EFFECT = frozenset(
     (
         "all_graphs_first", "allowed_hosts", "allowed_origins", "api_key", "api_key_file", "dp",
@@ -227,10 +256,12 @@ WITHOUT_EFFECT = frozenset(
         "vllm_metrics", "watchdog",
     )
 )  # fmt: skip
-# Settings that name files, which count by what is in them.
+# Settings that name files, whose contents are part of the fingerprint.
 FILE_SETTINGS = frozenset(("chat_template", "model", "revision"))
 MAX_WHOLE_FILE = 32 * 2**20  # bytes up to which a file is read as a whole
-SAMPLES, SAMPLE = 8, 4096  # parts of a larger one, and bytes of each: weights differ everywhere
+# Of a larger file so many parts are read, which is enough since weights differ everywhere.
+SAMPLES = 8
+SAMPLE_BYTES = 4096  # bytes of each part
 
 
 def fingerprint(settings: Settings, model: Path) -> str:
@@ -264,7 +295,240 @@ def _add_file(digest: blake2b, path: Path) -> None:
                 digest.update(file.read())
                 return
             for part in range(SAMPLES):
-                file.seek((size - SAMPLE) * part // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE))
+                file.seek((size - SAMPLE_BYTES) * part // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
     except OSError:
         return
+
+
+class Certificate:
+    """The certificate chain and key of two files. context: makes connections; reload() changes
+    it."""
+
+    def __init__(self, chain: str, key: str) -> None:
+        """Raises ConfigurationError if the files cannot be read, or do not belong together."""
+        self._chain = chain
+        self._key = key
+        self.context = self._read()
+
+    def reload(self) -> None:
+        """Uses the present content of the files for new connections.
+
+        Raises ConfigurationError as the constructor does; then nothing changes.
+        """
+        self._read()  # a half-loaded pair must not get into the context that is in use
+        self.context.load_cert_chain(self._chain, self._key, password=_refuse_password)
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        for flag, path in (("--tls-cert", self._chain), ("--tls-key", self._key)):
+            try:
+                with Path(path).open("rb"):
+                    pass
+            except OSError as error:
+                raise ConfigurationError(f"{flag} {path}: {error.strerror or error}") from None
+        try:
+            context.load_cert_chain(self._chain, self._key, password=_refuse_password)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or "one of them is no PEM file of its kind"
+            pair = f"--tls-cert {self._chain} --tls-key {self._key}"
+            raise ConfigurationError(f"{pair}: {reason}") from None
+        return context
+
+
+def _refuse_password() -> str:
+    """In place of OpenSSL's prompt for a password on the terminal."""
+    raise ValueError("a key with a password")
+
+
+def load_certificate(settings: Settings) -> Certificate | None:
+    """The certificate that the settings name; None for plain HTTP. Raises ConfigurationError."""
+    if not settings.tls_cert and not settings.tls_key:
+        return None
+    if not settings.tls_cert or not settings.tls_key:
+        raise ConfigurationError("--tls-cert and --tls-key need each other")
+    return Certificate(settings.tls_cert, settings.tls_key)
+
+
+def server_url(settings: Settings, port: int) -> str:
+    """The URL by which users reach a server that listens on `port`: its public address if set."""
+    scheme = "https" if settings.tls_cert else "http"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    public = settings.public_address.rstrip("/")
+    # As in Docker's `-p`: a port alone, 0.0.0.0 and [::] stand for all addresses of the host.
+    at, _, published = public.rpartition(":")
+    if published.isdecimal() and at in ("", "0.0.0.0", "[::]"):
+        public = f"127.0.0.1:{published}"
+    return public if "://" in public else f"{scheme}://{public or f'{host}:{port}'}"
+
+
+SHUTDOWN_TIMEOUT = 5.0  # seconds that handlers have to finish when the server stops
+QUIET_SECONDS = 2.0  # seconds without a request after which idle connections may be closed
+LEAVE_POLL = 0.01  # seconds between two checks whether requests run
+FIRST_HEARTBEATS = 1.0  # seconds within which heartbeats of all running stages have come
+
+
+class HttpDriver:
+    """Serves `service` over HTTP or, with a `certificate`, HTTPS.
+
+    listen(): gives the sockets, which the driver closes. url_of(port): the URL for users.
+    url: set by start().
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        url_of: Callable[[int], str],
+        listen: Callable[[], list[socket.socket]],
+        certificate: Certificate | None = None,
+    ) -> None:
+        self._service = service
+        self._certificate = certificate
+        self._url_of = url_of
+        self._listen = listen
+        self._sockets: list[socket.socket] = []
+        self._runner: web.AppRunner | None = None
+        self._connections: Connections | None = None
+        self._servers: list[asyncio.Server | Acceptor] = []
+        self._ready = asyncio.Event()
+        self._accepting: asyncio.Task[None] | None = None
+        self._open = self._announced = self._leaving = False
+        self._latencies = RollingLatencies(service.metrics)
+        self._in_flight = 0  # requests whose handlers run
+        self.url = ""
+
+    async def start(self, feed: Callable[[Message], None]) -> None:
+        """Listens. Raises ConfigurationError if the address is taken.
+
+        Connections are accepted when the pipeline is ready, at the latest after FIRST_HEARTBEATS:
+        clients of a restarted gateway need not be refused as "starting".
+        """
+        self._service.sessions.bind(feed)
+        self._sockets = self._listen()
+        runner = web.AppRunner(
+            self._app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT
+        )
+        await runner.setup()
+        assert runner.server is not None
+        self._runner = runner
+        metrics = self._service.metrics
+        self._connections = Connections(
+            runner.server,
+            connection_limit(),
+            metrics.bad_requests.inc,
+            metrics.refused_connections.inc,
+        )
+        self.url = self._url_of(self._sockets[0].getsockname()[1])
+        self._accepting = asyncio.create_task(self._accept(self._connections))
+
+    def deliver(self, message: Message) -> None:
+        """Takes local events of the core."""
+        if isinstance(message, StatusChanged):
+            if message.status != "starting":
+                self._ready.set()
+            self._announce()
+        else:
+            self._service.sessions.deliver(message)  # type: ignore[arg-type]
+
+    async def leave(self, seconds: float) -> None:
+        """Leaves new connections to other processes with the same sockets, and ends its own.
+
+        Each connection ends with its next answer, which has "Connection: close", and at the latest
+        after `seconds`.
+        """
+        if self._runner is None or self._runner.server is None:
+            return
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + seconds
+        self._leaving = True
+        self._end_monitor_feeds()
+        await self._end_accepting()
+        self._close_servers()
+        quiet_since = clock()
+        while clock() < min(quiet_since + QUIET_SECONDS, deadline):
+            await asyncio.sleep(LEAVE_POLL)
+            if self._in_flight:
+                quiet_since = clock()
+        self._service.sessions.fail_all(503, "the server is shutting down")
+        self._runner.server.pre_shutdown()  # wakes those that wait for a request
+        await self._runner.server.shutdown(SHUTDOWN_TIMEOUT)
+
+    async def stop(self) -> None:
+        """Ends running streams with an error, sends what is buffered, closes all connections."""
+        self._end_monitor_feeds()
+        self._service.sessions.fail_all(503, "the server is shutting down")
+        await self._end_accepting()
+        self._close_servers()
+        if self._connections is not None:
+            self._connections.stop()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def stats(self) -> dict[str, float]:
+        """Statistics of the last minute; see RollingLatencies."""
+        return self._latencies.stats(time.monotonic())
+
+    def _app(self) -> web.Application:
+        @web.middleware
+        async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._in_flight += 1
+            try:
+                return await handler(request)
+            finally:
+                self._in_flight -= 1
+
+        async def end_connection(_request: web.Request, response: web.StreamResponse) -> None:
+            if self._leaving:
+                response.force_close()
+                # force_close() comes too late for aiohttp's own header, and without the header a
+                # client sends its next request on this connection.
+                response.headers["Connection"] = "close"
+
+        app = build_app(self._service)
+        app.middlewares.insert(0, counted)
+        app.on_response_prepare.append(end_connection)
+        return app
+
+    async def _accept(self, connections: Connections) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ready.wait(), FIRST_HEARTBEATS)
+        loop, certificate = asyncio.get_running_loop(), self._certificate
+        for one in self._sockets:
+            if certificate is None:
+                server = await loop.create_server(connections, sock=one, backlog=BACKLOG)
+            else:
+                server = Acceptor(one, partial(connections.accept_tls, context=certificate.context))
+            self._servers.append(server)
+        self._open = True
+        self._announce()
+
+    def _end_monitor_feeds(self) -> None:
+        """Monitor feeds never end by themselves, and the shutdown would wait for them."""
+        if self._service.monitor is not None:
+            self._service.monitor.leaving = True
+
+    def _close_servers(self) -> None:
+        """Accepts no more connections; open ones stay."""
+        for server in self._servers:
+            server.close()
+        self._servers = []
+
+    async def _end_accepting(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait({self._accepting})
+        if not self._open:
+            close_all(self._sockets)
+
+    def _announce(self) -> None:
+        if self._open and not self._announced and self._service.core.status == "ready":
+            self._announced = True
+            page = f"chat in a browser at {self.url}, " if self._service.monitor is not None else ""
+            log.info("%ssend requests to %s/v1, stop with Ctrl-C", page, self.url)
+            over = CLEAR_LINE if can_rewrite(sys.stdout) else ""
+            try:
+                print(f"{over}ready {self.url}", file=sys.stdout, flush=True)
+            except BrokenPipeError:  # nobody reads stdout, which is no reason to end
+                discard_unread()

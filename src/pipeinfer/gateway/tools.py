@@ -1,7 +1,13 @@
-"""The tools of a chat: which it offers, what constrains their calls, calls made before.
+"""The tools of a chat, and what an answer must fit: structured outputs, grammars of tool calls.
 
-Templates know functions alone: a custom tool is shown as a function of one text, its input. Knows
-the schema of requests; no output text.
+- RequestTools: the tools that a chat offers. Templates know functions alone: a custom tool is shown
+  as a function of one text, its input.
+- tool_call_constraint: what calls of these tools must fit.
+- OutputConstraint: what an answer must fit, in all the forms of requests: OpenAI's response_format,
+  vLLM's structured_outputs and guided_*, SGLang's regex, ebnf and json_schema, llama.cpp's grammar,
+  Ollama's format.
+
+Knows the schema of requests; no output text. Compiles nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +20,20 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from pipeinfer.gateway.errors import ApiError, required
+from pipeinfer.gateway.errors import ApiError, field_in, required
 from pipeinfer.gateway.schema import (
     ChatMessage,
     ChatRequest,
     Choice,
     CustomTool,
     Function,
+    Generation,
     NamedTool,
+    ResponseFormat,
+    Structured,
     Tool,
     ToolChoice,
 )
-from pipeinfer.gateway.structured_outputs import OutputConstraint, unenforced_message
 from pipeinfer.gateway.tool_parsers.base import INPUT_PARAMETER
 from pipeinfer.gateway.tool_parsers.grammars import (
     CallGrammar,
@@ -36,12 +44,12 @@ from pipeinfer.gateway.tool_parsers.grammars import (
 )
 from pipeinfer.gateway.tool_parsers.harmony import final_message_grammar
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
-from pipeinfer.grammars.bounds import MAX_GRAMMAR_BYTES, GrammarError, check
+from pipeinfer.grammars.bounds import MAX_GRAMMAR_BYTES, GrammarError, check, schema_of
 from pipeinfer.grammars.rewriting import compilable_schema
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 
-# Letters, of all calls in a conversation. The tokenizer parses them, some 40 ms at the worst.
+# Characters of the arguments of all calls in a conversation. The tokenizer parses them, some 40 ms
+# at the worst.
 MAX_ARGUMENT_CHARS = 2**20
 
 
@@ -73,14 +81,7 @@ def tool_call_constraint(
         for name, schema in tools.schemas.items()
         if name in tools.allowed
     }
-    many, param = (
-        parallel and not tools.one_function,
-        "tool_choice" if tools.one_function else "tools",
-    )
-    allow_content, after_reasoning = (
-        not forced and constraint.spec is None,
-        bool(parsers.reasoning_parser_name),
-    )
+    param = "tool_choice" if tools.one_function else "tools"
     content_constraint, fallback_content = (
         (None, None) if forced else (constraint.spec, constraint.fallback or constraint.spec)
     )
@@ -93,12 +94,12 @@ def tool_call_constraint(
             )
         grammar_request = GrammarRequest(
             schemas,
-            many,
-            allow_content,
-            parsers.added_tokens,
-            after_reasoning,
-            content_constraint,
-            tools.input_grammars,
+            parallel=parallel and not tools.one_function,
+            allow_content=not forced and constraint.spec is None,
+            added_tokens=parsers.added_tokens,
+            after_reasoning=bool(parsers.reasoning_parser_name),
+            content_constraint=content_constraint,
+            input_grammars=tools.input_grammars,
         )
         spec = StructuredOutputs(grammar=_grammar(grammar_of, grammar_request, strict, unenforced))
         with_schema = strict | tools.custom_tools
@@ -143,8 +144,8 @@ def _grammar(
 ) -> str:
     """The grammar of calls. Raises UnsupportedSchema.
 
-    Functions whose schema it cannot enforce, and that are not strict, get any object; `unenforced`
-    says so.
+    A function that is not strict may have any object as its arguments if the grammar cannot enforce
+    its schema; `unenforced` gets the reason, by the function's name.
     """
     try:
         return grammar(grammar_request)
@@ -163,8 +164,8 @@ def _grammar(
 def _enforceable_schema(
     name: str, schema: JsonObject | None, strict: bool, closed_objects: bool
 ) -> tuple[JsonObject | None, tuple[str, ...]]:
-    """A function's schema in the words of grammars, and what they leave out. Raises GrammarError if
-    a strict one cannot be enforced.
+    """(a function's schema with the keywords that grammars enforce, the other keywords). Raises
+    GrammarError if a strict schema cannot be enforced.
     """
     if not schema:
         return schema, ()
@@ -183,8 +184,8 @@ def _enforceable_schema(
 def final_message_constraint(
     constraint: StructuredOutputs, parsers: OutputParsers, field: str
 ) -> StructuredOutputs:
-    """The constraint of a harmony answer's final message. `field`: that asks for it. ApiError
-    400.
+    """The constraint of a harmony answer's final message. `field`: of the request, for errors.
+    ApiError 400.
     """
     try:
         spec = final_message_grammar(
@@ -197,7 +198,7 @@ def final_message_constraint(
 
 
 def check_arguments_size(calls: Iterable[JsonObject]) -> None:
-    """ApiError 400 if earlier calls have more arguments than are parsed again."""
+    """ApiError 400 if the arguments of earlier calls are longer than MAX_ARGUMENT_CHARS."""
     texts = map(_arguments_text, calls)
     if sum(len(text) for text in texts if text is not None) > MAX_ARGUMENT_CHARS:
         message = f"the arguments of all tool_calls are longer than {MAX_ARGUMENT_CHARS} characters"
@@ -211,7 +212,7 @@ def _arguments_text(call: JsonObject) -> str | None:
 
 
 def tool_call_for_template(call: JsonObject, where: str) -> JsonObject:
-    """An earlier call as one of a function; the tokenizer finds whether a template wants its
+    """An earlier call as the call of a function; the tokenizer finds out whether the template takes
     arguments as an object or as text. ApiError 400 for an unknown type.
     """
     kind = call.get("type")
@@ -221,7 +222,7 @@ def tool_call_for_template(call: JsonObject, where: str) -> JsonObject:
 
 
 def _custom_call_as_function(call: JsonObject, where: str) -> JsonObject:
-    """The call of a custom tool as one of a function."""
+    """The call of a custom tool as the call of a function."""
     custom = call.get("custom")
     given = custom if isinstance(custom, dict) else {}
     name, text = given.get("name"), given.get("input")
@@ -333,13 +334,13 @@ def _function(tool: Tool, where: str, kinds: dict[str, str]) -> Function:
     return function
 
 
-def check_tool_type(kind: str, where: str, *more: str) -> None:
-    """ApiError 400 for a tool type that is not served; `further`: types that are served there as
-    well.
+def check_tool_type(kind: str, where: str, *further: str) -> None:
+    """ApiError 400 for a tool type that is not supported. `further`: types beside TOOL_TYPES that
+    are.
     """
-    if kind not in (*TOOL_TYPES, *more):
-        known = ", ".join(map(repr, (*TOOL_TYPES, *more)))
-        message = f"{where}: {kind[:100]!r} is not supported, only {known} are"
+    if kind not in (*TOOL_TYPES, *further):
+        supported = ", ".join(map(repr, (*TOOL_TYPES, *further)))
+        message = f"{where}: {kind[:100]!r} is not supported, only {supported} are"
         raise ApiError(400, message, where, "unsupported_parameter")
 
 
@@ -400,7 +401,7 @@ def check_sendable(param: str, value: JsonValue) -> None:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
 
 
-# What chats with tools call a field, and what it is called here.
+# {field of a chat with tools: the field of a chat with functions}.
 LEGACY_FIELD_NAMES = {"tools": "functions", "tool_choice": "function_call"}
 
 
@@ -462,3 +463,172 @@ def _as_tool_messages(messages: list[ChatMessage]) -> Iterator[ChatMessage]:
             ids[str(called.get("name"))] = call_id
             call: JsonObject = {"id": call_id, "type": "function", "function": called}
             yield replace(message, function_call=None, tool_calls=[call])
+
+
+ANY_OBJECT = '{"type":"object"}'
+ENTIRE_SCHEMA = "schema"  # as an entry of `unenforced`: all of the schema
+
+FieldConstraint = tuple[str, StructuredOutputs]  # by which field
+
+
+class MalformedSchema(GrammarError):
+    """A schema that is no JSON Schema; the message says where, for the client."""
+
+
+@dataclass(frozen=True)
+class OutputConstraint:
+    """What an output must fit.
+
+    Attributes:
+    - spec: None if any text will do
+    - unenforced: keywords of the schema that are not enforced, see grammars/rewriting.py
+    - field: of the request, that asked for it
+    - fallback: the constraint where `spec` cannot be compiled; None: the request is refused then
+    - fallback_omits: what the fallback does not enforce
+    """
+
+    spec: StructuredOutputs | None = None
+    unenforced: tuple[str, ...] = ()
+    field: str = ""
+    fallback: StructuredOutputs | None = None
+    fallback_omits: str = ""
+
+    def with_field_names(self, names: Mapping[str, str]) -> OutputConstraint:
+        """The same, with the field's name as the client calls it."""
+        return dataclasses.replace(self, field=field_in(names, self.field))
+
+
+def output_constraint(request: Generation, closed_objects: bool = True) -> OutputConstraint:
+    """The constraint that the request asks for.
+
+    `closed_objects`: see RequestDefaults. ApiError 400 for more than one form, for one that is too
+    large or invalid, and for a strict schema that cannot be enforced.
+    """
+    found = list(_constraints(request))
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        message = f"an answer has one form, but {names} are given"
+        raise ApiError(400, message, found[1][0], "invalid_value")
+    if not found:
+        return OutputConstraint()
+    name, spec = found[0]
+    strict = _strict(request.response_format)
+    try:
+        check(spec)
+        if spec.json is None:
+            return OutputConstraint(spec, field=name)
+        schema = schema_of(spec.json)
+        try:
+            return _schema_constraint(name, spec, schema, strict, closed_objects)
+        except GrammarError as error:
+            if strict or isinstance(error, MalformedSchema):
+                raise
+            return OutputConstraint(
+                _fallback_json(spec, schema), (f"{ENTIRE_SCHEMA}: {error}",), name
+            )
+    except GrammarError as error:
+        raise ApiError(400, f"{name}: {error}", name, "invalid_value") from None
+
+
+def _schema_constraint(
+    name: str,
+    spec: StructuredOutputs,
+    schema: JsonObject | bool,
+    strict: bool,
+    closed_objects: bool,
+) -> OutputConstraint:
+    """Raises GrammarError, also for a strict schema that cannot be enforced."""
+    found = compilable_schema(schema, closed_objects, narrow=strict)
+    if found.malformed:
+        raise MalformedSchema(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")
+    if strict and found.unsupported:
+        raise GrammarError(unenforced_message(found.unsupported))
+    spec = replace(spec, json=msgspec.json.encode(found.schema).decode())
+    check(spec)
+    if strict:
+        return OutputConstraint(spec, field=name)
+    fallback = _fallback_json(spec, schema)
+    if fallback == spec:
+        return OutputConstraint(spec, found.unsupported, name)
+    return OutputConstraint(spec, found.unsupported, name, fallback, ENTIRE_SCHEMA)
+
+
+def _fallback_json(spec: StructuredOutputs, schema: JsonObject | bool) -> StructuredOutputs:
+    """In place of a schema that cannot be enforced: any JSON; an object or an array, if the schema
+    describes one.
+    """
+    kind = "" if isinstance(schema, bool) else schema.get("type")
+    if kind in ("object", "array"):
+        return replace(spec, json=msgspec.json.encode({"type": kind}).decode())
+    named = isinstance(schema, dict) and "properties" in schema
+    return replace(spec, json=ANY_OBJECT if named else "{}")
+
+
+def unenforced_message(parts: tuple[str, ...]) -> str:
+    """Why a strict schema is refused."""
+    return f"strict: true, but an answer cannot be constrained by {', '.join(parts[:5])}"
+
+
+def _strict(given: ResponseFormat | None) -> bool:
+    return given is not None and given.json_schema is not None and given.json_schema.strict is True
+
+
+def _constraints(request: Generation) -> Iterator[FieldConstraint]:
+    given = request.response_format
+    if given is not None and given.type != "text":
+        yield "response_format", _from_response_format(given)
+    if request.structured_outputs is not None:
+        yield "structured_outputs", _from_structured_outputs(request.structured_outputs)
+    for name in ("guided_json", "json_schema"):
+        schema: str | JsonObject | None = getattr(request, name)
+        if schema is not None:
+            yield name, StructuredOutputs(json=_schema_text(schema))
+    for name in ("guided_regex", "regex"):
+        if (regex := getattr(request, name)) is not None:
+            yield name, StructuredOutputs(regex=regex)
+    for name in ("guided_grammar", "ebnf", "grammar"):
+        if grammar := getattr(request, name):  # llama.cpp's "" is none
+            yield name, StructuredOutputs(grammar=grammar)
+    if request.guided_choice is not None:
+        yield "guided_choice", StructuredOutputs(choice=tuple(request.guided_choice))
+    if request.format:  # Ollama's "" is none, too
+        yield "format", StructuredOutputs(json=_from_ollama_format(request.format))
+
+
+def _from_response_format(given: ResponseFormat) -> StructuredOutputs:
+    """OpenAI's json_object has no schema. Others' may have one, and then is that schema."""
+    schema = None if given.json_schema is None else given.json_schema.schema
+    if schema is not None and given.schema is not None:
+        message = "response_format: an answer has one form, but json_schema and schema are given"
+        raise ApiError(400, message, "response_format", "invalid_value")
+    schema = given.schema if schema is None else schema
+    if schema is not None:
+        return StructuredOutputs(json=_schema_text(schema))
+    if given.type == "json_object":
+        return StructuredOutputs(json=ANY_OBJECT)
+    message = "response_format.json_schema.schema must be given with type json_schema"
+    raise ApiError(400, message, "response_format", "invalid_value")
+
+
+def _from_structured_outputs(given: Structured) -> StructuredOutputs:
+    schema = None if given.json is None else _schema_text(given.json)
+    if given.json_object:
+        if schema is not None:
+            message = "structured_outputs: an answer has one form, but json and json_object are two"
+            raise ApiError(400, message, "structured_outputs", "invalid_value")
+        schema = ANY_OBJECT
+    choice = None if given.choice is None else tuple(given.choice)
+    return StructuredOutputs(json=schema, regex=given.regex, choice=choice, grammar=given.grammar)
+
+
+def _from_ollama_format(given: str | JsonObject) -> str:
+    if given == "json":
+        return ANY_OBJECT
+    if isinstance(given, str):
+        message = 'format must be "json" or a JSON schema'
+        raise ApiError(400, message, "format", "invalid_value")
+    return _schema_text(given)
+
+
+def _schema_text(schema: JsonValue) -> str:
+    return schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()

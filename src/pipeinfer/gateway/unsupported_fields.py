@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pipeinfer.json_values import JsonValue
+from pipeinfer.params import JsonValue
 
 Refusals = Mapping[str, Sequence[JsonValue]]
 
@@ -363,5 +363,5 @@ def is_neutral(raw: msgspec.Raw, neutral: Sequence[JsonValue]) -> bool:
 
 
 def _same(value: JsonValue, neutral: JsonValue) -> bool:
-    """Equality that tells False from 0: `top_logprobs: false` is no way of saying 0."""
+    """Equality in which False is not 0: `top_logprobs: false` does not mean 0."""
     return type(value) is type(neutral) and value == neutral

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from pipeinfer.gguf.header import GgufHeader, Metadata, quote, read_header
 from pipeinfer.gguf.tokenizer import MODEL, TokenType, load_tokenizer, tokenizer_config
-from pipeinfer.json_values import JsonObject
+from pipeinfer.params import JsonObject
 from pipeinfer.settings import ConfigurationError
 
 # The bound of all sizes but those in MOST. The product of three sizes, in bytes, fits into 64 bits.
 LARGEST = 1 << 19
 # Bounds in tokens. Tables of angles have such a length; the longest contexts today are 10 million.
-MOST = {"context_length": 1 << 24, "rope.scaling.original_context_length": 1 << 24}
+UPPER_BOUNDS = {"context_length": 1 << 24, "rope.scaling.original_context_length": 1 << 24}
 # Texts of control tokens that end a turn, for files that name only the token that ends a text.
 # llama.cpp finds these tokens by their texts, too.
 END_OF_TURN_TEXTS = (
@@ -32,7 +32,7 @@ END_OF_TURN_TEXTS = (
     "<|endoftext|>",
     "<EOT>",
 )
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_ID_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 LOCAL_BASE = 10_000.0  # theta of RoPE in Gemma 3's layers with a sliding window
 PATTERN = 6  # each sixth layer of Gemma 3 has no sliding window
 LLAMA3 = {
@@ -63,7 +63,7 @@ class Keys:
         default: stands for a missing key; None: the key is required.
         """
         value = self._header.metadata.get(f"{self.architecture}.{name}", default)
-        most = MOST.get(name, LARGEST)
+        most = UPPER_BOUNDS.get(name, LARGEST)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise self._wrong(name, value, f"a whole number from 1 to {most:,}")
         return value
@@ -153,7 +153,7 @@ def config_json(header: GgufHeader) -> dict[str, object]:
 
 def end_ids(header: GgufHeader) -> list[int]:
     """Ids of the tokens that end a request: the ends of a text, of a turn and of a message."""
-    named = [header.metadata.get(f"tokenizer.ggml.{name}") for name in ENDS]
+    named = [header.metadata.get(f"tokenizer.ggml.{name}") for name in END_ID_KEYS]
     ids = [value for value in named if isinstance(value, int) and value >= 0]
     if named[1] is None:
         tokens, types = (header.metadata.get(f"tokenizer.ggml.{name}") for name in

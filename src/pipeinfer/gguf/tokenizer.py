@@ -38,7 +38,7 @@ SENTENCE_PIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 Json = dict[str, object]
 
 
-class _Ends(NamedTuple):
+class _AddedIds(NamedTuple):
     """The special tokens around each prompt, as texts; None: there is none.
 
     bos: in front.
@@ -132,7 +132,7 @@ def _templates(metadata: Metadata) -> dict[str, str]:
 
 def _byte_level(metadata: Metadata, vocabulary: GgufVocabulary) -> Json:
     rule = read_pre_tokenizer(metadata)
-    ends = _ends(metadata, vocabulary, rule.add_bos)
+    ends = _added_ids(metadata, vocabulary, rule.add_bos)
     model = _bpe(vocabulary, listed_merges(metadata, vocabulary))
     model["ignore_merges"] = rule.whole_words
     return _tokenizer(
@@ -162,7 +162,7 @@ def _splits(rule: PreTokenizer) -> Json:
 def _sentence_piece(metadata: Metadata, vocabulary: GgufVocabulary) -> Json:
     prefix = read_flag(metadata, PREFIX, True)
     trim = read_flag(metadata, TRIM, False)
-    ends = _ends(metadata, vocabulary, add_bos=True)
+    ends = _added_ids(metadata, vocabulary, add_bos=True)
     _check_bytes(vocabulary)
     model = _bpe(vocabulary, scored_merges(metadata, vocabulary))
     model |= {"byte_fallback": True, "fuse_unk": True}
@@ -270,18 +270,18 @@ def _added(vocabulary: GgufVocabulary, replaced: bool) -> list[Json]:
     ]
 
 
-def _ends(metadata: Metadata, vocabulary: GgufVocabulary, add_bos: bool) -> _Ends:
+def _added_ids(metadata: Metadata, vocabulary: GgufVocabulary, add_bos: bool) -> _AddedIds:
     """The special tokens around each prompt.
 
     add_bos: whether there is one in front where the file does not say.
     """
-    return _Ends(
-        _end(metadata, vocabulary, ADD_BOS, "bos_token", add_bos),
-        _end(metadata, vocabulary, ADD_EOS, "eos_token", False),
+    return _AddedIds(
+        _added_id(metadata, vocabulary, ADD_BOS, "bos_token", add_bos),
+        _added_id(metadata, vocabulary, ADD_EOS, "eos_token", False),
     )
 
 
-def _end(
+def _added_id(
     metadata: Metadata, vocabulary: GgufVocabulary, key: str, name: str, default: bool
 ) -> str | None:
     if not read_flag(metadata, key, default):
@@ -293,7 +293,7 @@ def _end(
     return None
 
 
-def _template(vocabulary: GgufVocabulary, ends: _Ends) -> Json | None:
+def _template(vocabulary: GgufVocabulary, ends: _AddedIds) -> Json | None:
     """The post-processor that puts `ends` around a prompt; None: there is nothing to put."""
     if ends.bos is None and ends.eos is None:
         return None

@@ -9,6 +9,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,14 +20,17 @@ import numpy as np
 from pipeinfer.gguf.config import Keys
 from pipeinfer.gguf.header import BLOCKS, GgufHeader, TensorInfo
 
-PIECE = 1 << 20  # values that are decoded at a time; as float32 they fit into a CPU's cache
+CHUNK_VALUES = 1 << 18  # values that are decoded at a time; as float32 they fit into a CPU's cache
 
 
 class WeightFile:
-    """The weights of one file, which is mapped: the kernel keeps its pages and may drop them."""
+    """The weights of one file, which is mapped. A tensor that was read is let go of, so that a
+    process never counts a whole file as its memory; the kernel may keep it in its page cache."""
 
     def __init__(self, path: Path) -> None:
-        self._bytes = np.memmap(path, np.uint8, "r")
+        with path.open("rb") as stream:
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(self._map, np.uint8)
 
     def pieces(
         self, packed: GgufTensor, slices: tuple[slice, ...]
@@ -47,12 +51,17 @@ class WeightFile:
             return
         blocks = self._blocks(packed)
         begin, end = slices[0].start, slices[0].stop
-        step = max(PIECE // packed.shape[1], 1)
+        step = max(CHUNK_VALUES // packed.shape[1], 1)
         for start in range(begin, end, step):
             stop = min(start + step, end)
             rows = blocks[_order(start, stop, packed)]
             values = decode(packed.dtype, rows[:, first:last].reshape(stop - start, -1))
             yield slice(start - begin, stop - begin), _plain(values[:, inner], packed)
+        self._let_go(packed)
+
+    def _let_go(self, packed: GgufTensor) -> None:
+        begin = packed.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, begin, packed.offset + packed.nbytes - begin)
 
     def _vector(self, packed: GgufTensor) -> np.ndarray:
         """A whole tensor of one dimension, which is small: float32 [values]."""
@@ -84,7 +93,7 @@ def _order(start: int, stop: int, packed: GgufTensor) -> np.ndarray | slice:
     return rows - within + within % (size // 2) * 2 + within // (size // 2)
 
 
-WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+UNLAYERED = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -152,8 +161,8 @@ def _named(header: GgufHeader, keys: Keys, tensor: TensorInfo) -> Iterator[tuple
     stem, _, kind = tensor.name.rpartition(".")
     if tensor.name in UNUSED:
         return
-    if stem in WHOLE:
-        yield f"{WHOLE[stem]}.{kind}", _packed(header, keys, tensor)
+    if stem in UNLAYERED:
+        yield f"{UNLAYERED[stem]}.{kind}", _packed(header, keys, tensor)
     elif (found := LAYER.fullmatch(tensor.name)) is None:
         yield tensor.name, _packed(header, keys, tensor)
     else:

@@ -10,8 +10,7 @@ import re
 
 import msgspec
 
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 
 # Chains of references recurse in the compiler, which has no limit for them. A text of this length
 # has room for chains of about 5,900, for which COMPILE_STACK_BYTES in compiling.py suffices.

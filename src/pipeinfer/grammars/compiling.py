@@ -41,8 +41,7 @@ from pipeinfer.grammars.bounds import (
     schema_of,
 )
 from pipeinfer.grammars.rewriting import compilable_schema, with_plain_digits
-from pipeinfer.json_values import JsonObject
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, StructuredOutputs
 
 # Bytes of stack of a thread that compiles. A chain of 3,000 rules overflows 8 MB. The longest chain
 # that fits into MAX_GRAMMAR_BYTES, about 5,900 rules, overflows 16 MB but not 32 MB, the stack of a
@@ -72,7 +71,7 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # special characters of a re
 
 # Numbered lines of a grammar's text in an error, and the lines of carets below them.
 _SHOWN = re.compile(r"(?m)^ *\d+ \| .*\n?|^ {7,}\^+ *\n?")
-_PLACE = re.compile(r"^at \d+\(\d+\): (?=failed to compile JSON schema)")
+_POSITION = re.compile(r"^at \d+\(\d+\): (?=failed to compile JSON schema)")
 
 
 def limits() -> LLParserLimits:
@@ -226,13 +225,13 @@ class Grammar:
         """
         self._copies.append(self._compile())
 
-    def matcher(self, place: int = 0) -> LLMatcher:
+    def matcher(self, row: int = 0) -> LLMatcher:
         """A matcher at the beginning of the grammar.
 
-        place: the number of the row, which decides which compiled copy it uses.
+        row: the number of the row, which decides which compiled copy it uses.
         """
         originals = self._copies
-        return originals[place % len(originals)].deep_copy()
+        return originals[row % len(originals)].deep_copy()
 
     def _compile(self) -> LLMatcher:
         tokens = self.vocabulary.tokens
@@ -247,7 +246,7 @@ def error_message(matcher: LLMatcher) -> str:
     the grammar's text, which the client may not have written.
     """
     said = _SHOWN.sub("", matcher.get_error().partition("\n<state>")[0])
-    return _PLACE.sub("", said).strip() or "the grammar failed"
+    return _POSITION.sub("", said).strip() or "the grammar failed"
 
 
 def _definition(spec: StructuredOutputs) -> str:
@@ -392,9 +391,9 @@ class GrammarStore:
     _with_copies: grammars for which several copies were asked for.
     """
 
-    def __init__(self, setup: Callable[[], VocabularySetup], most_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, setup: Callable[[], VocabularySetup], max_bytes: int = MAX_BYTES) -> None:
         self._setup = setup
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
         self._lock = threading.Lock()
         self._futures: OrderedDict[StructuredOutputs, Future[Grammar]] = OrderedDict()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -457,7 +456,7 @@ class GrammarStore:
         if grammar.has_grown and grammar.bytes > self._most_bytes // RECOMPILE_SHARE:
             self.recompile(grammar)
         with self._lock:
-            self._make_room()
+            self._evict()
 
     def add_copies(self, grammar: Grammar, copies: int) -> None:
         """Makes up to `copies` compiled copies of a grammar that several rows use, in the
@@ -479,17 +478,19 @@ class GrammarStore:
         with self._lock:
             self._recompiling.discard(worn)
 
-    def _make_room(self) -> bool:
+    def _evict(self) -> bool:
         """Drops unused grammars, least recently used first, until the others fit. Returns whether
         they do; if not, the largest grammar that has grown is compiled again. The lock must be
         held.
         """
         left = sum(one.bytes for one in self._live) - self._most_bytes
-        for spec, asked in list(self._futures.items())[:-1]:  # the last grammar is about to be used
+        for spec, future in list(self._futures.items())[
+            :-1
+        ]:  # the last grammar is about to be used
             if left <= 0:
                 break
-            if asked.done() and asked.exception() is None and not asked.result().num_rows:
-                left -= asked.result().bytes
+            if future.done() and future.exception() is None and not future.result().num_rows:
+                left -= future.result().bytes
                 del self._futures[spec]
         if left > 0:
             worn = [one for one in self._live if one.has_grown and one not in self._recompiling]
@@ -538,21 +539,21 @@ class GrammarStore:
         self._built.set()
         _run(self._jobs)
 
-    def _compile(self, spec: StructuredOutputs, asked: Future[Grammar]) -> None:
+    def _compile(self, spec: StructuredOutputs, future: Future[Grammar]) -> None:
         try:
             made = Grammar(self.vocabulary(), spec)
         except BaseException as error:  # also a panic of the compiler
-            asked.set_exception(GrammarError(str(error) or "it does not compile"))
+            future.set_exception(GrammarError(str(error) or "it does not compile"))
             return
         with self._lock:
             self._live.add(made)
-            fits = self._make_room()
-            if not fits and self._futures.get(spec) is asked:
+            fits = self._evict()
+            if not fits and self._futures.get(spec) is future:
                 del self._futures[spec]  # so that a later request tries again
         if fits:
-            asked.set_result(made)
+            future.set_result(made)
         else:
-            asked.set_exception(GrammarError(NO_GRAMMAR_MEMORY))
+            future.set_exception(GrammarError(NO_GRAMMAR_MEMORY))
 
     def _add_copy(self, grammar: Grammar, copies: int) -> None:
         """Compiles one more copy, then queues the next one, so that other jobs get their turn
@@ -582,8 +583,8 @@ def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
         job()
 
 
-def _error_of(asked: Future[Grammar]) -> str:
-    error = asked.exception()
+def _error_of(future: Future[Grammar]) -> str:
+    error = future.exception()
     return "" if error is None else str(error)
 
 

@@ -68,18 +68,18 @@ class GrammarSource:
 
     grammar: what is allowed.
     ids: the row's output so far.
-    place: the number of the row, which decides which compiled copy it uses.
+    row: the number of the row, which decides which compiled copy it uses.
     error: what is wrong; "": nothing.
     """
 
-    def __init__(self, grammar: Grammar, ids: Sequence[int] = (), place: int = 0) -> None:
+    def __init__(self, grammar: Grammar, ids: Sequence[int] = (), row: int = 0) -> None:
         self._grammar = grammar
         self._vocabulary = grammar.vocabulary
-        self._row = place
+        self._row = row
         self._fed = array("i")
         self._generation = grammar.generation
-        self._copy: int = place % grammar.num_copies
-        self._matcher = grammar.matcher(place)
+        self._copy: int = row % grammar.num_copies
+        self._matcher = grammar.matcher(row)
         self.error = ""
         self.feed(ids)
 
@@ -143,20 +143,20 @@ class AfterThoughtsSource:
     - Before them, these are allowed: the opening tag, if it is one token; a little white space, if
       it is harmless in front of the grammar's text; the grammar's first tokens.
 
-    grammar, ids, place: as for GrammarSource.
+    grammar, ids, row: as for GrammarSource.
     thoughts: tags of the thoughts, and their state behind the prompt.
     """
 
     def __init__(
-        self, grammar: Grammar, thoughts: Thoughts, ids: Sequence[int] = (), place: int = 0
+        self, grammar: Grammar, thoughts: Thoughts, ids: Sequence[int] = (), row: int = 0
     ) -> None:
         self._grammar = grammar
         self._vocabulary = grammar.vocabulary
-        self._place = place
+        self._row = row
         self._thoughts = ThoughtTracker(self._vocabulary, thoughts)
         opening = self._vocabulary.tokens_of_text(thoughts.opening)
         self._opening = self._vocabulary.mask(opening) if len(opening) == 1 else None
-        self._source = GrammarSource(grammar, place=place)
+        self._source = GrammarSource(grammar, row=row)
         self._spaces = (
             MAX_SPACE_TOKENS if grammar.allows_leading_space else 0
         )  # tokens of white space that may still come before the grammar's text
@@ -179,7 +179,7 @@ class AfterThoughtsSource:
         thoughts, before = self._thoughts, self._thoughts.state
         thoughts.read(token)
         if before == "before" and thoughts.state == "open":  # the grammar begins anew behind them
-            self._source = GrammarSource(self._grammar, place=self._place)
+            self._source = GrammarSource(self._grammar, row=self._row)
         elif before == "before" and not self._pads(token):
             self._spaces = 0
             return self._source.feed([token])
@@ -374,18 +374,18 @@ def _allow_only(token: int, words: np.ndarray) -> None:
 
 
 def make_source(
-    grammar: Grammar, output: Sequence[int], thoughts: Thoughts | None, place: int = 0
+    grammar: Grammar, output: Sequence[int], thoughts: Thoughts | None, row: int = 0
 ) -> MaskSource:
     """The source of a request with a grammar.
 
     grammar: what is allowed.
     output: the request's output ids so far.
     thoughts: behind which the grammar begins; None: there are none.
-    place: as for GrammarSource.
+    row: as for GrammarSource.
     """
     if thoughts is None or thoughts.state == "over":
-        return GrammarSource(grammar, output, place)
-    return AfterThoughtsSource(grammar, thoughts, output, place)
+        return GrammarSource(grammar, output, row)
+    return AfterThoughtsSource(grammar, thoughts, output, row)
 
 
 def fill_masks(executor: LLExecutor, sources: Sequence[MaskSource], masks: np.ndarray) -> list[str]:

@@ -37,7 +37,7 @@ from pipeinfer.grammars.schema_facts import (
     types,
     values,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
 # Formats of strings that the compiler knows. JSON Schema allows to ignore all others.
 FORMATS = frozenset(

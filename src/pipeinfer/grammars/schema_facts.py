@@ -10,7 +10,7 @@ from typing import cast
 from urllib.parse import unquote
 
 from pipeinfer.grammars.bounds import GrammarError
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 
 # Keywords that demand nothing of a value.
 REMARKS = frozenset(

@@ -134,12 +134,12 @@ TOPK_BLOCK = 128  # ids whose greatest logit is looked at first, for the best lo
 def truncation_thresholds(
     x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> np.ndarray:
-    """float32 [F, 1]: what top-k, top-p and min-p leave of row r are the ids with x >= threshold.
+    """float32 [N, 1]: what top-k, top-p and min-p leave of row r are the ids with x >= threshold.
 
-    x: float32 [F, vocab], logits after temperature, shifted so that each row's maximum is 0.
-    top_k: int32 [F], applied first; 0 is off.
-    top_p: float32 [F], applied to the rest of the probability, renormalised; 1 is off.
-    min_p: float32 [F], relative to the largest probability; 0 is off.
+    x: float32 [N, vocab], logits after temperature, shifted so that each row's maximum is 0.
+    top_k: int32 [N], applied first; 0 is off.
+    top_p: float32 [N], applied to the rest of the probability, renormalised; 1 is off.
+    min_p: float32 [N], relative to the largest probability; 0 is off.
 
     The maximum always stays. Equal logits stand or fall together, so that neither ids nor the order
     of a sort decide; a threshold depends on its own row only.
@@ -157,7 +157,7 @@ def truncation_thresholds(
 
 
 def _top_k_top_p(x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> np.ndarray:
-    """The thresholds of top_k (0 is off), then top_p (infinity is off), all [F, 1].
+    """The thresholds of top_k (0 is off), then top_p (infinity is off), all [N, 1].
 
     Looks at the best few values, and at more of them for rows where the few do not reach top_p.
     """
@@ -194,7 +194,7 @@ def _nucleus(x: np.ndarray, values: np.ndarray, kth: np.ndarray, top_p: np.ndarr
 
 
 def _largest(x: np.ndarray, width: int) -> np.ndarray:
-    """The `width` largest values of each row, falling, [F, min(width, vocab)]."""
+    """The `width` largest values of each row, falling, [N, min(width, vocab)]."""
     width = min(width, x.shape[1])
     if width < x.shape[1]:
         x = np.partition(x, x.shape[1] - width, axis=-1)[:, x.shape[1] - width :]
@@ -272,11 +272,11 @@ def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int)
 
 
 def global_argmax(
-    offers: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
+    candidates: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
 ) -> torch.Tensor:
-    scores, candidates, greatest = np.moveaxis(offers.numpy(), -1, 0)
+    scores, candidate_ids, greatest = np.moveaxis(candidates.numpy(), -1, 0)
     good = np.isfinite(greatest.max(axis=0, initial=-np.inf))
-    ids = np.where(scores == scores.max(axis=0), candidates, np.inf).min(axis=0)
+    ids = np.where(scores == scores.max(axis=0), candidate_ids, np.inf).min(axis=0)
     return _sampled(np.where(good, ids, 0).astype(np.int64), good, sampling, last_token)
 
 
@@ -337,8 +337,8 @@ def _sample_from_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> n
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> torch.Tensor:
     """See interface.py, here and below."""
-    own_keys = logit_keys(logits, ids, 0)
-    return merge_topk(local_topk(logits, own_keys, num_top, 0)[None], own_keys)
+    token_keys = logit_keys(logits, ids, 0)
+    return merge_topk(local_topk(logits, token_keys, num_top, 0)[None], token_keys)
 
 
 def logit_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
@@ -351,11 +351,11 @@ def logit_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.
 
 
 def local_topk(
-    logits: torch.Tensor, own_keys: torch.Tensor, num_top: int, first_id: int
+    logits: torch.Tensor, token_keys: torch.Tensor, num_top: int, first_id: int
 ) -> torch.Tensor:
     records = np.full((len(logits), 2 + num_top), NO_LOGIT_KEY)
     scratch = np.empty(logits.shape[1], dtype=np.float32)
-    for record, one, key in zip(records, logits, own_keys.tolist(), strict=True):
+    for record, one, key in zip(records, logits, token_keys.tolist(), strict=True):
         row = one.float().numpy()
         record[0] = _logsumexp(row, scratch).view(np.int32)
         record[1] = _num_above(row, key, first_id)
@@ -364,12 +364,12 @@ def local_topk(
     return torch.from_numpy(records)
 
 
-def merge_topk(records: torch.Tensor, own_keys: torch.Tensor) -> torch.Tensor:
+def merge_topk(records: torch.Tensor, token_keys: torch.Tensor) -> torch.Tensor:
     total = records[:, :, 0].int().view(torch.float32).logsumexp(0)
     above = records[:, :, 1].sum(0)
     every = records[:, :, 2:]
     best = every.movedim(0, 1).flatten(1).topk(every.shape[2], dim=1).values
-    ids, values = _unpack_keys(torch.cat((own_keys[:, None], best), dim=1))
+    ids, values = _unpack_keys(torch.cat((token_keys[:, None], best), dim=1))
     values = (values - total[:, None]).view(torch.int32)
     return torch.cat((values[:, :1], above[:, None].int() + 1, ids[:, 1:], values[:, 1:]), dim=1)
 

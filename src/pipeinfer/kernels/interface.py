@@ -7,10 +7,13 @@ triton.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
+import numpy as np
 import torch
 
 NO_LOGITS = -(2**31)  # in DeviceStep.logits_rows: nothing is sampled after this row
@@ -311,19 +314,38 @@ class Kernels(Protocol):
         ...
 
     def local_topk(
-        self, logits: torch.Tensor, own_keys: torch.Tensor, num_top: int, first_id: int, /
+        self, logits: torch.Tensor, token_keys: torch.Tensor, num_top: int, first_id: int, /
     ) -> torch.Tensor:
         """int64 [N, 2 + num_top], a rank's record: the bits of float32 logsumexp(logits), the
         number of keys above the row's own, and the greatest keys, falling.
 
         logits: [N, shard].
-        own_keys: int64 [N], of `logit_keys`.
+        token_keys: int64 [N], of `logit_keys`.
         """
         ...
 
-    def merge_topk(self, records: torch.Tensor, own_keys: torch.Tensor, /) -> torch.Tensor:
+    def merge_topk(self, records: torch.Tensor, token_keys: torch.Tensor, /) -> torch.Tensor:
         """As `logprobs`, from the records int64 [ranks, N, 2 + num_top] of all ranks.
 
-        own_keys: int64 [N], the greatest of all ranks' keys of each id.
+        token_keys: int64 [N], the greatest of all ranks' keys of each id.
         """
         ...
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """On the CPU, of the same shape and dtype, in the same memory. The one place where torch's
+    stubs leave an argument without a type."""
+    return torch.from_numpy(array)
+
+
+def lazy_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of any size; on the CPU they take memory only where they are written.
+
+    torch.zeros writes every byte (1.5 s for 1 GiB), and NumPy's zeros are written too where the C
+    library has some megabytes to reuse; pages that the kernel maps are zero without being written.
+    """
+    count = prod(size) * dtype.itemsize
+    if device.type != "cpu" or not count:
+        return torch.zeros(size, dtype=dtype, device=device)
+    mapped = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return tensor_of(np.frombuffer(mapped, np.uint8)).view(dtype).view(size)

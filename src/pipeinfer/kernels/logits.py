@@ -22,7 +22,7 @@ import triton.language as tl
 
 from pipeinfer.kernels.interface import BAD_WORDS_HEADER, NO_LOGIT_KEY, SlotLogitBias
 from pipeinfer.kernels.triton_support import key_score, key_token, pack_logit_key
-from pipeinfer.params import MOST_LOGPROBS
+from pipeinfer.params import MAX_LOGPROBS
 from pipeinfer.wire import NO_ID
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -186,7 +186,7 @@ def apply_token_bitmask(
 
 # Fixed, whatever the batch: partial results must not depend on how many rows present are.
 BLOCK = 4096  # logits of one program
-MAX_KEYS = triton.next_power_of_2(MOST_LOGPROBS)  # keys of a record at most: compiled once for all
+MAX_KEYS = triton.next_power_of_2(MAX_LOGPROBS)  # keys of a record at most: compiled once for all
 _RECORD_HEADER = tl.constexpr(2)  # words of a record before its keys
 _NO_KEY = tl.constexpr(NO_LOGIT_KEY)
 _NO_ID = tl.constexpr(NO_ID)
@@ -216,13 +216,13 @@ def _store_record(record, total, num_above, keys, num_top):
 
 @triton.jit(do_not_specialize=["stride", "width", "first_id", "num_top"])
 def _scan_block(
-    logits, ids, own_keys, records, stride, width, first_id, num_top, BLOCK: tl.constexpr,
+    logits, ids, token_keys, records, stride, width, first_id, num_top, BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block): the block's record.
 
     WHOLE: logits are those of the whole vocabulary; the keys of the rows' `ids` are written to
-        own_keys, which otherwise has them before.
+        token_keys, which otherwise has them before.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -237,9 +237,9 @@ def _scan_block(
             tl.load(logits + row * stride + token).to(tl.float32), token.to(tl.int32)
         )
         if block == 0:
-            tl.store(own_keys + row, own_key)
+            tl.store(token_keys + row, own_key)
     else:
-        own_key = tl.load(own_keys + row)
+        own_key = tl.load(token_keys + row)
     num_above = tl.sum((keys > own_key).to(tl.int32), axis=0).to(tl.int64)
     record = records + (row * tl.num_programs(1) + block) * (num_top + _RECORD_HEADER)
     _store_record(record, _log_sum(values), num_above, keys, num_top)
@@ -295,7 +295,7 @@ def _ids_and_logprobs(keys, total):
 @triton.jit(do_not_specialize=["count", "row_stride", "record_stride", "num_top"])
 def _merge_records(
     records,
-    own_keys,
+    token_keys,
     out,
     count,
     row_stride,
@@ -315,7 +315,7 @@ def _merge_records(
         records + row * row_stride, record_stride, count, num_top, RECORDS, MAX_KEYS
     )
     score = out + row * (size + num_top)
-    _, value = _ids_and_logprobs(tl.load(own_keys + row), total)
+    _, value = _ids_and_logprobs(tl.load(token_keys + row), total)
     tl.store(score, value)
     tl.store(score + 1, (num_above + 1).to(tl.int32))
     for index in tl.range(0, num_top):
@@ -329,10 +329,10 @@ def _merge_records(
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> torch.Tensor:
     """See interface.py, here and below."""
     ids = ids.contiguous()
-    own_keys = torch.empty_like(ids)
-    block_records = _block_records(logits, ids, own_keys, num_top, 0, whole=True)
+    token_keys = torch.empty_like(ids)
+    block_records = _block_records(logits, ids, token_keys, num_top, 0, whole=True)
     _, blocks, size = block_records.shape
-    return _merged(block_records, own_keys, blocks, blocks * size, size)
+    return _merged(block_records, token_keys, blocks, blocks * size, size)
 
 
 def logit_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
@@ -345,11 +345,11 @@ def logit_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.
 
 
 def local_topk(
-    logits: torch.Tensor, own_keys: torch.Tensor, num_top: int, first_id: int
+    logits: torch.Tensor, token_keys: torch.Tensor, num_top: int, first_id: int
 ) -> torch.Tensor:
-    block_records = _block_records(logits, own_keys, own_keys, num_top, first_id, whole=False)
+    block_records = _block_records(logits, token_keys, token_keys, num_top, first_id, whole=False)
     rows, blocks, size = block_records.shape
-    records = own_keys.new_empty(rows, size)
+    records = token_keys.new_empty(rows, size)
     if rows:
         padded = triton.next_power_of_2(blocks)
         _merge_blocks[(rows,)](
@@ -358,37 +358,37 @@ def local_topk(
     return records
 
 
-def merge_topk(records: torch.Tensor, own_keys: torch.Tensor) -> torch.Tensor:
+def merge_topk(records: torch.Tensor, token_keys: torch.Tensor) -> torch.Tensor:
     ranks, rows, size = records.shape
-    return _merged(records.contiguous(), own_keys, ranks, size, rows * size)
+    return _merged(records.contiguous(), token_keys, ranks, size, rows * size)
 
 
 def _block_records(
-    logits: torch.Tensor, ids: torch.Tensor, own_keys: torch.Tensor, num_top: int, first_id: int,
+    logits: torch.Tensor, ids: torch.Tensor, token_keys: torch.Tensor, num_top: int, first_id: int,
     whole: bool,
 ) -> torch.Tensor:  # fmt: skip
     """int64 [N, blocks, 2 + num_top]: a record of each block."""
     rows, width = logits.shape
     blocks = max(triton.cdiv(width, BLOCK), 1)
-    block_records = own_keys.new_empty(rows, blocks, 2 + num_top)
+    block_records = token_keys.new_empty(rows, blocks, 2 + num_top)
     if rows:
         _scan_block[(rows, blocks)](
-            logits, ids, own_keys, block_records, logits.stride(0), width, first_id, num_top,
+            logits, ids, token_keys, block_records, logits.stride(0), width, first_id, num_top,
             BLOCK=BLOCK, WHOLE=whole,
         )  # fmt: skip
     return block_records
 
 
 def _merged(
-    records: torch.Tensor, own_keys: torch.Tensor, count: int, row_stride: int, record_stride: int
+    records: torch.Tensor, token_keys: torch.Tensor, count: int, row_stride: int, record_stride: int
 ) -> torch.Tensor:
     """int32 [N, 2 + 2 num_top]: see _merge_records."""
-    rows, num_top = len(own_keys), records.shape[-1] - 2
-    out = own_keys.new_empty(rows, 2 + 2 * num_top, dtype=torch.int32)
+    rows, num_top = len(token_keys), records.shape[-1] - 2
+    out = token_keys.new_empty(rows, 2 + 2 * num_top, dtype=torch.int32)
     if rows:
         padded = triton.next_power_of_2(count)
         _merge_records[(rows,)](
-            records, own_keys, out, count, row_stride, record_stride, num_top, RECORDS=padded,
+            records, token_keys, out, count, row_stride, record_stride, num_top, RECORDS=padded,
             MAX_KEYS=MAX_KEYS,
         )  # fmt: skip
     return out

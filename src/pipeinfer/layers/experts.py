@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from pipeinfer.checkpoint.quantization import Format, Mxfp4
-from pipeinfer.close_names import did_you_mean
+from pipeinfer.command_line import did_you_mean
 from pipeinfer.kernels.formats import E4M3, SCALE_BLOCK
 from pipeinfer.layers.linear import empty_quantized, empty_stacked_fp8
 from pipeinfer.layers.mlp import silu_and_mul
@@ -173,7 +173,9 @@ class TorchExperts:
         bounded = stack.bounded
         if bounded is None:
             return grouped_mm(silu_and_mul(hidden), stack.down[0].transpose(1, 2), offs=ends)
-        held = expert.clamp(max=stack.count - 1)  # of pairs elsewhere any: nobody reads their rows
+        held = expert.clamp(
+            max=stack.count - 1
+        )  # pairs of other ranks take any: their rows are not read
         gate, up = (hidden + bounded.gate_up_bias[held]).chunk(2, dim=-1)
         gate = gate.clamp(max=bounded.limit)
         up = up.clamp(min=-bounded.limit, max=bounded.limit)

@@ -295,7 +295,7 @@ class VocabParallelWeight:
             part[used:].zero_()
 
     def lookup(self) -> Lookup:
-        """Looks rows up, for whoever asks before the matrix is packed; a plain one stays then."""
+        """Looks rows up. Called before the matrix is packed, it keeps a plain copy."""
         if self._values is not None:
             return self._values.lookup
         return partial(functional.embedding, weight=self._plain.weight)

@@ -74,7 +74,7 @@ class SoftmaxRouter:
         return self._top_k_of(self._logits(x), self._top_k, self._normalize, x.dtype)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, experts], or split-K parts [P, T, experts]."""
+        """[T, experts], or split-K parts [split_k, T, experts]."""
         if self._small_m is not None:
             partial = self._small_m.split_k_parts(x, self.weight.weight, self.weight.bias)
             if partial is not None:
@@ -100,7 +100,7 @@ SoftmaxTopK = Callable[[torch.Tensor, int, bool, torch.dtype], tuple[torch.Tenso
 
 def _softmax_top_k_on(device: torch.device) -> SoftmaxTopK:
     """From (logits [T, experts], top_k, normalize, dtype of weights) to weights and experts: by one
-    kernel on a GPU, which also adds up split-K parts [P, T, experts]."""
+    kernel on a GPU, which also adds up split-K parts [split_k, T, experts]."""
     if device.type != "cuda":
         return _softmax_top_k
     from pipeinfer.kernels.moe import topk_softmax

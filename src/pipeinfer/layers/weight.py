@@ -148,15 +148,15 @@ class SmallMGemm:
     def split_k_parts(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The split-K parts themselves, float32 [P, T, width], of a weight with few rows, such as a
-        router's; their sum over P is x @ weight.T + bias."""
+        """The split-K parts, float32 [split_k, T, width], of a weight with few rows, such as a
+        router's; their sum over split_k is x @ weight.T + bias."""
         tile = choose("narrow", x.shape[0], *weight.shape)
         return None if tile is None else self._kernels.split_k_gemm(x, weight, tile, bias)
 
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SumNorm; `partial`: split-K parts [P, T, size]."""
+        """See SumNorm; `partial`: split-K parts [split_k, T, size]."""
         return self._norm.sum_rms_norm(partial, residual, weight, eps), residual
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
+from pipeinfer.kernels.interface import lazy_zeros, tensor_of
 from pipeinfer.step import AttentionShape
-from pipeinfer.tensors import tensor_of
 
 KeyCenter = (
     torch.Tensor | None
@@ -71,8 +71,8 @@ class KVPool:
         ]
         self.scales = tuple(scales or [UNIT_KV_SCALES] * len(sizes))
         self.key_centers: tuple[KeyCenter, ...] = tuple(key_centers or [None] * len(sizes))
-        self.k = [_zeros(size, self.storage_dtype, self.device) for size in sizes]
-        self.v = [_zeros(size, self.storage_dtype, self.device) for size in sizes]
+        self.k = [lazy_zeros(size, self.storage_dtype, self.device) for size in sizes]
+        self.v = [lazy_zeros(size, self.storage_dtype, self.device) for size in sizes]
 
     def token_views(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of K and V of each layer, [num_pages * page_size, kv_heads * head_dim]: a row is a
@@ -101,12 +101,3 @@ class KVPool:
     def total_bytes(self) -> int:
         """Bytes of the whole pool; on a CPU they become real memory only as tokens are stored."""
         return self.num_pages * self.bytes_per_page
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    # torch.zeros writes every byte (1.5 s for 1 GiB); NumPy takes zero pages from the kernel, which
-    # become real memory only where a token is stored.
-    raw = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)
-    return tensor_of(raw).view(dtype).view(size)

@@ -24,7 +24,7 @@ class IntegrityError(Exception):
 class PageAllocator:
     """The free pages of a pool, a stack: the page that was freed last is allocated first.
 
-    num_pages: pages that requests can have, 1 .. num_pages. Page 0 is a dummy that nobody owns.
+    num_pages: pages that requests can have, 1 .. num_pages. Page 0 is a dummy that no request owns.
     num_free: how many of them are free.
 
     `_stack`, int32 [num_pages], holds the free pages; the next one to be allocated is the last:
@@ -119,7 +119,7 @@ class PageTable:
         self._changed: list[tuple[np.ndarray, np.ndarray]] = []  # slots and columns
 
     def reset(self) -> None:
-        """Empties every row. `take_changes` does not tell that."""
+        """Empties every row. `take_changes` leaves that out."""
         self._changed.clear()
         for slot in np.flatnonzero(self.num_pages):
             self._rows[slot, : self.num_pages[slot]] = 0
@@ -173,7 +173,7 @@ class PageTable:
         return self._rows[slot, self.num_shared[slot] : self.num_pages[slot]].copy()
 
     def clear(self, slot: int) -> None:
-        """Empties the slot's row. `take_changes` does not tell that."""
+        """Empties the slot's row. `take_changes` leaves that out."""
         self._rows[slot, : self.num_pages[slot]] = 0
         self.num_owned -= int(self.num_pages[slot]) - int(self.num_shared[slot])
         self.num_pages[slot] = 0
@@ -182,7 +182,7 @@ class PageTable:
     def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """What was written since the last call: slots, columns and pages, int32 [n] each; None if
         nothing was. Pages are those that the table has now, so an entry that was written twice
-        stands there twice with the same page. Rows that were emptied are not told.
+        stands there twice with the same page. Emptied rows are left out.
         """
         if not self._changed:
             return None

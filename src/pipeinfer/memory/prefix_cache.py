@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from pipeinfer.close_names import none_of
+from pipeinfer.command_line import none_of
 from pipeinfer.memory.pages import IntegrityError
 from pipeinfer.settings import ConfigurationError
 
@@ -45,7 +45,7 @@ class CachedPath(NamedTuple):
     num_tokens: its length.
     num_sequences: cached sequences that begin with it.
     num_locks: locks of requests on it.
-    first_ids: int32, its first token ids; none under a salt, whose texts nobody else may see.
+    first_ids: int32, its first token ids; none under a salt, whose texts are private.
     """
 
     num_tokens: int
@@ -104,8 +104,8 @@ class PrefixCache(Protocol):
         """At most `count` paths: first those that several sequences begin with, by the tokens that
         this saves; then those of single sequences, by their length.
 
-        max_ids: how many ids of each are told. The cost is bounded: of a very large tree the result
-        covers a part.
+        max_ids: how many ids of each are given. The cost is bounded: of a very large tree the
+        result covers a part.
         """
         ...
 

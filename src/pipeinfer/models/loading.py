@@ -65,7 +65,7 @@ INV_FREQ_NAME = re.compile(r"(?:^|\.)rotary_emb\.inv_freq$")  # RoPE's inverse f
 G_IDX_NAME = re.compile(r"\.g_idx$")  # the group of each column of a matrix of 4 bits
 WEIGHT_SHAPE_NAME = re.compile(r"\.weight_shape$")  # the shape of a packed matrix
 LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
-# Tensors without a use that nobody is warned of: a tied head; scales of inputs, which are quantized
+# Unused tensors without a warning: a tied head; scales of inputs, which are quantized
 # by their own values; what `check_redundant_tensors` looks at; scales of keys and values.
 IGNORED_TENSORS = re.compile(
     r"^lm_head\.weight$|\.input_scale$|\.activation_scale$"

@@ -1,6 +1,6 @@
 """Passages as OpenTelemetry spans, sent to a collector by a thread of the library's.
 
-The one module that knows OpenTelemetry, which is imported when somebody asks for it. A collector
+The one module that knows OpenTelemetry, which is imported only when it is used. A collector
 that is slow or gone costs spans, and no request anything.
 """
 
@@ -16,11 +16,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pipeinfer import traceparent
 from pipeinfer.control import RequestSpan
+from pipeinfer.observe.spans import Traceparent, read_traceparent
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity
-from pipeinfer.traceparent import Traceparent
 from pipeinfer.version import __version__
 
 if TYPE_CHECKING:
@@ -137,8 +136,8 @@ class OpenTelemetryExporter:
         without a trace the gateway's, which begins one."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        parent = traceparent.read(request_span.trace)
-        own = traceparent.read(request_span.span)
+        parent = read_traceparent(request_span.trace)
+        own = read_traceparent(request_span.span)
         gateway = self._name == "gateway"
         if (parent is None and not gateway) or (parent is not None and not parent.sampled):
             return

@@ -114,7 +114,7 @@ class GatewayObserver:
             span = self.spans.get(name)
             if span is None or submit.trace == span.trace:
                 continue
-            # The stages are told of one span of the gateway's: the first choice's. The others'
+            # The stages know one span of the gateway's: the first choice's. The others'
             # spans are its children as well.
             if name == submit.request_id:
                 span.span = submit.trace
@@ -166,7 +166,7 @@ class TokenizerObserver:
     def on_exchange(self, exchange: Exchange) -> None:
         event, outputs, began, ended = exchange
         taken = self._on_input.get(type(event))
-        # A Submit of which nothing comes is known already: its gateway has told all again.
+        # A Submit of which nothing comes is known already: its gateway has submitted all again.
         if taken is not None and (outputs or type(event) is not Submit):
             taken(self, event, began)
         for send in outputs:
@@ -237,12 +237,12 @@ class _SlotRecord(NamedTuple):
 
 def _taken(work: Work, outputs: Sequence[Send]) -> bool:
     """Whether the scheduler took the request: it answers a repeated Work with nothing."""
-    told = (send.message for send in outputs if type(send.message) in (Open, Refused))
-    return work.request_id in [getattr(message, "request_id", "") for message in told]
+    answers = (send.message for send in outputs if type(send.message) in (Open, Refused))
+    return work.request_id in [getattr(message, "request_id", "") for message in answers]
 
 
 class SchedulerObserver:
-    """Spans of a scheduler. Its steps are read in steps.py."""
+    """Spans of a scheduler. Its steps are read in observer.py."""
 
     def __init__(self, spans: SpanStore) -> None:
         self.spans = spans
@@ -448,7 +448,7 @@ class EngineObserver:
         for index, slot in enumerate(slots):
             waiting = self._waiting.get(slot)
             if waiting is None or number < waiting.admitted:
-                continue  # computed before; or it was somebody else's slot then
+                continue  # computed before; or the slot was another request's then
             if not counts:
                 self.spans.mark(waiting.request_id, at, "computed")
             elif counts[index]:

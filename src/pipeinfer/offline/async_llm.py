@@ -21,14 +21,20 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, StatusChanged
 from pipeinfer.gateway.health import StageStatus, expected_stages
-from pipeinfer.gateway.ledger import RequestTraces
+from pipeinfer.gateway.ledger import (
+    Call,
+    Failed,
+    Hangup,
+    OutputDelta,
+    RequestTraces,
+    Started,
+    StatusChanged,
+)
 from pipeinfer.gateway.requests import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.gateway.sessions import CacheResets
 from pipeinfer.gateway.stage import TICK
 from pipeinfer.gguf.header import is_gguf
-from pipeinfer.json_values import JsonValue
 from pipeinfer.messages import CacheReset, Message, State
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import AnyParams, ChatOptions, Options, Prompt, SamplingParams, public
@@ -44,15 +50,15 @@ from pipeinfer.offline.outputs import (
     RequestOutput,
     output_of,
 )
-from pipeinfer.params import choice_ids
-from pipeinfer.runtime import busy_poll
+from pipeinfer.params import JsonValue, choice_ids
+from pipeinfer.runtime import entry
 from pipeinfer.runtime.child import MISCONFIGURED
 from pipeinfer.runtime.entry import InProcess
-from pipeinfer.runtime.local import local_stages, prepare
+from pipeinfer.runtime.local import local_stages, prepare_settings
+from pipeinfer.runtime.logs import waiting_summary
 from pipeinfer.runtime.shell import ProcessOptions, Shell
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.runtime.supervisor import Supervisor
-from pipeinfer.runtime.terminal import waiting_summary
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens, template_sources
 from pipeinfer.topology import Identity, Topology
@@ -245,7 +251,7 @@ class AsyncLLM:
 
     def _prepare(self) -> Settings:
         """Finds, perhaps downloads the model, and refuses what no stage could load."""
-        settings = prepare(self._given, self._say)
+        settings = prepare_settings(self._given, self._say)
         self._folder = Path(settings.model)
         read_outline(self._folder, settings.model_impl)
         defaults = public(sampling_defaults(self._folder))
@@ -307,7 +313,7 @@ class OfflineDriver:
         return await self._resets.reset(self._feed, stages)
 
     def deliver(self, message: Message) -> None:
-        """Takes the core's local outputs; what nobody waits for is dropped."""
+        """Takes the core's local outputs; outputs without a waiting caller are dropped."""
         if isinstance(message, OutputDelta):  # hot path: once for every token of every request
             if message.finish is None:
                 sink = self._sinks.get(message.request_id)
@@ -416,7 +422,7 @@ class Pipeline:
         )
         self._service = stages.service
         # The caller's own loop, and perhaps the only core that it has: awake only if asked to be.
-        poll_seconds = busy_poll.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
+        poll_seconds = entry.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
         self._shell = Shell(
             self._settings, stages.topology, Identity("gateway"), self._context, self._build,
             ProcessOptions(busy_poll=poll_seconds),

@@ -15,12 +15,11 @@ import msgspec
 import numpy as np
 
 from pipeinfer import params
-from pipeinfer.gateway.events import Call
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.gateway.ledger import Call
 from pipeinfer.offline.keywords import is_neutral
 from pipeinfer.offline.outputs import OfflineRequest, RequestError
 from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
-from pipeinfer.params import InvalidParameter, normalized
+from pipeinfer.params import InvalidParameter, JsonObject, JsonValue, normalized
 from pipeinfer.wire import pack
 
 T = TypeVar("T")

@@ -257,7 +257,7 @@ def _scores(options: dict[str, Any], stream: bool) -> _Scores:
 
 
 def _refuse(of: str, given: Given, reasons: Mapping[str, str]) -> None:
-    """RequestError for all that asks for something, or that nobody knows."""
+    """Raises RequestError for unknown fields, and for fields whose value asks for something."""
     wrong = [
         f"{of}: {name}={value!r:.60}: {reasons.get(name, 'there is nothing like it here')}"
         for name, value in given.items()

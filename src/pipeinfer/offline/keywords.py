@@ -251,7 +251,7 @@ def _unfit(name: str, value: object) -> list[str]:
 
 
 def _repeats(name: str, value: object, given: Mapping[str, object]) -> bool:
-    """Whether it says of the tokenizer what is said of the model."""
+    """Whether it gives the tokenizer the value that the model has."""
     of_model = {"tokenizer": "model", "tokenizer_path": "model_path"}
     if name == "tokenizer_revision" or name == "code_revision":
         return value == given.get("revision")

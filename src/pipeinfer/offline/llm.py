@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 import uvloop
 from tqdm import tqdm
 
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.async_llm import AsyncLLM
 from pipeinfer.offline.calls import AnyParams, ChatOptions, Message, Prompt, SamplingParams
 from pipeinfer.offline.keywords import EngineArgs
 from pipeinfer.offline.outputs import OfflineRequest, Progress, RequestOutput
+from pipeinfer.params import JsonObject, JsonValue
 
 T = TypeVar("T")
 

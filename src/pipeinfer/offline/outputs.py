@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeinfer.gateway import events
-from pipeinfer.gateway.events import Call, Failed, Started
-from pipeinfer.gateway.token_scores import num_alternatives
+from pipeinfer.gateway import ledger
+from pipeinfer.gateway.ledger import Call, Failed, Started, num_alternatives
 from pipeinfer.messages import FinishReason, LogprobTexts
 from pipeinfer.wire import NO_ID, score_layout, unpack, unpack_few
 
@@ -150,12 +149,12 @@ class RequestOutput:
         """None: there are no adapters."""
 
 
-def logprobs_of(delta: events.OutputDelta) -> list[Logprobs] | None:
+def logprobs_of(delta: ledger.OutputDelta) -> list[Logprobs] | None:
     """As callers see them; None if the delta has none."""
     return None if delta.logprobs is None else list(_by_position(delta.logprobs, delta.ids))
 
 
-def prompt_logprobs_of(delta: events.OutputDelta) -> list[Logprobs | None] | None:
+def prompt_logprobs_of(delta: ledger.OutputDelta) -> list[Logprobs | None] | None:
     """The same of the prompt's tokens in it."""
     if delta.prompt is None:
         return None
@@ -253,7 +252,7 @@ class Collector:
         if self._call.return_prompt_text:
             self._prompt_text = started.prompt_text
 
-    def delta(self, delta: events.OutputDelta) -> None:
+    def delta(self, delta: ledger.OutputDelta) -> None:
         """Hot path: once for every token."""
         if self._metrics.first_token_time is None and delta.ids:
             self._metrics.first_token_time = time.monotonic()
@@ -345,7 +344,7 @@ def _clear(output: CompletionOutput | Delta) -> None:
 
 
 class DeltaStream:
-    """Hands the deltas of one request to whoever waits for them, on one event loop."""
+    """Hands the deltas of one request to the coroutine that waits for them."""
 
     __slots__ = ("_deltas", "_waiter")
 
@@ -385,7 +384,7 @@ class ChoiceStream:
     def started(self, started: Started) -> None:
         self._prompt_tokens = started.prompt_tokens
 
-    def delta(self, delta: events.OutputDelta) -> None:
+    def delta(self, delta: ledger.OutputDelta) -> None:
         """Hot path: once for every token."""
         ids = unpack_few(delta.ids)
         self._received = delta.token_offset + len(ids)

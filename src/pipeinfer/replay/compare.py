@@ -1,27 +1,47 @@
-"""Compares what a replay gave with what was recorded: the first difference, which fields are not
-compared, and how a message, a difference and the history of its request read as lines.
+"""Compares messages: what a replay gave with what was recorded, and two traces of one stage.
+
+    first_difference   of an exchange; `ignored_fields` says what is not compared
+    explain, line      a difference, its request's history and a message as lines
+    rewritten          a message with its ids and numbers replaced, so that two runs compare
+    `diff A B`         where two traces first differ, and what each has more of
+
+Request ids, epochs and incarnations of `diff` are numbered in the order in which they appear, so
+that two runs of the same requests can be compared.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import argparse
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from pipeinfer.core import Send
 from pipeinfer.replay.rebuild import Subjects
-from pipeinfer.replay.recording import LoadedTrace, TraceEntry, TraceExchange
-from pipeinfer.trace.notes import Unencoded
+from pipeinfer.replay.traces import (
+    DIFFERENT,
+    EQUAL,
+    USAGE,
+    CannotReplay,
+    LoadedTrace,
+    TraceEntry,
+    TraceExchange,
+    load,
+    warn_of_tail,
+)
+from pipeinfer.trace.format import Unencoded
 from pipeinfer.wire import unpack
 
 IGNORED_FIELDS: dict[str, frozenset[str]] = {
     # Today's code; which graphs pay, and what steps take, as measured anew.
     "Hello": frozenset({"version", "graph_sizes", "step_cost"}),
     "Ready": frozenset({"steps"}),  # since the process started; a replay may begin later
-    # Slow masks are counted earlier, and whoever first needs a state of a lexer pays for it.
+    # Slow masks are counted earlier, and the first use of a lexer's state is the slow one.
     "StepDone": frozenset({"seconds", "mask_units"}),
 }
 
@@ -124,6 +144,73 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+# Names whose values are one process's or one run's own.
+LOCAL_NAMES = ("request_id", "request_ids", "epoch", "incarnation", "incarnations")
+
+Value = TypeVar("Value")
+Change = Callable[[Any], Any]
+
+
+def rewritten(value: Value, changes: Mapping[str, Change]) -> Value:
+    """`value` with `changes[name]` applied to every field of that name; tuples of such values
+    (`request_ids`) element by element. Returns `value` itself where nothing changes."""
+    return _rewritten(value, changes)
+
+
+def _rewritten(value: Any, changes: Mapping[str, Change]) -> Any:
+    if isinstance(value, msgspec.Struct):
+        changed = {}
+        for name in value.__struct_fields__:
+            old = getattr(value, name)
+            new = _changed(old, changes[name]) if name in changes else _rewritten(old, changes)
+            if new is not old:
+                changed[name] = new
+        return msgspec.structs.replace(value, **changed) if changed else value
+    if isinstance(value, tuple) and any(isinstance(one, msgspec.Struct) for one in value):
+        new = tuple(_rewritten(one, changes) for one in value)
+        return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+    return value
+
+
+def _changed(value: Any, change: Change) -> Any:
+    if isinstance(value, tuple):
+        return tuple(change(one) for one in value)
+    return value if value is None else change(value)
+
+
+class NumberedIds:
+    """Names for values in the order in which they first appear: r0, r1, ..."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._names: dict[Hashable, str] = {}
+
+    def __call__(self, value: Hashable) -> str:
+        return self._names.setdefault(value, f"{self._prefix}{len(self._names)}")
+
+
+class CountedIds:
+    """Small numbers for large ones, in the order in which they first appear; 0 stays 0."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {0: 0}
+
+    def __call__(self, value: int) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+
+def canonical_changes() -> dict[str, Change]:
+    """Changes under which two runs of the same requests become comparable."""
+    requests, epochs, lives = NumberedIds("r"), CountedIds(), CountedIds()
+    return {
+        "request_id": requests,
+        "request_ids": requests,
+        "epoch": epochs,
+        "incarnation": lives,
+        "incarnations": lives,
+    }
+
+
 @dataclass(frozen=True)
 class Difference:
     """seq: of the recorded output that differs, or of the input that gave one too many or too few.
@@ -180,7 +267,7 @@ def _of_one(entry: TraceEntry, send: Send, skips: Skips) -> Mismatch | None:
         if one != other:
             return Mismatch(name, one, other)
     if unencoded:
-        return None  # it could not be sent, and nobody knows what it said
+        return None  # it could not be encoded, so that its fields are not known
     return first_mismatch(entry.message, send.message, skips)
 
 
@@ -249,7 +336,7 @@ def _ids(raw: bytes) -> str:
     return f"[{first} … {ids[-1]}]x{len(ids)}"
 
 
-BEFORE = 8  # messages shown
+MAX_HISTORY = 8  # messages shown
 MAX_REQUESTS = 3  # named; a step may be about hundreds
 MAX_HISTORY_CHARS = 300
 
@@ -294,7 +381,7 @@ def history(
         (entry for entry, ids in about
          if entry.seq <= difference.cause.seq and entry.direction != "note"
          and (not wanted or not wanted.isdisjoint(ids))),
-        maxlen=BEFORE,
+        maxlen=MAX_HISTORY,
     )  # fmt: skip
     return requests, list(earlier)
 
@@ -320,3 +407,88 @@ def _place(difference: Difference) -> str:
 def _shown(value: Any) -> str:
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= MAX_HISTORY_CHARS else text[: MAX_HISTORY_CHARS - 1] + "…"
+
+
+CLOCKED = frozenset({"Tick"})  # how many there are is the timer's business
+SHARED_LINES = 3
+
+
+def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", type=Path, metavar="A")
+    parser.add_argument("b", type=Path, metavar="B")
+    parser.add_argument("--outputs", action="store_true", help="compare only what was sent")
+
+
+def replay_diff(options: argparse.Namespace) -> int:
+    """EQUAL or DIFFERENT."""
+    a, b = load(options.a), load(options.b)
+    if a.header.name != b.header.name:
+        raise CannotReplay(USAGE, f"traces of two stages: {a.stage} and {b.stage}")
+    for recording in (a, b):
+        print(recording.title)
+        warn_of_tail(recording)
+    ours, theirs = ([*comparable(r, options.outputs)] for r in (a, b))
+    print_count_changes(ours, theirs)
+    if not print_first_difference(ours, theirs, a, b):
+        print(f"no difference in {len(ours)} messages")
+        return EQUAL
+    return DIFFERENT
+
+
+def comparable(recording: LoadedTrace, outputs_only: bool) -> Iterator[TraceEntry]:
+    """Inputs and outputs of the core, without what a timer or the shell adds, under plain names."""
+    changes = canonical_changes()
+    for entry in recording.entries:
+        if entry.direction == "note" or entry.kind in SHELL_MESSAGES | CLOCKED:
+            continue
+        message = rewritten(entry.message, changes)
+        if entry.direction == "out" or not outputs_only:
+            yield TraceEntry(
+                entry.seq, entry.time, entry.direction, entry.channel, entry.peer, entry.number,
+                entry.sent, message, entry.size,
+            )  # fmt: skip
+
+
+def print_count_changes(a: list[TraceEntry], b: list[TraceEntry]) -> None:
+    """What the two do not have equally often."""
+    ours, theirs = (Counter((e.direction, e.channel, e.kind) for e in side) for side in (a, b))
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours[key] != theirs[key]:
+            direction, channel, kind = key
+            print(f"  {direction:<4} {channel:<9} {kind:<12} {ours[key]:>8} {theirs[key]:>8}")
+
+
+def print_first_difference(
+    a: list[TraceEntry], b: list[TraceEntry], left: LoadedTrace, right: LoadedTrace
+) -> bool:
+    """Prints the first difference; False if there is none."""
+    for at, (one, other) in enumerate(zip_longest(a, b)):
+        found = _difference(one, other)
+        if found is None:
+            continue
+        print(f"first difference: {found}")
+        for entry in a[max(0, at - SHARED_LINES) : at]:
+            print(f"    both {_row(entry, left)}")
+        for name, entry, side in (("A", one, left), ("B", other, right)):
+            print(f"       {name} {_row(entry, side) if entry is not None else '(ended)'}")
+        return True
+    return False
+
+
+def _difference(a: TraceEntry | None, b: TraceEntry | None) -> str | None:
+    if a is None or b is None:
+        return f"{'A' if a is None else 'B'} ended before"
+    for name in ("direction", "channel", "peer", "kind"):
+        if getattr(a, name) != getattr(b, name):
+            return f"{name}: {getattr(a, name)!r} and {getattr(b, name)!r}"
+    mismatch = first_mismatch(a.message, b.message)
+    if mismatch is None:
+        return None
+    return f"{a.kind}.{mismatch.field}: {mismatch.recorded!r} and {mismatch.replayed!r}"
+
+
+def _row(entry: TraceEntry, recording: LoadedTrace) -> str:
+    seconds = entry.time - recording.begin
+    return (
+        f"{entry.seq:>6} {seconds:>9.4f} {arrow(entry):<17} {entry.kind:<9} {line(entry.message)}"
+    )

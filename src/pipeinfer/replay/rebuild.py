@@ -14,8 +14,7 @@ import msgspec
 from pipeinfer import settings as config
 from pipeinfer.core import StepDone
 from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result, State
-from pipeinfer.replay.codes import USAGE, CannotReplay
-from pipeinfer.replay.recording import LoadedTrace
+from pipeinfer.replay.traces import USAGE, CannotReplay, LoadedTrace
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
@@ -150,7 +149,7 @@ def settings_of(
 
 
 def topology_of(stages: Sequence[str]) -> Topology:
-    """A topology with these stage ids, at addresses that nobody opens."""
+    """A topology with these stage ids, at addresses that are never opened."""
     return Topology(tuple(_entry(stage) for stage in stages))
 
 

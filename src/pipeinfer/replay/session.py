@@ -19,8 +19,8 @@ from typing import Any
 
 import aiohttp
 
-from pipeinfer.bench.local_server import LocalServer
-from pipeinfer.replay.codes import EQUAL
+from pipeinfer.replay.traces import EQUAL
+from pipeinfer.runtime.local import LocalServer
 
 WORDS = ("count", "from", "pipeline", "engine", "seven", "12", "what is", "copy:", "é", "页", "🙂")
 STOPS = (["e"], ["3"], ["ab", "a"], ["\n"], [" t", "10"], ["no such text"])
@@ -119,14 +119,14 @@ DEFAULTS = {"kv_pages": 40, "page_size": 16, "threads": 1, "dtype": "float32", "
 FAILED = 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_session_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the traces")
     parser.add_argument("--requests", type=int, default=200, metavar="N")
     parser.add_argument("--concurrency", type=int, default=24, metavar="N")
     parser.add_argument("--seed-of-requests", type=int, default=1, metavar="N")
 
 
-def run(options: argparse.Namespace, overrides: Mapping[str, object]) -> int:
+def replay_session(options: argparse.Namespace, overrides: Mapping[str, object]) -> int:
     """0 if every request was answered as it should be."""
     settings = {**DEFAULTS, **overrides, "record": str(options.out)}
     requests = session_requests(options.requests, options.seed_of_requests)
@@ -148,7 +148,7 @@ async def _all(url: str, requests: list[SessionRequest], concurrency: int) -> Co
     waiting = iter(requests)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     async with aiohttp.ClientSession(timeout=timeout) as client:
-        outcomes.update(await asyncio.gather(*(_one(client, url, twin) for twin in twins())))
+        outcomes.update(await asyncio.gather(*(_one(client, url, pair) for pair in twins())))
 
         async def work() -> None:
             for request in waiting:

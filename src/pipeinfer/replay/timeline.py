@@ -13,19 +13,20 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from pipeinfer.json_values import JsonObject
-from pipeinfer.replay import timeline
-from pipeinfer.replay.codes import EQUAL, USAGE, CannotReplay
+from pipeinfer.params import JsonObject
 from pipeinfer.replay.compare import line
 from pipeinfer.replay.rebuild import Subjects
-from pipeinfer.replay.recording import (
+from pipeinfer.replay.show import RequestTimes, request_times
+from pipeinfer.replay.traces import (
+    EQUAL,
+    USAGE,
+    CannotReplay,
     LoadedTrace,
     TraceEntry,
     TraceExchange,
     load_merged,
     warn_of_tail,
 )
-from pipeinfer.replay.stats import RequestTimes, request_times
 
 ORDER = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 ROWS = ("core", "in flight 0", "in flight 1", "prepare", "forward")  # of a stage, downwards
@@ -299,7 +300,7 @@ def _sorted(kind: str, pid: int, tid: int, at: int) -> JsonObject:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"sort_index": at}}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_timeline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", type=Path, metavar="FILE", nargs="+")
     parser.add_argument("--out", type=Path, required=True, metavar="X.html|X.json")
     parser.add_argument("--request", metavar="ID", help="only what is about this request")
@@ -308,7 +309,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="seconds since the earliest message")  # fmt: skip
 
 
-def run(options: argparse.Namespace) -> int:
+def replay_timeline(options: argparse.Namespace) -> int:
     kind = options.out.suffix
     if kind not in (".html", ".json"):
         raise CannotReplay(USAGE, f"--out {options.out}: a timeline is an .html or a .json file")
@@ -319,9 +320,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"{recording.stage}: its clock is {recording.offset:+.6f} s off, corrected")
     drawn = build_timeline(recordings, options.begin, options.end, options.request)
     if kind == ".json":
-        text = json.dumps(timeline.events(drawn), separators=(",", ":"))
+        text = json.dumps(events(drawn), separators=(",", ":"))
     else:
-        text = timeline.html(drawn)
+        text = html(drawn)
     try:
         options.out.write_text(text)
     except OSError as error:

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pipeinfer.messages import Ended, Heartbeat, State
-from pipeinfer.runtime.incarnations import INCARNATION_VARIABLE, IncarnationNumbers
-from pipeinfer.runtime.stage import heartbeat
+from pipeinfer.runtime.stage import INCARNATION_VARIABLE, IncarnationNumbers, heartbeat
 from pipeinfer.topology import Identity
 
 # Exit codes of a stage's process.
@@ -63,7 +62,7 @@ class ParentWatch:
     def _run(self) -> None:
         poller = select.poll()
         if self._sink >= 0:
-            poller.register(self._sink, 0)  # POLLERR is always told: nobody can read any more
+            poller.register(self._sink, 0)  # POLLERR is always reported: the reader has gone
         while os.getppid() == self._parent and not poller.poll(1_000 * PARENT_CHECK):
             pass
         with suppress(RuntimeError):  # the loop is closed: it ends already
@@ -119,7 +118,7 @@ class StatusWriter:
         os.set_inheritable(sink, False)
 
     def write(self, state: State, reason: str, newest: int = 0) -> None:
-        """Writes a StatusReport; nothing if nobody reads the pipe, or so seldom that it is full."""
+        """Writes a StatusReport; nothing if the reader has gone, or the pipe is full."""
         reason = reason[:MAX_REASON_CHARS].encode("utf-8", "replace").decode()
         report = StatusReport(state, reason, os.getpid(), self._incarnation, newest)
         with suppress(OSError):
@@ -130,7 +129,7 @@ class StatusReader:
     """The supervisor's end of the status pipe.
 
     sink: for the stage to inherit; close it here when it has.
-    ended: nobody has the sink open any more.
+    ended: the sink is closed everywhere.
     """
 
     def __init__(self) -> None:
@@ -231,7 +230,7 @@ class Child:
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     _started_as: int = 0  # the number that this process was started with
     _pid: int = 0  # of the stage itself, where the command is a wrapper around it
-    _incarnation: int = 0  # of the latest that was heard
+    _incarnation: int = 0  # of the latest status
     death: Ended | None = None
     on_report: Callable[[], object] = lambda: None
     _reload_when_reported: bool = False

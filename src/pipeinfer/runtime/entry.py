@@ -6,6 +6,9 @@ all stages as tasks of one loop, for debuggers.
     signals       SIGHUP reads files again, or ends a process whose terminal was closed
     group faults  end an engine that nobody supervises
     malloc        keeps large pieces apart from small ones
+    election      which of several stages of one name this process is: the first that is free, by
+                  locks in a folder that the processes of a host share (containers)
+    busy poll     how long the loop polls after a message before it sleeps (bus/reader.py polls)
 
 The supervisor and the scripts in stages/ both come here. Knows every stage by name only.
 """
@@ -15,16 +18,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import errno
+import fcntl
 import gc
 import logging
 import os
 import signal
+import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import uvloop
 import zmq
@@ -37,7 +44,6 @@ from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.bus.sockets import AddressTaken, raise_socket_limits
 from pipeinfer.command_line import CommandLine
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
-from pipeinfer.runtime.busy_poll import busy_poll_seconds
 from pipeinfer.runtime.child import (
     FAILED,
     MISCONFIGURED,
@@ -46,20 +52,28 @@ from pipeinfer.runtime.child import (
     StatusWriter,
     inherited_status_writer,
 )
-from pipeinfer.runtime.election import ElectedInstance, elect_instance
-from pipeinfer.runtime.incarnations import (
+from pipeinfer.runtime.logs import (
+    StatusLine,
+    open_streams,
+    report_error,
+    set_up_logging,
+    show_until_ready,
+)
+from pipeinfer.runtime.servers import WAIT_FLAG, port_owner, wait_until_listening
+from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
+from pipeinfer.runtime.stage import (
     INCARNATION_VARIABLE,
     FencedOut,
+    Stage,
+    StageContext,
+    builder,
     incarnation_after,
     own_incarnation,
 )
-from pipeinfer.runtime.listening import WAIT_FLAG, port_owner, wait_until_listening
-from pipeinfer.runtime.logs import report_error, set_up_logging
-from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
-from pipeinfer.runtime.stage import Stage, StageContext, builder
-from pipeinfer.runtime.terminal import StatusLine, open_streams, show_until_ready
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity, Topology, deployed_topology
+
+log = logging.getLogger(__name__)
 
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 LARGE = 128 << 10  # bytes; glibc's own first value
@@ -97,8 +111,6 @@ def _has_terminal() -> bool:
         return False
     return True
 
-
-log = logging.getLogger(__name__)
 
 JOINED = ("waiting", "ready")  # states of a rank that has met the others
 
@@ -198,18 +210,20 @@ GATEWAY_GC_THRESHOLDS = (5_000, 20, 100)
 def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> int:
     """Runs a stage until it stops; returns the exit code. `stage`: given by a script in stages/."""
     open_streams()
-    made = parser(stage)
-    options, rest = made.parse_known_args(arguments)
+    command_line = parser(stage)
+    options, flags = command_line.parse_known_args(arguments)
     try:
         file = options.topology or os.environ.get(f"{config.PREFIX}TOPOLOGY")
         topology = deployed_topology(file, os.environ)
-        settings = stage_settings(topology, config.parse_flags(rest), os.environ)
+        settings = stage_settings(topology, config.parse_flags(flags), os.environ)
         elected = _elect(topology, stage or options.stage, options)
         identity = elected.identity if elected is not None else _named_identity(stage, options)
         topology.address(identity.id)
         if topology.has_tcp():
             keyring(topology, identity.id)  # a missing key ends it here, with one line
-        rest = rest[1:] if rest[:1] == [stage] else rest  # `swap` names the stage for a script too
+        flags = (
+            flags[1:] if flags[:1] == [stage] else flags
+        )  # `swap` names the stage for a script too
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISCONFIGURED
@@ -257,26 +271,32 @@ def stage_settings(
 
 def parser(stage: str | None) -> CommandLine:
     """The words of the command line; without a `stage` its name is one of them."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog=f"stages/{stage}.py" if stage else "python -m pipeinfer.runtime",
         description="Runs one stage. Further flags are those of `pipeinfer serve`.",
     )
     if stage is None:
-        made.add_argument("stage", choices=topologies.NAMES)
-    made.add_argument("--topology", metavar="FILE", help="default: PIPEINFER_STAGES says it all")
-    made.add_argument("--group", type=int, default=0)
-    made.add_argument("--rank", type=int, default=0)
-    made.add_argument("--index", type=int, default=0)
-    made.add_argument(
+        command_line.add_argument("stage", choices=topologies.NAMES)
+    command_line.add_argument(
+        "--topology", metavar="FILE", help="default: PIPEINFER_STAGES says it all"
+    )
+    command_line.add_argument("--group", type=int, default=0)
+    command_line.add_argument("--rank", type=int, default=0)
+    command_line.add_argument("--index", type=int, default=0)
+    command_line.add_argument(
         "--claim",
         metavar="DIR",
         default="",
         help="be the first stage of this name that no other process of this host is; DIR is theirs "
         "in common",
     )
-    made.add_argument("--on", metavar="HOST", default="", help="claim a stage of this host only")
-    made.add_argument("--child", action="store_true", help="stop when the parent process is gone")
-    made.add_argument(
+    command_line.add_argument(
+        "--on", metavar="HOST", default="", help="claim a stage of this host only"
+    )
+    command_line.add_argument(
+        "--child", action="store_true", help="stop when the parent process is gone"
+    )
+    command_line.add_argument(
         "--listen-fd",
         type=int,
         action="append",
@@ -284,13 +304,13 @@ def parser(stage: str | None) -> CommandLine:
         metavar="N",
         help="a listening socket of the parent process, instead of --host and --port",
     )
-    made.add_argument(
+    command_line.add_argument(
         WAIT_FLAG,
         type=int,
         metavar="N",
         help="begin when the parent process writes into this pipe, and end when it closes it",
     )
-    return made
+    return command_line
 
 
 @dataclass(frozen=True)
@@ -347,7 +367,7 @@ async def _run(
         loop.add_signal_handler(signal.SIGINT, shell.drain)
         if identity.name == "engine":
             end_on_group_fault(topology, identity, shell.incarnation, context, lambda: shell.built)
-    if options.child:  # whoever started it says so for all
+    if options.child:  # its parent shows the start of all stages
         return await run_shell(shell)
     line = StatusLine(settings.log_format == "text")
     starting = asyncio.create_task(show_until_ready(lambda: {identity.id: shell.state()}, line))
@@ -381,3 +401,110 @@ async def run_shell(shell: Shell) -> int:
     except Exception:
         logging.getLogger(__name__).exception("%s stopped", shell.identity.id)
         return FAILED
+
+
+INSTANCE_FILE = "pipeinfer-stage"  # in the folder for temporary files: who the process here is
+
+
+class ElectedInstance:
+    """`identity` is ours as long as this object lives. `note` names it for health checks."""
+
+    def __init__(self, identity: Identity, lock: IO[str]) -> None:
+        self.identity = identity
+        self._lock = lock
+        with _locked_file(instance_file()) as file:
+            file.truncate()
+            file.write(identity.id)
+
+
+def elect_instance(topology: Topology, name: str, on: str, folder: Path) -> ElectedInstance:
+    """A stage called `name` on host `on` ("" for any) that no other process has claimed.
+
+    folder: of the locks, the same for all processes of the host. ConfigurationError if there is
+    none left, or if a file of another user lies where a lock or the note belongs.
+    """
+    entries = [e for e in topology.entries if e.name == name and (not on or e.host == on)]
+    for entry in entries:
+        lock = _locked_file(folder / f"{entry.identity.id}.lock")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        return ElectedInstance(entry.identity, lock)
+    where = f" on host {on}" if on else ""
+    raise ConfigurationError(
+        f"the topology has {len(entries)} stages {name!r}{where}, and all of them run"
+        if entries
+        else f"the topology has no stage {name!r}{where}"
+    )
+
+
+def instance_file() -> Path:
+    """The file with the id of the stage that was claimed here; each container has its own."""
+    return Path(tempfile.gettempdir(), INSTANCE_FILE)
+
+
+def elected_instance() -> str:
+    """The id of the stage that was claimed here. OSError, or ConfigurationError if the note is not
+    ours: a file of another user is not believed."""
+    with _locked_file(instance_file(), os.O_RDONLY) as file:
+        return file.read()
+
+
+def _locked_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[str]:
+    """Opens a plain file of this user's, and no link to another one: folders for temporary files
+    are shared, and another user may have put something there. Raises ConfigurationError."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigurationError(f"cannot open {path}: {reason}") from None
+    status = os.fstat(descriptor)
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+    if not is_own:
+        os.close(descriptor)
+        raise ConfigurationError(f"{path} is not a plain file of this user's")
+    return os.fdopen(descriptor, "r" if flags == os.O_RDONLY else "r+")
+
+
+BUSY_POLL_SECONDS = (
+    0.005  # seconds; where steps take longer, a process that slept adds little to them
+)
+CORES_PER_PROCESS = 3  # for each process of a host: its loop, its threads, and those who ask
+
+
+def busy_poll_seconds(
+    settings: Settings, topology: Topology, identity: Identity, root: Path = Path("/")
+) -> float:
+    """Seconds, 0 for none; see Reader.start.
+
+    An engine looks after itself: on a CPU it needs the cores to compute, on a GPU its loop stays
+    awake while steps are in flight.
+    """
+    if identity.name == "engine" or settings.stay_awake == "never":
+        return 0.0
+    if settings.stay_awake == "always":
+        return BUSY_POLL_SECONDS
+    here = topology.entry(identity.id).host
+    processes = sum(entry.host == here for entry in topology.entries)
+    enough_cores = usable_cores(root) >= CORES_PER_PROCESS * processes
+    return BUSY_POLL_SECONDS if enough_cores and _on_gpus(settings, root) else 0.0
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """That this process may use, within its control group's quota if it has one."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = root / "sys/fs/cgroup/cpu.max"
+    if quota.exists():
+        quota_us, _, period = quota.read_text().partition(" ")
+        if quota_us.isdigit():
+            allowed = min(allowed, int(quota_us) // int(period))
+    return allowed
+
+
+def _on_gpus(settings: Settings, root: Path) -> bool:
+    """Whether engines compute on GPUs, as far as a process can tell that does not import torch."""
+    if settings.device == "auto":
+        return any((root / "dev").glob("nvidia[0-9]*"))
+    return settings.device == "cuda"

@@ -1,18 +1,21 @@
-"""All stages on this host: settings made ready, a topology in a temporary folder, who runs them.
+"""All stages on this host: settings made ready, a topology in a temporary folder, and what runs the
+stages; and `LocalServer`, `pipeinfer serve` in a process of its own.
 
-Shared by `pipeinfer serve` and the offline classes. Knows no request; starts nothing by itself.
+Shared by `pipeinfer serve`, the offline classes and tools. Knows no request.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -20,10 +23,11 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.checkpoint.source import find_model
-from pipeinfer.close_names import did_you_mean
+from pipeinfer.command_line import did_you_mean
+from pipeinfer.gguf.header import is_gguf
 from pipeinfer.observe import opentelemetry
-from pipeinfer.runtime import listening
-from pipeinfer.runtime.find import PREFIX, TOPOLOGY, record_running
+from pipeinfer.runtime import servers
+from pipeinfer.runtime.servers import PREFIX, TOPOLOGY, record_running
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import DEMO, ConfigurationError, Settings
 from pipeinfer.topology import STAGES_VARIABLE, Topology, deployed_topology
@@ -40,15 +44,15 @@ class LocalStages:
     topology: Topology
 
 
-def prepare(
+def prepare_settings(
     given: Mapping[str, object],
     progress: Callable[[str], None],
     check: Callable[[Settings], None] = lambda _settings: None,
 ) -> Settings:
     """Settings from `given` over the environment over the topology file, the model as a folder.
 
-    A hub id is downloaded here, once, and not by every stage; `progress` is told what takes time.
-    `check` sees the settings before that, and raises what should be known at once.
+    A hub id is downloaded here, once, and not by every stage; `progress` gets lines about what
+    takes time. `check` sees the settings before that, and raises what should be known at once.
     Raises ConfigurationError.
     """
     named = {**config.from_environment(os.environ), **given}
@@ -60,10 +64,10 @@ def prepare(
     if settings.model in ("", DEMO):
         progress(f"no model given: serving the bundled demo model {DEMO!r}")
     folder = find_model(settings, progress)
+    found = msgspec.structs.replace(settings, model=str(folder.absolute()))
     return msgspec.structs.replace(
-        settings,
-        served_model_name=settings.model_name,
-        model=str(folder.absolute()),
+        found,
+        served_model_name=(found if is_gguf(folder) else settings).model_name,
         revision="",
         # A stage that is swapped may run in another folder.
         chat_template=_absolute(settings.chat_template),
@@ -86,7 +90,7 @@ def check_port(settings: Settings, on: str = "") -> None:
         here = _host(topology, on)
         if not any(e.name == "gateway" and e.host in here for e in topology.entries):
             return
-    listening.check_free(settings.host, settings.port)
+    servers.check_free(settings.host, settings.port)
 
 
 def _absolute(path: str) -> str:
@@ -103,9 +107,9 @@ def local_stages(
 ) -> Iterator[LocalStages]:
     """The stages of prepared `settings`, all but those called `without`: the caller runs those.
 
-    on: only the stages of that host, where the topology names several. on_give_up: told why the
-    processes are not started again any more. The folder of their sockets is removed at the end.
-    Raises ConfigurationError.
+    on: only the stages of that host, where the topology names several. on_give_up: gets the reason
+    why the processes are not started again any more. The folder of their sockets is removed at the
+    end. Raises ConfigurationError.
     """
     if settings.in_process:
         topology = _topology(settings, "inproc://")
@@ -157,3 +161,70 @@ def _host(topology: Topology, on: str) -> list[str]:
     if not on and len(hosts) > 1:
         raise ConfigurationError(f"--on must say which host this is: {', '.join(hosts)}")
     return ["", on or "".join(hosts)]
+
+
+READY_LINE = "ready "
+
+
+class ServerNotReady(RuntimeError):
+    """A server ended before it was ready; its own words are on stderr."""
+
+
+def serve_flags(settings: Mapping[str, object]) -> list[str]:
+    """Settings as words of the command line of `pipeinfer serve`."""
+    known = config.settings_help()
+    words = [str(settings["model"])] if settings.get("model") else []
+    for name, value in settings.items():
+        if name == "model":
+            continue
+        flag = "--" + name.replace("_", "-")
+        words += ([flag] if value else []) if known[name].kind is bool else [flag, str(value)]
+    return words
+
+
+def wait_ready(process: subprocess.Popen[str]) -> str:
+    """The URL in the ready line of a process whose stdout is a pipe. Raises ServerNotReady."""
+    output: IO[str] | None = process.stdout
+    assert output is not None
+    for line in output:
+        if line.startswith(READY_LINE):
+            return line.removeprefix(READY_LINE).strip()
+    raise ServerNotReady(f"the server ended with code {process.wait()}")
+
+
+class LocalServer:
+    """`pipeinfer serve` on a free port, as a context manager; `url` is set when it is ready.
+
+    All its graphs are captured by then, unless `settings` say otherwise. `log`: an open file for
+    what it says on stderr, else that is this process's."""
+
+    def __init__(self, settings: Mapping[str, object], log: IO[str] | None = None) -> None:
+        usual = {"log_level": "warning", "all_graphs_first": True}
+        words = serve_flags({**usual, **settings, "port": 0})
+        command = [sys.executable, "-m", "pipeinfer", "serve", *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        self.url = ""
+
+    def __enter__(self) -> LocalServer:
+        try:
+            self.url = wait_ready(self.process)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop_process(self.process)
+
+
+def stop_process(process: subprocess.Popen[str], seconds: float = 60.0) -> None:
+    """SIGTERM, and SIGKILL for a process that does not end."""
+    if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

@@ -233,14 +233,16 @@ class MemoryHolder:
             log.warning("a message of %d bytes is dropped: %s", len(raw), error)
             _close(descriptors)
             return True
-        if isinstance(message, Keep) and len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
-            _close(self._state.keep(number, message, descriptors.pop()))
-        elif isinstance(message, Attach):
-            self._state.attach(number)
-        elif isinstance(message, Drop):
-            _close(self._state.drop(number, message.name))
-        elif isinstance(message, Leaving):
-            self._state.leaving(number)
+        match message:
+            case Attach():
+                self._state.attach(number)
+            case Keep():
+                if len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
+                    _close(self._state.keep(number, message, descriptors.pop()))
+            case Drop():
+                _close(self._state.drop(number, message.name))
+            case Leaving():
+                self._state.leaving(number)
         _close(descriptors)
         return True
 

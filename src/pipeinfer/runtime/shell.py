@@ -20,16 +20,27 @@ from pipeinfer import control
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import FrameHeader, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
-from pipeinfer.core import EVERYONE, LOCAL, Drain, Leave, Send, Tick, Unsent
-from pipeinfer.liveness import FORGET_FACTOR, HEARTBEAT_SECONDS, heartbeat_period
+from pipeinfer.core import (
+    EVERYONE,
+    FORGET_FACTOR,
+    HEARTBEAT_SECONDS,
+    LOCAL,
+    Drain,
+    Leave,
+    Send,
+    Tick,
+    Unsent,
+    heartbeat_period,
+)
 from pipeinfer.messages import Fenced, GroupFault, Message, Recover, State
 from pipeinfer.observe.observer import StageObserver
-from pipeinfer.runtime.incarnations import FencedOut, IncarnationFilter
 from pipeinfer.runtime.logs import request_fields
 from pipeinfer.runtime.stage import (
     CORE_CHANNELS,
     LEAVE_TIMEOUT,
     NOT_FOR_CORE,
+    FencedOut,
+    IncarnationFilter,
     Stage,
     StageContext,
     builder,
@@ -77,7 +88,7 @@ LEAVE_POLL = 0.005  # seconds between looks whether the core is idle; the succes
 
 
 class StoppedWhileBuilding(Exception):
-    """The stage was told to stop before it was built."""
+    """The stage was stopped before it was built."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,7 @@ class ProcessOptions:
 
 
 class Shell:
-    """Runs one stage on the current event loop until it is told to stop.
+    """Runs one stage on the current event loop until it is stopped.
 
     on_state_change: called as `on_state_change(state, reason)` at every change of state, beside the
         heartbeat.
@@ -113,8 +124,8 @@ class Shell:
         self.identity, self.settings = identity, settings
         self.incarnation = process.incarnation or time.time_ns()
         self._started_at = _clock()
-        patience = FORGET_FACTOR * settings.host_loss
-        self.bus = Bus(identity, self.incarnation, topology, context, resend_seconds=patience)
+        resend_seconds = FORGET_FACTOR * settings.host_loss
+        self.bus = Bus(identity, self.incarnation, topology, context, resend_seconds=resend_seconds)
         self._topology = topology
         self._build = build or builder(identity.name)
         self._core_channels = CORE_CHANNELS[identity.name]
@@ -138,8 +149,10 @@ class Shell:
         """Builds the stage and serves. Raises what the builder, the core or the driver raises."""
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
-        whose = self.settings, self._topology, self.identity, self.incarnation
-        self._hook = RecorderHook(*whose, self._publish_control, self.handle, self._options.forks)
+        stage_arguments = self.settings, self._topology, self.identity, self.incarnation
+        self._hook = RecorderHook(
+            *stage_arguments, self._publish_control, self.handle, self._options.forks
+        )
         beat = self._loop.call_soon(self._heartbeat)
         try:
             self._observer.begin()
@@ -186,8 +199,8 @@ class Shell:
     def reload(self) -> None:
         """Read again what the stage can read again; one that cannot ignores it.
 
-        Told while it is built, it reads once more: what it has read may be the old. A reload that
-        fails is logged, and the stage goes on with what it had.
+        Called while the stage is built, it takes effect afterwards: what was read may be stale. A
+        reload that fails is logged, and the stage goes on with what it had.
         """
         if self._stage is None:
             self._reload_when_built = True
@@ -274,7 +287,7 @@ class Shell:
     async def _built(self) -> Stage:
         """The stage, built in a thread so that heartbeats go on while weights load.
 
-        A daemon thread: a stage told to stop while it loads does not wait for the load.
+        A daemon thread: a stage that is stopped while it loads does not wait for the load.
         """
         context = StageContext(
             self.settings, self._topology, self.identity, self.incarnation, self._report
@@ -379,7 +392,7 @@ class Shell:
             self.bus.send(Send(control.CHANNEL, stage, message))
 
     def _rejection(self, channel: str, message: Message) -> str:
-        """Why the core must not get the message, whoever made that mistake; "" if it may."""
+        """Why the core must not get the message; "" if it may."""
         if channel not in self._core_channels:
             return channel
         if channel == "recovery":

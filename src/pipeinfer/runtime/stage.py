@@ -1,18 +1,26 @@
-"""What a stage is made of: a core, perhaps a driver for I/O beside the bus, and a tick; and the
-heartbeat that says how it is.
+"""What a stage is made of: a core, perhaps a driver for I/O beside the bus, and a tick; its
+heartbeat; and the incarnation of its process.
 
-Knows no particular stage; builders are found by name and imported only when asked for.
+An incarnation is a number, and the later process of a stage has the greater: the time when it was
+given, in Unix nanoseconds, or, where the clock was set back since the last one, that one and a
+little more. Who starts a process gives it. Messages of a dead process may still lie in sockets when
+its successor has recovered its state; read late, they would contradict that:
+IncarnationFilter keeps them out.
+
+Knows no particular stage; builders are found by name and imported only when asked for. No I/O.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipeinfer.close_names import none_of
+from pipeinfer.bus.frames import FrameHeader
+from pipeinfer.command_line import none_of
 from pipeinfer.control import Observed, Prefix, Prefixes
 from pipeinfer.core import Core
 from pipeinfer.messages import (
@@ -186,3 +194,98 @@ def rank_status(identity: Identity, incarnation: int, state: State) -> RankStatu
     return RankStatus(
         group=identity.group, rank=identity.rank, incarnation=incarnation, state=state
     )
+
+
+# Of nanoseconds, between two processes of one stage. Epochs and a supervisor's last word of a
+# process count on from its number.
+MIN_GAP_NS = 1_000_000_000
+INCARNATION_VARIABLE = "PIPEINFER_INCARNATION"  # in the environment of a stage: its number
+
+
+def own_incarnation(environ: MutableMapping[str, str]) -> int:
+    """The number of this process, taken out of `environ`; the time if it has none."""
+    number = environ.pop(INCARNATION_VARIABLE, "")
+    return int(number) if number.isdecimal() and len(number) < 20 else time.time_ns()
+
+
+def incarnation_after(last: int, now: int) -> int:
+    """A number for the process that comes after process `last`, at the time `now` (Unix, in ns)."""
+    return max(now, last + MIN_GAP_NS)
+
+
+class IncarnationNumbers:
+    """Gives numbers, each greater than all before it."""
+
+    def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
+        self._clock = clock
+        self._last = 0
+
+    def next(self, last: int) -> int:
+        """For a process that comes after process `last`, 0 for none."""
+        self._last = max(incarnation_after(last, self._clock()), self._last + 1)
+        return self._last
+
+    def now(self) -> int:
+        """Below all numbers that will be given, and not below those that were."""
+        self._last = max(self._clock(), self._last)
+        return self._last
+
+
+NOTICE_INTERVAL = 1.0  # seconds; a process that does not know goes on speaking
+
+
+class FencedOut(Exception):
+    """Another process of this stage has a greater incarnation, so that others drop our frames.
+
+    newest: that incarnation.
+    superseded: the other process was started later, and is in this one's place. Otherwise it was
+        there before, and its number is greater because the clock was set back: this process takes a
+        greater one.
+    """
+
+    def __init__(self, fenced: Fenced, by: str, age: float) -> None:
+        """`fenced` came from the stage `by`, to a process that is `age` seconds old."""
+        self.newest = fenced.newest
+        self.superseded = fenced.since < age
+        why = "has taken over" if self.superseded else "was there before: the clock was set back"
+        super().__init__(
+            f"{fenced.stage}: process {fenced.incarnation} is fenced out: {by} has heard process "
+            f"{fenced.newest}, which {why}"
+        )
+
+
+class IncarnationFilter:
+    """Accepts frames of the newest process of each sender. `dropped`: frames of older ones."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self._newest: dict[str, int] = {}
+        self._since: dict[str, float] = {}  # when the newest was first heard, in seconds
+        self._notified: dict[
+            str, tuple[int, float]
+        ] = {}  # the older process notified last, and when
+
+    def accepts(self, header: FrameHeader, now: float) -> bool:
+        """False if a frame of a newer process of the same stage came before. `now`: seconds,
+        monotonic."""
+        newest = self._newest.get(header.sender, -1)
+        if header.incarnation < newest:
+            self.dropped += 1
+            return False
+        if header.incarnation > newest:
+            self._newest[header.sender] = header.incarnation
+            self._since[header.sender] = now
+        return True
+
+    def notice(self, header: FrameHeader, now: float) -> Fenced | None:
+        """The message to the sender of a frame that was not accepted; None if it got one lately."""
+        stage, number = header.sender, header.incarnation
+        before, at = self._notified.get(stage, (-1, 0.0))
+        if before == number and now - at < NOTICE_INTERVAL:
+            return None
+        self._notified[stage] = number, now
+        newest = self._newest[stage]
+        if before != number:
+            log.warning("%s: process %d is not heard, process %d was", stage, number, newest)
+        since = now - self._since[stage]
+        return Fenced(stage=stage, incarnation=number, newest=newest, since=since)

@@ -21,14 +21,12 @@ import zmq
 from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.control import CHANNEL, Swap, SwapState
-from pipeinfer.core import EVERYONE, Send
-from pipeinfer.liveness import HEARTBEAT_SECONDS
+from pipeinfer.core import EVERYONE, HEARTBEAT_SECONDS, Send
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
-from pipeinfer.runtime import find
+from pipeinfer.runtime import servers
 from pipeinfer.runtime.child import FAILED, MISCONFIGURED, ORDERLY, Child, Command, exit_cause
-from pipeinfer.runtime.incarnations import IncarnationNumbers
-from pipeinfer.runtime.listening import InheritedSockets
-from pipeinfer.runtime.stage import LEAVE_TIMEOUT, heartbeat
+from pipeinfer.runtime.servers import InheritedSockets
+from pipeinfer.runtime.stage import LEAVE_TIMEOUT, IncarnationNumbers, heartbeat
 from pipeinfer.settings import PREFIX, Settings, to_environment
 from pipeinfer.topology import SECRET_VARIABLE, Identity, Topology
 
@@ -46,7 +44,7 @@ class SwapController:
     stage, and the old command back if that fails; publishes `SwapState` at every change.
 
     children: by stage id.
-    start: starts a child's command, unless the server has no more use for it, and cares for its
+    start: starts a child's command, unless the server does not need it any more, and cares for its
         process once the swap is over; OSError if the command cannot be executed.
     restart: the same, and ends everything if it cannot.
     gateway_seconds: that a gateway may take to finish its streams.
@@ -88,7 +86,7 @@ class SwapController:
             self._bus.send(Send("group", EVERYONE, child.death))
 
     async def close(self) -> None:
-        """When the children are gone: tasks for what is under way, and closes the sockets."""
+        """When the children are gone: waits for what is under way, and closes the sockets."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
         if self._heartbeats is not None:
@@ -114,23 +112,23 @@ class SwapController:
         else:
             self._bus.reader.drop(f"a {type(message).__name__} of {header.sender}")
 
-    def _publish_state(self, asked: Swap, state: Any, reason: str = "", **more: Any) -> None:
-        log.info("swap of %s: %s", asked.stage, " ".join(filter(None, (state, reason))))
-        swap_state = SwapState(asked.swap, asked.stage, state, reason, **more)
+    def _publish_state(self, swap: Swap, state: Any, reason: str = "", **fields: Any) -> None:
+        log.info("swap of %s: %s", swap.stage, " ".join(filter(None, (state, reason))))
+        swap_state = SwapState(swap.swap, swap.stage, state, reason, **fields)
         self._bus.send(Send(CHANNEL, EVERYONE, swap_state))
 
-    async def _swap(self, asked: Swap) -> None:
-        group = self._group(asked.stage)
+    async def _swap(self, swap: Swap) -> None:
+        group = self._group(swap.stage)
         if not group:
-            self._publish_state(asked, "failed", f"there is no {asked.stage} here")
+            self._publish_state(swap, "failed", f"there is no {swap.stage} here")
             return
         if self._stopping:
-            self._publish_state(asked, "failed", STOPPING)
+            self._publish_state(swap, "failed", STOPPING)
             return
         if any(child.swapping for child in group):
             pids = ", ".join(str(child.pid) for child in group)
             self._publish_state(
-                asked, "failed", f"a swap is under way; to end it, kill process {pids}"
+                swap, "failed", f"a swap is under way; to end it, kill process {pids}"
             )
             return
         for child in group:
@@ -139,7 +137,7 @@ class SwapController:
             for child in group:
                 async with child.starting:  # a restart that has begun gets its process first
                     continue
-            await self._replace(asked, group)
+            await self._replace(swap, group)
         finally:
             for child in group:
                 child.swapping = False
@@ -152,15 +150,15 @@ class SwapController:
         same = (c for c in self._children.values() if c.identity.name == "engine")
         return [c for c in same if c.identity.group == child.identity.group]
 
-    async def _replace(self, asked: Swap, group: list[Child]) -> None:
+    async def _replace(self, swap: Swap, group: list[Child]) -> None:
         old, before = tuple(c.pid for c in group), [c.command for c in group]
         began = time.monotonic()
-        self._publish_state(asked, "leaving", old=old)
+        self._publish_state(swap, "leaving", old=old)
         await self._stop_group(group)
-        trouble = await self._start_group(asked, group, old)
-        if not trouble:
+        failure = await self._start_group(swap, group, old)
+        if not failure:
             new, seconds = tuple(c.pid for c in group), time.monotonic() - began
-            self._publish_state(asked, "done", old=old, new=new, seconds=seconds)
+            self._publish_state(swap, "done", old=old, new=new, seconds=seconds)
             return
         for child in group:
             child.kill()
@@ -169,15 +167,17 @@ class SwapController:
             child.command, child.swapping = command, False
             await self._restart(child)
         if all(child.running for child in group):
-            trouble += "; the command that ran before is started again"
-        self._publish_state(asked, "failed", trouble, old=old)
+            failure += "; the command that ran before is started again"
+        self._publish_state(swap, "failed", failure, old=old)
 
     async def _stop_group(self, group: list[Child]) -> None:
         """Ends the running processes, in good order if they can."""
         for child in group:
             child.signal(signal.SIGUSR1)
-        own = self._gateway_seconds if group[0].identity.name == "gateway" else LEAVE_TIMEOUT
-        if not await self._wait_ended(group, own + LEAVE_MARGIN):
+        leave_seconds = (
+            self._gateway_seconds if group[0].identity.name == "gateway" else LEAVE_TIMEOUT
+        )
+        if not await self._wait_ended(group, leave_seconds + LEAVE_MARGIN):
             log.warning("%s did not leave in time and is killed", group[0].identity.id)
             for child in group:
                 child.kill()
@@ -189,41 +189,41 @@ class SwapController:
         tasks = [asyncio.ensure_future(c.process.wait()) for c in group if c.process is not None]
         if not tasks:
             return True
-        _, late = await asyncio.wait(tasks, timeout=seconds)
-        for wait in late:
+        _, pending = await asyncio.wait(tasks, timeout=seconds)
+        for wait in pending:
             wait.cancel()
-        return not late
+        return not pending
 
-    async def _start_group(self, asked: Swap, group: list[Child], old: tuple[int, ...]) -> str:
-        """Starts the new processes and tasks until they are ready; else says why they are not."""
+    async def _start_group(self, swap: Swap, group: list[Child], old: tuple[int, ...]) -> str:
+        """Starts the new processes and waits until they are ready; else says why they are not."""
         try:
             for child in group:
-                if asked.command:
-                    child.command = Command(asked.command, asked.folder)
+                if swap.command:
+                    child.command = Command(swap.command, swap.folder)
                 await self._start(child)
         except (OSError, ValueError) as error:  # ValueError: a NUL in its words
             return f"cannot start {group[0].command}: {getattr(error, 'strerror', '') or error}"
         if self._stopping and not all(child.running for child in group):
             return STOPPING
-        self._publish_state(asked, "starting", old=old, new=tuple(c.pid for c in group))
+        self._publish_state(swap, "starting", old=old, new=tuple(c.pid for c in group))
         return await self._wait_ready(group)
 
     async def _wait_ready(self, group: list[Child]) -> str:
         """Returns when all are ready (""), or when one of them never will be."""
         ends = [asyncio.ensure_future(self._describe_end(child)) for child in group]
         ready = asyncio.ensure_future(_all_set([child.ready for child in group]))
-        heard = asyncio.ensure_future(_all_set([child.has_reported for child in group]))
+        reported = asyncio.ensure_future(_all_set([child.has_reported for child in group]))
         try:
             await asyncio.wait(
-                {*ends, heard}, timeout=FIRST_REPORT_TIMEOUT, return_when="FIRST_COMPLETED"
+                {*ends, reported}, timeout=FIRST_REPORT_TIMEOUT, return_when="FIRST_COMPLETED"
             )
-            if not any(task.done() for task in (*ends, heard)):
+            if not any(task.done() for task in (*ends, reported)):
                 return f"its command was no stage that spoke within {FIRST_REPORT_TIMEOUT:g} s"
             await asyncio.wait({*ends, ready}, return_when="FIRST_COMPLETED")
             dead = [end for end, child in zip(ends, group, strict=True) if not child.running]
             return await dead[0] if dead else ""
         finally:
-            for task in (*ends, ready, heard):
+            for task in (*ends, ready, reported):
                 task.cancel()
 
     @staticmethod
@@ -283,7 +283,7 @@ class Supervisor:
 
         Returns an exit code when all children are gone. ConfigurationError if it cannot listen.
         """
-        groups = {c.identity.group for c in self._others() if c.identity.name == "engine"}
+        groups = {c.identity.group for c in self._other_children() if c.identity.name == "engine"}
         schedulers = {f"scheduler-{group}" for group in groups}  # on another host perhaps
         for stage in sorted(self._children.keys() - schedulers):
             self._listener.listen(stage)
@@ -298,7 +298,7 @@ class Supervisor:
                 self._publish()
             for child in sorted(self._children.values(), key=_start_order):
                 await self._start(child)
-            await self._first_of(self._configs_valid, self._stopping)
+            await self._wait_first(self._configs_valid, self._stopping)
             if self._gateways() and not self._stopping.is_set():
                 self._http_sockets.listen()
             await self._stopping.wait()
@@ -316,12 +316,12 @@ class Supervisor:
     def _publish(self) -> None:
         """For commands on this host that look for a server."""
         made = self._settings
-        url = find.url_from_here(made.host, self._http_sockets.port, bool(made.tls_cert))
-        served = find.ServerInfo(url=url, model=made.model_name, path=made.model)
-        find.publish_served_model(Path(self._topology_file), served)
+        url = servers.url_from_here(made.host, self._http_sockets.port, bool(made.tls_cert))
+        served = servers.ServerInfo(url=url, model=made.model_name, path=made.model)
+        servers.publish_served_model(Path(self._topology_file), served)
 
     def states(self) -> dict[str, tuple[State, str]]:
-        """The state of each stage here by its id, and what it does or tasks for."""
+        """The state of each stage here by its id, and what it does or waits for."""
         return {stage: child.status for stage, child in self._children.items()}
 
     def stop(self, code: int = ORDERLY) -> None:
@@ -333,7 +333,7 @@ class Supervisor:
         self._stopping.set()
         if self._swaps is not None:
             self._swaps.stop()
-        # Only the gateway's own copies are left: it refuses requests, and then nobody listens.
+        # Only the gateway's own copies are left: it refuses requests, and then closes them.
         self._http_sockets.close()
 
     def reload(self) -> None:
@@ -349,7 +349,7 @@ class Supervisor:
     def _gateways(self) -> list[Child]:
         return [c for c in self._children.values() if c.identity.name == "gateway"]
 
-    def _others(self) -> list[Child]:
+    def _other_children(self) -> list[Child]:
         return [c for c in self._children.values() if c.identity.name != "gateway"]
 
     def _group(self, group: int) -> list[Child]:
@@ -361,11 +361,11 @@ class Supervisor:
     async def _start(self, child: Child) -> None:
         """Starts the child's command, and watches it."""
         async with child.starting:
-            if self._wanted(child):
+            if self._should_run(child):
                 await self._spawn(child)
                 self._watch(child)
 
-    def _wanted(self, child: Child) -> bool:
+    def _should_run(self, child: Child) -> bool:
         """Whether its process is to run: while gateways finish, all that they need for it is."""
         if self._ending or not self._stopping.is_set():
             return not self._ending
@@ -395,7 +395,7 @@ class Supervisor:
         }
         environment = {**inherited, **to_environment(self._settings)}
         await child.start(arguments, environment, descriptors)
-        if not self._wanted(child):
+        if not self._should_run(child):
             child.kill()  # too late for the signals that the others got
 
     def _watch(self, child: Child) -> None:
@@ -408,7 +408,7 @@ class Supervisor:
         code = await process.wait()
         if process is child.process:
             child.read_reports()  # its last reports, before anything is made of its end
-        if child.swapping or not self._wanted(child):
+        if child.swapping or not self._should_run(child):
             return
         name = child.identity.id
         if code == MISCONFIGURED:
@@ -432,11 +432,10 @@ class Supervisor:
                     other.kill_for_group()  # its own watcher starts it again
         await self._restart(child)
 
-    # --------------------------------------------------------------------------------- status and
-    # deaths
+    # ---------------------------------------------------------------------------- status and deaths
 
     def _publish_death(self, child: Child, reason: str) -> None:
-        """So that nobody tasks until a dead stage's silence or its successor is noticed."""
+        """So that nobody waits until a dead stage's silence or its successor is noticed."""
         notice = child.death_notice(reason)
         if self._swaps is not None and notice is not None:
             self._swaps.publish_death(child, notice)
@@ -474,7 +473,7 @@ class Supervisor:
         """The gateway first, so that what runs is finished; then the rest."""
         await self._terminate(self._gateways(), self._settings.drain_timeout + STOP_GRACE)
         self._ending = True
-        await self._terminate(self._others(), STOP_GRACE)
+        await self._terminate(self._other_children(), STOP_GRACE)
 
     async def _terminate(self, children: list[Child], seconds: float) -> None:
         for child in children:
@@ -482,14 +481,14 @@ class Supervisor:
         tasks = [asyncio.ensure_future(c.process.wait()) for c in children if c.process is not None]
         if not tasks:
             return
-        _, late = await asyncio.wait(tasks, timeout=seconds)
-        if late:
+        _, pending = await asyncio.wait(tasks, timeout=seconds)
+        if pending:
             for child in children:
                 child.kill()
-            await asyncio.wait(late)
+            await asyncio.wait(pending)
 
     @staticmethod
-    async def _first_of(*events: asyncio.Event) -> None:
+    async def _wait_first(*events: asyncio.Event) -> None:
         tasks = [asyncio.ensure_future(event.wait()) for event in events]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for wait in tasks:

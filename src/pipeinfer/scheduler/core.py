@@ -2,7 +2,7 @@
 
 Owns who runs next, chunking, preemption and the end of a request by token or length; it keeps up to
 `overlap_depth` steps in flight and corrects late what it learns late. A new scheduler goes on from
-what tokenizers and detokenizers tell it. Knows no pages (only counts of them), no text, no device.
+what tokenizers and detokenizers send it. Knows no pages (only counts of them), no text, no device.
 """
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ from typing import ClassVar, Literal, get_args
 
 import msgspec
 
-from pipeinfer.core import EVERYONE, Drain, Leave, RollCall, Send, Tick, bracketed_answer
+from pipeinfer.core import (
+    EVERYONE,
+    FORGET_FACTOR,
+    Drain,
+    Histogram,
+    Leave,
+    RollCall,
+    Send,
+    SuspendAwareClock,
+    Tick,
+    bracketed_answer,
+)
 from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
-from pipeinfer.histogram import Histogram
-from pipeinfer.liveness import FORGET_FACTOR, SuspendAwareClock
 from pipeinfer.messages import (
     Abort,
     Admitted,
@@ -71,7 +80,7 @@ DrainState = Literal["serving", "draining", "left"]
 
 class SchedulerCore:
     """See core.Core. `incarnation` exceeds that of every earlier scheduler of this group, and its
-    epochs theirs. Nothing is planned before all `tokenizers` and `detokenizers` have told what they
+    epochs theirs. Nothing is planned before all `tokenizers` and `detokenizers` have sent what they
     know.
     """
 
@@ -116,7 +125,7 @@ class SchedulerCore:
         while this stage does, because what they say meanwhile waits to be read."""
         handler = self._handlers.get(type(event))
         if handler is None:
-            return []  # what tokenizers are told of this group, and supervisors
+            return []  # GroupStatus of this group, and of supervisors
         if isinstance(event, Tick):
             self._suspend_aware_clock.tick(now)
         self._now, clock_time = now, self._suspend_aware_clock.at(now)
@@ -132,7 +141,7 @@ class SchedulerCore:
             return "waiting", f"for what {', '.join(self._roll_call.missing)} will tell"
         return ("ready", "") if self._epochs.running else ("waiting", self._epochs.reason)
 
-    def _group_standing(self) -> GroupReadiness:
+    def _group_readiness(self) -> GroupReadiness:
         ranks = self._announcer.ranks
         if self._drain_state != "serving" or not self._roll_call.complete:
             return "waits"
@@ -141,13 +150,13 @@ class SchedulerCore:
         return "waits" if ranks.deserted or ranks.silent else "serves"
 
     def status(self) -> GroupStatus:
-        """What tokenizers are told of this group."""
+        """The group's status for tokenizers."""
         shape = self._epochs.last_shape
         page_size = shape.page_size if shape is not None else 0
         return GroupStatus(
             group=self.group,
             incarnation=self._announcer.incarnation,
-            readiness=self._group_standing(),
+            readiness=self._group_readiness(),
             epoch=self._epochs.epoch,
             requests=len(self._live),
             tokens=sum(request.remaining_tokens for request in self._live),
@@ -219,29 +228,29 @@ class SchedulerCore:
         if request is None or request.work.attempt <= abort.attempt:
             self._outbox.send_each("tokens", self._remove(abort.request_id, abort.attempt), abort)
 
-    def _on_hand_over(self, asked: HandOver, _now: float) -> None:
-        """Another group is to go on with it, unless there are engines here: says what it needs."""
-        request = self._live.get(asked.request_id)
+    def _on_hand_over(self, hand_over: HandOver, _now: float) -> None:
+        """Hands a request over to another group, unless this group has engines."""
+        request = self._live.get(hand_over.request_id)
         waits = self._roll_call.complete and not self._epochs.running
-        if request is not None and request.work.attempt == asked.attempt and waits:
+        if request is not None and request.work.attempt == hand_over.attempt and waits:
             delivered = self._records.hand_over(request, self._planner.lone_crashes(request))
             self._outbox.send_each("recovery", self._records.tokenizers, delivered)
             self._drop(request, "handed_over")
 
-    def _on_reset_cache(self, asked: ResetCache, _now: float) -> None:
+    def _on_reset_cache(self, reset: ResetCache, _now: float) -> None:
         """Work that comes later is admitted by the plan that resets, or by one behind it. Engines
         of a next epoch begin with nothing."""
         if self._epochs.running:
             self._engine.slots.reset_cache()
-        told = CacheReset(name=asked.name, gateway=asked.gateway, group=self.group)
-        self._outbox.send("tokens", f"detokenizer-{asked.detokenizer}", told)
+        done = CacheReset(name=reset.name, gateway=reset.gateway, group=self.group)
+        self._outbox.send("tokens", f"detokenizer-{reset.detokenizer}", done)
 
     def _on_done(self, done: Done, _now: float) -> None:
-        told: dict[str, list[str]] = {}
+        by_detokenizer: dict[str, list[str]] = {}
         for request_id in done.request_ids:
             for to in self._remove(request_id):
-                told.setdefault(to, []).append(request_id)
-        for to, ids in told.items():
+                by_detokenizer.setdefault(to, []).append(request_id)
+        for to, ids in by_detokenizer.items():
             self._outbox.send("tokens", to, Done(tuple(ids)))
 
     def _remove(self, request_id: str, attempt: float = inf) -> tuple[str, ...]:
@@ -257,7 +266,7 @@ class SchedulerCore:
         if request is None or request.work.attempt != hit.attempt:
             return  # it ended by itself in the meantime; the detokenizer's word reached the client
         if hit.length > len(request.outputs):
-            return  # of rows from the scheduler before: what was delivered will be told
+            return  # of rows from the scheduler before: a detokenizer will send what was delivered
         request.truncate(hit.length)
         self._drop(request, "stopped")
         self._records.add_finished(request, last_row(request, None))
@@ -268,9 +277,9 @@ class SchedulerCore:
         self._outbox.send("tokens", detokenizer_of(request), refused)
         self._records.add_finished(request, refused)
 
-    def _finish(self, request: Request, row: TokenRow, end: FinishKind = "finished") -> None:
+    def _finish(self, request: Request, row: TokenRow, kind: FinishKind = "finished") -> None:
         self._outbox.row(request, row)
-        self._drop(request, end)
+        self._drop(request, kind)
         self._records.add_finished(request, row)
 
     def _fail(self, request: Request, reason: str, message: str) -> None:
@@ -285,9 +294,9 @@ class SchedulerCore:
         )
         self._finish(request, row, "timed_out" if finish == "abort" else "failed")
 
-    def _drop(self, request: Request, end: FinishKind) -> None:
+    def _drop(self, request: Request, kind: FinishKind) -> None:
         """It is over; its slot is released with the next plan."""
-        self.counts[end] += 1
+        self.counts[kind] += 1
         self._live.remove(request)
         self._planner.drop(request)
 
@@ -305,7 +314,7 @@ class SchedulerCore:
     def _resume(self, request: Request, delivered: Delivered) -> None:
         """Goes on after what the scheduler before had delivered, or knows that it is over."""
         if request.admission or request.work.attempt != delivered.attempt:
-            return  # told twice: it runs
+            return  # sent twice: it runs
         if not (delivered.ids or delivered.prompt_logprobs or delivered.ended):
             return
         request.resume(delivered)
@@ -317,16 +326,16 @@ class SchedulerCore:
         elif self._epochs.running:
             self._fix_max_total(request)
 
-    def _on_recover(self, asked: Recover, _now: float) -> None:
+    def _on_recover(self, recover: Recover, _now: float) -> None:
         known: list[Send] = []
         live = ((request, None) for request in self._live)
         for request, last in (*live, *self._records.finished.values()):
-            if detokenizer_of(request) == asked.stage:
+            if detokenizer_of(request) == recover.stage:
                 known += self._outbox.all_of(request, last)
-        self._outbox.add(bracketed_answer(self._roll_call.stage, asked, known))
+        self._outbox.add(bracketed_answer(self._roll_call.stage, recover, known))
 
-    def _on_recovered(self, told: Recovered, _now: float) -> None:
-        if self._roll_call.on_recovered(told):
+    def _on_recovered(self, recovered: Recovered, _now: float) -> None:
+        if self._roll_call.on_recovered(recovered):
             self._records.on_recovered(self._now)
 
     # ------------------------------------------------------------------------------ the engine
@@ -382,23 +391,23 @@ class SchedulerCore:
         else:
             self._end_epoch(reason, now)
 
-    def _on_rank(self, told: RankStatus, now: float) -> None:
-        if told.group == self.group:
-            self._announcer.ranks.on_status(told, now)
-            self._epochs.fenced.on_ended(told.rank, told.incarnation - 1)
+    def _on_rank(self, status: RankStatus, now: float) -> None:
+        if status.group == self.group:
+            self._announcer.ranks.on_status(status, now)
+            self._epochs.fenced.on_ended(status.rank, status.incarnation - 1)
 
-    def _on_ended(self, told: Ended, now: float) -> None:
-        """Whoever says so starts all ranks of its host again; others are told a moment later."""
+    def _on_ended(self, ended: Ended, now: float) -> None:
+        """The supervisor that reports the end restarts all ranks of its host; others follow."""
         ranks = self._announcer.ranks
-        rank = self._announcer.engines.get(told.stage)
+        rank = self._announcer.engines.get(ended.stage)
         if rank is None:
             return
-        ranks.on_ended(rank, told, now)
-        if self._epochs.has_joined(rank, told.incarnation):
-            reason = f"engine rank {rank}: {told.reason}"
-            self._epochs.restart_ranks(reason, now, ranks.alive(), told.at)
+        ranks.on_ended(rank, ended, now)
+        if self._epochs.has_joined(rank, ended.incarnation):
+            reason = f"engine rank {rank}: {ended.reason}"
+            self._epochs.restart_ranks(reason, now, ranks.alive(), ended.at)
             self._on_epoch_lost()
-        self._epochs.fenced.on_ended(rank, told.incarnation)
+        self._epochs.fenced.on_ended(rank, ended.incarnation)
 
     def _end_epoch(self, reason: str, now: float, blameless: bool = False) -> None:
         """Of several ranks one may be inside a collective for which the others never come."""
@@ -423,10 +432,10 @@ class SchedulerCore:
         if culprit is not None:
             self._fail(culprit, "error", "the engine crashed repeatedly on this request")
 
-    def _on_prepared(self, told: Prepared, _now: float) -> None:
-        for request in self._planner.on_prepared(told):
+    def _on_prepared(self, prepared: Prepared, _now: float) -> None:
+        for request in self._planner.on_prepared(prepared):
             self._without_grammar(
-                request, told.error, 503 if told.error == NO_GRAMMAR_MEMORY else 400
+                request, prepared.error, 503 if prepared.error == NO_GRAMMAR_MEMORY else 400
             )
 
     def _on_admitted(self, admitted: Admitted, now: float) -> None:
@@ -469,7 +478,7 @@ class SchedulerCore:
             self._end_epoch(str(error), now, blameless=True)
 
     def _without_grammar(self, request: Request, why: str, status: int) -> None:
-        """Its client has read some of it, or is told what it might do."""
+        """Its client has read some of the output, or gets an error that says what it may do."""
         if request.outputs:
             self._fail(request, "error", why)
         else:
@@ -521,7 +530,7 @@ class SchedulerCore:
             self._restart_ranks(str(error), now)
         if self._epochs.fenced.is_due(now):
             self._publish_fault(self._epochs.reason)
-        self._outbox.add(self._announcer.take_due(self._group_standing(), self._now, self.status))
+        self._outbox.add(self._announcer.take_due(self._group_readiness(), self._now, self.status))
 
     def _on_drain(self, _drain: Drain, _now: float) -> None:
         if self._drain_state == "serving":
@@ -536,7 +545,7 @@ class SchedulerCore:
         """Publishes steps until enough are in flight or nothing is left to do."""
         while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
             self._outbox.send("plan", EVERYONE, plan)
-        if self._epochs.running:  # a plan may have met somebody whose grammar is not there
+        if self._epochs.running:  # a plan may have found a request whose grammar is not there
             for prepare in self._planner.grammars_to_prepare(now):
                 self._outbox.send("plan", EVERYONE, prepare)
 
@@ -650,10 +659,10 @@ class Deadlines:
 
 FinishKind = Literal[
     "finished",  # by a stop token or its length
-    "stopped",  # by a stop string, or for output that nobody can decode: its detokenizer said so
+    "stopped",  # by a stop string or undecodable output, which the detokenizer reported
     "timed_out",
     "failed",
-    "aborted",  # nobody wants it any more
+    "aborted",  # by its client, or with its gateway
     "refused",
     "handed_over",  # to another group
 ]

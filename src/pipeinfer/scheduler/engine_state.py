@@ -31,7 +31,7 @@ class EngineState:
 
     @property
     def agreed_plans(self) -> int:
-        """Plans that all ranks decided alike."""
+        """Plans of which all ranks made the same decisions."""
         return self._agreement.compared
 
     def begin(self) -> None:
@@ -99,9 +99,9 @@ class PageCredits:
         return (end + size - 1) // size - (start + size - 1) // size
 
     def on_page_counts(self, number: int, free: int, evictable: int) -> bool:
-        """The engine's counts after it applied plan `number`. False, and nothing changes, if it has
-        told of a later plan: what was admitted by that one it says before the results of those in
-        flight, which name the pages that there were then."""
+        """The engine's counts after it applied plan `number`. Returns False, and changes nothing,
+        for counts older than the latest: `Admitted` of a later plan comes before the results of
+        plans in flight, which carry the counts of their own time."""
         if number < self._number:
             return False
         self._number = number
@@ -111,7 +111,7 @@ class PageCredits:
         return True
 
     def reserve(self, number: int, pages: int) -> None:
-        """Plan `number` may take that many pages."""
+        """Takes `pages` off the credits: plan `number` may allocate them."""
         self._reserved.append((number, pages))
 
     @property
@@ -133,8 +133,8 @@ class PageAllowance:
         self.left = credits.available + released
 
     def tokens_that_fit(self, start: int) -> int:
-        """Tokens for which there is room behind `start` computed ones: the rest of the page that
-        these have begun, which is theirs already, and the pages that are left."""
+        """Tokens for which there is room behind `start` computed ones: the rest of the page
+        that these have begun, and the pages that are left."""
         return -start % self.page_size + max(self.left, 0) * self.page_size
 
     def take(self, pages: int) -> None:
@@ -186,7 +186,7 @@ class Slots:
         return lost
 
     def on_page_counts(self, counts: Admitted | Result) -> None:
-        """The engine's pages, as it told them after one of the plans; the latest plan's count."""
+        """The engine's pages, as reported after one of the plans; the latest plan's counts."""
         if self.credits.on_page_counts(counts.number, counts.free, counts.evictable):
             self.evicted = counts.evicted
 
@@ -412,7 +412,7 @@ class StepsInFlight:
         there is BAD_LOGITS, or why the row's grammar allows nothing. Raises InvalidReport.
 
         The hot path of the scheduler: one pass over the rows. Rows of requests that have ended, or
-        that were admitted anew since, are surplus: nobody ever sees them.
+        that were admitted anew since, are surplus: they are dropped.
         """
         flight = self._oldest(result.number)
         row_ends = _checked(flight, result)
@@ -518,7 +518,8 @@ class _Rank:
 
 
 class DigestAgreement:
-    """Of one epoch of a group of `tp` ranks. `compared`: plans that all ranks decided alike."""
+    """Of one epoch of a group of `tp` ranks. `compared`: plans with the same decisions on all
+    ranks."""
 
     def __init__(self, tp: int) -> None:
         self._ranks = {rank: _Rank() for rank in range(1, tp)}

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from pipeinfer.core import EVERYONE, Send
-from pipeinfer.liveness import heartbeat_period
+from pipeinfer.core import EVERYONE, Send, heartbeat_period
 from pipeinfer.messages import (
     PROTOCOL,
     Begin,
@@ -45,7 +44,7 @@ class RanksDiverged(Exception):
 
 
 class Epochs:
-    """Where one group stands: nobody there, `beginning`, or `running`.
+    """State of one group: without ranks, `beginning`, or `running`.
 
     first: number of the first epoch; larger than that of any earlier scheduler of this group.
     """
@@ -89,7 +88,7 @@ class Epochs:
             return False
         known = self._hellos.get(hello.rank)
         if self.running and known is not None and known.incarnation == hello.incarnation:
-            return False  # sent before it heard Begin
+            return False  # sent before it received Begin
         ended = self.running
         if ended:
             self.end(f"engine rank {hello.rank} was started again")
@@ -291,7 +290,7 @@ class RankStates:
 
 
 class GroupAnnouncer:
-    """When tokenizers are told of this group: after each change of its standing, and now and then.
+    """When tokenizers get this group's status: after each change of its readiness, and regularly.
 
     `ranks`: of the group `group`, by what is said of them;
     `engines`: their numbers, by stage id. `incarnation`: of this scheduler."""
@@ -306,11 +305,11 @@ class GroupAnnouncer:
         self._published_at = float("-inf")
 
     def take_due(
-        self, standing: GroupReadiness, now: float, make_status: Callable[[], GroupStatus]
+        self, readiness: GroupReadiness, now: float, make_status: Callable[[], GroupStatus]
     ) -> list[Send]:
         """What is to be published now; `make_status()` makes it. `now`: monotonic seconds."""
-        if standing == self._published and now - self._published_at < self._every:
+        if readiness == self._published and now - self._published_at < self._every:
             return []
-        self._published = standing
+        self._published = readiness
         self._published_at = now
         return [Send("group", EVERYONE, make_status())]

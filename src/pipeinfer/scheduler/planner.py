@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from pipeinfer.histogram import Histogram
+from pipeinfer.core import Histogram
 from pipeinfer.messages import Extend, Hello, Plan, Prepare, Prepared
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.engine_state import PageCredits, Slots, StepsInFlight
@@ -21,7 +21,7 @@ from pipeinfer.scheduler.request import Request
 from pipeinfer.step_cost import PrefillBudget, Targets, prefill_budget
 from pipeinfer.wire import pack
 
-MAX_DEFERRALS = 2  # of one request in a row, after which somebody else must give way
+MAX_DEFERRALS = 2  # of one request in a row, after which another one is preempted
 
 
 class Planner:
@@ -68,16 +68,16 @@ class Planner:
         self._number = 0
 
     def on_epoch_lost(
-        self, lost: Sequence[Request], flying: Sequence[Request], blameless: bool
+        self, requests: Sequence[Request], flying: Sequence[Request], blameless: bool
     ) -> Request | None:
-        """The epoch is over: all `lost` had slots, and of those the ones that were `flying` are
-        suspects, unless they are `blameless`. Returns a request that must fail because of it.
+        """The epoch is over: all `requests` had slots; those that were `flying` are suspects,
+        unless they are `blameless`. Returns a request that must fail because of it.
 
         Every other one goes back to the queue with the tokens it has; suspects wait apart.
         """
         candidates = [r for r in flying if r.phase == "lost" and not blameless]
         culprit = self._quarantine.on_epoch_lost(candidates)
-        for request in lost:
+        for request in requests:
             # The one that was being tried may have had a slot and no part in the last step.
             if request is not culprit and request.phase == "lost":
                 self._queue.push(request)
@@ -148,7 +148,7 @@ class Planner:
             self._slots.knowing_ahead[request.id] = request
 
     def take_number(self) -> int:
-        """The number of the next plan, for whoever writes it down."""
+        """The number of the next plan."""
         self._number += 1
         return self._number - 1
 
@@ -280,7 +280,7 @@ class SchedulerOptions:
     """What the scheduler needs of the settings. max_step_tokens: of a step; 0 leaves it to
     the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
     budget of a step that also decodes, where the policy mixes; 0: see step_cost.py, as for
-    `targets`. groups: of the deployment, which tokenizers hear of. shares_prefixes: whether
+    `targets`. groups: of the deployment, sent to tokenizers. shares_prefixes: whether
     requests find a prompt, or its beginning, in a prefix cache, so that they wait for it.
     least_shared_tokens: of a beginning that is worth it. host_loss: seconds of silence after which
     a rank counts as lost.
@@ -349,7 +349,7 @@ class Quarantine:
         return request.lone_crashes if suspected else -1
 
     def next(self) -> Request | None:
-        """The request to run alone now; None if nobody is suspected."""
+        """The request to run alone now; None without suspects."""
         while self.under_test is None or self.under_test.phase == "finished":
             if not self._candidates:
                 self.under_test = None
@@ -364,7 +364,7 @@ class Quarantine:
             self.under_test = None
 
     def remove(self, request: Request) -> None:
-        """`request` is over: nobody asks any more whether it was to blame."""
+        """`request` is over: it is no suspect any more."""
         self._candidates = deque(one for one in self._candidates if one is not request)
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Protocol
 
-from pipeinfer.close_names import none_of
+from pipeinfer.command_line import none_of
 from pipeinfer.scheduler.engine_state import PageAllowance, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
@@ -109,7 +109,7 @@ class StepComposer:
             jumps += 1
 
     def jumps(self, request: Request, count: int) -> bool:
-        """Whether a row of so many tokens has some that the engine was not told."""
+        """Whether a row of so many tokens has some that the engine has not got."""
         return count > 1 and request.projected >= request.known_len
 
     def limit_prefill(self, cheapest_rate: bool = False) -> None:
@@ -158,7 +158,7 @@ class StepComposer:
         self._prompts = [one for one in self._prompts if one not in out]
 
     def run_alone(self, request: Request) -> None:
-        """A step of `request` and nobody else; preempts others until there is room for it."""
+        """A step of `request` alone; preempts others until there is room for it."""
         if request.phase != "running":
             if request.steps_in_flight:
                 return
@@ -325,8 +325,8 @@ class Mixed:
     """The default: every running request decodes in every step, then half-computed prompts and new
     ones get the rest.
 
-    No running request waits for somebody else's prompt: what that adds to the gap between its
-    tokens is bounded (see step_cost.py). With nobody decoding, prompts get the whole step.
+    No running request waits for another request's prompt: what that adds to the gap between its
+    tokens is bounded (see step_cost.py). While no request decodes, prompts get the whole step.
     """
 
     def compose(self, step: StepComposer) -> None:
@@ -337,7 +337,7 @@ class Mixed:
 
 
 class Throughput:
-    """The most tokens a second, whoever waits: the default of batches.
+    """The most tokens a second, at the price of waiting: the default of batches.
 
     As Mixed, but how many tokens of prompts go beside the decodes is a question of their price
     alone (see step_cost.py): a step may take as long as it likes.

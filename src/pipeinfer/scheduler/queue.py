@@ -2,9 +2,9 @@
 
 WaitingQueue has those that may be admitted, in the order of admission: priority first (lower is
 earlier, as in vLLM), then arrival. A preempted request keeps its arrival and so returns to the head
-of its priority. Beside the queue, where they hold nobody up, wait
+of its priority. Beside the queue, where they delay no other request, wait
 - choices of one prompt (`n`) while another choice computes it: SamplingGroups,
-- prompts that begin alike while another request computes the beginning: PrefixesInProgress,
+- prompts with a prefix that another request computes: PrefixesInProgress,
 - requests whose grammar engines have not compiled: GrammarQueue,
 - requests whose masks cost much while others' masks are paid for: MaskBudget.
 
@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from pipeinfer.fair_queue import FairQueue
+from pipeinfer.core import FairQueue
 from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS
 from pipeinfer.messages import Prepare, Prepared
 from pipeinfer.params import StructuredOutputs
@@ -235,7 +235,7 @@ COMING = ("waiting", "running", "waiting_for_prefix")
 
 
 class PrefixesInProgress:
-    """Prompts that begin alike: the first request to want a beginning leads. It computes the
+    """Prompts with a common prefix: the first request to need the prefix leads. It computes the
     beginning, and requests that come with the same one wait until that is planned, not for the
     whole prompt.
 
@@ -283,7 +283,7 @@ class PrefixesInProgress:
         lead, blocks = None, 0
         for key in keys:
             leader = leads.get(key)
-            if leader is None or leader is request or not _goes_before(leader, request):
+            if leader is None or leader is request or not _precedes(leader, request):
                 break
             lead, blocks = leader, blocks + 1
         new = [at for at in range(blocks, len(keys)) if keys[at] not in leads]
@@ -372,7 +372,7 @@ def _provides(lead: Request, tokens: int) -> bool:
     return lead.phase == "running" and lead.projected >= tokens
 
 
-def _goes_before(lead: Request, request: Request) -> bool:
+def _precedes(lead: Request, request: Request) -> bool:
     return lead.phase in COMING and lead.work.priority <= request.work.priority
 
 
@@ -421,7 +421,7 @@ class GrammarQueue:
         return waiting + len(self.mask_budget)
 
     def begin(self, processes: Sequence[int]) -> None:
-        """An epoch begins, on engines of these incarnations; new ones know nothing."""
+        """An epoch begins, on engines of these incarnations; new ones have compiled no grammar."""
         if tuple(processes) == self._processes:
             return
         self._processes = tuple(processes)

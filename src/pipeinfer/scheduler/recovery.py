@@ -1,7 +1,7 @@
 """What a scheduler keeps and sends so that a lost stage costs no request.
 
 RecoveryRecords: requests that it does not run, because they have ended or are not known yet.
-Outbox: what detokenizers are told: openings, rows of new tokens, refusals, and all of it again.
+Outbox: messages for detokenizers: openings, rows of new tokens, refusals, and all of it again.
 Knows requests and messages; no bus and no engine.
 """
 
@@ -39,7 +39,7 @@ class RecoveryRecords:
     """Of one scheduler; `tokenizers` and `detokenizers` are the stages that may know a request.
 
     It keeps a finished request, whole, until its client has it; the ids of those that have ended
-    for good, because their work may be told once more; what detokenizers delivered of requests
+    for good, because their work may be sent once more; what detokenizers delivered of requests
     whose work has not come; and which requests another group took over.
 
     finished: (request, the message that ended it), by id.
@@ -66,7 +66,7 @@ class RecoveryRecords:
         self._sweep_at = 0.0
 
     def add_finished(self, request: Request, last: FinalMessage) -> None:
-        """`request` ended with `last`; its detokenizer may have to be told again."""
+        """`request` ended with `last`; its detokenizer may need it again."""
         self.finished[request.id] = request, last
 
     def has_ended(self, request_id: str, attempt: int) -> bool:
@@ -100,7 +100,7 @@ class RecoveryRecords:
         return None
 
     def hand_over(self, request: Request, crashes: int) -> Delivered:
-        """What another group needs to go on with it. Its end will be told here as well."""
+        """What another group needs to go on with it. Its end will be reported here as well."""
         self._handed_over[request.id] = detokenizer_of(request)
         ids, attempt = pack(request.outputs), request.work.attempt
         return Delivered(
@@ -114,7 +114,7 @@ class RecoveryRecords:
 
     @property
     def orphans(self) -> int:
-        """Requests of which something was delivered, but whose work nobody has told."""
+        """Requests of which something was delivered, but whose work no tokenizer has sent."""
         return len(self._delivered)
 
     def take_delivered(self, request_id: str) -> Delivered | None:
@@ -138,14 +138,14 @@ class RecoveryRecords:
         return () if moved is None else (moved,)
 
     def on_recovered(self, now: float) -> None:
-        """All neighbours have told what they know: from now on, what is missing may be lost."""
+        """All neighbours have sent what they have: what is missing now may be lost."""
         for name, (delivered, _) in self._delivered.items():
             self._delivered[name] = delivered, now
 
     def take_orphaned(self, now: float) -> Iterator[tuple[str, Abort]]:
-        """(detokenizer, what to tell it) of requests whose work never came.
+        """(detokenizer, message for it) of requests whose work never came.
 
-        Not to be asked before the neighbours have told all.
+        Not to be called before the neighbours have sent all.
         """
         orphaned = [d for d, since in self._delivered.values() if now - since > ORPHANED_SECONDS]
         for delivered in orphaned:
@@ -155,8 +155,8 @@ class RecoveryRecords:
             yield from ((to, abort) for to in self.detokenizers)
 
     def take_unclaimed(self, now: float) -> list[Delivered]:
-        """Of those that have finished, and that no Done came for: what to tell a tokenizer, which
-        aborts them wherever they are. Their gateway is lost, or somebody has lost their end."""
+        """Of those that have finished, and that no Done came for: messages for a tokenizer, which
+        aborts them wherever they are. Their gateway is lost, or their end is."""
         if now < self._sweep_at:
             return []
         aged = [
@@ -228,7 +228,7 @@ class Outbox:
         return Send("tokens", detokenizer_of(request), opened)
 
     def all_of(self, request: Request, last: FinalMessage | None = None) -> Iterator[Send]:
-        """All there is of a request, for a detokenizer that knows nothing of it."""
+        """All there is of a request, for a detokenizer that has nothing of it."""
         if isinstance(last, Refused):
             yield Send("tokens", detokenizer_of(request), last)
             return

@@ -1,8 +1,8 @@
 """One request as the scheduler sees it: a token sequence, and how far the engine has come with it.
 
 Knows no pages and no bus. Positions follow from one number: an engine that has computed c of a
-request's tokens, K of which it was told, has sampled c - K + 1 more (none if c < K). Ids that a
-grammar forces are known before they are computed: `jump` tells the engine of them.
+request's tokens, K of them from the scheduler, has sampled c - K + 1 more (none if c < K). Ids that
+a grammar forces are known before they are computed: `jump` sends them to the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken
 class Request:
     """State of a live request; see `SchedulerCore` for who changes what. Lengths are in tokens.
 
-    work: the message that it came with; its prompt stays there, nobody looks at single ids of it.
+    work: the message that it came with; its prompt stays there, as bytes.
     arrival: its number among all requests of this scheduler. arrived_at: when it came, in seconds
         of the clock that plans are made by. admitted_at: when it first got a slot.
     deadline: by the clock of events; infinite without one.
@@ -32,7 +32,7 @@ class Request:
     phase: see Phase. slot: the engine's, -1 unless it runs.
     admission: how often it was admitted; rows of older admissions are stale.
     admitted_len: tokens that the last admission brought. known_len: those, and ids that the engine
-        was told since (K above).
+        got since (K above).
     computed: tokens that results have confirmed as computed. projected: those that will be computed
         once the steps in flight are done, if no row is deferred.
     counts_in_flight: planned tokens of each step in flight, oldest first. steps_in_flight: how many
@@ -95,7 +95,7 @@ class Request:
 
     @property
     def confirmed(self) -> array[int]:
-        """Output ids that the engine has sampled, and was not told."""
+        """Output ids that the engine has sampled itself, and did not get from the scheduler."""
         return self.outputs[self.known_len - self.prompt_len : self.computed + 1 - self.prompt_len]
 
     @property
@@ -214,7 +214,7 @@ class Request:
 
     def jump(self, count: int) -> array[int]:
         """The next row computes `count` tokens; returns those of them, and of tokens before, that
-        the engine was not told."""
+        the engine has not got."""
         begin = self.known_len - self.prompt_len
         self.known_len = self.projected + count
         return self.outputs[begin : self.known_len - self.prompt_len]
@@ -307,7 +307,7 @@ def request_of(work: Work, arrival: int, now: float, since: float = 0.0) -> Requ
 
 # Plain strings: they are part of a scheduler's snapshot as they are.
 Phase = Literal[
-    "new",  # nobody keeps it yet
+    "new",  # in no container yet
     "waiting",  # in the queue
     "waiting_for_prefix",  # until another has computed their common prompt, or its beginning
     "waiting_for_grammar",  # until engines have compiled it, or may pay for its masks

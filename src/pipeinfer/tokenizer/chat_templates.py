@@ -5,7 +5,7 @@
   templates read a message's content as a text, as a list of parts or as either.
 - argument_forms: arguments of tool calls as objects and as texts. Clients send texts, which most
   templates want as objects.
-- make_environment: Jinja's sandbox. Templates come with checkpoints, so they are foreign code: they
+- make_environment: Jinja's sandbox. Templates come with checkpoints and are not trusted: they
   see plain data, cannot change it and cannot reach Python.
 
 Knows no token ids.
@@ -26,7 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import special_tokens, template_sources
 
@@ -210,7 +210,7 @@ PROBE_TOOL_DEFINITION: JsonObject = {
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
-# A part written as a whole, as JSON or in Python's notation: the template did not look into it.
+# A part that the template printed as JSON or in Python's notation, instead of reading its text.
 _CONTENT_PART = re.compile(r"""["']type["']:\s*["']text["']""")
 _NULL = re.compile("None|null")
 
@@ -384,7 +384,7 @@ def make_environment(strftime_now: Strftime) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    # Jinja says nothing of what the values of these two are.
+    # Jinja's types do not say which values these two have.
     filters = cast(dict[str, object], environment.filters)  # pyright: ignore[reportUnknownMemberType]
     variables = cast(dict[str, object], environment.globals)  # pyright: ignore[reportUnknownMemberType]
     filters["tojson"] = _tojson

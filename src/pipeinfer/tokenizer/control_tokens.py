@@ -17,23 +17,24 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import PreTokenizer
 
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import JsonObject, JsonValue, ThoughtState
 from pipeinfer.text import SPACE, ThoughtTags, content_text, thought_state
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, argument_forms
-from pipeinfer.tokenizer.token_bounds import components
 
 MAX_TEMPLATE_LETTERS = 65_536  # of a request's template: several times the longest one known
 COMPILE_WEIGHT = 64 * 1024  # bytes of text that take as long to encode as a template to compile
-MAX_REQUEST_TEMPLATES = 4  # compiled templates of requests that are kept, the last ones
+MAX_REQUEST_TEMPLATES = 4  # compiled templates of requests that are kept
 # Marks the end of a message that the model continues, so that the end is found in the rendered
 # text: a character of the last private plane that is not in the chat.
 CONTINUATION_MARKERS = range(0x10FFFD, 0x10FF00, -1)
 ESCAPE_CHARACTERS = range(0xE000, 0xF900)  # private use: unknown to templates, no white space
-# Placeholders are at the ends of the private-use planes, where nobody has put icons. The second
+# Placeholders are at the ends of the private-use planes, which icon fonts do not use. The second
 # plane is for texts that use the first.
 PLACEHOLDER_PLANES = (0xFFFFE, 0x10FFFE)
 # Roles that a template knows by name, of which it may build a control token: '<|' + role + '|>'.
@@ -575,3 +576,29 @@ def may_fold_into_special(tokenizer: Tokenizer) -> bool:
         one.type != "Prepend" and one.pattern != {"String": " "}
         for one in components(tokenizer.normalizer)
     )
+
+
+class Component(msgspec.Struct, frozen=True):
+    """A normalizer or pre-tokenizer, with those fields of tokenizer.json that matter here."""
+
+    type: str
+    pattern: dict[str, str] = {}
+    content: str = ""
+    behavior: str = ""
+    normalizers: list[Component] = []  # of a sequence, as the next one
+    pretokenizers: list[Component] = []
+
+
+def components(component: Normalizer | PreTokenizer | None) -> list[Component]:
+    """Its parts, with sequences flattened."""
+    if component is None:
+        return []
+    waiting = [msgspec.json.decode(component.__getstate__(), type=Component)]
+    components: list[Component] = []
+    while waiting:
+        one = waiting.pop(0)
+        if one.type == "Sequence":
+            waiting = [*one.normalizers, *one.pretokenizers, *waiting]
+        else:
+            components.append(one)
+    return components

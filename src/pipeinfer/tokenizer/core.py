@@ -15,9 +15,11 @@ from typing import ClassVar
 import msgspec
 
 from pipeinfer.core import (
-    ASK_AGAIN,
+    GIVE_UP_FACTOR,
     LOCAL,
+    RECOVER_RETRY_SECONDS,
     Drain,
+    FairQueue,
     Leave,
     RollCall,
     Send,
@@ -26,8 +28,6 @@ from pipeinfer.core import (
     bracketed_answer,
     stage_number,
 )
-from pipeinfer.fair_queue import FairQueue
-from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -167,10 +167,9 @@ class TokenizerCore:
         self._short_prompts: FairQueue[tuple[str, int]] = FairQueue()  # first choice and attempt
         self._roll_call = RollCall(stage, incarnation, gateways)
         self._draining = False
-        self._left = False
-        self._hand_over_asked_at: dict[
-            int, float
-        ] = {}  # when a group was asked to hand over what it has
+        self._has_left = False
+        # By group: when it was asked last to hand over its requests, in seconds.
+        self._hand_over_asked_at: dict[int, float] = {}
         self._counts = dict.fromkeys(
             ("accepted", "encoded", "refused", "moved", "prompt_tokens"), 0
         )
@@ -183,7 +182,7 @@ class TokenizerCore:
         return handler(self, event, now)
 
     def state(self) -> tuple[State, str]:
-        return ("draining" if self._draining or self._left else "ready", "")
+        return ("draining" if self._draining or self._has_left else "ready", "")
 
     def stats(self) -> dict[str, float]:
         return {
@@ -198,7 +197,7 @@ class TokenizerCore:
         return not len(self._pending)
 
     def submit_to_encode(self, request_id: str, attempt: int) -> Submit | None:
-        """For the driver: the request of an Encode; None if nobody wants it any more."""
+        """For the driver: the request of an Encode; None if the request has ended."""
         pending = self._pending.get(request_id, attempt)
         if pending is None or pending.submit.choices == (0,):
             return None if pending is None else pending.submit
@@ -206,19 +205,20 @@ class TokenizerCore:
 
     def submit_to_validate(self, request_id: str, attempt: int) -> Submit | None:
         """For the driver: the request of a ValidateGrammar; None if its grammar has a verdict by
-        now, or if nobody wants it any more."""
+        now, or if the request has ended."""
         pending = self._pending.get(request_id, attempt)
         without_verdict = pending is not None and pending.grammar_to_validate
         return self.submit_to_encode(request_id, attempt) if without_verdict else None
 
     def _on_submit(self, event: Submit, _now: float) -> list[Send]:
-        unknown = None if self._left else self._without_known(event)
+        unknown = None if self._has_left else self._without_known(event)
         if unknown is None:
-            return []  # the gateway tells the successor; a repeated one was passed on before
+            return []  # the successor gets it from the gateway; a repeated one was passed on before
         event = unknown
         if self._draining:
             return self._refuse_all(event, 503, "the server is shutting down")
-        # Until the gateways have told all, it may be one that was sent to a group nobody remembers.
+        # Before all gateways have answered the roll call, the process before this one may have sent
+        # the request to any group.
         in_one_group = self._roll_call.complete
         try:
             weight = self._encoder.weigh(event)
@@ -259,7 +259,7 @@ class TokenizerCore:
         return [Send(LOCAL, "", EncodeNext())]
 
     def _on_encode_next(self, _event: EncodeNext, _now: float) -> list[Send]:
-        """Encodes the next prompt that somebody still wants."""
+        """Encodes the next prompt whose request has not ended."""
         while len(self._short_prompts):
             name, attempt = self._short_prompts.take()
             pending = self._pending.get(name, attempt)
@@ -281,7 +281,7 @@ class TokenizerCore:
     def _on_grammar_verdict(self, event: GrammarVerdict, _now: float) -> list[Send]:
         """Goes on with all requests that wait for a verdict on this grammar."""
         if event.grammar and event.status in (0, 400):
-            # Also if the client has left meanwhile, who may come again.
+            # Also if the client has left meanwhile: the same grammar may come again.
             self._pending.verdicts.put(event.grammar, Verdict(event.message, event.slow))
             names = self._pending.waiting_for_verdict(event.grammar)
         else:
@@ -393,16 +393,16 @@ class TokenizerCore:
 
     def _accepted(self, pending: PendingPrompt, prompt: TokenizedPrompt, group: int) -> Send:
         event, ids = pending.submit, prompt.ids
-        texted = event.return_prompt_text and event.text is None
-        # What a template made of a chat: without special tokens its turns would run together.
-        skip = event.params.skip_special_tokens and event.chat is None
+        with_text = event.return_prompt_text and event.text is None
+        # Without special tokens the turns of a rendered chat would run together.
+        skip_special_tokens = event.params.skip_special_tokens and event.chat is None
         accepted = Accepted(
             request_id=event.request_id,
             attempt=event.attempt,
             group=group,
             prompt_tokens=len(ids),
             prompt_ids=ids.tobytes() if event.return_prompt_ids else b"",
-            prompt_text=self._encoder.text(ids, skip) if texted else "",
+            prompt_text=self._encoder.text(ids, skip_special_tokens) if with_text else "",
             choices=event.choices,
             thoughts=prompt.thought_state,
             refusal=pending.refusal,
@@ -479,8 +479,8 @@ class TokenizerCore:
             self._pending.discard(request_id)
             groups = self._routed.remove(request_id)
             if groups is None:
-                # It was refused here; or, before the gateways have told all, it may run anywhere,
-                # as may one that they told of.
+                # It was refused here. Before all gateways have answered the roll call, it may run
+                # in any group, as may a request that a gateway has sent again.
                 here = self._roll_call.complete and not returned
                 groups = () if here else self._monitor.groups
             for group in groups:
@@ -502,8 +502,8 @@ class TokenizerCore:
         )
         if group is not None:
             works = self._routed.of_group(group)
-            known = (Send("work", event.stage, work) for work in works)
-            return bracketed_answer(self._roll_call.stage, event, known)
+            sends = (Send("work", event.stage, work) for work in works)
+            return bracketed_answer(self._roll_call.stage, event, sends)
         out: list[Send] = []
         if gateway is None:
             return out
@@ -534,12 +534,12 @@ class TokenizerCore:
         that clients have. Requests that no group takes fail in the end."""
         out: list[Send] = []
         for group, seconds in self._monitor.lost(now):
-            over = seconds > GIVE_UP_FACTOR * self._monitor.host_loss
-            if not (over or self._router.up) or not self._is_due(group, now):
+            give_up = seconds > GIVE_UP_FACTOR * self._monitor.host_loss
+            if not (give_up or self._router.up) or not self._is_due(group, now):
                 continue
             for work in self._routed.mark_leaving(group):
-                if over:
-                    why = f"scheduler-{group} has not been heard for {seconds:.0f} s"
+                if give_up:
+                    why = f"scheduler-{group} has been silent for {seconds:.0f} s"
                     out += self._refuse(work, 503, why, code="host_lost")
                     continue
                 hand_over = HandOver(work.request_id, work.attempt, self._roll_call.stage)
@@ -548,27 +548,26 @@ class TokenizerCore:
 
     def _is_due(self, group: int, now: float) -> bool:
         """Whether it is time to ask again for the requests of `group`."""
-        due = now >= self._hand_over_asked_at.get(group, float("-inf")) + ASK_AGAIN
+        due = now >= self._hand_over_asked_at.get(group, float("-inf")) + RECOVER_RETRY_SECONDS
         if due:
             self._hand_over_asked_at[group] = now
         return due
 
     def _on_delivered(self, event: Delivered, now: float) -> list[Send]:
         """A group has handed a request over, with its output so far; or a gateway has, as the next
-        attempt, and what its group still does is in vain. One that has ended nobody takes, and all
-        forget it."""
+        attempt, and its old group is to abort it. A request that has ended is aborted."""
         if event.ended:
             abort = Abort(event.request_id, event.attempt, "nobody has taken its end")
             return self._on_abort(abort, now)
         entry = self._routed.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
-            return []  # it has ended meanwhile, which was told to all groups
+            return []  # it has ended meanwhile, and all groups got its Abort or Done
         ids = unpack(entry.work.prompt_ids)
-        work, remaining = entry.work, list[Send]()
+        work, aborts = entry.work, list[Send]()
         if event.attempt > work.attempt:
             abort = Abort(work.request_id, work.attempt, "another group goes on with it")
             groups = (entry.group,) if entry.in_one_group else self._monitor.groups
-            remaining += [Send("work", f"scheduler-{group}", abort) for group in groups]
+            aborts += [Send("work", f"scheduler-{group}", abort) for group in groups]
         request = (event.request_id, ids, work.params.max_tokens, work.cache_salt)
         leader_group = self._routed.group_of_leader(entry)
         self._router.on_ended(event.request_id)
@@ -583,7 +582,7 @@ class TokenizerCore:
             request_id=event.request_id, attempt=event.attempt, group=group, prompt_tokens=len(ids)
         )
         return [
-            *remaining,
+            *aborts,
             Send("recovery", f"scheduler-{group}", event),
             Send("work", f"scheduler-{group}", work),
             Send("text", f"gateway-{work.gateway}", accepted),
@@ -607,7 +606,7 @@ class TokenizerCore:
         self._router.on_report(group, report)
         if not before:
             return self._hand_over(now, self._monitor.deserted())
-        # One group: the report of one may not cost more the more groups there are.
+        # Only this group: the cost of a report may not grow with the number of groups.
         return self._hand_over(now, [group] * self._monitor.is_deserted(group))
 
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
@@ -622,8 +621,8 @@ class TokenizerCore:
         return []
 
     def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
-        self._left = True
-        self._pending.clear()  # the gateways tell the successor of all that is unfinished
+        self._has_left = True
+        self._pending.clear()  # the successor gets them again from the gateways
         return []
 
     def _ignore(self, _event: Message, _now: float) -> list[Send]:

@@ -1,8 +1,15 @@
 """Prompts to token ids, and every reason to refuse one.
 
-A text, a chat and given ids end as ids of the model's vocabulary that leave room for an answer.
-`load_encoder` makes a PromptEncoder from a checkpoint's files and the settings; the stage has one,
-and so has each worker process. Knows no stage and no channel.
+- PromptEncoder: a text, a chat and given ids end as ids of the model's vocabulary that leave room
+  for an answer.
+- load_encoder: makes a PromptEncoder from a checkpoint's files and the settings; the stage has one,
+  and so has each worker process.
+- TokenLengthBound: the least number of tokens that a text can have, by its length: a text that
+  cannot fit into the context is refused without being encoded. The bound is certain. For some
+  tokenizers there is none: if one drops white space, folds characters or swallows the text around a
+  token, a text of any length may fit.
+
+Knows no stage and no channel.
 """
 
 from __future__ import annotations
@@ -12,12 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.messages import Submit
-from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams, Thoughts, ThoughtState
+from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, SamplingParams, Thoughts, ThoughtState
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.text import (
     REASONING_PARSERS,
@@ -35,13 +42,14 @@ from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, lo
 from pipeinfer.tokenizer.control_tokens import (
     AmbiguousControlTokens,
     ChatRenderer,
+    Component,
     NoEscapeCharacters,
     PlaceholderTokens,
     RenderedPrompt,
+    components,
     may_fold_into_special,
     text_weight,
 )
-from pipeinfer.tokenizer.token_bounds import token_length_bound
 from pipeinfer.wire import unpack
 
 TAIL_IDS = 32  # at the end of a prompt, decoded to see with which text the prompt ends
@@ -90,7 +98,7 @@ class PromptEncoder:
     eos_ids: ids that end a request by themselves.
     allow_control_tokens: messages may spell control tokens.
     multithreaded: the process has nothing else to do, so the library may start threads.
-    tags: around the thoughts in answers to chats, if those are told apart.
+    tags: around the reasoning in answers to chats, if a reasoning parser separates it.
     thought_budgets: whether engines end thoughts that exceed a budget.
     """
 
@@ -107,17 +115,15 @@ class PromptEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._tags = tags
-        # A budget counts thoughts also if answers do not tell them apart.
+        # A budget counts reasoning also without a reasoning parser.
         self._budget_tags = tags or _find_tags(tokenizer)
         self.thought_budgets = True
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._multithreaded = multithreaded
-        self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (
-            (),
-            (),
-        )  # the last
+        # The bad words that were encoded last, and their ids.
+        self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
         self._length_bound = None if tokenizer is None else token_length_bound(tokenizer)
         self._placeholders = None if tokenizer is None else PlaceholderTokens(tokenizer)
         texts = () if tokenizer is None or allow_control_tokens else special_texts(tokenizer)
@@ -127,9 +133,9 @@ class PromptEncoder:
         self._renderer = ChatRenderer(texts, templates, always)
 
     def weigh(self, submit: Submit) -> int:
-        """About how many bytes `encode` has to look at one by one; token ids weigh nothing.
+        """About how many bytes `encode` has to render and to encode; token ids weigh nothing.
 
-        Raises Rejected for what can be seen without encoding anything.
+        Raises Rejected for all reasons that need no encoding.
         """
         self._check_params(submit.params)
         if submit.chat is not None:
@@ -161,12 +167,12 @@ class PromptEncoder:
             raise Rejected("the request has no prompt", param)
         if not len(ids):
             if submit.only_encode and submit.chat is None:
-                return TokenizedPrompt(ids)  # whoever counts texts has empty ones among them
+                return TokenizedPrompt(ids)  # an empty text has 0 tokens
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
         truncated = self._truncate(ids, submit.params)
         if len(truncated) < len(ids) and submit.params.truncation_side == "right":
-            state = None  # what the template wrote last is gone
+            state = None  # the end of the rendered prompt is cut off
         if not _counts_only(submit):
             self._check_length(len(truncated), submit.params, param)
         return self._with_thoughts(submit, truncated, state)
@@ -182,8 +188,8 @@ class PromptEncoder:
             tags = self._budget_tags
         if spec is not None and spec.after and (tags is None or spec.after != tags.closing):
             # The client names the text behind which its grammar begins.
-            over = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(spec.after)
-            thoughts = Thoughts("", spec.after, "over" if over else "open")
+            closed = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(spec.after)
+            thoughts = Thoughts("", spec.after, "over" if closed else "open")
             return TokenizedPrompt(ids, state or "before", thoughts)
         if tags is None or not (chat or budget or spec is not None):
             return TokenizedPrompt(ids)
@@ -234,11 +240,13 @@ class PromptEncoder:
         spelled.pop((), None)
         ids = [s for s in spelled if not any(s[at:] in spelled for at in range(1, len(s)))]
         longest = max(map(len, ids), default=0)
-        if longest > LONGEST_BAD:
-            raise Rejected(f"at most {LONGEST_BAD} tokens a bad word, not {longest}", "bad_words")
+        if longest > MAX_BAD_WORD_IDS:
+            raise Rejected(
+                f"at most {MAX_BAD_WORD_IDS} tokens a bad word, not {longest}", "bad_words"
+            )
         total = sum(map(len, ids))
-        if total > MOST_BAD_IDS:
-            message = f"bad_words must have at most {MOST_BAD_IDS} tokens in all, not {total}"
+        if total > MAX_BAD_IDS:
+            message = f"bad_words must have at most {MAX_BAD_IDS} tokens in all, not {total}"
             raise Rejected(message, "bad_words")
         return tuple(ids)
 
@@ -258,7 +266,7 @@ class PromptEncoder:
     # ------------------------------------------------------------------------------------- encoding
 
     def _encode_chat(self, submit: Submit) -> tuple[np.ndarray, ThoughtState | None]:
-        """Its ids, and where its template leaves the thoughts, if they can be told."""
+        """The ids of a chat, and the state of reasoning at their end; None if it is not known."""
         assert submit.chat is not None
         tags, state = self._tags or self._budget_tags, None
         try:
@@ -320,12 +328,12 @@ class PromptEncoder:
         """Refuses a text that has too many tokens however it is encoded, unless it is truncated."""
         if submit.params.truncate_prompt_tokens:
             return
-        fewest = 0 if self._length_bound is None else self._length_bound.min_token_count(text)
-        if fewest >= self._max_model_len * (COUNTED_CONTEXTS if _counts_only(submit) else 1):
-            raise self._too_long(f"at least {fewest}", param)
+        min_tokens = 0 if self._length_bound is None else self._length_bound.min_token_count(text)
+        if min_tokens >= self._max_model_len * (COUNTED_CONTEXTS if _counts_only(submit) else 1):
+            raise self._too_long(f"at least {min_tokens}", param)
 
     def _check_vocabulary(self, ids: np.ndarray, param: str) -> None:
-        if int(ids.view(np.uint32).max()) >= self._vocab_size:  # as which no id is below 0
+        if int(ids.view(np.uint32).max()) >= self._vocab_size:  # as uint32, negative ids are large
             wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
             raise self._unknown_token(int(wrong[0]), param)
 
@@ -386,7 +394,7 @@ class PromptEncoder:
 
 
 def _counts_only(submit: Submit) -> bool:
-    """Whether only the prompt's tokens are asked for, and no answer."""
+    """Whether only the prompt's tokens are counted."""
     return submit.only_encode and submit.params.max_tokens == 0
 
 
@@ -410,7 +418,7 @@ class EncoderParts(NamedTuple):
     encoder: for its prompts.
     eos_ids: ids that end a request by themselves.
     grammar_setup: the vocabulary for grammars; None: no grammars are served.
-    no_grammars_because: what clients are told then.
+    no_grammars_because: the refusal of requests with grammars then.
     """
 
     encoder: PromptEncoder
@@ -443,10 +451,10 @@ def load_encoder(folder: Path, settings: Settings, multithreaded: bool = False) 
         multithreaded,
         thought_tags(settings.reasoning_parser, shown),
     )
-    if multithreaded:  # it encodes, and nothing else
+    if multithreaded:  # a worker process, which only encodes
         return EncoderParts(encoder, eos_ids, None, "")
     if settings.grammar_backend == "none":
-        encoder.thought_budgets = False  # engines without masks count nothing
+        encoder.thought_budgets = False  # engines count reasoning by their masks
         return EncoderParts(encoder, eos_ids, None, "this server was started without grammars")
     try:
         vocabulary = vocabulary_setup(tokenizer, model.vocab_size, eos_ids)
@@ -458,3 +466,92 @@ def load_encoder(folder: Path, settings: Settings, multithreaded: bool = False) 
 def _strftime_now(template: str) -> str:
     # Only templates that print today's date ask, so only their prompts depend on the day.
     return datetime.now().strftime(template)
+
+
+# NFC composes: the longest spelling of a character has 3.5 times the bytes of its composed form
+# (U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes). The library's table of Unicode may be
+# newer than Python's, in which that was counted.
+NFC_SHRINK = 4
+KEEPING_BEHAVIORS = frozenset(("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"))
+BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+
+class TokenLengthBound(NamedTuple):
+    """A bound for one tokenizer.
+
+    max_token_bytes: bytes of normalized text that one token covers at most.
+    normalized_shrink: so many bytes of a text become at least one byte of normalized text. ASCII
+      never shrinks.
+    """
+
+    max_token_bytes: int
+    normalized_shrink: int
+
+    def min_token_count(self, text: str) -> int:
+        """Every encoding of `text` has at least so many tokens."""
+        if text.isascii():
+            return -(-len(text) // self.max_token_bytes)
+        size = len(text.encode("utf-8", "surrogatepass"))
+        return -(-size // (self.max_token_bytes * self.normalized_shrink))
+
+
+def token_length_bound(tokenizer: Tokenizer) -> TokenLengthBound | None:
+    """None if a component of the tokenizer is not known to keep every byte of a text."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None  # it takes all white space around it, however much there is
+    shrinks = 1
+    for one in components(tokenizer.normalizer):
+        shrinks *= _shrink_of(one)
+    splitters = components(tokenizer.pre_tokenizer)
+    if not shrinks or not all(_preserves_text(one) for one in splitters):
+        return None
+    spelled = any(one.type == "ByteLevel" for one in splitters)
+    longest = _max_token_bytes(tokenizer, spelled)
+    if not longest:
+        return None
+    for token in added:
+        texts = [token.content]
+        if tokenizer.normalizer is not None:
+            texts.append(tokenizer.normalizer.normalize_str(token.content))
+        longest = max(longest, *(len(text.encode()) for text in texts))
+    return TokenLengthBound(longest, shrinks)
+
+
+def _shrink_of(one: Component) -> int:
+    """So many bytes become at least one; 0: any number may vanish."""
+    kind = one.type
+    if kind == "NFC":
+        return NFC_SHRINK
+    if kind == "Prepend":
+        return 1
+    if kind == "Replace":
+        old, new = one.pattern.get("String", ""), one.content
+        return int(bool(old) and len(new.encode()) >= len(old.encode()))
+    return 0
+
+
+def _preserves_text(one: Component) -> bool:
+    """Whether a pre-tokenizer passes on every character."""
+    if one.type in ("Split", "Punctuation"):
+        return one.behavior in KEEPING_BEHAVIORS
+    return one.type in ("ByteLevel", "Metaspace", "Digits")
+
+
+def _max_token_bytes(tokenizer: Tokenizer, spelled: bool) -> int:
+    """Bytes of the longest token of a vocabulary that has every byte; 0 if it has not.
+
+    `spelled`: a character of a token stands for one byte.
+    """
+    model = tokenizer.model
+    if not isinstance(model, models.BPE):
+        return 0  # others make one token of any run of unknown characters
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return 0
+    tokens = tokenizer.get_vocab(with_added_tokens=False)
+    if spelled:
+        complete = all(character in tokens for character in pre_tokenizers.ByteLevel.alphabet())
+        return max(map(len, tokens)) if complete else 0
+    if not model.byte_fallback or any(token not in tokens for token in BYTE_TOKENS):
+        return 0
+    return max(len(token.encode()) for token in tokens)

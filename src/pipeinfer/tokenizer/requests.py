@@ -28,7 +28,7 @@ from pipeinfer.params import StructuredOutputs, choice_id, choice_ids
 class PendingPrompt:
     """A request whose prompt is not encoded yet.
 
-    submit: the request, with the choices that somebody still wants.
+    submit: the request, with the choices that have not ended.
     in_one_group: see RoutedRequest. Decided on arrival: before all gateways have answered the roll
       call, the process before this one may have sent it to a group.
     grammar_to_validate: digest of its grammar while that is validated, else empty.
@@ -67,7 +67,7 @@ class PendingPrompts:
     abandoned: choices that ended before they were encoded.
     verdicts: on grammars.
     _prompts: by first choice.
-    _first_choices: of each choice that somebody wants, the first one of its Submit.
+    _first_choices: of each choice that has not ended, the first choice of its Submit.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class PendingPrompts:
             del self._first_choices[choice]
 
     def discard(self, request_id: str) -> None:
-        """Removes a choice that nobody wants any more, if it is pending."""
+        """Removes a choice that has ended, if it is pending."""
         name = self._first_choices.pop(request_id, None)
         if name is None:
             return
@@ -155,7 +155,7 @@ class RoutedRequest:
     work: what the scheduler got.
     group: its data-parallel group.
     group_certain: False if an earlier tokenizer may have sent it to another group.
-    in_one_group: False if any other group may still have something of it.
+    in_one_group: False if other groups may have the request, too.
     """
 
     work: Work
@@ -192,13 +192,13 @@ class RoutedRequests:
         return (entry.group,) if entry.in_one_group else self._groups
 
     def of_group(self, group: int) -> Iterator[Work]:
-        """What that group's scheduler has or may have. It must know both: output of requests that
-        nobody names is aborted, also while another group goes on with the same request."""
+        """The requests that the scheduler of `group` has or may have. It must get both: it aborts
+        requests that are not among them, also while another group goes on with them."""
         return (e.work for e in self._entries.values() if e.group == group or not e.group_certain)
 
     def mark_leaving(self, group: int) -> list[Work]:
-        """The requests of `group`, which is asked to hand them over: from now on parts of them may
-        be left there."""
+        """The requests of `group`, which is asked to hand them over: from now on they may be in
+        several groups."""
         entries = [e for e in self._entries.values() if e.group == group]
         for entry in entries:
             self._entries[entry.work.request_id] = replace(entry, in_one_group=False)
@@ -226,8 +226,8 @@ class RoutedRequests:
         return [e.work for e in self._entries.values() if e.work.gateway == gateway]
 
 
-MAX_VERDICTS = 16_384
-MAX_REFUSAL_LETTERS = 500  # it may quote a client
+MAX_VERDICTS = 16_384  # that are kept
+MAX_REFUSAL_LETTERS = 500  # letters of a refusal, which may quote a client
 
 
 def grammar_digest(spec: StructuredOutputs) -> bytes:
@@ -237,7 +237,7 @@ def grammar_digest(spec: StructuredOutputs) -> bytes:
 
 
 class Verdict(NamedTuple):
-    """On a grammar.
+    """The verdict on a grammar.
 
     refusal: why it is refused, "" if it is served.
     slow: as in GrammarVerdict.
@@ -253,14 +253,14 @@ class VerdictCache:
     def __init__(self) -> None:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
-    def get(self, known: bytes) -> Verdict | None:
-        """The verdict on a grammar, None if there is none."""
-        if known in self._verdicts:
-            self._verdicts.move_to_end(known)
-        return self._verdicts.get(known)
+    def get(self, grammar: bytes) -> Verdict | None:
+        """The verdict on the grammar with this digest, None if there is none."""
+        if grammar in self._verdicts:
+            self._verdicts.move_to_end(grammar)
+        return self._verdicts.get(grammar)
 
-    def put(self, known: bytes, verdict: Verdict) -> None:
+    def put(self, grammar: bytes, verdict: Verdict) -> None:
         """Keeps a verdict, with at most MAX_REFUSAL_LETTERS of its refusal."""
-        self._verdicts[known] = Verdict(verdict.refusal[:MAX_REFUSAL_LETTERS], verdict.slow)
+        self._verdicts[grammar] = Verdict(verdict.refusal[:MAX_REFUSAL_LETTERS], verdict.slow)
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)

@@ -1,9 +1,9 @@
 """Chooses the data-parallel group of a request: prefix-aware, by load, or in turn.
 
-- Router: the choice by a RoutingPolicy, and an account of what was sent to which group.
-- ApproximateCache: what a group's prefix cache should hold, as hashes of token blocks. Fed by the
-  prompts that were sent there and by the number of tokens that the group says it evicted. If it is
-  wrong, a prompt is computed again; no answer changes.
+- GroupRouter: the choice by a RoutingPolicy, and the requests that were sent to each group.
+- ApproximateCache: the expected content of a group's prefix cache, as hashes of token blocks. Made
+  from the prompts that were sent there and the number of tokens that the group reports as evicted.
+  If it is wrong, a prompt is computed again; no answer changes.
 - GroupMonitor: which groups are up, from their schedulers' statuses and their silence.
 
 Knows prompts as token ids. A choice depends on the calls alone, never on a clock.
@@ -20,13 +20,13 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeinfer.close_names import none_of
-from pipeinfer.liveness import SuspendAwareClock, silence_limit
+from pipeinfer.command_line import none_of
+from pipeinfer.core import SuspendAwareClock, silence_limit
 from pipeinfer.messages import Ended, GroupStatus
 from pipeinfer.settings import ConfigurationError
 
-BLOCK_TOKENS = 64  # that should be cached, or not, together
-# Seconds without a status after which a scheduler counts as lost, or more (liveness.py).
+BLOCK_TOKENS = 64  # tokens of a block, the unit of ApproximateCache
+# Seconds without a status after which a scheduler counts as lost, or more (silence_limit).
 MAX_SILENCE_SECONDS = 3.0
 NO_INCARNATION = -1  # of a group without a status
 # A token of a prompt counts as so many tokens of load: a prefix that is computed a second time, in
@@ -120,14 +120,14 @@ class GroupTable:
         ]
 
     def on_report(self, group: int, report: GroupReport) -> None:
-        """Pages that were said to be evicted stay so: within an epoch they only become more."""
+        """Takes a report. Within an epoch the number of evicted tokens only grows."""
         before = self.reports[group]
         if report.epoch == before.epoch and report.evicted < before.evicted:
             report = replace(report, evicted=before.evicted)
         self.reports[group] = report
         self.up_count += report.up - before.up
-        # By their number: of its own requests it is known here what they cost, and their tokens as
-        # the group tells them would hide that behind prompts that are cached.
+        # The requests from elsewhere get their share by number. Subtracting the tokens of requests
+        # from here would not do: the group counts cached prompts in full, this process does not.
         elsewhere = max(report.requests - self.open_requests[group], 0)
         self._elsewhere_tokens[group] = report.tokens * elsewhere // max(report.requests, 1)
         if report.epoch != before.epoch:
@@ -161,9 +161,9 @@ class LeastLoaded:
         self._groups = groups
 
     def choose(self, groups: Sequence[int], hashes: list[bytes], length: int) -> int:
-        known = self._groups
+        table = self._groups
         return min(
-            groups, key=lambda group: (known.load(group), known.total_sent_tokens[group], group)
+            groups, key=lambda group: (table.load(group), table.total_sent_tokens[group], group)
         )
 
 
@@ -176,20 +176,21 @@ class LongestPrefix:
         self._groups = groups
 
     def choose(self, groups: Sequence[int], hashes: list[bytes], length: int) -> int:
-        known = self._groups
-        best, bound = (0, 0), 1 << 62  # (ever, group) of the best, and its cost
-        loads, holders, nothing = known.loads(), known.holders(hashes), PREFILL_WEIGHT * length
+        table = self._groups
+        best, bound = (0, 0), 1 << 62  # (total sent tokens, group) of the best, and its cost
+        loads, holders = table.loads(), table.holders(hashes)
+        uncached = PREFILL_WEIGHT * length  # cost of the prompt where nothing is cached
         least = PREFILL_WEIGHT * max(length - BLOCK_TOKENS * len(hashes), 0)
-        # From the least loaded on, so that of a thousand groups most are never looked at.
+        # From the least loaded on, so that most of a thousand groups need not be compared.
         for group in sorted(groups, key=loads.__getitem__):
             load = loads[group]
             if least + load > bound:
                 break  # it has more to do even if it had the whole prompt cached, and so have all
-            cost = nothing + load
+            cost = uncached + load
             if group in holders:
-                cost -= PREFILL_WEIGHT * known.caches[group].matched_tokens(hashes)
-            if cost < bound or (cost == bound and (known.total_sent_tokens[group], group) < best):
-                best, bound = (known.total_sent_tokens[group], group), cost
+                cost -= PREFILL_WEIGHT * table.caches[group].matched_tokens(hashes)
+            if cost < bound or (cost == bound and (table.total_sent_tokens[group], group) < best):
+                best, bound = (table.total_sent_tokens[group], group), cost
         return best[1]
 
 
@@ -201,10 +202,10 @@ ROUTING_POLICIES: dict[str, Callable[[GroupTable], RoutingPolicy]] = {
 
 
 class GroupRouter:
-    """Chooses groups by a policy and keeps account of what it sent where."""
+    """Chooses groups by a policy, and counts the tokens that were sent to each."""
 
     def __init__(self, policy: str, groups: int) -> None:
-        """ConfigurationError for a policy that there is not."""
+        """Raises ConfigurationError for an unknown policy."""
         if policy not in ROUTING_POLICIES:
             raise ConfigurationError(f"--routing: {none_of(policy, ROUTING_POLICIES)}")
         self._groups = GroupTable(groups)
@@ -239,8 +240,8 @@ class GroupRouter:
         return group
 
     def add_follower(self, request_id: str, group: int, max_tokens: int | None) -> None:
-        """A request was sent to `group` behind another with the same prompt, which it finds there
-        computed."""
+        """A request was sent to `group` behind another one with the same prompt, which is computed
+        once."""
         if not self._one_group and request_id not in self._open:
             self._count(request_id, group, _output_tokens(max_tokens))
 
@@ -253,7 +254,7 @@ class GroupRouter:
             self._groups.open_requests[group] -= 1
 
     def on_report(self, group: int, report: GroupReport) -> None:
-        """What a group says of itself now."""
+        """Takes the report of a group."""
         self._groups.on_report(group, report)
 
     @property
@@ -394,28 +395,28 @@ class GroupMonitor:
     def on_status(self, status: GroupStatus, now: float) -> GroupReport | None:
         """The group's report; None for a status of an earlier scheduler or epoch. `now`: monotonic
         s."""
-        known = self._groups.get(status.group)
-        if known is not None and _epoch(status) < _epoch(known.status):
+        state = self._groups.get(status.group)
+        if state is not None and _epoch(status) < _epoch(state.status):
             return None
         self._not_started.discard(status.group)
-        known = self._groups[status.group] = _GroupState(status, self._suspend_aware_clock.at(now))
-        return known.report
+        state = self._groups[status.group] = _GroupState(status, self._suspend_aware_clock.at(now))
+        return state.report
 
     def on_ended(self, event: Ended) -> tuple[int, GroupReport | None]:
-        """A stage has ended. If that is the scheduler of a group, and was not known: the group's
+        """A stage has ended. If it is a scheduler, and its end was not known: the group's
         number and report; else (-1, None)."""
         name, _, number = event.stage.rpartition("-")
         if name != "scheduler" or not number.isdecimal():
             return -1, None
-        known = self._groups.get(int(number))
+        state = self._groups.get(int(number))
         if (
-            known is None
-            or known.lost
-            or not NO_INCARNATION < known.status.incarnation <= event.incarnation
+            state is None
+            or state.lost
+            or not NO_INCARNATION < state.status.incarnation <= event.incarnation
         ):
             return -1, None
-        known.lost = True
-        return known.status.group, known.report
+        state.lost = True
+        return state.status.group, state.report
 
     def tick(self, now: float) -> None:
         """This stage's timer fired."""
@@ -426,19 +427,19 @@ class GroupMonitor:
         now = self._suspend_aware_clock.at(now)
         self._expect_all(now)
         silent: list[tuple[int, GroupReport]] = []
-        for number, known in self._groups.items():
-            started = known.status.incarnation != NO_INCARNATION
+        for number, state in self._groups.items():
+            started = state.status.incarnation != NO_INCARNATION
             max_silence = self._max_silence if started else self.host_loss
-            if now - known.received_at > max_silence and not known.lost:
-                was, known.lost = known.report.up, True
+            if now - state.received_at > max_silence and not state.lost:
+                was, state.lost = state.report.up, True
                 if was:
-                    silent.append((number, known.report))
+                    silent.append((number, state.report))
         return silent
 
     def lost(self, now: float) -> list[tuple[int, float]]:
         """Groups whose scheduler has been silent for `host_loss`, with the seconds of silence."""
         now = self._suspend_aware_clock.at(now)
-        silences = [(number, now - known.received_at) for number, known in self._groups.items()]
+        silences = [(number, now - state.received_at) for number, state in self._groups.items()]
         return [(number, seconds) for number, seconds in silences if seconds > self.host_loss]
 
     def is_deserted(self, group: int) -> bool:
@@ -446,8 +447,8 @@ class GroupMonitor:
         return group in self._groups and self._groups[group].deserted
 
     def deserted(self) -> list[int]:
-        """All such groups."""
-        return sorted(group for group, known in self._groups.items() if known.deserted)
+        """Groups for which is_deserted() holds."""
+        return sorted(group for group, state in self._groups.items() if state.deserted)
 
     def _expect_all(self, now: float) -> None:
         """Silence of groups without a status counts from the first call on."""

@@ -1,13 +1,16 @@
 """Jobs that worker processes do while the stage goes on: long prompts and grammar validation.
 
-- WorkerPool: jobs wait for a worker, and clients take turns (fair_queue.py).
-- EncodingQueues: long prompts, in three queues by size, each with one EncoderProcess
-  (worker_main.py). A prompt of megabytes delays prompts of its size only.
+- WorkerPool: jobs wait for a worker, and clients take turns (FairQueue).
+- EncodingQueues: long prompts, in three queues by size, each with one EncoderProcess. A prompt of
+  megabytes delays prompts of its size only.
 - GrammarValidation: every grammar compiles in a process that may die of it. A first attempt has
   little time, which is enough for nearly all grammars. A grammar that needs more begins again in a
-  pool of its own: nobody can tell from a text how long it takes, and a client without a key can
-  look like a new one at any time.
+  pool of its own: its text does not show how long a grammar takes, and clients without a key
+  cannot be told from new ones.
 - TokenizerDriver: the stage's I/O beside the bus.
+- main: the process of an EncoderProcess, `python -m pipeinfer.tokenizer.workers`. It is a process
+  because templates and the tokenizers library hold the interpreter for seconds. Its frames are
+  MessagePack. It ends with its stage, also in the middle of a text.
 
 Knows no routing and no recording.
 """
@@ -15,6 +18,7 @@ Knows no routing and no recording.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import subprocess
 from collections.abc import Callable
@@ -27,14 +31,14 @@ from typing import BinaryIO, Protocol, cast
 import msgspec
 
 from pipeinfer import pipes
-from pipeinfer.fair_queue import FairQueue
+from pipeinfer.core import FairQueue
 from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.grammars.validation import MAX_SECONDS, TooSlow, ValidationProcess
 from pipeinfer.messages import Message, Submit
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import Encode, Encoded, EncodeNext, GrammarVerdict, ValidateGrammar
+from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, load_encoder
 from pipeinfer.tokenizer.requests import grammar_digest
-from pipeinfer.tokenizer.worker_main import EncoderSetup
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ log = logging.getLogger(__name__)
 SHORT_QUEUE_BYTES = 256 * 1024
 # Bytes of a prompt in the second queue at most: encoding takes 1 s.
 MEDIUM_QUEUE_BYTES = 2 * 1024 * 1024
-MAX_PROCESSES_A_PROMPT = 2  # processes that may end over a prompt before it is refused
+MAX_PROCESSES_A_PROMPT = 2  # processes that may end during a prompt before it is refused
 # Processes for first attempts; the second starts when the first is busy.
 FAST_PROCESSES = 2
 # Seconds of processor time of a first attempt, ten times what most grammars take. While eight
@@ -97,8 +101,8 @@ class WorkerPool:
 
     max_workers: processes at most.
     make_worker: makes the next worker.
-    find_submit: (request_id, attempt) -> the request, None if nobody wants it any more. Asked when
-      the turn of the job comes.
+    find_submit: (request_id, attempt) -> the request, None if it has ended. Called when the job's
+      turn comes.
     """
 
     def __init__(
@@ -172,7 +176,7 @@ class ProcessEnded(RuntimeError):
 
 
 class EncoderProcess:
-    """A Worker that encodes prompts in a process (worker_main.py)."""
+    """A Worker that encodes prompts in a process, whose code is `main`."""
 
     def __init__(self, setup: EncoderSetup) -> None:
         self._setup = msgspec.msgpack.encode(setup)
@@ -181,7 +185,7 @@ class EncoderProcess:
 
     def start(self) -> None:
         """See Worker."""
-        with suppress(OSError, ProcessEnded):  # the next prompt is told
+        with suppress(OSError, ProcessEnded):  # the next prompt gets the error
             self._running()
 
     def work(self, submit: Submit) -> Encoded:
@@ -234,7 +238,7 @@ class EncoderProcess:
         if self._process is None:
             # One text at a time has no use for threads.
             environment = {"TOKENIZERS_PARALLELISM": "false"}
-            self._process = pipes.start("pipeinfer.tokenizer.worker_main", environment)
+            self._process = pipes.start("pipeinfer.tokenizer.workers", environment)
             if self._closed:  # meanwhile
                 self._process.kill()
             pipes.write(cast(BinaryIO, self._process.stdin), self._setup)
@@ -284,7 +288,7 @@ class ValidationWorker:
 
     def start(self) -> None:
         """See Worker."""
-        with suppress(RuntimeError, OSError):  # the next job tells its client
+        with suppress(RuntimeError, OSError):  # the next job gets the error
             self.process.start()
 
     def work(self, submit: Submit) -> GrammarVerdict | ValidateGrammar:
@@ -299,7 +303,9 @@ class ValidationWorker:
                 return ValidateGrammar(name, attempt, submit.client)
             message = str(error)
         except (RuntimeError, OSError) as error:
-            return GrammarVerdict(name, attempt, 500, f"the grammar was not tried: {error}")
+            return GrammarVerdict(
+                name, attempt, 500, f"the grammar could not be validated: {error}"
+            )
         return GrammarVerdict(
             name, attempt, 400 if message else 0, message, grammar_digest(spec), self._is_slow
         )
@@ -310,7 +316,7 @@ class GrammarValidation:
 
     setup: the model's vocabulary; None where no grammars are served.
     find_submit: see WorkerPool.
-    no_grammars_because: what clients are told then.
+    no_grammars_because: the refusal of requests with grammars then.
     seconds: of processor time that a grammar may take at most.
     """
 
@@ -420,3 +426,45 @@ class TokenizerDriver:
 
     def stats(self) -> dict[str, float]:
         return self._validation.stats()
+
+
+class EncoderSetup(msgspec.Struct, array_like=True):
+    """The first frame: what to load the encoder from."""
+
+    folder: str
+    settings: Settings
+
+
+def encode_submit(encoder: PromptEncoder, submit: Submit) -> Encoded:
+    """The event for the core of the stage."""
+    name, attempt = submit.request_id, submit.attempt
+    try:
+        prompt = encoder.prompt(submit)
+        ids, state, thoughts = prompt.ids.tobytes(), prompt.thought_state, prompt.thoughts
+        return Encoded(name, attempt, ids, thought_state=state, thoughts=thoughts)
+    except Rejected as error:
+        return Encoded(
+            request_id=name,
+            attempt=attempt,
+            status=error.status,
+            message=str(error),
+            param=error.param,
+            code=error.code,
+        )
+
+
+def main() -> None:
+    """The process that encodes long prompts: serves until stdin ends."""
+    frames, answers = pipes.served()
+    with contextlib.suppress(OSError):  # what runs out of memory here need not end the stage
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    setup = msgspec.msgpack.decode(frames.get(), type=EncoderSetup)
+    encoder = load_encoder(Path(setup.folder), setup.settings, multithreaded=True).encoder
+    decoder = msgspec.msgpack.Decoder(Submit)
+    while True:
+        answer = encode_submit(encoder, decoder.decode(frames.get()))
+        pipes.write(answers, msgspec.msgpack.encode(answer))
+
+
+if __name__ == "__main__":
+    main()

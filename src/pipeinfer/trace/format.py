@@ -1,29 +1,41 @@
-"""The format of a trace file: magic, header, blocks of records, and what may be wrong with them.
+"""The format of a trace file, and how one is read.
 
     PITRACE1 | block: the header | block: records | block: records ...
     block    = length u32 | CRC-32 of the payload u32 | payload: zstd of MessagePack
 
-Knows no stage, no clock and no file; integers are little-endian. docs/recording.md is its page.
+- `TraceHeader`, `Record`, `RecordPacker`: what the blocks hold; integers are little-endian
+- `Unencoded`, `Crash`, `End`: notes, which are never fed to a core and never compared
+- `Trace`: a file, its header at once, its records one after the other, and their messages. A file
+  that a killed process left is read up to its last whole block. Messages of the bus are those of
+  messages.py; local events of a stage are named here, and imported when a trace of that stage is
+  read
+
+Knows no clock. docs/recording.md is its page.
 """
 
 from __future__ import annotations
 
+import importlib
 import struct
 import zlib
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal, Union
 
 import msgspec
 import zstandard
 
+from pipeinfer import core
 from pipeinfer.bus.frames import DECODE_ERRORS
+from pipeinfer.core import LOCAL
+from pipeinfer.messages import CHANNELS, PROTOCOL, Heartbeat, Message
 
 MAGIC = b"PITRACE1"
 PREFIX = struct.Struct("<II")  # length and CRC-32 of a block's payload
 MAX_BLOCK_BYTES = 1 << 30  # bytes of a block, packed or not; more is no block
 # Bytes that a block may expand to, for each that it has, and in any case. Recordings of sessions
-# have 4 to 30; so a small file stays small in memory, whoever made it. Behind what would expand to
-# more (a text of one letter, a million times) there is padding.
+# have 4 to 30; so a small file stays small in memory, even a hostile one. Behind what would expand
+# to more (a text of one letter, a million times) there is padding.
 RATIO, FLOOR = 200, 16 << 10
 MAX_HEADER_DEPTH = 32  # of the settings and facts in a header, which are tables of plain values
 LARGE_STATE = 1 << 20  # bytes
@@ -88,10 +100,10 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct, array_like=True):
     """One message that a core took ("in") or gave ("out"), or a remark ("note").
 
-    time: monotonic seconds; of an input exactly the `now` that its core was told. channel: of the
+    time: monotonic seconds; of an input exactly the `now` that its core was given. channel: of the
     bus, or "local". peer: stage id of the sender or receiver, "" for everyone and for local ones.
     number, sent: the frame's FrameHeader.seq and FrameHeader.sent, 0 for local ones. body: the
-    message as MessagePack (trace/reader.py decodes it). seq: its place in the file, set by the
+    message as MessagePack (trace/format.py decodes it). seq: its place in the file, set by the
     reader.
     """
 
@@ -204,12 +216,12 @@ def _block(payload: bytes) -> bytes:
 
 def _decompressed(payload: bytes) -> bytes:
     """At most what so many bytes may stand for, whatever they say of themselves."""
-    most = _allowed(len(payload))
+    max_bytes = _allowed(len(payload))
     size = zstandard.frame_content_size(payload)
-    if size > most:
+    if size > max_bytes:
         raise UnreadableTrace(f"a block of {len(payload)} bytes that expands to {size}")
     # Where it does not say its size (-1), or another one, that is found out within `most`.
-    return zstandard.ZstdDecompressor().decompress(payload, max_output_size=most)
+    return zstandard.ZstdDecompressor().decompress(payload, max_output_size=max_bytes)
 
 
 def _allowed(packed: int) -> int:
@@ -238,3 +250,180 @@ def _is_shallow(value: Any) -> bool:
             return True
         level = inner
     return False
+
+
+class Unencoded(Message, frozen=True):
+    """An output that has no encoding, or no receiver: its type's name."""
+
+    kind: str
+
+
+class Crash(Message, frozen=True):
+    """The stage died here of an exception, most likely on the last input; "TypeError: ..."."""
+
+    error: str
+
+
+class End(Message, frozen=True):
+    """The recording ended here, in order; `reason` says why. `lost`: records after it that could
+    not be kept."""
+
+    reason: str
+    lost: int = 0
+
+
+COMMON_MESSAGES = ("Tick", "Drain", "Leave", "Unsent")  # of core.py, taken by every core
+LOCAL_IN = {
+    "gateway": ("pipeinfer.gateway.ledger:Call", "pipeinfer.gateway.ledger:Hangup"),
+    "tokenizer": (
+        "pipeinfer.tokenizer.core:Encoded",
+        "pipeinfer.tokenizer.core:EncodeNext",
+        "pipeinfer.tokenizer.core:GrammarVerdict",
+    ),
+    "engine": (
+        "pipeinfer.core:StepDone",
+        "pipeinfer.core:Compiled",
+        "pipeinfer.core:NewEpoch",
+        "pipeinfer.core:GraphDue",
+        "pipeinfer.engine.core:StepFailed",
+    ),
+}
+LOCAL_OUT = {
+    "gateway": tuple(
+        f"pipeinfer.gateway.ledger:{name}"
+        for name in ("Started", "OutputDelta", "Failed", "StatusChanged")
+    ),
+    "tokenizer": (
+        "pipeinfer.tokenizer.core:Encode",
+        "pipeinfer.tokenizer.core:EncodeNext",
+        "pipeinfer.tokenizer.core:ValidateGrammar",
+    ),
+    "engine": ("pipeinfer.engine.core:Compile", "pipeinfer.engine.core:Capture"),
+}
+
+
+class RecordDecoder:
+    """Decodes the bodies of one stage's records; `stage` is its name ("engine")."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._decoders: dict[tuple[str, str], msgspec.msgpack.Decoder[Any]] = {}
+
+    def decode(self, record: Record) -> Message:
+        """The typed message. Raises UnreadableTrace."""
+        key = (record.direction, record.channel)
+        decoder = self._decoders.get(key)
+        if decoder is None:
+            decoder = self._decoders[key] = msgspec.msgpack.Decoder(self._types(*key))
+        try:
+            return decoder.decode(record.body)
+        except DECODE_ERRORS as error:
+            raise UnreadableTrace(
+                f"record {record.seq} ({record.direction} {record.channel}): {error}"
+            ) from None
+
+    def _types(self, direction: str, channel: str) -> Any:
+        if direction == "note":
+            return Union[core.StepNote, Unencoded, Crash, End, Heartbeat]
+        if channel != LOCAL:
+            if channel not in CHANNELS:
+                raise UnreadableTrace(f"there is no channel {channel!r}")
+            return Union[CHANNELS[channel], Unencoded] if direction == "out" else CHANNELS[channel]
+        if direction == "in":
+            common = [getattr(core, name) for name in COMMON_MESSAGES]
+            own = [_named(name) for name in LOCAL_IN.get(self._stage, ())]
+            # A gateway hears itself without a socket.
+            return Union[tuple(common + own + [Heartbeat] * (self._stage == "gateway"))]
+        names = LOCAL_OUT.get(self._stage)
+        if not names:
+            raise UnreadableTrace(f"a {self._stage} has no local outputs")
+        return Union[(Unencoded, *(_named(name) for name in names))]
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class Trace:
+    """A trace file.
+
+    Iterate over it for its records, as often as you like. `truncated` is known after that: "" for a
+    whole file, else where it breaks off. `message(record)` decodes a body.
+    """
+
+    def __init__(self, path: str | Path, any_protocol: bool = False) -> None:
+        """Reads the header. Raises UnreadableTrace, or OtherProtocol unless `any_protocol`."""
+        self.path = Path(path)
+        self.truncated = ""
+        with self._open() as file:
+            try:
+                payload = _payload(file)
+                if payload is None:
+                    raise UnreadableTrace("it ends within its header")
+                self.header: TraceHeader = unpack_header(
+                    payload, None if any_protocol else PROTOCOL
+                )
+            except UnreadableTrace as error:
+                raise type(error)(f"{self.path}: {error}") from None
+            self._begin = file.tell()
+        self._bodies = RecordDecoder(self.header.name)
+
+    def __iter__(self) -> Iterator[Record]:
+        """The records in order. Raises UnreadableTrace at a block that is damaged."""
+        self.truncated = ""
+        seq = block = 0
+        with self._open() as file:
+            file.seek(self._begin)
+            while True:
+                at = file.tell()
+                try:
+                    payload = _payload(file)
+                    records = unpack_records(payload) if payload else ()
+                except UnreadableTrace as error:
+                    where = f"{self.path}: block {block} at byte {at}"
+                    raise UnreadableTrace(f"{where}: {error}") from None
+                if payload is None:
+                    self.truncated = f"block {block} at byte {at} is not whole"
+                    return
+                if not payload:
+                    return
+                for record in records:
+                    record.seq = seq
+                    seq += 1
+                    yield record
+                block += 1
+
+    def message(self, record: Record) -> Message:
+        """The record's body, typed. Raises UnreadableTrace if it is none of its channel's."""
+        try:
+            return self._bodies.decode(record)
+        except UnreadableTrace as error:
+            raise UnreadableTrace(f"{self.path}: {error}") from None
+
+    def _open(self) -> IO[bytes]:
+        try:
+            file = self.path.open("rb")
+        except OSError as error:
+            raise UnreadableTrace(f"{self.path}: {error.strerror}") from None
+        if file.read(len(MAGIC)) != MAGIC:
+            file.close()
+            raise UnreadableTrace(f"{self.path}: this is no pipeinfer trace")
+        return file
+
+
+def _payload(file: IO[bytes]) -> bytes | None:
+    """The next block's payload: b"" at the end of the file, None where it breaks off."""
+    prefix = file.read(PREFIX.size)
+    if not prefix:
+        return b""
+    if len(prefix) < PREFIX.size:
+        return None
+    length, crc = PREFIX.unpack(prefix)
+    if not 0 < length <= MAX_BLOCK_BYTES:
+        raise UnreadableTrace(f"a block of {length} bytes")
+    payload = file.read(length)
+    return checked(payload, crc) if len(payload) == length else None
+
+
+__all__ = ["OtherProtocol", "Record", "Trace", "TraceHeader", "UnreadableTrace"]

@@ -24,13 +24,18 @@ from pipeinfer.core import LOCAL, Core, NewEpoch, Tick
 from pipeinfer.messages import PROTOCOL, Message
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity, Topology
-from pipeinfer.trace.format import Direction, TraceHeader
-from pipeinfer.trace.notes import Crash, Unencoded
-from pipeinfer.trace.recorder import FlightRing, Recorder
-from pipeinfer.trace.recording import Outcome, Quota, Recording, default_folder, identify_model
+from pipeinfer.trace.format import Crash, Direction, TraceHeader, Unencoded
+from pipeinfer.trace.recorder import (
+    FlightRing,
+    Outcome,
+    Quota,
+    Recorder,
+    Recording,
+    default_folder,
+    identify_model,
+)
 from pipeinfer.trace.redact import redactor
-from pipeinfer.trace.snapshot import Unsnapshottable
-from pipeinfer.trace.state_copy import StateCopier, StateCopy, StateCopyFailed
+from pipeinfer.trace.snapshot import StateCopier, StateCopy, StateCopyFailed, Unsnapshottable
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
@@ -192,28 +197,28 @@ class RecorderHook:
 
     # ----------------------------------------------------------------------------------- recordings
 
-    def _start_recording(self, asked: StartRecording) -> None:
+    def _start_recording(self, request: StartRecording) -> None:
         if self._core is None:
-            self._refuse(asked.recording, "the stage is still being built")
+            self._refuse(request.recording, "the stage is still being built")
             return
         self._recorder.flush(self._loop.time())  # what came before the state
         try:
             state = self._copier.take(self._core)
         except (Unsnapshottable, StateCopyFailed) as error:
-            self._refuse(asked.recording, str(error))
+            self._refuse(request.recording, str(error))
             return
         rewriter = None
-        if asked.redact:
-            rewriter = partial(redactor, asked.redact, self._identity.name, self._settings.model)
-        quota = Quota(asked.messages, asked.max_bytes)
+        if request.redact:
+            rewriter = partial(redactor, request.redact, self._identity.name, self._settings.model)
+        quota = Quota(request.messages, request.max_bytes)
         self._start(
-            Recording(asked.recording, asked.out, quota, self._queue_outcome, rewriter),
+            Recording(request.recording, request.out, quota, self._queue_outcome, rewriter),
             state,
         )
-        if asked.seconds > 0:
-            stop = partial(self._stop, asked.recording, f"after {asked.seconds:g} s")
-            self._loop.call_later(min(asked.seconds, MAX_RECORDING_SECONDS), stop)
-        if asked.fresh_epoch and self._identity.name == "engine":
+        if request.seconds > 0:
+            stop = partial(self._stop, request.recording, f"after {request.seconds:g} s")
+            self._loop.call_later(min(request.seconds, MAX_RECORDING_SECONDS), stop)
+        if request.fresh_epoch and self._identity.name == "engine":
             self._feed(NewEpoch())
 
     def _start(self, recording: Recording, state: StateCopy | None) -> None:

@@ -16,9 +16,7 @@ import msgspec
 import numpy as np
 
 from pipeinfer.params import SamplingParams
-from pipeinfer.trace.format import Record, Row, TraceHeader
-from pipeinfer.trace.notes import Unencoded
-from pipeinfer.trace.reader import RecordDecoder
+from pipeinfer.trace.format import Record, RecordDecoder, Row, TraceHeader, Unencoded
 from pipeinfer.trace.snapshot import known_class
 
 RANKS = 8  # 64-bit ranks out of one hash
@@ -76,8 +74,8 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.queue:GrammarQueue", "_processes"),
         ("pipeinfer.scheduler.queue:PendingGrammar", "ranks_prepared"),
         ("pipeinfer.scheduler.queue:PrefixesInProgress", "_blocks_led"),
-        ("pipeinfer.fair_queue:_Flows", "_last"),
-        ("pipeinfer.histogram:Histogram", "counts"),
+        ("pipeinfer.core:_Flows", "_last"),
+        ("pipeinfer.core:Histogram", "counts"),
         ("pipeinfer.scheduler.engine_state:_Rank", "first"),
         ("pipeinfer.scheduler.engine_state:_Rank", "own"),
     )

@@ -1,8 +1,13 @@
-"""What parsers of a model's output text share: parsed deltas, the search for markers, token counts.
+"""What parsers of a model's output text share, and the parsers of reasoning.
 
 The output text of one choice goes through a chain of parsers: reasoning, then tool calls, then
-plain content. Each parser takes text as it is decoded and returns what is certain. Knows no model
-and no HTTP.
+plain content. Each parser takes text as it is decoded and returns what is certain.
+
+- ParsedDelta, OutputParser: what a parser returns, and what a parser is.
+- find_marker, ContentBuffer: text that may be the beginning of a marker is held back.
+- ReasoningParser, AnswerTagParser: thoughts between tags, and content between answer tags.
+
+Knows no model and no HTTP.
 """
 
 from __future__ import annotations
@@ -12,16 +17,16 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
-from pipeinfer.json_values import JsonValue
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import JsonValue, ThoughtState
+from pipeinfer.text import ThoughtTags
 from pipeinfer.wire import unpack_few
 
 WHITESPACE = " \t\r\n"  # between parts of an output
 
-# Of calls: ours, nine letters and digits, or the function's name and the call's number.
+# Ids of calls: "call_" and a hash, nine letters and digits, or the function's name and a number.
 CallIdStyle = Literal["", "short", "numbered"]
 DeltaKind = Literal["content", "reasoning", "call", "arguments", "custom", "input"]
-INPUT_PARAMETER = "input"  # the parameter that a custom tool's text is to the model
+INPUT_PARAMETER = "input"  # the one parameter of a custom tool's function, its text
 MESSAGE_BREAK = -2  # in place of a call's index: a new message begins here
 
 
@@ -62,7 +67,7 @@ class ChoiceParser(OutputParser, Protocol):
     def reasoning(self) -> ReasoningTokenCounter: ...
 
 
-# From the state in which the prompt leaves the reasoning.
+# Makes a parser from the state of reasoning at the end of the prompt.
 ParserFactory = Callable[[ThoughtState], ChoiceParser]
 
 
@@ -79,9 +84,9 @@ class PlainTextParser:
 class ReasoningTokenCounter:
     """Counts the output tokens of one choice that are reasoning.
 
-    A parser says where in the output text reasoning lies, the detokenizer says where each token's
-    text begins. A token counts if its text begins behind the opening tag and before the closing
-    tag: tags do not count, white space between them does.
+    A parser gives the places of reasoning in the output text, the detokenizer the place where each
+    token's text begins. A token counts if its text begins behind the opening tag and before the
+    closing tag: tags do not count, white space between them does.
 
     Attributes:
     - count: reasoning tokens among those whose place is certain; of all tokens at the end
@@ -93,7 +98,7 @@ class ReasoningTokenCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        self.parsed_chars = inf  # until a parser of reasoning says otherwise
+        self.parsed_chars = inf  # until there is a reasoning parser
         self._open_start: float = 0
         self._span_open = False
         self._spans: deque[tuple[float, float]] = deque()  # of reasoning that has ended: from, to
@@ -143,7 +148,7 @@ class MarkerMatch:
 
 
 def find_marker(text: str, markers: Sequence[str]) -> MarkerMatch:
-    """The first of `markers` in `text`. No marker may be the begin of another."""
+    """The first of `markers` in `text`. No marker may be the beginning of another one."""
     first = min(
         ((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=None
     )
@@ -156,16 +161,16 @@ def find_marker(text: str, markers: Sequence[str]) -> MarkerMatch:
 
 def _begun(text: str, marker: str) -> int:
     """Letters at the end of `text` that begin `marker`."""
-    for many in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-many:]):
-            return many
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
     return 0
 
 
 class ContentBuffer:
     """The content around tool calls, without the white space that only separates calls.
 
-    White space at the end of content is kept back until it is known what follows.
+    White space at the end of content is buffered until a call, more content or the end follows.
     """
 
     __slots__ = ("_no_content_since_call", "_pending_space")
@@ -198,7 +203,7 @@ class ContentBuffer:
         self._pending_space, self._no_content_since_call = [], True
 
     def flush(self, deltas: list[ParsedDelta]) -> None:
-        """The output ends: kept white space is content."""
+        """The output ends: buffered white space is content."""
         if pending := "".join(self._pending_space):
             deltas.append(ParsedDelta("content", pending))
         self._pending_space = []
@@ -226,3 +231,187 @@ def schema_types(schema: JsonValue, level: int = 0) -> frozenset[str]:
     if not found and isinstance(options, list):
         found = {"string"} if all(isinstance(option, str) for option in options) else found
     return frozenset(found)
+
+
+class ReasoningParser:
+    """Reasoning between a model's tags, at the begin of the output."""
+
+    def __init__(
+        self,
+        next_parser: OutputParser,
+        tags: ThoughtTags,
+        opened_by_prompt: bool,
+        include_reasoning: bool = True,
+        strip_answer: bool = False,
+        counter: ReasoningTokenCounter | None = None,
+    ) -> None:
+        """Arguments:
+        - next_parser: parses what follows the reasoning
+        - tags: opening and closing tag
+        - opened_by_prompt: the prompt ends behind the opening tag
+        - include_reasoning: reasoning is returned, without white space at either end; else dropped
+        - strip_answer: white space before the answer is not part of it
+        - counter: gets the places of reasoning in the output text
+        """
+        self._counter = counter or ReasoningTokenCounter()
+        self._counter.parsed_chars = 0
+        self._total_chars = 0  # of all text so far
+        self._next_parser = next_parser
+        self._tags = tags
+        self._opened_by_prompt = opened_by_prompt
+        self._include_reasoning = include_reasoning
+        self._strip_answer = strip_answer
+        self._state: Literal["begin", "reasoning", "space", "answer"] = "begin"
+        self._buffer: str = ""
+        self._leading_space: list[str] = []  # white space before anything else
+        self._pending_space: list[str] = []  # white space after thoughts
+        self._emitted = False
+
+    @property
+    def _buffer_start(self) -> int:
+        """Where in the whole output the buffered text begins, in characters."""
+        return self._total_chars - len(self._buffer)
+
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        self._buffer += text
+        self._total_chars += len(text)
+        deltas: list[ParsedDelta] = []
+        steps = {
+            "begin": self._find_opening,
+            "reasoning": self._find_closing,
+            "space": self._skip_space,
+            "answer": self._feed_answer,
+        }
+        while self._buffer and steps[self._state](deltas):
+            pass
+        if self._state != "begin":
+            self._counter.parsed_chars = self._buffer_start
+        return deltas
+
+    def finish(self) -> Sequence[ParsedDelta]:
+        deltas: list[ParsedDelta] = []
+        if self._state == "begin" and self._opened_by_prompt:
+            self._state = "reasoning"
+            self._counter.open_span(0)
+        if self._state == "reasoning":
+            self._emit_reasoning(self._buffer, deltas)
+        elif self._state == "begin":
+            deltas += self._next_parser.feed(self._answer_text(self._buffer))
+        self._buffer = ""
+        self._counter.parsed_chars = inf
+        return (*deltas, *self._next_parser.finish())
+
+    def _find_opening(self, _deltas: list[ParsedDelta]) -> bool:
+        bare, opening = self._buffer.lstrip(WHITESPACE), self._tags.opening
+        self._leading_space.append(self._buffer[: len(self._buffer) - len(bare)])
+        self._buffer = bare
+        if bare.startswith(opening):
+            self._buffer, self._state = bare[len(opening) :], "reasoning"
+            self._counter.open_span(self._buffer_start)
+        elif opening.startswith(bare):
+            return False
+        elif self._opened_by_prompt:
+            self._state = "reasoning"
+            self._counter.open_span(0)
+        else:
+            self._buffer, self._state = self._answer_text(bare), "answer"
+        return True
+
+    def _answer_text(self, bare: str) -> str:
+        """An answer without reasoning that begins with `bare`, with the white space before it."""
+        return bare if self._strip_answer else "".join((*self._leading_space, bare))
+
+    def _find_closing(self, deltas: list[ParsedDelta]) -> bool:
+        found = find_marker(self._buffer, (self._tags.closing,))
+        self._emit_reasoning(found.before, deltas)
+        self._buffer = found.tail
+        if found.marker is None:
+            return False
+        self._counter.close_span(self._buffer_start - len(found.marker))
+        self._state = "space"
+        return True
+
+    def _emit_reasoning(self, text: str, deltas: list[ParsedDelta]) -> None:
+        if not self._emitted:
+            text = text.lstrip(WHITESPACE)
+        bare = text.rstrip(WHITESPACE)
+        if bare:
+            if self._include_reasoning:
+                deltas.append(ParsedDelta("reasoning", "".join((*self._pending_space, bare))))
+            self._pending_space, self._emitted = [text[len(bare) :]], True
+        elif text:
+            self._pending_space.append(text)
+
+    def _skip_space(self, _deltas: list[ParsedDelta]) -> bool:
+        self._buffer = self._buffer.lstrip(WHITESPACE)
+        if self._buffer:
+            self._state = "answer"
+        return bool(self._buffer)
+
+    def _feed_answer(self, deltas: list[ParsedDelta]) -> bool:
+        deltas += self._next_parser.feed(self._buffer)
+        self._buffer = ""
+        return False
+
+
+class AnswerTagParser:
+    """Removes the tags around an answer; the text between them goes to the next parser.
+
+    Output that does not begin with the `opening` tag is passed on as it is.
+    """
+
+    def __init__(self, next_parser: OutputParser, opening: str, closing: str) -> None:
+        self._next_parser = next_parser
+        self._opening = opening
+        self._closing = closing
+        self._state: Literal["begin", "space", "inside", "over", "bare"] = "begin"
+        self._buffer = ""
+        self._pending_space: list[str] = []  # that may stand before the closing tag
+
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        self._buffer += text
+        if self._state == "begin":
+            self._find_opening()
+        if self._state == "space":
+            self._buffer = self._buffer.lstrip(WHITESPACE)
+            self._state = "inside" if self._buffer else "space"
+        if self._state == "inside":
+            return self._feed_inside()
+        return self._feed_tail() if self._state in ("over", "bare") else ()
+
+    def finish(self) -> Sequence[ParsedDelta]:
+        if self._state == "begin":
+            self._state = "bare"
+        inside = "".join((*self._pending_space, self._buffer)) if self._state == "inside" else ""
+        deltas_after = self._next_parser.feed(inside) if inside else self._feed_tail()
+        return (*deltas_after, *self._next_parser.finish())
+
+    def _find_opening(self) -> None:
+        bare = self._buffer.lstrip(WHITESPACE)
+        if bare.startswith(self._opening):
+            self._buffer, self._state = bare[len(self._opening) :], "space"
+        elif not self._opening.startswith(bare):
+            self._state = "bare"
+
+    def _feed_inside(self) -> Sequence[ParsedDelta]:
+        found = find_marker(self._buffer, (self._closing,))
+        self._buffer, bare = found.tail, found.before.rstrip(WHITESPACE)
+        deltas: list[ParsedDelta] = []
+        if bare:
+            deltas += self._next_parser.feed("".join((*self._pending_space, bare)))
+            self._pending_space = []
+        self._pending_space.append(found.before[len(bare) :])
+        if found.marker is not None:
+            self._pending_space, self._state = [], "over"
+            deltas += self._feed_tail()
+        return deltas
+
+    def _feed_tail(self) -> Sequence[ParsedDelta]:
+        """Text behind the closing tag without the white space before it; or all of an untagged
+        answer.
+        """
+        text, self._buffer = self._buffer, ""
+        if self._state == "over":
+            text = text.lstrip(WHITESPACE)
+            self._state = "bare" if text else "over"
+        return self._next_parser.feed(text) if text else ()

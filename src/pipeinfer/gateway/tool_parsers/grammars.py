@@ -1,4 +1,14 @@
-"""The tool calls of a model as a grammar in llguidance's Lark: one function for each format.
+"""Rules that the grammars of tool calls share, in llguidance's Lark.
+
+The grammar of each format stands beside its parser.
+
+- GrammarRequest: the functions that may be called, their schemas, and what may stand beside calls.
+- start_rule, tagged_calls, call_object, json_arguments and the like: the rules that formats share.
+- grammar_to_regex: a client's Lark grammar of a custom tool's input as a regular expression, which
+  can stand within a call. A call has tags and escapes, and a compiler matches terminals greedily: a
+  terminal that ends where an escape begins would swallow the escape. One expression for the whole
+  text avoids that. A recursive grammar has no expression; for it the characters of its texts can be
+  found (may_contain).
 
 What a grammar allows, the parser of the same format parses, and arguments fit their schemas.
 Compiles nothing.
@@ -6,47 +16,36 @@ Compiles nothing.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
 from pipeinfer.gateway.tool_parsers.base import INPUT_PARAMETER, schema_types
-from pipeinfer.gateway.tool_parsers.json_calls import HERMES, MISTRAL, JsonCallMarkers
-from pipeinfer.gateway.tool_parsers.lark import (
-    JSON_ESCAPED_CHARS,
-    RecursiveGrammar,
-    UnsupportedGrammar,
-    grammar_to_regex,
-    may_contain,
-)
-from pipeinfer.gateway.tool_parsers.pythonic import ARGUMENT_NAME, FUNCTION_NAME, PythonicFormat
-from pipeinfer.gateway.tool_parsers.xml_calls import XmlTags
 from pipeinfer.grammars.bounds import schema_of
 from pipeinfer.grammars.rewriting import with_plain_digits
 from pipeinfer.grammars.schema_facts import DEFINITIONS
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 from pipeinfer.text import AddedId
 
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = "/(?s:.*)/"
 NO_TOOLS_HINT = "tool_choice none offers no tools"
-# What says nothing about the value.
-_ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated"}
-_OBJECT_KEYWORDS = _ANNOTATIONS | {
+# Keywords of a schema that say nothing about the value.
+ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated"}
+_OBJECT_KEYWORDS = ANNOTATIONS | {
     "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
     "x-guidance",
 }  # fmt: skip
-# Of a schema that stands within another one only definitions move along.
+# A schema that stands within another one takes only its definitions along.
 _NON_LOCAL_REF = re.compile(r'"\$(ref|dynamicRef|recursiveRef)":"#(?!/(\$defs|definitions)/)')
 _INPUT_OPENING = f'{{"{INPUT_PARAMETER}": "'
 _WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}"
 _CLASSES = {"D": r"\P{Nd}", "w": f"[{_WORD}]", "W": f"[^{_WORD}]"}
-_KEY = r"[^<>\s\"]{1,200}"
-_CALL_START = r"\[\s*[\w.-]+\s*\("  # in Python's notation
 
 
 class UnsupportedSchema(ValueError):
@@ -88,7 +87,7 @@ class GrammarRequest:
 
     def tag(self, text: str) -> str:
         """A rule for `text` with the special tokens that the model has for it or its parts."""
-        return _sequence(
+        return sequence(
             quoted(lead) if (lead := self.text_before_special(text)) else "",
             self.from_first_special(text),
         )
@@ -107,7 +106,7 @@ class GrammarRequest:
         """
         tokens = self.added_tokens or {}
         parts = self._parts(text)[1:]
-        return _sequence(
+        return sequence(
             *(f"<[{tokens[part].id}]>" if part in tokens else quoted(part) for part in parts)
         )
 
@@ -135,198 +134,41 @@ class GrammarRequest:
 CallGrammar = Callable[[GrammarRequest], str]
 
 
-def hermes_grammar(request: GrammarRequest) -> str:
-    """Objects between <tool_call> and </tool_call>."""
-    closing = request.tag(HERMES.closing)
-    bodies = [
-        f'"\\n" {_call(request, name, "arguments")} "\\n" {closing}' for name in request.schemas
-    ]
-    return _tagged(request, HERMES.opening, bodies, "", '"\\n"')
-
-
-def xml_grammar(tags: XmlTags) -> CallGrammar:
-    """Parameters as elements, in the order of the schema."""
-
-    def grammar(request: GrammarRequest) -> str:
-        elements, bodies = _XmlRules(tags, request), list[str]()
-        for i, (name, schema) in enumerate(request.schemas.items()):
-            bodies.append(elements.function(name, f"p{i}", schema))
-        never, (opening, closing) = tags.function[0], tags.call
-        if tags.shared_call_tag:
-            calls = f'"\\n" {_repeated(request, "function", "")} {request.tag(closing)}'
-            form = _tagged(replace(request, parallel=False), opening, [calls], never, "")
-            return "\n".join((form, rule("function", bodies), *elements.rules))
-        bodies = [f"{body} {request.tag(closing)}" for body in bodies]
-        between = _optional_text(tags.separator)
-        return "\n".join((_tagged(request, opening, bodies, never, between), *elements.rules))
-
-    return grammar
-
-
-def llama3_grammar(request: GrammarRequest) -> str:
-    """Objects with semicolons between, and nothing else."""
-    calls = _repeated(request, "call", '"; "')
-    # Where an answer may be another object, what opens a call must be lexed as that object is.
-    call = _call if request.content_constraint is None else _object
-    rules = [rule("call", [call(request, name, "parameters") for name in request.schemas])]
-    if request.allow_content:
-        calls = f"{calls} | text"
-        rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*(<\\|python_tag\\|>\\s*)?\\{{(?s:.*)/"]
-    return "\n".join((_start(request, f"({calls})"), *rules))
-
-
-def mistral_grammar(request: GrammarRequest) -> str:
-    """A list of objects; names and [ARGS] if the model has that token."""
-    if "[ARGS]" not in (request.added_tokens or {}):
-        return marked_list_grammar(MISTRAL)(request)
-    args = request.tag("[ARGS]")
-    bodies = [f"{quoted(n)} {args} {json_arguments(request, n)}" for n in request.schemas]
-    return _tagged(request, MISTRAL.opening, bodies, "", "")
-
-
-def marked_list_grammar(markers: JsonCallMarkers) -> CallGrammar:
-    """A list of objects behind a marker, or between two."""
-
-    def grammar(request: GrammarRequest) -> str:
-        objects = [_call(request, name, "arguments") for name in request.schemas]
-        closing = f" {request.tag(markers.closing)}" if markers.closing else ""
-        call_list = f'"[" {_repeated(request, "object", quoted(", "))} "]"{closing}'
-        once = replace(request, parallel=False)
-        form = _tagged(once, markers.opening, [call_list], "", "")
-        return "\n".join((form, rule("object", objects)))
-
-    return grammar
-
-
-def section_grammar(
-    markers: JsonCallMarkers, *head: str, foot: str = "", between: str = ""
-) -> CallGrammar:
-    """Calls with their name before the arguments, all in one section.
-
-    Arguments:
-    - head: tags and texts before the arguments, in which {} is the name
-    - foot: text behind the arguments
-    - between: text between calls
-    """
-
-    def grammar(request: GrammarRequest) -> str:
-        assert markers.section is not None
-        begin, end = markers.section
-        calls = [
-            _sequence(
-                request.tag(markers.opening),
-                *(request.tag(part.replace("{}", name)) for part in head),
-                json_arguments(request, name),
-                _optional_text(foot),
-                request.tag(markers.closing),
-            )
-            for name in request.schemas
-        ]
-        call_list = f"{_repeated(request, 'object', _optional_text(between))} {request.tag(end)}"
-        form = _tagged(replace(request, parallel=False), begin, [call_list], markers.opening, "")
-        return "\n".join((form, rule("object", calls)))
-
-    return grammar
-
-
-def pythonic_grammar(call_format: PythonicFormat) -> CallGrammar:
-    """Calls as Python writes them, with arguments in the order of the schema."""
-
-    def grammar(request: GrammarRequest) -> str:
-        python = _PythonicRules(request)
-        calls = {name: python.call(name, f"p{i}") for i, name in enumerate(request.schemas)}
-        whole = [f"{quoted(name + '(')} {call}" for name, call in calls.items()]
-        opening, end = call_format.tags
-        call_list = _repeated(request, "called", quoted(call_format.separator))
-        if call_format.brackets:
-            call_list = f'"[" {call_list} "]"'
-        rules = ["", rule("called", whole), *python.rules]
-        if opening:
-            call_list = f"{call_list} {request.tag(end)}"
-            form = _tagged(replace(request, parallel=False), opening, [call_list], "", "")
-        elif not request.allow_content:
-            form = _start(request, call_list, _CALL_START)
-        else:
-            form = _first_in_list(request, call_format, calls)
-        return form + "\n".join(rules)
-
-    return grammar
-
-
-def _first_in_list(
-    request: GrammarRequest, call_format: PythonicFormat, calls: Mapping[str, str]
-) -> str:
-    """Content around calls without an opening tag: it holds nothing that begins like a list of
-    calls.
-    """
-    more = f" ({quoted(call_format.separator)} called)*" if request.parallel else ""
-    rules = [
-        f'start: (first{more} "]"){"*" if request.parallel else "?"} rest',
-        rule("first", [f"f{i} {call}" for i, call in enumerate(calls.values())]),
-        f"rest: TEXT\nTEXT: {ANY_TEXT} & ~/(?s:.*){_CALL_START}(?s:.*)/",
-    ]
-    for i, name in enumerate(calls):
-        # Brackets are counted, in texts as well: the remark closes those of the suffix.
-        rules.append(f"f{i}[suffix={quoted(f'[{name}(')}]: TEXT // )]")
-    return "\n".join(rules)
-
-
-def bare_list_grammar(request: GrammarRequest, key: str = "parameters") -> str:
-    """A list of objects and nothing else. `key`: of the arguments."""
-    call_list = f'"[" {_repeated(request, "call", quoted(", "))} "]"'
-    call = _call if request.content_constraint is None else _object  # as in llama3
-    rules = [rule("call", [call(request, name, key) for name in request.schemas])]
-    if request.allow_content:
-        call_list = f"({call_list}) | text"
-        rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*\\[\\s*\\{{(?s:.*)/"]
-    return "\n".join((_start(request, call_list), *rules))
-
-
-def marked_object_grammar(markers: JsonCallMarkers) -> CallGrammar:
-    """Objects, each behind a marker."""
-
-    def grammar(request: GrammarRequest) -> str:
-        bodies = [_call(request, name, "arguments") for name in request.schemas]
-        return _tagged(request, markers.opening, bodies, "", "")
-
-    return grammar
-
-
-def _tagged(
+def tagged_calls(
     request: GrammarRequest, opening: str, bodies: list[str], never: str, between: str
 ) -> str:
     """Calls that each begin with the tag `opening`. `never`: text that content must not contain."""
     tag, body = request.tag(opening), rule("body", bodies)
     if not request.allow_content:
         call = f"call: {tag} body"
-        start = _start(request, _repeated(request, "call", between), re.escape(opening))
+        start = start_rule(request, repeated(request, "call", between), re.escape(opening))
         return "\n".join((start, call, body))
     sign = "*" if request.parallel else "?"
     if request.has_special_token(opening):
-        text, lead = _text_without(never), request.text_before_special(opening)
-        ends = f" & /(?s:.*){_escaped_in_slashes(lead)}/" if lead else ""
+        text, lead = text_without(never), request.text_before_special(opening)
+        ends = f" & /(?s:.*){escaped_in_slashes(lead)}/" if lead else ""
         rules = (f"before: BEFORE\nBEFORE: {text}{ends}", f"rest: REST\nREST: {text}", body)
         return "\n".join(
             (f"start: (before {request.from_first_special(opening)} body){sign} rest", *rules)
         )
     # Content may not begin with a newline there: the lexer would not know which is meant.
-    before = f"before[suffix={tag}]: {_text_without(never)}"
-    after = f"REST: {_text_without(opening, never)}"
+    before = f"before[suffix={tag}]: {text_without(never)}"
+    after = f"REST: {text_without(opening, never)}"
     return "\n".join((f"start: (before body){sign} rest", before, "rest: REST", after, body))
 
 
-def _text_without(*texts: str) -> str:
+def text_without(*texts: str) -> str:
     """A regular expression for texts that contain none of `texts`."""
-    escaped = "|".join(_escaped_in_slashes(text) for text in texts if text)
+    escaped = "|".join(escaped_in_slashes(text) for text in texts if text)
     return f"{ANY_TEXT} & ~/(?s:.*)({escaped})(?s:.*)/" if escaped else ANY_TEXT
 
 
-def _escaped_in_slashes(text: str) -> str:
+def escaped_in_slashes(text: str) -> str:
     """A text, escaped for a regular expression between slashes."""
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
-def _start(request: GrammarRequest, calls: str, never: str = "") -> str:
+def start_rule(request: GrammarRequest, calls: str, never: str = "") -> str:
     """Calls, or content that fits the constraint. Behind reasoning models begin a paragraph.
     `never`: see _content_rule.
     """
@@ -353,7 +195,7 @@ def _content_rule(form: StructuredOutputs, never: str) -> str:
 
 
 def slashed(regex: str) -> str:
-    """As it stands between slashes."""
+    """A regular expression as it stands between slashes."""
     closed = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", regex, flags=re.DOTALL)
     return closed.replace("\n", "\\n")
 
@@ -368,11 +210,12 @@ def constraint_schema(text: str) -> str:
 
 
 def without_guidance(schema: JsonObject) -> JsonObject:
-    """Without what it would tell the compiler."""
+    """The schema without its options for llguidance."""
     return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
-def _repeated(request: GrammarRequest, name: str, between: str) -> str:
+def repeated(request: GrammarRequest, name: str, between: str) -> str:
+    """The rule `name` once, or several times if calls may follow each other."""
     return f"{name} ({between} {name})*" if request.parallel else name
 
 
@@ -381,16 +224,17 @@ def rule(name: str, alternatives: Iterable[str]) -> str:
     return f"{name}: " + "\n  | ".join(alternatives)
 
 
-def _call(request: GrammarRequest, name: str, key: str) -> str:
+def call_object(request: GrammarRequest, name: str, key: str) -> str:
+    """A call as {"name": ..., key: arguments}."""
     head = f'{{"name": {quoted(name)}, "{key}": '
     return f'{quoted(head)} {json_arguments(request, name)} "}}"'
 
 
-def _object(request: GrammarRequest, name: str, key: str) -> str:
-    """The same as _call, as one schema."""
+def call_schema(request: GrammarRequest, name: str, key: str) -> str:
+    """The same as call_object, as one schema."""
     text = request.input_grammars.get(name)
-    regex = None if text is None else _text_regex(name, text, None)
-    arguments = _arguments(_schema(request, name, regex))
+    regex = None if text is None else input_regex(name, text, None)
+    arguments = _arguments(arguments_schema(request, name, regex))
     if _NON_LOCAL_REF.search(msgspec.json.encode(arguments).decode()):
         raise UnsupportedSchema(f"{name}: beside a form, a $ref may only name a definition")
     call: JsonObject = {
@@ -404,16 +248,17 @@ def _object(request: GrammarRequest, name: str, key: str) -> str:
 
 
 def json_arguments(request: GrammarRequest, name: str) -> str:
-    """A function's arguments by the schema of its parameters, or by what holds its text."""
+    """Arguments by the schema of the parameters, or, of a custom tool, by the constraint of its
+    input."""
     text = request.input_grammars.get(name)
-    regex = None if text is None else _text_regex(name, text, JSON_ESCAPED_CHARS)
+    regex = None if text is None else input_regex(name, text, JSON_ESCAPED_CHARS)
     if text is None or regex is not None:
-        schema = _schema(request, name, regex)
+        schema = arguments_schema(request, name, regex)
         return f"%json {msgspec.json.encode(_arguments(schema)).decode()}"
-    return f'{quoted(_INPUT_OPENING)} {_nested_grammar(text)} "\\"}}"'
+    return f'{quoted(_INPUT_OPENING)} {nested_grammar(text)} "\\"}}"'
 
 
-def _schema(request: GrammarRequest, name: str, regex: str | None) -> JsonObject | None:
+def arguments_schema(request: GrammarRequest, name: str, regex: str | None) -> JsonObject | None:
     """The schema to enforce; None: any object. `regex`: of a custom tool's text."""
     if regex is None:
         return request.schemas[name]
@@ -437,7 +282,7 @@ def input_schema(keywords: JsonObject) -> JsonObject:
     }
 
 
-def _text_regex(tool: str, text: StructuredOutputs, excluded: str | None) -> str | None:
+def input_regex(tool: str, text: StructuredOutputs, excluded: str | None) -> str | None:
     """The regular expression of a custom tool's text. Raises UnsupportedInputGrammar.
 
     None for a grammar without one that can be nested instead, because its texts have none of the
@@ -458,11 +303,11 @@ def _text_regex(tool: str, text: StructuredOutputs, excluded: str | None) -> str
         raise UnsupportedInputGrammar(tool, str(error)) from None
     where = "beside a form" if excluded is None else "with letters that are escaped or begin a tag"
     raise UnsupportedInputGrammar(
-        tool, f"{where} it cannot be held within a call of this model: {reason}"
+        tool, f"{where} it cannot stand within a call of this model: {reason}"
     )
 
 
-def _nested_grammar(text: StructuredOutputs) -> str:
+def nested_grammar(text: StructuredOutputs) -> str:
     """A grammar with rules of its own, nested in a rule."""
     return f"%lark {{\n{text.grammar}\n}}"
 
@@ -473,16 +318,16 @@ def _arguments(schema: JsonObject | None) -> JsonObject:
 
 
 def quoted(text: str) -> str:
-    """As it stands in a rule."""
+    """A text as it stands in a rule."""
     return msgspec.json.encode(text).decode()
 
 
-def _optional_text(text: str) -> str:
-    """What sets others apart, or nothing."""
+def optional_text(text: str) -> str:
+    """The rule of a separator; empty for none."""
     return quoted(text) if text else ""
 
 
-def _sequence(*parts: str) -> str:
+def sequence(*parts: str) -> str:
     """One after the other; texts that follow each other become one."""
     joined: list[str] = []
     for part in filter(None, parts):
@@ -493,123 +338,12 @@ def _sequence(*parts: str) -> str:
     return " ".join(joined)
 
 
-# ----------------------------------------------------------------------------------------- elements
-
-
-class _XmlRules:
-    """Functions as elements with parameters. `rules`: that the functions refer to."""
-
-    def __init__(self, tags: XmlTags, request: GrammarRequest) -> None:
-        self._tags = tags
-        self._request = request
-        self._optional_text = _optional_text(tags.separator)
-        self._line = _optional_text("\n" * tags.value_on_lines)
-        end = request.tag(tags.value_end)
-        self._closing = _sequence(self._line, end, self._optional_text)
-        never = _text_without(*tags.ends_of_value)
-        self._special = request.has_special_token(tags.value_end)
-        # What of the closing no token spells is a part of a text before it.
-        self._lead = (
-            "\n" * tags.value_on_lines + request.text_before_special(tags.value_end)
-            if self._special
-            else ""
-        )
-        self._after_lead = _sequence(
-            request.from_first_special(tags.value_end), self._optional_text
-        )
-        if self._special:
-            ends = f" & /(?s:.*){_escaped_in_slashes(self._lead)}/" if self._lead else ""
-            self.rules = [f"value: VALUE {self._after_lead}", f"VALUE: {never}{ends}"]
-        else:
-            self.rules = [f"value[suffix={self._closing}]: VALUE", f"VALUE: {never}"]
-
-    def function(self, name: str, prefix: str, schema: JsonObject | None) -> str:
-        """The rule of a call from behind the call tag. Rules that it needs are named with `prefix`.
-        Raises UnsupportedSchema.
-        """
-        opening, end = self._tags.function
-        opening = self._request.tag(opening) if opening else ""
-        closing = self._request.tag(end) if end else ""
-        before = self._optional_text if opening and not self._tags.shared_call_tag else ""
-        named = quoted(name + self._tags.name_end + self._tags.separator)
-        text = self._request.input_grammars.get(name)
-        if text is not None:
-            parameters = self._text(name, prefix, text)
-        else:
-            parameters = self._parameters(name, prefix, schema)
-        behind = self._optional_text if closing else ""
-        return _sequence(before, opening, named, parameters, closing, behind)
-
-    def _key(self, key: str, text: bool | None) -> str:
-        """The begin of a parameter, up to its value. `key`: an expression. `text`: whether the
-        value is one; None: either."""
-        tag, value, typed = self._request.tag, self._tags.value, self._tags.string_flag
-        between = (self._optional_text, tag(value)) if value else ()
-        types = '("true" | "false")' if text is None else quoted("true" if text else "false")
-        said = (quoted(typed), types) if typed else ()
-        return _sequence(
-            tag(self._tags.key), key, *said, tag(self._tags.key_end), *between, self._line
-        )
-
-    def _text(self, name: str, prefix: str, text: StructuredOutputs) -> str:
-        """The one parameter of a custom tool, whose text is held."""
-        closing = self._lead if self._special else msgspec.json.decode(self._closing, type=str)
-        regex = _text_regex(name, text, closing and closing[0] + "<")
-        if regex is not None:
-            value = self._regex(prefix, regex)
-        else:
-            value = f"{_nested_grammar(text)} {self._closing}"
-        self.rules.append(f"{prefix}: {self._key(quoted(INPUT_PARAMETER), True)} {value}")
-        return prefix
-
-    def _regex(self, prefix: str, regex: str) -> str:
-        """A text of a regular expression, and its end."""
-        name, upper = f"{prefix}_text", f"{prefix.upper()}_TEXT"
-        text_regex = f"/{slashed(regex)}/ & {_text_without(*self._tags.ends_of_value)}"
-        if self._special:
-            text = f"/({slashed(regex)}){_escaped_in_slashes(self._lead)}/"
-            self.rules.append(f"{upper}: {text} & {_text_without(*self._tags.ends_of_value)}")
-            return f"{upper} {self._after_lead}"
-        self.rules += [f"{name}[suffix={self._closing}]: {upper}", f"{upper}: {text_regex}"]
-        return name
-
-    def _parameters(self, name: str, prefix: str, given: JsonObject | None) -> str:
-        if given is None:
-            self.rules.append(f"{prefix}: {self._key(f'/{_KEY}/', None)} value")
-            return f"{prefix}*"
-        properties, required, shared = _by_name(name, given, _KEY)
-        parts: list[str] = []
-        for i, (key, value) in enumerate(properties.items()):
-            said = self._value(name, value, shared)
-            self.rules.append(f"{prefix}_{i}: {self._key(quoted(key), _is_text(value))} {said}")
-            parts.append(f"{prefix}_{i}" + "?" * (key not in required))
-        return " ".join(parts)
-
-    def _value(self, name: str, schema: JsonValue, shared: JsonObject) -> str:
-        """A text stands for itself, all else is JSON."""
-        if not _is_text(schema) or not isinstance(schema, dict):
-            own = schema if isinstance(schema, dict) else {}
-            return f"%json {msgspec.json.encode({**own, **shared}).decode()} {self._closing}"
-        if set(schema) <= _ANNOTATIONS | {"type"}:
-            return "value"
-        options = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        call_list = options if isinstance(options, list) else []
-        plain = set(schema) <= _ANNOTATIONS | {"type", "enum", "const"}
-        texts = [text for text in call_list if isinstance(text, str)]
-        if not plain or not texts or any("\n" in text or "<" in text for text in texts):
-            raise UnsupportedSchema(
-                f"{name}: calls of this model cannot be held to the patterns, lengths and formats "
-                "of texts"
-            )
-        return f"({' | '.join(map(quoted, texts))}) {self._closing}"
-
-
-def _is_text(schema: JsonValue) -> bool:
-    """Whether a value of that schema is a text, and nothing else."""
+def is_text_schema(schema: JsonValue) -> bool:
+    """Whether all values of that schema are texts."""
     return schema_types(schema) == frozenset(("string",))
 
 
-def _by_name(
+def parameter_schemas(
     function: str, given: JsonObject, key: str
 ) -> tuple[JsonObject, Collection[JsonValue], JsonObject]:
     """(schemas of the parameters, names that are required, definitions), for formats that write
@@ -621,7 +355,7 @@ def _by_name(
     if strange or not isinstance(properties, dict) or not isinstance(required, list):
         names = strange[0] if strange else "properties"
         raise UnsupportedSchema(
-            f"{function}: calls of this model cannot be held to {names[:100]!r}"
+            f"{function}: calls of this model cannot be constrained by {names[:100]!r}"
         )
     missing = [each for each in required if each not in properties]
     if missing:
@@ -634,73 +368,340 @@ def _by_name(
     return properties, required, {each: schema[each] for each in DEFINITIONS if each in schema}
 
 
-# ------------------------------------------------------------------------------------------- Python
+# ------------------------------------------------------------------- Lark as a regular expression
+
+MAX_DEFINITION_CHARS = 64 * 1024  # letters of a grammar
+# Letters of an expression: rules that are put in each other's places may multiply.
+MAX_REGEX_CHARS = 32 * 1024
+MAX_EXPANDED_CHARS = 16 * MAX_REGEX_CHARS  # letters of all intermediate expressions
+MAX_ATOMS = 1_000  # different letters and classes in which may_contain() searches
+MAX_NESTING = 64  # of rules and brackets within each other
+# A JSON string has these as escapes alone.
+JSON_ESCAPED_CHARS = '"\\' + "".join(map(chr, range(32)))
+_TOKEN = re.compile(
+    r"""(?P<comment>//[^\n]*|\#[^\n]*)
+      | (?P<first>"(?:\\.|[^"\\\n])*")\s*\.\.\s*(?P<last>"(?:\\.|[^"\\\n])*")
+      | (?P<string>"(?:\\.|[^"\\\n])*")(?P<fold>i?)
+      | /(?P<regex>(?:\\.|[^/\\\n])+)/(?P<flags>[a-z]*)
+      | %import\s+common\s*\.\s*(?P<common>\w+)(?:\s*->\s*(?P<alias>\w+))?
+      | %import\s+common\s*\((?P<several>[\w\s,]*)\)
+      | (?P<ignore>%ignore)
+      | (?:[?!])?(?P<head>\b[A-Za-z_]\w*)\s*:
+      | (?P<times>\{[\s\d,]*\}|~\s*\d+(?:\s*\.\.\s*\d+)?|[?*+])
+      | (?P<name>[A-Za-z_]\w*)
+      | (?P<named>->\s*\w+)
+      | (?P<mark>[()\[\]|])
+      | (?P<line>\s*\n\s*)
+      | (?P<space>\s+)
+      | (?P<other>[%@<]?[^\s]{1,40}|.)""",
+    re.VERBOSE,
+)
+_TERMINALS = {
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[a-fA-F0-9]",
+    "INT": "[0-9]+",
+    "SIGNED_INT": r"[+\-]?[0-9]+",
+    "DECIMAL": r"(?:[0-9]+\.[0-9]*|\.[0-9]+)",
+    "_EXP": r"[eE][+\-]?[0-9]+",
+    "FLOAT": r"(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+\-]?[0-9]+)?|[0-9]+[eE][+\-]?[0-9]+)",
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[A-Za-z]",
+    "WORD": "[A-Za-z]+",
+    "CNAME": "[_A-Za-z][_A-Za-z0-9]*",
+    "WS_INLINE": r"[ \t]+",
+    "WS": r"[ \t\f\r\n]+",
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(?:\r?\n)+",
+    "ESCAPED_STRING": r'"(?:[^"\\]|\\.)*"',
+    "SH_COMMENT": r"#[^\n]*",
+    "CPP_COMMENT": r"\/\/[^\n]*",
+    "SQL_COMMENT": r"--[^\n]*",
+    "C_COMMENT": r"\/\*(?s:.)*?\*\/",
+}
+_TERMINALS["NUMBER"] = f"(?:{_TERMINALS['FLOAT']}|[0-9]+)"
+_TERMINALS["SIGNED_FLOAT"] = rf"[+\-]?{_TERMINALS['FLOAT']}"
+_TERMINALS["SIGNED_NUMBER"] = rf"[+\-]?{_TERMINALS['NUMBER']}"
+# Letters with a meaning in an expression.
+_METACHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+_FLAGS = frozenset("imsux")
 
 
-class _PythonicRules:
-    """Functions with their arguments in parentheses. `rules`: that the functions refer to."""
+class UnsupportedGrammar(ValueError):
+    """A grammar that is not converted; the message says why, for the client."""
 
-    def __init__(self, request: GrammarRequest) -> None:
-        self._request = request
-        self.rules = [f'pair: /{ARGUMENT_NAME}/ "=" %json {{}}']
-        self._values: dict[str, str] = {}  # the names of their rules
 
-    def call(self, name: str, prefix: str) -> str:
-        """The rule from behind the opening parenthesis. Raises UnsupportedSchema."""
-        if not re.fullmatch(FUNCTION_NAME, name):
-            raise UnsupportedSchema(f"{name[:100]!r} cannot be called in this model's form")
-        text = self._request.input_grammars.get(name)
-        regex = None if text is None else _text_regex(name, text, JSON_ESCAPED_CHARS)
-        if text is not None and regex is None:
-            return f'{quoted(INPUT_PARAMETER + "=" + chr(34))} {_nested_grammar(text)} "\\")"'
-        schema = _schema(self._request, name, regex)
-        if schema is None:
-            return '(pair (", " pair)*)? ")"'
-        return f'{self._arguments(name, prefix, schema)} ")"'.lstrip()
+class RecursiveGrammar(UnsupportedGrammar):
+    """A grammar without an expression: a rule refers to itself."""
 
-    def _arguments(self, name: str, prefix: str, given: JsonObject) -> str:
-        """Those that are required, and others, in their order. Up to the first that is required,
-        each may be the first one; it has rules of its own then, as it stands in two places."""
-        properties, required, shared = _by_name(name, given, ARGUMENT_NAME)
-        values = [self._value(value, shared) for value in properties.values()]
-        heads = [f"{key}=" for key in properties]
-        optional = [key not in required for key in properties]
-        ahead = optional.index(False) if False in optional else len(heads)
-        behind = ""
-        for i in reversed(range(ahead + 1, len(heads))):
-            more = f"{quoted(', ' + heads[i])} {values[i]}"
-            behind = f"({more})? {behind}" if optional[i] else f"{more} {behind}"
-        rest = '""'
-        if ahead < len(heads):
-            self.rules.append(
-                f"{prefix}b{ahead}: {quoted(', ' + heads[ahead])} {values[ahead]} {behind}"
+
+class _Token(NamedTuple):
+    """`kind`: the name of its group in _TOKEN; texts and expressions are "regex" all."""
+
+    kind: str
+    text: str
+
+
+def grammar_to_regex(definition: str) -> str:
+    """One regular expression for all texts of the grammar. Raises RecursiveGrammar,
+    UnsupportedGrammar.
+    """
+    return _Grammar(definition).expression()
+
+
+def may_contain(definition: str, letters: str) -> bool:
+    """Whether a text of the grammar may contain one of `letters` (ASCII); True when in doubt.
+    Raises UnsupportedGrammar.
+    """
+    atoms: set[_Atom] = set()
+    for tokens in _Grammar(definition).bodies():
+        for token in tokens:
+            atoms.update(_atoms(token.text) if token.kind == "regex" else ())
+            if len(atoms) > MAX_ATOMS:
+                return True
+    return any(_matches_any(atom, letters) for atom in atoms)
+
+
+class _Grammar:
+    """Rules and terminals by name, each as its tokens."""
+
+    def __init__(self, definition: str) -> None:
+        self._rules: dict[str, list[_Token]] = {}
+        self._ignored: list[list[_Token]] = []
+        self._regex_by_rule: dict[str, str] = {}
+        self._expanded_chars = 0  # letters of all intermediate expressions
+        self._open_rules: list[str] = []  # rules that are being expanded
+        if len(definition) > MAX_DEFINITION_CHARS:
+            raise UnsupportedGrammar(
+                f"it has {len(definition)} letters, at most {MAX_DEFINITION_CHARS} are read"
             )
-            rest = f"{quoted(heads[ahead])} {values[ahead]} {behind}"
-        for i in reversed(range(ahead)):
-            # b: behind others; f: as the first one, or none.
-            after = f"{prefix}b{i + 1}" if i + 1 < len(heads) else ""
-            self.rules += [
-                f"{prefix}b{i}: ({quoted(', ' + heads[i])} {values[i]})? {after}",
-                f"{prefix}f{i}: {quoted(heads[i])} {values[i]} {after} | {rest}",
-            ]
-            rest = f"{prefix}f{i}"
-        return rest if heads else ""
+        self._parse(definition)
+        self._ignored_regex = ""
 
-    def _value(self, schema: JsonValue, shared: JsonObject) -> str:
-        """In a rule that all values of such a schema share."""
-        value = _python_value(schema, shared)
-        if value not in self._values:
-            self._values[value] = f"v{len(self._values)}"
-            self.rules.append(f"{self._values[value]}: {value}")
-        return self._values[value]
+    def bodies(self) -> Iterator[list[_Token]]:
+        """The tokens of all rules and of what is ignored."""
+        yield from self._rules.values()
+        yield from self._ignored
+
+    def expression(self) -> str:
+        """The expression of `start`."""
+        ignored = [self._expand(tokens, within=False) for tokens in self._ignored]
+        self._ignored_regex = f"(?:{'|'.join(ignored)})*" if ignored else ""
+        return self._expand_rule("start") + self._ignored_regex
+
+    def _parse(self, definition: str) -> None:
+        body: list[_Token] = []
+        for found in _TOKEN.finditer(definition):
+            kind = found.lastgroup or ""
+            if found["head"]:
+                body = self._rules[found["head"]] = []
+            elif found["ignore"]:
+                body = []
+                self._ignored.append(body)
+            elif found["common"]:
+                self._import(found["common"], found["alias"] or found["common"])
+            elif found["several"] is not None:
+                for name in found["several"].replace(",", " ").split():
+                    self._import(name, name)
+            elif found["other"]:
+                raise UnsupportedGrammar(
+                    f"{found['other'][:40]!r} in it cannot stand within a call"
+                )
+            elif (expression := _token_regex(found)) is not None:
+                body.append(_Token("regex", expression))
+            elif kind in ("times", "name", "mark"):
+                body.append(_Token(kind, found[0]))
+
+    def _import(self, name: str, alias: str) -> None:
+        if name not in _TERMINALS:
+            raise UnsupportedGrammar(f"there is no common.{name[:100]}")
+        self._rules[alias] = [_Token("regex", _TERMINALS[name])]
+
+    def _expand_rule(self, name: str) -> str:
+        if name in self._open_rules:
+            raise RecursiveGrammar(f"its rule {name[:100]} refers to itself")
+        if name not in self._rules:
+            raise UnsupportedGrammar(f"it has no rule {name[:100]}")
+        if name not in self._regex_by_rule:
+            self._open_rules.append(name)
+            self._regex_by_rule[name] = self._expand(self._rules[name], within=not name.isupper())
+            self._open_rules.pop()
+        return self._regex_by_rule[name]
+
+    def _expand(self, tokens: list[_Token], within: bool) -> str:
+        expanded, at = self._expand_choice(tokens, 0, within, 0)
+        if at < len(tokens):
+            raise UnsupportedGrammar(f"a bracket {tokens[at].text} closes none")
+        return expanded
+
+    def _expand_choice(
+        self, tokens: list[_Token], at: int, within: bool, level: int
+    ) -> tuple[str, int]:
+        """(alternatives from `at` on, where they end). `within`: a rule, in which what is ignored
+        may stand before terminals."""
+        if level + len(self._open_rules) > MAX_NESTING:
+            raise UnsupportedGrammar(f"its rules are nested deeper than {MAX_NESTING} levels")
+        choices: list[list[str]] = [[]]
+        while at < len(tokens) and tokens[at].text not in (")", "]"):
+            token = tokens[at]
+            if token == _Token("mark", "|"):
+                choices.append([])
+            elif token.kind == "mark":
+                expanded, at = self._expand_choice(tokens, at + 1, within, level + 1)
+                if at == len(tokens) or tokens[at].text != {"(": ")", "[": "]"}[token.text]:
+                    raise UnsupportedGrammar(f"a bracket {token.text} is not closed")
+                choices[-1].append(expanded + "?" * (token.text == "["))
+            elif token.kind == "times":
+                if not choices[-1]:
+                    raise UnsupportedGrammar(f"{token.text} repeats nothing")
+                choices[-1][-1] = f"(?:{choices[-1][-1]}){_repetition(token.text)}"
+            elif token.kind == "regex":
+                choices[-1].append(f"{self._ignored_regex if within else ''}{token.text}")
+            else:
+                ignored = self._ignored_regex if within and token.text.isupper() else ""
+                choices[-1].append(ignored + self._expand_rule(token.text))
+            at += 1
+            self._count_chars(len(choices[-1][-1]) if choices[-1] else 1)
+        parts = ["".join(choice) for choice in choices]
+        expanded = parts[0] if len(parts) == 1 and level == 0 else f"(?:{'|'.join(parts)})"
+        self._count_chars(len(expanded))
+        return expanded, at
+
+    def _count_chars(self, letters: int) -> None:
+        """Adds characters to the work done. Raises UnsupportedGrammar beyond the limits."""
+        self._expanded_chars += letters
+        if letters > MAX_REGEX_CHARS or self._expanded_chars > MAX_EXPANDED_CHARS:
+            raise UnsupportedGrammar("it is too large when its rules are put together")
 
 
-def _python_value(schema: JsonValue, shared: JsonObject) -> str:
-    """As JSON; words that are all of a value may be Python's."""
-    own = schema if isinstance(schema, dict) else {}
-    if not set(own) - _ANNOTATIONS - {"type"}:
-        if schema_types(own) == frozenset(("boolean",)):
-            return '("True" | "False" | "true" | "false")'
-        if schema_types(own) == frozenset(("null",)):
-            return '("None" | "null")'
-    return f"%json {msgspec.json.encode({**own, **shared}).decode()}"
+def _token_regex(found: re.Match[str]) -> str | None:
+    """The expression of a string, a range of letters or a regex; None for any other token."""
+    if found["first"]:
+        first, last = (_regex_of_text(_literal_text(found[name])) for name in ("first", "last"))
+        return f"[{first}-{last}]"
+    if found["string"]:
+        expanded = _regex_of_text(_literal_text(found["string"]))
+        return f"(?i:{expanded})" if found["fold"] else f"(?:{expanded})"
+    if not found["regex"]:
+        return None
+    flags = found["flags"]
+    if set(flags) - _FLAGS:
+        raise UnsupportedGrammar(f"the flags {flags} of /{found['regex'][:100]}/ are not known")
+    return f"(?{flags}:{found['regex']})"
+
+
+def _repetition(text: str) -> str:
+    """A repetition as expressions write it."""
+    bare = re.sub(r"[\s{}~]", "", text)
+    return bare if bare in ("?", "*", "+") else f"{{{bare.replace('..', ',')}}}"
+
+
+def _literal_text(literal: str) -> str:
+    try:
+        return json.loads(literal, strict=False)
+    except ValueError:
+        raise UnsupportedGrammar(f"the text {literal[:100]} is not written as in JSON") from None
+
+
+def _regex_of_text(text: str) -> str:
+    """An expression that matches exactly this text."""
+    return _METACHARACTERS.sub(r"\\\g<0>", text).replace("\n", "\\n")
+
+
+# ---------------------------------------------------------------------- letters of an expression
+
+_GROUP = re.compile(r"\((?:\?(?:P?<\w+>|(?P<flags>[a-z-]*)(?P<alone>[:)])))?")
+_CLASS_NAMES = {  # of POSIX, in ASCII
+    "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "upper": "A-Z", "lower": "a-z",
+    "word": r"\w", "xdigit": "0-9a-fA-F", "space": r"\s", "blank": r" \t", "cntrl": r"\x00-\x1f",
+    "punct": r"!-\/:-@\[-`{-~", "graph": "!-~", "print": " -~", "ascii": r"\x00-\x7f",
+}  # fmt: skip
+_IN_CLASS = re.compile(r"\[:(\w+):\]|\\x\{([0-9a-fA-F]{1,6})\}")
+_ESCAPE = re.compile(
+    r"\\(?:[pP](?:\{[^{}]*\}|\w)|[xuU]\{[0-9a-fA-F]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}"
+    r"|U[0-9a-fA-F]{8}|.)"
+)
+_TIMES = re.compile(r"\{\d*,?\d*\}")
+
+
+class _Atom(NamedTuple):
+    """Part of an expression that matches one letter. `dotall`: a dot matches a line end."""
+
+    text: str
+    dotall: bool
+
+
+def _matches_any(atom: _Atom, letters: str) -> bool:
+    """Whether the atom may match one of `letters`."""
+    text = atom.text
+    if text == ".":
+        return atom.dotall or letters != "\n"
+    if text[0] == "[":
+        text = _IN_CLASS.sub(_in_python, text)
+        if re.search(r"&&|--|~~|(?<!\\)\[|\\[pPuU]\{|\\[pP]", text[1:]):
+            return True
+    elif text[:2] in (r"\p", r"\P") or text[1:3] in ("x{", "u{", "U{"):
+        return True
+    try:
+        return re.search(text, letters, re.ASCII) is not None
+    except re.error:
+        return True
+
+
+def _in_python(found: re.Match[str]) -> str:
+    if found[2]:
+        return rf"\U{int(found[2], 16):08x}"
+    return _CLASS_NAMES.get(found[1], r"\x00-\x7f")
+
+
+def _atoms(body: str) -> Iterator[_Atom]:
+    """The atoms of an expression, in order."""
+    dotall, at = False, 0
+    outside: list[bool] = []
+    while at < len(body):
+        text = letter = body[at]
+        if letter == "(":
+            group = _GROUP.match(body, at)
+            if group is None:
+                raise UnsupportedGrammar(
+                    f"{body[at : at + 100]} in an expression cannot stand within a call"
+                )
+            on, _, off = (group["flags"] or "").partition("-")
+            if group["alone"] != ")":
+                outside.append(dotall)
+            dotall = ("s" in on or dotall) and "s" not in off
+            text = group[0]
+        elif letter == ")":
+            dotall = outside.pop() if outside else dotall
+        elif letter == "{" and (times := _TIMES.match(body, at)):
+            text = times[0]
+        elif letter == "[":
+            text = body[at : _class_end(body, at)]
+            yield _Atom(text, dotall)
+        elif letter == "\\":
+            escape = _ESCAPE.match(body, at)
+            text = escape[0] if escape else letter
+            yield _Atom(text, dotall)
+        elif letter == ".":
+            yield _Atom(letter, dotall)
+        elif letter not in "|*+?^$":
+            yield _Atom(re.escape(letter), dotall)
+        at += len(text)
+
+
+def _class_end(body: str, at: int) -> int:
+    """Index behind the bracket that closes the class that opens at `at`."""
+    depth, i = 0, at
+    while i < len(body):
+        if body[i] == "[":
+            depth += 1
+            i += 1 + body.startswith("^", i + 1)
+            i += body.startswith("]", i)  # the first one is a letter
+            continue
+        if body[i] == "]":
+            depth -= 1
+            if not depth:
+                return i + 1
+        i += 1 + (body[i] == "\\")
+    raise UnsupportedGrammar(f"the class {body[at : at + 100]} has no end")

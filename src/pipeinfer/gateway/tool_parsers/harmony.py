@@ -35,17 +35,17 @@ from pipeinfer.gateway.tool_parsers.grammars import (
     slashed,
 )
 from pipeinfer.gateway.tool_parsers.partial_json import CallObjectParser, is_json
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 from pipeinfer.text import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
 
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
 ASSISTANT = "assistant"
 FUNCTIONS_NAMESPACE = "functions."
-# Tools of the format itself, which nobody runs here: what they are sent is part of the thoughts.
+# Tools of the format itself, which are not run here: calls of them are part of the reasoning.
 BUILT_IN_TOOLS = frozenset(("browser", "python", "container"))
-BROADCAST_RECIPIENTS = frozenset(("user", "all"))  # recipients of what has no recipient
-HEADER_WORDS = frozenset(("t", "to", "json", "code", "text"))  # words that only a header has there
+BROADCAST_RECIPIENTS = frozenset(("user", "all"))  # recipients that are no function
+# Words behind the channel that belong to the header, and are no text of a message.
+HEADER_WORDS = frozenset(("t", "to", "json", "code", "text"))
 MAX_UNMARKED_HEADER_CHARS = 300  # letters that may be a header without its first marker
 _RECIPIENT = re.compile(r"to=([^\s{]*)")
 _ONLY_RECIPIENT = re.compile(r"to=\S*\s*")
@@ -72,7 +72,7 @@ class MessageHeader:
     def start_section(self, section: HeaderSection) -> None:
         """A marker begins that section."""
         self.opened, self._section = True, section
-        self._texts[section].append(" ")  # what comes twice is apart
+        self._texts[section].append(" ")  # sets the text of a second such section apart
 
     def _section_text(self, section: HeaderSection) -> str:
         return "".join(self._texts[section])
@@ -92,7 +92,7 @@ class MessageHeader:
 
     @property
     def role(self) -> str:
-        """The role; empty where the header does not say."""
+        """The role; empty if the header has none."""
         found = _ROLE.match(_RECIPIENT.sub(" ", self._section_text("role")))
         return found[1] if found is not None else ""
 
@@ -104,7 +104,7 @@ class MessageHeader:
 
     @property
     def leftover_text(self) -> str:
-        """What is no part of a header: the text of a message whose <|message|> was forgotten."""
+        """Text that is no part of a header: of a message whose <|message|> the model forgot."""
         parts = [_ROLE.sub("", _RECIPIENT.sub(" ", self._section_text("role")), count=1)]
         for section in ("channel", "type"):
             parts.append(_WORD.sub("", _RECIPIENT.sub(" ", self._section_text(section)), count=1))
@@ -136,23 +136,20 @@ class HarmonyParser:
         - continues_message: the prompt ends within a final message
         - parse_reasoning: analysis is reasoning, else content
         - include_reasoning: reasoning is returned, else dropped
-        - counter: is told where reasoning lies
+        - counter: gets the places of reasoning in the output text
         """
         self._counter = counter or ReasoningTokenCounter()
         self._counter.parsed_chars = 0
         self._total_chars = 0  # of all text so far
-        self._marker_position = (
-            0  # the place in the whole text of the marker or end that is being read
-        )
+        # Place in the whole text of the marker that is being handled, or of the end.
+        self._marker_position = 0
         self._schemas = schemas
         self._parse_reasoning = parse_reasoning
         self._include_reasoning = include_reasoning
-        self._buffer = ""  # what may become a marker
+        self._buffer = ""  # text that may become a marker
         self._header: MessageHeader | None = None if continues_message else MessageHeader()
-        self._kind: MessageKind = (
-            "content"  # of the message whose text comes, where there is no header
-        )
-        self._message_started = continues_message  # some of the message's text was said
+        self._kind: MessageKind = "content"  # of the current message, behind its header
+        self._message_started = continues_message  # some of the message's text was returned
         self._emitted_kinds = {"content": continues_message, "reasoning": False}
         self._call_count = 0
         self._arguments_parser = HarmonyArgumentsParser(0, "")
@@ -208,7 +205,7 @@ class HarmonyParser:
                 return
             header = self._header
         if header is None:
-            return  # of a second <|message|> or a late <|constrain|> nothing is shown
+            return  # a second <|message|> or a late <|constrain|> is dropped
         if marker == CHANNEL:
             header.start_section("channel")
         elif marker == CONSTRAIN:
@@ -228,7 +225,7 @@ class HarmonyParser:
         to, is_analysis = header.recipient, header.channel == "analysis"
         from_assistant = not header.role or header.role.startswith(ASSISTANT)
         if not from_assistant or to == ASSISTANT:
-            return "nothing"  # another's turn, which a model goes on to invent
+            return "nothing"  # a turn of another role, which the model invents
         name = _function_name(to)
         known = self._schemas is not None and name in self._schemas
         if to.partition(".")[0] in BUILT_IN_TOOLS and not known:
@@ -273,12 +270,12 @@ class HarmonyParser:
         elif header.unmarked_text.strip(WHITESPACE):
             self._headerless_message(header.unmarked_text, deltas)
             self._header = MessageHeader()
-        elif unread := header.leftover_text:
+        elif leftover := header.leftover_text:
             self._start_message(
                 self._message_kind(header), _function_name(header.recipient), deltas
             )
-            self._open_reasoning_span(self._marker_position - len(unread))
-            self._emit(unread, deltas)
+            self._open_reasoning_span(self._marker_position - len(leftover))
+            self._emit(leftover, deltas)
             self._end_message(deltas)
 
 
@@ -288,7 +285,7 @@ class HarmonyArgumentsParser:
     def __init__(self, call: int, name: str) -> None:
         self._call_parser = CallObjectParser(call)
         self._name = name
-        self._buffered: list[str] = []  # what may be no object
+        self._buffered: list[str] = []  # arguments that are no object
         self._streaming = False
 
     def start(self) -> Sequence[ParsedDelta]:
@@ -318,7 +315,7 @@ class HarmonyArgumentsParser:
 
 
 def _function_name(recipient: str) -> str:
-    """The function's name; models leave the namespace out at times."""
+    """The function's name; models may leave the namespace out."""
     return recipient.removeprefix(FUNCTIONS_NAMESPACE)
 
 
@@ -333,8 +330,8 @@ def _may_be_header(text: str) -> bool:
 
 
 GRAMMAR_MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN)
-# `opening`: the prompt has it already, but a template that opens no answer leaves it to the model.
-# `json`: how a header says that JSON follows.
+# `opening`: usually a part of the prompt; if the template has none, the model writes it.
+# `json`: the part of a header that announces JSON.
 _RULES = """
 opening: ({start} "assistant")?
 next: {end} {start} "assistant"
@@ -378,8 +375,8 @@ def _grammar(request: GrammarRequest, messages: str, rules: list[str]) -> str:
             raise UnsupportedSchema(
                 f"this model has no token {marker}, which sets its messages apart"
             )
-    own = _RULES.format(**tags)
-    return "\n".join((f"start: opening {messages}", own, *rules))
+    common_rules = _RULES.format(**tags)
+    return "\n".join((f"start: opening {messages}", common_rules, *rules))
 
 
 def _calls(request: GrammarRequest) -> list[str]:
@@ -467,15 +464,15 @@ def _one_call_each(
     message = _content_as_reasoning(message)
     for i, call in enumerate(calls):
         yield {**message, "tool_calls": [call]}
-        message = {"role": "assistant", "content": ""}  # what was thought is shown once
+        message = {"role": "assistant", "content": ""}  # reasoning is shown with the first call
         name = call.get("id") if isinstance(call, dict) else None
-        own_results = (
+        of_call = (
             remaining
             if i + 1 == len(calls)
             else [r for r in remaining if r.get("tool_call_id") == name]
         )
-        remaining = [result for result in remaining if result not in own_results]
-        yield from own_results
+        remaining = [result for result in remaining if result not in of_call]
+        yield from of_call
 
 
 def _content_as_reasoning(message: JsonObject) -> JsonObject:

@@ -5,14 +5,14 @@
     content [section] opening header {...}                      closing [end of section] content
 
 JsonCallMarkers says which of these a format has; the header holds the name, and the object behind
-it is the arguments. Knows no model.
+it is the arguments. The grammar of each format stands behind its parser. Knows no model.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeinfer.gateway.tool_parsers.base import (
@@ -22,6 +22,21 @@ from pipeinfer.gateway.tool_parsers.base import (
     ParsedDelta,
     find_marker,
 )
+from pipeinfer.gateway.tool_parsers.grammars import (
+    ANY_TEXT,
+    CallGrammar,
+    GrammarRequest,
+    call_object,
+    call_schema,
+    json_arguments,
+    optional_text,
+    quoted,
+    repeated,
+    rule,
+    sequence,
+    start_rule,
+    tagged_calls,
+)
 from pipeinfer.gateway.tool_parsers.partial_json import (
     NULL_WORDS,
     CallArgumentsParser,
@@ -29,11 +44,9 @@ from pipeinfer.gateway.tool_parsers.partial_json import (
 )
 
 MAX_HEADER_CHARS = 256  # letters between the opening and arguments: the name, an id, white space
-IGNORED_AFTER_CALL = WHITESPACE + ",}]`"  # what a model may write too much of, behind an object
-DEEPSEEK_SEPARATOR, KIMI_ARGUMENT_BEGIN = (
-    "<｜tool▁sep｜>",
-    "<|tool_call_argument_begin|>",
-)  # behind names
+IGNORED_AFTER_CALL = WHITESPACE + ",}]`"  # surplus letters that models write behind an object
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"  # between type and name, or behind the name
+KIMI_ARGUMENT_BEGIN = "<|tool_call_argument_begin|>"  # behind the name
 _NAME = r"([^\s<>{}\[\]\"'｜|]{1,128}?)"
 
 
@@ -117,15 +130,15 @@ class JsonCallParser:
         """`opened`: the opening stands before the answer, in the prompt."""
         self._format = markers
         self._markers = markers.markers
-        # They end JSON that is broken; without a closing nothing but JSON itself does.
+        # Markers that end broken JSON. In a format without a closing only the JSON ends itself.
         self._breaking_markers = self._markers if markers.closing else ()
         self._state: JsonCallState = "opened" if opened else "content"
         self._buffer: str = ""
-        # What stands before a call: markers and white space. Empty, where it follows another one
-        # without an opening of its own.
+        # Markers and white space before a call. Empty for a call that follows another one without
+        # an opening.
         self._prefix: list[str] = [""]
-        self._state_after_call: JsonCallState = "content"  # a call
-        self._suffix: list[str] = []  # of a call, before it is closed
+        self._state_after_call: JsonCallState = "content"
+        self._suffix: list[str] = []  # text behind a call, before its closing
         self._call_count = 0
         self._content_buffer = ContentBuffer()
         self._call_parser: CallObjectParser | CallArgumentsParser = CallObjectParser(0)
@@ -232,7 +245,7 @@ class JsonCallParser:
         return bare
 
     def _not_a_call(self, text: str, deltas: list[ParsedDelta]) -> None:
-        """What came since the opening is content."""
+        """The text since the opening is content."""
         self._emit_content(text, deltas)
         self._state = "content"
 
@@ -490,3 +503,105 @@ class Llama3Parser:
         deltas.append(ParsedDelta("content", self._buffer))
         self._buffer = ""
         return False
+
+
+# ------------------------------------------------------------------------------- grammars of calls
+
+
+def hermes_grammar(request: GrammarRequest) -> str:
+    """Objects between <tool_call> and </tool_call>."""
+    closing = request.tag(HERMES.closing)
+    bodies = [
+        f'"\\n" {call_object(request, name, "arguments")} "\\n" {closing}'
+        for name in request.schemas
+    ]
+    return tagged_calls(request, HERMES.opening, bodies, "", '"\\n"')
+
+
+def llama3_grammar(request: GrammarRequest) -> str:
+    """Objects with semicolons between, and nothing else."""
+    calls = repeated(request, "call", '"; "')
+    # Where an answer may be another object, what opens a call must be lexed as that object is.
+    call = call_object if request.content_constraint is None else call_schema
+    rules = [rule("call", [call(request, name, "parameters") for name in request.schemas])]
+    if request.allow_content:
+        calls = f"{calls} | text"
+        rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*(<\\|python_tag\\|>\\s*)?\\{{(?s:.*)/"]
+    return "\n".join((start_rule(request, f"({calls})"), *rules))
+
+
+def mistral_grammar(request: GrammarRequest) -> str:
+    """A list of objects; names and [ARGS] if the model has that token."""
+    if "[ARGS]" not in (request.added_tokens or {}):
+        return marked_list_grammar(MISTRAL)(request)
+    args = request.tag("[ARGS]")
+    bodies = [f"{quoted(n)} {args} {json_arguments(request, n)}" for n in request.schemas]
+    return tagged_calls(request, MISTRAL.opening, bodies, "", "")
+
+
+def marked_list_grammar(markers: JsonCallMarkers) -> CallGrammar:
+    """A list of objects behind a marker, or between two."""
+
+    def grammar(request: GrammarRequest) -> str:
+        objects = [call_object(request, name, "arguments") for name in request.schemas]
+        closing = f" {request.tag(markers.closing)}" if markers.closing else ""
+        call_list = f'"[" {repeated(request, "object", quoted(", "))} "]"{closing}'
+        once = replace(request, parallel=False)
+        form = tagged_calls(once, markers.opening, [call_list], "", "")
+        return "\n".join((form, rule("object", objects)))
+
+    return grammar
+
+
+def section_grammar(
+    markers: JsonCallMarkers, *head: str, foot: str = "", between: str = ""
+) -> CallGrammar:
+    """Calls with their name before the arguments, all in one section.
+
+    Arguments:
+    - head: tags and texts before the arguments, in which {} is the name
+    - foot: text behind the arguments
+    - between: text between calls
+    """
+
+    def grammar(request: GrammarRequest) -> str:
+        assert markers.section is not None
+        begin, end = markers.section
+        calls = [
+            sequence(
+                request.tag(markers.opening),
+                *(request.tag(part.replace("{}", name)) for part in head),
+                json_arguments(request, name),
+                optional_text(foot),
+                request.tag(markers.closing),
+            )
+            for name in request.schemas
+        ]
+        call_list = f"{repeated(request, 'object', optional_text(between))} {request.tag(end)}"
+        form = tagged_calls(
+            replace(request, parallel=False), begin, [call_list], markers.opening, ""
+        )
+        return "\n".join((form, rule("object", calls)))
+
+    return grammar
+
+
+def bare_list_grammar(request: GrammarRequest, key: str = "parameters") -> str:
+    """A list of objects and nothing else. `key`: of the arguments."""
+    call_list = f'"[" {repeated(request, "call", quoted(", "))} "]"'
+    call = call_object if request.content_constraint is None else call_schema  # as in llama3
+    rules = [rule("call", [call(request, name, key) for name in request.schemas])]
+    if request.allow_content:
+        call_list = f"({call_list}) | text"
+        rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*\\[\\s*\\{{(?s:.*)/"]
+    return "\n".join((start_rule(request, call_list), *rules))
+
+
+def marked_object_grammar(markers: JsonCallMarkers) -> CallGrammar:
+    """Objects, each behind a marker."""
+
+    def grammar(request: GrammarRequest) -> str:
+        bodies = [call_object(request, name, "arguments") for name in request.schemas]
+        return tagged_calls(request, markers.opening, bodies, "", "")
+
+    return grammar

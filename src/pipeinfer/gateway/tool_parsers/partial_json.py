@@ -16,10 +16,10 @@ from pipeinfer.gateway.tool_parsers.base import (
     OutputParser,
     ParsedDelta,
 )
-from pipeinfer.json_values import JsonValue
+from pipeinfer.params import JsonValue
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-ESCAPES = '"\\/bfnrtu'  # what may stand behind a backslash
+ESCAPES = '"\\/bfnrtu'  # letters that may stand behind a backslash
 NULL_WORDS = ("null", "None")
 
 
@@ -38,7 +38,6 @@ class JsonValueScanner:
     __slots__ = ("_after_backslash", "_depth", "_in_scalar", "done", "in_string")
 
     def __init__(self) -> None:
-        """`in_string`: amid a string."""
         self._depth = 0
         self.in_string = self._after_backslash = self._in_scalar = self.done = False
 
@@ -67,7 +66,7 @@ class JsonValueScanner:
             self._after_backslash = False
             if char in ESCAPES:
                 return ""
-            # The backslash is said already.
+            # The backslash was returned already.
             return "u0027" if char == "'" else "\\" + (_escaped_control_char(char) or char)
         if char == "\\":
             self._after_backslash = True
@@ -112,10 +111,10 @@ class CallObjectParser:
         self._consumed: list[str] = []
         self._expected = "{"  # then: key, :, value, comma
         self._key = ""
-        self._value_parts: list[str] = []  # of the value, unless it is passed on as it comes
+        self._value_parts: list[str] = []  # of a value that is not streamed
         self._value: JsonValueScanner | None = None
         self._streaming = False
-        self._arguments_before_name: list[str] = []  # arguments from before the name
+        self._arguments_before_name: list[str] = []
         self._arguments_seen = False
 
     @property
@@ -125,7 +124,7 @@ class CallObjectParser:
 
     @property
     def in_string(self) -> bool:
-        """Whether what comes next belongs to a string."""
+        """Whether the next character belongs to a string."""
         return self._value is not None and self._value.in_string
 
     def abort(self, deltas: list[ParsedDelta]) -> None:
@@ -292,10 +291,9 @@ def is_json(text: str) -> bool:
     return True
 
 
-_SHORT_ESCAPES = dict(
-    zip(ESCAPES, '"\\/\b\f\n\r\t', strict=False)
-)  # behind a backslash; `u` has digits
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # for a half of a letter whose other half is not there
+# {letter behind a backslash: character}; `u`, the last of ESCAPES, has digits instead.
+_SHORT_ESCAPES = dict(zip(ESCAPES, '"\\/\b\f\n\r\t', strict=False))
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # for half of a surrogate pair
 
 
 class JsonStringDecoder:
@@ -304,7 +302,7 @@ class JsonStringDecoder:
     def __init__(self) -> None:
         self.done = False
         self._escape_so_far = ""  # an escape that has begun
-        self._high_surrogate = ""  # the first half of a letter
+        self._high_surrogate = ""  # the first half of a surrogate pair
 
     def feed(self, text: str) -> tuple[str, int]:
         """(decoded text that is certain, number of characters of `text` that belong to the
@@ -362,14 +360,14 @@ class JsonStringDecoder:
 class _InputExtractor:
     """The input of one custom tool's call, out of its JSON arguments.
 
-    The text of {"input": "..."}, or of a string alone, is returned as it arrives. Anything else is
-    known at its end: the input of an object that has one, else the arguments as they are.
+    The text of {"input": "..."}, or of a string alone, is returned as it arrives. Other arguments
+    are returned at their end: the input of an object that has one, else the arguments as they are.
     """
 
     def __init__(self) -> None:
-        self._buffered: list[str] = []  # all of it, while the text has not begun
-        self._unmatched = ""  # what may become the next of _BEGIN
-        self._matched = 0  # so many of them are there
+        self._buffered: list[str] = []  # all arguments, until the text begins
+        self._unmatched = ""  # text that may become the next of _START_TOKENS
+        self._matched = 0  # how many of _START_TOKENS have come
         self._decoder: JsonStringDecoder | None = None
 
     def feed(self, text: str) -> str:

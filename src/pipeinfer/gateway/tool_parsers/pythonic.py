@@ -1,22 +1,48 @@
 """Tool calls as Python writes them, [name(key=value, ...), ...], and Python literals as JSON.
 
 PythonicFormat says how a format writes the list. Nothing is evaluated: each character is looked
-at once, a few more behind a quote. Knows no model.
+at once, a few more behind a quote. pythonic_grammar makes the grammar of such calls. Knows no
+model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from pipeinfer.gateway.tool_parsers.base import WHITESPACE, ContentBuffer, ParsedDelta, find_marker
+from pipeinfer.gateway.tool_parsers.base import (
+    INPUT_PARAMETER,
+    WHITESPACE,
+    ContentBuffer,
+    ParsedDelta,
+    find_marker,
+    schema_types,
+)
+from pipeinfer.gateway.tool_parsers.grammars import (
+    ANNOTATIONS,
+    ANY_TEXT,
+    JSON_ESCAPED_CHARS,
+    CallGrammar,
+    GrammarRequest,
+    UnsupportedSchema,
+    arguments_schema,
+    input_regex,
+    nested_grammar,
+    parameter_schemas,
+    quoted,
+    repeated,
+    rule,
+    start_rule,
+    tagged_calls,
+)
+from pipeinfer.params import JsonObject, JsonValue
 
 MAX_BRACKET_DEPTH = 64  # brackets within brackets
-LOOKAHEAD_CHARS = 256  # letters behind a quote that may tell whether a text ends there
+LOOKAHEAD_CHARS = 256  # letters behind a quote that decide whether a string ends there
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORDS = _PYTHON_WORDS | {word: word for word in _PYTHON_WORDS.values()}
@@ -95,15 +121,15 @@ class PythonLiteralParser:
     def __init__(self, after: Lookahead | None = None) -> None:
         """`after`: what may stand behind the literal; None: anything."""
         self._after = after
-        # Open ones: "?" is a brace of which nobody knows yet whether it holds a set, "s".
+        # Open brackets: "?" is a brace that may still be a dict or a set, "s" that of a set.
         self._brackets: list[str] = []
         self._bracket_empty = True  # nothing stands in the last one
-        self._after_comma = False  # a comma came
-        self._mapping_part = ""  # in a mapping: key, colon or value come next
-        self._undecided: list[str] | None = None  # what is said within a "?"
-        self._open_quote = ""  # of the text that it is amid
-        self._raw_string = self._string_empty = False  # that text
-        self._word: list[str] = []  # a number, a name or what is no literal
+        self._after_comma = False  # the last part was a comma
+        self._mapping_part = ""  # of a mapping, which comes next: key, colon or value
+        self._undecided: list[str] | None = None  # output within a "?"
+        self._open_quote = ""  # of the string that has not ended
+        self._raw_string = self._string_empty = False  # whether that string is raw, and empty
+        self._word: list[str] = []  # a number, a name or text that is no literal
         self._word_brackets = 0
         self._output: list[str] = []
         self.done = self.broken = self.irregular = False
@@ -408,8 +434,8 @@ def _json_chars(text: str) -> str:
 
 
 MAX_HEAD_CHARS = 256  # from a bracket to the first value
-FUNCTION_NAME = r"[\w.-]{1,128}"  # of a function
-ARGUMENT_NAME = r"[^\s()\[\]{}<>,:;=\"'`]{1,128}"  # of an argument
+FUNCTION_NAME = r"[\w.-]{1,128}"
+ARGUMENT_NAME = r"[^\s()\[\]{}<>,:;=\"'`]{1,128}"
 BETWEEN_PYTHON_CALLS = WHITESPACE + ",;"  # what may stand behind a call, before another one
 
 # Behind a parenthesis or comma: the end, or a name and the begin of its value.
@@ -421,8 +447,8 @@ _HEAD_PARTIAL = re.compile(
 _CALLED = re.compile(rf"\s*({FUNCTION_NAME})\s*\(")
 _NEXT = re.compile(rf"\s*{_FIRST}")
 _NEXT_PARTIAL = re.compile(rf"\s*(?:{ARGUMENT_NAME}\s*(?:=\s*)?)?")
-# Behind the value of an argument. More than one letter is asked for, since a text may hold quotes
-# that nobody escaped.
+# Behind the value of an argument. One letter would not be enough, since a text may hold quotes that
+# are not escaped.
 _AFTER_ARGUMENT = Lookahead(
     re.compile(rf"\s*(?:,\s*(?:{ARGUMENT_NAME}\s*=|\))|\)\s*(?:[,;\]<]|{FUNCTION_NAME}\s*\())"),
     re.compile(rf"\s*(?:,\s*(?:{ARGUMENT_NAME}\s*)?|\)\s*(?:{FUNCTION_NAME}\s*)?)?"),
@@ -530,7 +556,7 @@ class PythonicParser:
         return True
 
     def _not_a_call(self, text: str, deltas: list[ParsedDelta]) -> None:
-        """What came since the opening is content."""
+        """The text since the opening is content."""
         self._content_buffer.add("".join((*self._prefix, text)), deltas)
         self._state, self._prefix = "content", []
 
@@ -634,3 +660,119 @@ class PythonicParser:
         else:
             self._state = "head"
         return True
+
+
+# ------------------------------------------------------------------------------- grammars of calls
+
+_CALL_START = r"\[\s*[\w.-]+\s*\("  # in Python's notation
+
+
+def pythonic_grammar(call_format: PythonicFormat) -> CallGrammar:
+    """Calls as Python writes them, with arguments in the order of the schema."""
+
+    def grammar(request: GrammarRequest) -> str:
+        python = _PythonicRules(request)
+        calls = {name: python.call(name, f"p{i}") for i, name in enumerate(request.schemas)}
+        whole = [f"{quoted(name + '(')} {call}" for name, call in calls.items()]
+        opening, end = call_format.tags
+        call_list = repeated(request, "called", quoted(call_format.separator))
+        if call_format.brackets:
+            call_list = f'"[" {call_list} "]"'
+        rules = ["", rule("called", whole), *python.rules]
+        if opening:
+            call_list = f"{call_list} {request.tag(end)}"
+            form = tagged_calls(replace(request, parallel=False), opening, [call_list], "", "")
+        elif not request.allow_content:
+            form = start_rule(request, call_list, _CALL_START)
+        else:
+            form = _first_in_list(request, call_format, calls)
+        return form + "\n".join(rules)
+
+    return grammar
+
+
+def _first_in_list(
+    request: GrammarRequest, call_format: PythonicFormat, calls: Mapping[str, str]
+) -> str:
+    """Content around calls without an opening tag: it holds nothing that begins like a list of
+    calls.
+    """
+    more = f" ({quoted(call_format.separator)} called)*" if request.parallel else ""
+    rules = [
+        f'start: (first{more} "]"){"*" if request.parallel else "?"} rest',
+        rule("first", [f"f{i} {call}" for i, call in enumerate(calls.values())]),
+        f"rest: TEXT\nTEXT: {ANY_TEXT} & ~/(?s:.*){_CALL_START}(?s:.*)/",
+    ]
+    for i, name in enumerate(calls):
+        # Brackets are counted, in texts as well: the remark closes those of the suffix.
+        rules.append(f"f{i}[suffix={quoted(f'[{name}(')}]: TEXT // )]")
+    return "\n".join(rules)
+
+
+class _PythonicRules:
+    """Functions with their arguments in parentheses. rules: those that the functions refer to."""
+
+    def __init__(self, request: GrammarRequest) -> None:
+        self._request = request
+        self.rules = [f'pair: /{ARGUMENT_NAME}/ "=" %json {{}}']
+        self._values: dict[str, str] = {}  # the names of their rules
+
+    def call(self, name: str, prefix: str) -> str:
+        """The rule from behind the opening parenthesis. Raises UnsupportedSchema."""
+        if not re.fullmatch(FUNCTION_NAME, name):
+            raise UnsupportedSchema(f"{name[:100]!r} cannot be called in this model's form")
+        text = self._request.input_grammars.get(name)
+        regex = None if text is None else input_regex(name, text, JSON_ESCAPED_CHARS)
+        if text is not None and regex is None:
+            return f'{quoted(INPUT_PARAMETER + "=" + chr(34))} {nested_grammar(text)} "\\")"'
+        schema = arguments_schema(self._request, name, regex)
+        if schema is None:
+            return '(pair (", " pair)*)? ")"'
+        return f'{self._arguments(name, prefix, schema)} ")"'.lstrip()
+
+    def _arguments(self, name: str, prefix: str, given: JsonObject) -> str:
+        """Those that are required, and others, in their order. Up to the first that is required,
+        each may be the first one; it has rules of its own then, as it stands in two places."""
+        properties, required, shared = parameter_schemas(name, given, ARGUMENT_NAME)
+        values = [self._value(value, shared) for value in properties.values()]
+        heads = [f"{key}=" for key in properties]
+        optional = [key not in required for key in properties]
+        ahead = optional.index(False) if False in optional else len(heads)
+        behind = ""
+        for i in reversed(range(ahead + 1, len(heads))):
+            more = f"{quoted(', ' + heads[i])} {values[i]}"
+            behind = f"({more})? {behind}" if optional[i] else f"{more} {behind}"
+        rest = '""'
+        if ahead < len(heads):
+            self.rules.append(
+                f"{prefix}b{ahead}: {quoted(', ' + heads[ahead])} {values[ahead]} {behind}"
+            )
+            rest = f"{quoted(heads[ahead])} {values[ahead]} {behind}"
+        for i in reversed(range(ahead)):
+            # b: behind others; f: as the first one, or none.
+            after = f"{prefix}b{i + 1}" if i + 1 < len(heads) else ""
+            self.rules += [
+                f"{prefix}b{i}: ({quoted(', ' + heads[i])} {values[i]})? {after}",
+                f"{prefix}f{i}: {quoted(heads[i])} {values[i]} {after} | {rest}",
+            ]
+            rest = f"{prefix}f{i}"
+        return rest if heads else ""
+
+    def _value(self, schema: JsonValue, shared: JsonObject) -> str:
+        """In a rule that all values of such a schema share."""
+        value = _python_value(schema, shared)
+        if value not in self._values:
+            self._values[value] = f"v{len(self._values)}"
+            self.rules.append(f"{self._values[value]}: {value}")
+        return self._values[value]
+
+
+def _python_value(schema: JsonValue, shared: JsonObject) -> str:
+    """As JSON; words that are all of a value may be Python's."""
+    own = schema if isinstance(schema, dict) else {}
+    if not set(own) - ANNOTATIONS - {"type"}:
+        if schema_types(own) == frozenset(("boolean",)):
+            return '("True" | "False" | "true" | "false")'
+        if schema_types(own) == frozenset(("null",)):
+            return '("None" | "null")'
+    return f"%json {msgspec.json.encode({**own, **shared}).decode()}"

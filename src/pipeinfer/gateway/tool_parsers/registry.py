@@ -11,28 +11,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypedDict, Unpack
 
-from pipeinfer.close_names import none_of
+from pipeinfer.command_line import none_of
 from pipeinfer.gateway.tool_parsers.base import (
+    AnswerTagParser,
     CallIdStyle,
     ChoiceParser,
     OutputParser,
     ParsedDelta,
     ParserFactory,
     PlainTextParser,
+    ReasoningParser,
     ReasoningTokenCounter,
 )
-from pipeinfer.gateway.tool_parsers.grammars import (
-    CallGrammar,
-    bare_list_grammar,
-    hermes_grammar,
-    llama3_grammar,
-    marked_list_grammar,
-    marked_object_grammar,
-    mistral_grammar,
-    pythonic_grammar,
-    section_grammar,
-    xml_grammar,
-)
+from pipeinfer.gateway.tool_parsers.grammars import CallGrammar
 from pipeinfer.gateway.tool_parsers.harmony import HarmonyParser, harmony_grammar
 from pipeinfer.gateway.tool_parsers.json_calls import (
     DEEPSEEK_SEPARATOR,
@@ -51,6 +42,13 @@ from pipeinfer.gateway.tool_parsers.json_calls import (
     JsonCallMarkers,
     JsonCallParser,
     Llama3Parser,
+    bare_list_grammar,
+    hermes_grammar,
+    llama3_grammar,
+    marked_list_grammar,
+    marked_object_grammar,
+    mistral_grammar,
+    section_grammar,
 )
 from pipeinfer.gateway.tool_parsers.partial_json import CustomToolParser
 from pipeinfer.gateway.tool_parsers.pythonic import (
@@ -59,8 +57,8 @@ from pipeinfer.gateway.tool_parsers.pythonic import (
     PYTHONIC,
     PythonicFormat,
     PythonicParser,
+    pythonic_grammar,
 )
-from pipeinfer.gateway.tool_parsers.reasoning import AnswerTagParser, ReasoningParser
 from pipeinfer.gateway.tool_parsers.xml_calls import (
     DEEPSEEK_V4,
     DEEPSEEK_V32,
@@ -71,9 +69,9 @@ from pipeinfer.gateway.tool_parsers.xml_calls import (
     SEED_OSS,
     XmlCallParser,
     XmlTags,
+    xml_grammar,
 )
-from pipeinfer.json_values import JsonObject
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import JsonObject, ThoughtState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import (
     CHANNEL,
@@ -99,8 +97,8 @@ class ToolParser:
     - template_patterns: regular expressions; a chat template that matches all of them uses the
       format
     - excluding_patterns: regular expressions that such a template does not match
-    - markers: texts that may be special tokens, which must not be skipped then
-    - special: the models' tokenizers have them as special tokens
+    - markers: texts that may be special tokens; if they are, special tokens must not be skipped
+    - special: the models' tokenizers have the markers as special tokens
     - call_ids: style of call ids that the models' templates want
     """
 
@@ -129,27 +127,40 @@ class _ToolParserOptions(TypedDict, total=False):
 
 
 def _marked(
-    markers: JsonCallMarkers, grammar: CallGrammar, *shown: str, **more: Unpack[_ToolParserOptions]
+    markers: JsonCallMarkers,
+    grammar: CallGrammar,
+    *template_patterns: str,
+    **options: Unpack[_ToolParserOptions],
 ) -> ToolParser:
     """A parser of JSON calls behind markers."""
     return ToolParser(
-        lambda _: JsonCallParser(markers), grammar, shown, markers=markers.markers, **more
+        lambda _: JsonCallParser(markers),
+        grammar,
+        template_patterns,
+        markers=markers.markers,
+        **options,
     )
 
 
-def _elements(tags: XmlTags, *shown: str, **more: Unpack[_ToolParserOptions]) -> ToolParser:
+def _elements(
+    tags: XmlTags, *template_patterns: str, **options: Unpack[_ToolParserOptions]
+) -> ToolParser:
     """A parser of calls as XML-like elements."""
     factory, grammar = partial(XmlCallParser, tags), xml_grammar(tags)
-    return ToolParser(factory, grammar, shown, markers=tags.markers, **more)
+    return ToolParser(factory, grammar, template_patterns, markers=tags.markers, **options)
 
 
-def _pythonic(style: PythonicFormat, *shown: str, **more: Unpack[_ToolParserOptions]) -> ToolParser:
+def _pythonic(
+    style: PythonicFormat, *template_patterns: str, **options: Unpack[_ToolParserOptions]
+) -> ToolParser:
     """A parser of calls as Python writes them."""
     factory = partial(PythonicParser, style)
-    return ToolParser(factory, pythonic_grammar(style), shown, markers=style.markers, **more)
+    return ToolParser(
+        factory, pythonic_grammar(style), template_patterns, markers=style.markers, **options
+    )
 
 
-# What may stand between a tag and JSON where a template says both: line ends and its own syntax.
+# What may stand between a tag and JSON in a template's text: line ends and the template's syntax.
 _SYNTAX = r"(?:\\n|[^<>\w])*"
 _OBJECT = rf"<tool_call>(?:{_SYNTAX}\{{\\?[\"'](?:name|arguments)\b|[^<>]{{0,80}}\|\s*tojson)"
 _LINE = r"</arg_key>(?:\\n|\n)"
@@ -227,9 +238,10 @@ TOOL_PARSERS: dict[str, ToolParser] = {
         special=True,
     ),
 }  # fmt: skip
-# Of models that have no form of their own, and say what a grammar makes them say.
+# Of models without a format of their own, which follow a grammar.
 ANY_MODEL = ToolParser(lambda _: JsonCallParser(JSON_LIST, opened=True), bare_list_grammar)
-# Forms that no parser reads, by what a chat template has that shows them: most by vLLM's names.
+# {format that no parser parses: regular expression of chat templates that use it}; most names are
+# vLLM's.
 UNSUPPORTED_FORMS = {
     "functiongemma": "<start_function_call>",
     "gemma4": r"<\|tool_call>call:",
@@ -249,7 +261,7 @@ UNSUPPORTED_FORMS = {
     "solar_open": r"<\|tool_call:begin\|>",
     "command_r_plus": r"Write \\?'Action:\\?'",
 }
-# Parts of one reader, by vLLM's names.
+# The harmony parser's names as tool parser and as reasoning parser, as in vLLM.
 HARMONY = ("openai", "openai_gptoss")
 
 
@@ -262,7 +274,7 @@ class OutputParsers:
     - template_has_tools: the chat template shows tools to the model
     - added_tokens: tokens by their text
     - continues_message: the prompt ends within the answer's last message
-    - tools_disabled: the settings want no tool parser
+    - tools_disabled: --tool-parser is none
     - unsupported_form: a format that the template uses and no parser parses
     """
 
@@ -305,7 +317,7 @@ class OutputParsers:
 
     @property
     def tool_parser(self) -> ToolParser:
-        """The parser of calls that the model is made to write."""
+        """The parser of calls that a grammar enforces."""
         if self.harmony:
             return TOOL_PARSERS[HARMONY[0]]
         return TOOL_PARSERS[self.tool_parser_name] if self.tool_parser_name else ANY_MODEL
@@ -367,10 +379,14 @@ class OutputParsers:
         return with_custom_tools
 
     def _make_factory(
-        self, schemas: Schemas | None, one_call: bool, reasoning: bool, padded: bool
+        self,
+        schemas: Schemas | None,
+        first_call_only: bool,
+        include_reasoning: bool,
+        strip_answer: bool,
     ) -> ParserFactory | None:
         if self.harmony:
-            return self._harmony(schemas, one_call, reasoning)
+            return self._harmony_factory(schemas, first_call_only, include_reasoning)
         calls = self.tool_parser.make_parser if schemas is not None else None
         tags = self.reasoning_tags
         if calls is None and tags is None:
@@ -378,62 +394,67 @@ class OutputParsers:
 
         def make(state: ThoughtState = "before") -> ChoiceParser:
             parser: OutputParser = PlainTextParser() if calls is None else calls(schemas or {})
-            if one_call:
+            if first_call_only:
                 parser = FirstCallParser(parser)
             if tags is not None and tags.answer[0]:
                 parser = AnswerTagParser(parser, *tags.answer)
             if tags is None or state == "over":
                 return BoundedFeedParser(parser)
             counter = ReasoningTokenCounter()
-            begun = state == "open"
+            opened = state == "open"
             return BoundedFeedParser(
-                ReasoningParser(parser, tags, begun, reasoning, padded, counter), counter
+                ReasoningParser(parser, tags, opened, include_reasoning, strip_answer, counter),
+                counter,
             )
 
         return make
 
-    def _harmony(self, schemas: Schemas | None, one_call: bool, reasoning: bool) -> ParserFactory:
+    def _harmony_factory(
+        self, schemas: Schemas | None, first_call_only: bool, include_reasoning: bool
+    ) -> ParserFactory:
         def make(_state: ThoughtState = "before") -> ChoiceParser:
             counter = ReasoningTokenCounter()
             parser = HarmonyParser(
                 schemas,
                 self.continues_message,
                 bool(self.reasoning_parser_name),
-                reasoning,
+                include_reasoning,
                 counter,
             )
-            return BoundedFeedParser(FirstCallParser(parser) if one_call else parser, counter)
+            return BoundedFeedParser(
+                FirstCallParser(parser) if first_call_only else parser, counter
+            )
 
         return make
 
 
 NO_PARSERS = OutputParsers()
-MAX_FEED_CHARS = 1024  # letters
+MAX_FEED_CHARS = 1024  # letters that a parser gets at a time
 
 
 class BoundedFeedParser:
-    """Feeds long texts in parts. Text behind a marker is copied, so a long text of many markers,
-    after a stall or a takeover by another gateway, would cost the square of its length.
+    """Feeds long texts to a parser in parts. Parsers copy the text behind a marker, so a long text
+    of many markers, which comes after a stall, would cost the square of its length.
     """
 
     def __init__(
         self, parser: OutputParser, reasoning: ReasoningTokenCounter | None = None
     ) -> None:
         """`reasoning`: the counter that `parser` fills; None if it parses no reasoning."""
-        self._make_factory = parser
+        self._parser = parser
         self.reasoning = reasoning or ReasoningTokenCounter()
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:
         if len(text) <= MAX_FEED_CHARS:
-            deltas = self._make_factory.feed(text)
+            deltas = self._parser.feed(text)
         else:
             parts = (text[at : at + MAX_FEED_CHARS] for at in range(0, len(text), MAX_FEED_CHARS))
-            deltas = [delta for part in parts for delta in self._make_factory.feed(part)]
+            deltas = [delta for part in parts for delta in self._parser.feed(part)]
         self.reasoning.update_count()
         return deltas
 
     def finish(self) -> Sequence[ParsedDelta]:
-        deltas = self._make_factory.finish()
+        deltas = self._parser.finish()
         self.reasoning.update_count()
         return deltas
 
@@ -442,13 +463,13 @@ class FirstCallParser:
     """Drops all calls but the first."""
 
     def __init__(self, parser: OutputParser) -> None:
-        self._make_factory = parser
+        self._parser = parser
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:
-        return [delta for delta in self._make_factory.feed(text) if delta.call_index <= 0]
+        return [delta for delta in self._parser.feed(text) if delta.call_index <= 0]
 
     def finish(self) -> Sequence[ParsedDelta]:
-        return [delta for delta in self._make_factory.finish() if delta.call_index <= 0]
+        return [delta for delta in self._parser.finish() if delta.call_index <= 0]
 
 
 def choose_parsers(
@@ -480,9 +501,10 @@ def choose_parsers(
     )  # fmt: skip
 
 
-def _resolve(flag: str, name: str, known: Collection[str], found: str) -> str:
+def _resolve(flag: str, name: str, known: Collection[str], detected: str) -> str:
+    """The parser that a flag names; `detected`: by the chat template."""
     if name == "auto":
-        return found
+        return detected
     if name == "none":
         return ""
     if name not in known:

@@ -5,7 +5,7 @@
     <invoke name="name"><parameter name="key" string="true">value</parameter></invoke>
 
 The tool's schema decides which JSON a value is. XmlTags says how a format writes the elements.
-Knows no model.
+xml_grammar makes the grammar of such calls. Knows no model.
 """
 
 from __future__ import annotations
@@ -18,18 +18,38 @@ from typing import Literal
 import msgspec
 
 from pipeinfer.gateway.tool_parsers.base import (
+    INPUT_PARAMETER,
     WHITESPACE,
     ContentBuffer,
     ParsedDelta,
     find_marker,
     schema_types,
 )
+from pipeinfer.gateway.tool_parsers.grammars import (
+    ANNOTATIONS,
+    CallGrammar,
+    GrammarRequest,
+    UnsupportedSchema,
+    escaped_in_slashes,
+    input_regex,
+    is_text_schema,
+    nested_grammar,
+    optional_text,
+    parameter_schemas,
+    quoted,
+    repeated,
+    rule,
+    sequence,
+    slashed,
+    tagged_calls,
+    text_without,
+)
 from pipeinfer.gateway.tool_parsers.partial_json import JsonValueScanner
 from pipeinfer.gateway.tool_parsers.pythonic import PythonLiteralParser
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 
-MAX_NAME_CHARS = 256  # of a name
-_PYTHON = ("T", "F", "N", "[", "{", "(")  # what a literal begins with that JSON may not know
+MAX_NAME_CHARS = 256  # letters of a name of a function or parameter
+_PYTHON = ("T", "F", "N", "[", "{", "(")  # first letters of Python literals that are no JSON
 _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"'`]+")  # of a function that stands between tags
 
 
@@ -72,13 +92,13 @@ class XmlTags:
 
     @property
     def ends_of_value(self) -> tuple[str, ...]:
-        """What ends a value. Other tags must begin a line, since values may hold such tags."""
+        """Texts that end a value. Tags but `value_end` must begin a line: values may hold them."""
         ends = (self.key, self.function[1], self.call[1]) if self.tolerates_missing_ends else ()
         return (self.value_end, *("\n" + end for end in ends if end))
 
     @property
     def ends_of_body(self) -> tuple[str, ...]:
-        """What ends the body of a call or begins a parameter in it."""
+        """Tags that end the body of a call or begin a parameter in it."""
         return tuple(filter(None, (self.key, self.function[1], self.call[1], self.call[0],
                                    self.function[0])))  # fmt: skip
 
@@ -121,8 +141,8 @@ XmlCallState = Literal[
 class XmlCallParser:
     """Parses calls of one format. `schemas`: of the tools' parameters, by name.
 
-    Models also forget the tag around calls. What is called without it must be one of the tools,
-    because answers may speak about <function=...>.
+    Models also forget the tag around calls. Without it the function must be one of the tools,
+    because content may be about <function=...>.
     """
 
     def __init__(self, tags: XmlTags, schemas: Mapping[str, JsonObject]) -> None:
@@ -131,15 +151,14 @@ class XmlCallParser:
         self._inside_call_tag = False  # between the tags around calls
         self._state: XmlCallState = "content"
         self._buffer: str = ""
-        self._prefix: list[str] = []  # of a name, if it is none: the tags
+        self._prefix: list[str] = []  # tags before a name, which are content if it is no name
         self._call_count = self._value_count = 0
         self._properties: JsonObject = {}
         self._content_buffer = ContentBuffer()
         self._key = self._string_flag = ""
         self._value = _ValueEncoder(frozenset(), tags.value_on_lines)
-        self._object_scanner: JsonValueScanner | None = (
-            None  # of a call whose parameters are no elements
-        )
+        # Of a call whose parameters are one JSON object.
+        self._object_scanner: JsonValueScanner | None = None
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:
         self._buffer += text
@@ -214,7 +233,7 @@ class XmlCallParser:
         return self._not_a_call(deltas)
 
     def _not_a_call(self, deltas: list[ParsedDelta]) -> bool:
-        """What began like a call is content."""
+        """Text that began like a call is content."""
         self._content_buffer.add("".join(self._prefix), deltas)
         self._state, self._inside_call_tag = "content", False
         return True
@@ -270,14 +289,14 @@ class XmlCallParser:
         return self._object_scanner.done
 
     def _handle_marker(self, marker: str | None, deltas: list[ParsedDelta]) -> None:
-        """What follows a marker of the body."""
+        """Goes on behind a marker of the body."""
         if marker == self._tags.key:
             self._state = "key"
         elif marker is not None and marker != self._tags.value_end:
             self._close_arguments(deltas)
             self._call_count += 1
             self._state = "content"
-            if marker != self._tags.function[1]:  # which was forgotten, or is not there
+            if marker != self._tags.function[1]:  # which the model forgot, or the format lacks
                 self._buffer = marker + self._buffer
 
     def _close_arguments(self, deltas: list[ParsedDelta]) -> None:
@@ -340,7 +359,7 @@ class XmlCallParser:
 class _ValueEncoder:
     """Encodes one value as JSON.
 
-    Strings are returned as they arrive; what may be another type is known at its end.
+    Strings are returned as they arrive, values that may be of another type at their end.
 
     Arguments:
     - allowed: JSON types that the schema allows; empty if nothing is known
@@ -352,9 +371,7 @@ class _ValueEncoder:
         self._value_on_lines = value_on_lines
         self._is_string = allowed == frozenset(("string",))
         self._started = False
-        self._pending_newline = (
-            ""  # the end of a line: of the last one it does not belong to the value
-        )
+        self._pending_newline = ""  # the last line end is not part of the value
         self._parts: list[str] = []
 
     def add(self, text: str) -> str:
@@ -388,7 +405,7 @@ class _ValueEncoder:
 
     def _allows_type(self, found: str) -> bool:
         """Whether a value of JSON type `found` is passed on as it is. Where no type fits, one that
-        is no string is: the tool's own error says better what is wrong.
+        is no string is: the tool's own error explains better what is wrong.
         """
         if not found:
             return False
@@ -429,3 +446,135 @@ def _from_python(text: str) -> str:
 
 def _json_string(value: str) -> str:
     return msgspec.json.encode(value).decode()
+
+
+# ------------------------------------------------------------------------------- grammars of calls
+
+_KEY = r"[^<>\s\"]{1,200}"
+
+
+def xml_grammar(tags: XmlTags) -> CallGrammar:
+    """Parameters as elements, in the order of the schema."""
+
+    def grammar(request: GrammarRequest) -> str:
+        elements, bodies = _XmlRules(tags, request), list[str]()
+        for i, (name, schema) in enumerate(request.schemas.items()):
+            bodies.append(elements.function(name, f"p{i}", schema))
+        never, (opening, closing) = tags.function[0], tags.call
+        if tags.shared_call_tag:
+            calls = f'"\\n" {repeated(request, "function", "")} {request.tag(closing)}'
+            form = tagged_calls(replace(request, parallel=False), opening, [calls], never, "")
+            return "\n".join((form, rule("function", bodies), *elements.rules))
+        bodies = [f"{body} {request.tag(closing)}" for body in bodies]
+        between = optional_text(tags.separator)
+        return "\n".join((tagged_calls(request, opening, bodies, never, between), *elements.rules))
+
+    return grammar
+
+
+class _XmlRules:
+    """Functions as elements with parameters. rules: the rules that the functions refer to."""
+
+    def __init__(self, tags: XmlTags, request: GrammarRequest) -> None:
+        self._tags = tags
+        self._request = request
+        self._optional_text = optional_text(tags.separator)
+        self._line = optional_text("\n" * tags.value_on_lines)
+        end = request.tag(tags.value_end)
+        self._closing = sequence(self._line, end, self._optional_text)
+        never = text_without(*tags.ends_of_value)
+        self._special = request.has_special_token(tags.value_end)
+        # What of the closing no token spells is a part of a text before it.
+        self._lead = (
+            "\n" * tags.value_on_lines + request.text_before_special(tags.value_end)
+            if self._special
+            else ""
+        )
+        self._after_lead = sequence(request.from_first_special(tags.value_end), self._optional_text)
+        if self._special:
+            ends = f" & /(?s:.*){escaped_in_slashes(self._lead)}/" if self._lead else ""
+            self.rules = [f"value: VALUE {self._after_lead}", f"VALUE: {never}{ends}"]
+        else:
+            self.rules = [f"value[suffix={self._closing}]: VALUE", f"VALUE: {never}"]
+
+    def function(self, name: str, prefix: str, schema: JsonObject | None) -> str:
+        """The rule of a call from behind the call tag. Rules that it needs are named with `prefix`.
+        Raises UnsupportedSchema.
+        """
+        opening, end = self._tags.function
+        opening = self._request.tag(opening) if opening else ""
+        closing = self._request.tag(end) if end else ""
+        before = self._optional_text if opening and not self._tags.shared_call_tag else ""
+        named = quoted(name + self._tags.name_end + self._tags.separator)
+        text = self._request.input_grammars.get(name)
+        if text is not None:
+            parameters = self._text(name, prefix, text)
+        else:
+            parameters = self._parameters(name, prefix, schema)
+        behind = self._optional_text if closing else ""
+        return sequence(before, opening, named, parameters, closing, behind)
+
+    def _key(self, key: str, text: bool | None) -> str:
+        """The begin of a parameter, up to its value. `key`: an expression. `text`: whether the
+        value is one; None: either."""
+        tag, value, typed = self._request.tag, self._tags.value, self._tags.string_flag
+        between = (self._optional_text, tag(value)) if value else ()
+        types = '("true" | "false")' if text is None else quoted("true" if text else "false")
+        flag = (quoted(typed), types) if typed else ()
+        return sequence(
+            tag(self._tags.key), key, *flag, tag(self._tags.key_end), *between, self._line
+        )
+
+    def _text(self, name: str, prefix: str, text: StructuredOutputs) -> str:
+        """The one parameter of a custom tool, whose text must fit a grammar."""
+        closing = self._lead if self._special else msgspec.json.decode(self._closing, type=str)
+        regex = input_regex(name, text, closing and closing[0] + "<")
+        if regex is not None:
+            value = self._regex(prefix, regex)
+        else:
+            value = f"{nested_grammar(text)} {self._closing}"
+        self.rules.append(f"{prefix}: {self._key(quoted(INPUT_PARAMETER), True)} {value}")
+        return prefix
+
+    def _regex(self, prefix: str, regex: str) -> str:
+        """A text of a regular expression, and its end."""
+        name, upper = f"{prefix}_text", f"{prefix.upper()}_TEXT"
+        text_regex = f"/{slashed(regex)}/ & {text_without(*self._tags.ends_of_value)}"
+        if self._special:
+            text = f"/({slashed(regex)}){escaped_in_slashes(self._lead)}/"
+            self.rules.append(f"{upper}: {text} & {text_without(*self._tags.ends_of_value)}")
+            return f"{upper} {self._after_lead}"
+        self.rules += [f"{name}[suffix={self._closing}]: {upper}", f"{upper}: {text_regex}"]
+        return name
+
+    def _parameters(self, name: str, prefix: str, given: JsonObject | None) -> str:
+        if given is None:
+            self.rules.append(f"{prefix}: {self._key(f'/{_KEY}/', None)} value")
+            return f"{prefix}*"
+        properties, required, shared = parameter_schemas(name, given, _KEY)
+        parts: list[str] = []
+        for i, (key, value) in enumerate(properties.items()):
+            said = self._value(name, value, shared)
+            self.rules.append(
+                f"{prefix}_{i}: {self._key(quoted(key), is_text_schema(value))} {said}"
+            )
+            parts.append(f"{prefix}_{i}" + "?" * (key not in required))
+        return " ".join(parts)
+
+    def _value(self, name: str, schema: JsonValue, shared: JsonObject) -> str:
+        """A text stands for itself, all else is JSON."""
+        if not is_text_schema(schema) or not isinstance(schema, dict):
+            own = schema if isinstance(schema, dict) else {}
+            return f"%json {msgspec.json.encode({**own, **shared}).decode()} {self._closing}"
+        if set(schema) <= ANNOTATIONS | {"type"}:
+            return "value"
+        options = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        choices = options if isinstance(options, list) else []
+        plain = set(schema) <= ANNOTATIONS | {"type", "enum", "const"}
+        texts = [text for text in choices if isinstance(text, str)]
+        if not plain or not texts or any("\n" in text or "<" in text for text in texts):
+            raise UnsupportedSchema(
+                f"{name}: calls of this model cannot be constrained by patterns, lengths and "
+                "formats of texts"
+            )
+        return f"({' | '.join(map(quoted, texts))}) {self._closing}"

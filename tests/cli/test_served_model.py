@@ -1,0 +1,300 @@
+"""`generate` and `chat` ask a server that runs: one that is named, or that they find."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from terminal import CTRL_C, Terminal
+
+from pipeinfer import topology as topologies
+from pipeinfer.cli.served_model import servers_of
+from pipeinfer.demo import demo_path
+from pipeinfer.runtime.servers import (
+    PREFIX,
+    TOPOLOGY,
+    ServerInfo,
+    publish_served_model,
+    record_running,
+)
+from pipeinfer.settings import Settings
+from servers import Server, environment
+
+COUNT, COUNTED = "Count from 3 to 9.", "3 4 5 6 7 8 9\n"
+REMEMBER = "Remember: kiv=4821, dol=1390."
+KEY = "a-key-of-this-test"
+
+
+@contextmanager
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files where nobody else's servers are found; its path is short.
+    Tests with it ask for no tmp_path: pytest would keep its folders of all tests in this one."""
+    folder = tempfile.mkdtemp(prefix="asking-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with temporary(), Server("--threads", "1", "--kv-pages", "300", "--api-key", KEY) as running:
+        yield running
+
+
+def words(command: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "pipeinfer", command, *more]
+
+
+def keyed() -> dict[str, str]:
+    return {**environment(), "PIPEINFER_API_KEY": KEY}
+
+
+def generate(*arguments: str, env: dict[str, str] | None = None) -> tuple[str, str, int]:
+    done = subprocess.run(
+        words("generate", *arguments), env=env or keyed(), stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    return done.stdout, done.stderr, done.returncode
+
+
+@pytest.mark.parametrize("model", ["", "pipeinfer-demo", str(demo_path())])
+def test_a_server_that_runs_is_found_and_a_line_says_so(server: Server, model: str) -> None:
+    named = [model] if model else []
+    out, err, code = generate("--chat", "--temperature", "0", *named, COUNT)
+    assert (out, code) == (COUNTED, 0)
+    [line] = err.splitlines()
+    assert f"asking pipeinfer-demo of the server at {server.url}" in line and "--local" in line
+    assert f"process {server.process.pid}" in line
+
+
+def test_settings_of_a_model_that_is_loaded_here_keep_the_server_out(server: Server) -> None:
+    quick = ("--threads", "1", "--kv-pages", "256", "--in-process")
+    assert generate("--chat", "--temperature", "0", *quick, COUNT) == (COUNTED, "", 0)
+
+
+def test_a_server_that_is_named_is_asked_and_gives_token_ids(server: Server) -> None:
+    url = f"{server.url}/v1"
+    asked = ("--chat", "--temperature", "0", "--stop", "6", "--json", "--api-key", KEY)
+    out, err, code = generate(
+        *asked, "--url", url, "pipeinfer-demo", COUNT, COUNT, env=environment()
+    )
+    first, second = map(json.loads, out.splitlines())
+    assert (err, code) == ("", 0) and first == second
+    assert (first["text"], first["finish_reason"]) == ("3 4 5 ", "stop")
+    assert first["token_ids"][:5] == [ord(letter) for letter in "3 4 5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--api-key", "wrong", "a"), "wrong or missing API key (status 401"),
+        (("nonesuch", "a"), "the model 'nonesuch' does not exist"),
+        (("--stream", "x" * 3000), "maximum context length is 2048 tokens"),
+    ],
+)
+def test_what_a_server_refuses_is_one_line_and_code_1(server: Server, arguments, said) -> None:
+    out, err, code = generate("--url", server.url, *arguments)
+    assert (out, code, err.count("\n")) == ("", 1, 1)
+    assert err.startswith("error: ") and said in err
+
+
+def test_a_conversation_with_a_server_on_a_terminal(server: Server) -> None:
+    with Terminal(words("chat", "--temperature", "0"), keyed()) as chat:
+        chat.wait_for(f"of the server at {server.url}")
+        chat.wait_for("pipeinfer-demo: /reset")
+        chat.wait_for("> ")
+        chat.type(REMEMBER + "\n")
+        chat.wait_for("OK.")
+        chat.wait_for("> ")
+        chat.type("What is kiv?\n")
+        chat.wait_for("kiv=4821")
+        chat.wait_for("> ")
+        chat.type("/exit\n")
+        assert chat.process.wait(30) == 0
+
+
+def test_ctrl_c_stops_the_answer_of_a_server(server: Server) -> None:
+    with Terminal(words("chat", "--ignore-eos"), keyed()) as chat:
+        chat.wait_for("> ")
+        chat.type("Hello\n")
+        chat.wait_for("Hello\r\n")
+        chat.wait_for_more()
+        chat.type(CTRL_C)
+        chat.wait_for("[stopped]")
+        server.wait(lambda: server.metric("pipeinfer_requests_running") == 0, "the request ended")
+        chat.wait_for("> ")
+        chat.type("/exit\n")
+        assert chat.process.wait(30) == 0
+
+
+def test_a_line_says_what_is_waited_for_before_the_model_is_there() -> None:
+    quick = ("--local", "--threads", "1", "--kv-pages", "256")
+    with Terminal(words("generate", *quick, "--chat", COUNT), environment()) as terminal:
+        first = terminal.wait_for("pipeinfer-demo")
+        assert "starting (0 s): " in first
+        terminal.wait_for(": starting")  # stages
+        assert terminal.wait_for("3 4 5").endswith("\x1b[K3 4 5")  # nothing is left of the line
+        assert terminal.process.wait(30) == 0
+
+
+# -------------------------------------------------------------- servers that are not what they seem
+
+
+class Odd(http.server.BaseHTTPRequestHandler):
+    """Answers what its server's `replies` say of a path, in turn; the last one again and again."""
+
+    def do_GET(self) -> None:
+        self._reply()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self._reply()
+
+    def _reply(self) -> None:
+        replies = self.server.replies[self.path]  # type: ignore[attr-defined]
+        status, body = replies.pop(0) if len(replies) > 1 else replies[0]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def odd(replies: dict[str, list[tuple[int, str]]]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Odd) as made:
+        made.replies = replies  # type: ignore[attr-defined]
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{made.server_port}"
+        made.shutdown()
+        thread.join()
+
+
+def events(*chunks: dict | str) -> str:
+    said = (chunk if isinstance(chunk, str) else json.dumps(chunk) for chunk in chunks)
+    return "".join(f"data: {one}\n\n" for one in said)
+
+
+def delta(finish: str | None = None, **said: str) -> dict:
+    return {"choices": [{"index": 0, "delta": said, "finish_reason": finish}]}
+
+
+MODELS = (200, json.dumps({"data": [{"id": "odd"}]}))
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "out", "said"),
+    [
+        (200, events(delta(content="a"), {"error": {"message": "it\nbroke"}}), "a\n", "it broke"),
+        (200, events(delta(content="a")), "a\n", "the answer broke off"),
+        (200, events("{"), "", "none of OpenAI's API"),
+        (500, "<html>\n<b>no</b></html>", "", "<html> <b>no</b></html> (status 500"),
+        (200, events(delta(reasoning_content="hm"), delta("stop", content="a"), "[DONE]"),
+         "hm\n\na\n", None),
+        (200, events(delta(content="a"), delta("stop")), "a\n", None),  # without [DONE]
+    ],
+)  # fmt: skip
+def test_an_odd_server_is_an_error_of_one_line_or_understood(status, body, out, said) -> None:
+    replies = {"/v1/models": [MODELS], "/v1/chat/completions": [(status, body)]}
+    with odd(replies) as url:
+        shown, err, code = generate("--stream", "--chat", "--url", url, "a", env=environment())
+    assert shown == out
+    assert (code, err.count("\n")) == ((0, 0) if said is None else (1, 1)), err
+    assert (said or "") in err
+
+
+def test_nobody_at_the_url_is_an_error_of_one_line() -> None:
+    with odd({}) as url:
+        pass
+    out, err, code = generate("--url", url, "a", env=environment())
+    assert (out, code) == ("", 1)
+    assert err == f"error: {url}: nobody answers there (Connection refused)\n"
+
+
+def test_a_password_in_the_url_is_not_shown() -> None:
+    with odd({}) as url:
+        pass
+    _, err, code = generate("--url", url.replace("//", "//me:hidden@"), "a", env=environment())
+    assert (err, code) == (f"error: {url}: nobody answers there (Connection refused)\n", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--url", "ftp://here"), "'ftp://here' is no URL of HTTP"),
+        (("--url", "http://[here"), "'http://[here' is no URL of HTTP"),
+        (("--url", "here:70000"), "'here:70000' is no URL of HTTP"),
+        (("--url", "here", "--api-key", "key\r"), "--api-key: the key has a line end"),
+    ],
+)
+def test_a_url_or_a_key_that_cannot_be_is_wrong_usage(arguments, said) -> None:
+    out, err, code = generate(*arguments, "a", env=environment())
+    assert (out, code, err.count("\n")) == ("", 2, 1)
+    assert err.startswith(f"error: {said}")
+
+
+def running(folder: Path, name: str, url: str, model: str, path: str = "") -> ExitStack:
+    """What a server leaves in its temporary folder, as long as the stack is open. path: of the
+    model, /models/MODEL if nothing is said."""
+    made = folder / (PREFIX + name)
+    made.mkdir()
+    file = made / TOPOLOGY
+    file.write_text(topologies.local(Settings(), f"ipc://{made}/").to_toml())
+    stack = ExitStack()
+    stack.enter_context(record_running(file))
+    publish_served_model(file, ServerInfo(url=url, model=model, path=path or f"/models/{model}"))
+    return stack
+
+
+def test_a_server_that_still_starts_is_waited_for() -> None:
+    starts = (503, json.dumps({"status": "starting", "reason": "engine-0-0 is loading"}))
+    answer = events({"choices": [{"index": 0, "text": "yes", "finish_reason": "stop"}]}, "[DONE]")
+    replies = {"/health/ready": [starts, starts, (200, "{}")], "/v1/completions": [(200, answer)]}
+    with (
+        temporary() as folder,
+        odd(replies) as url,
+        running(folder, "one", url, "odd"),
+        Terminal(words("generate", "odd", "a"), environment()) as terminal,
+    ):
+        terminal.wait_for("the server starts: engine-0-0 is loading")
+        terminal.wait_for("yes")
+        assert terminal.process.wait(30) == 0
+
+
+def test_a_server_is_chosen_by_its_model_and_the_newest_of_several() -> None:
+    with temporary() as folder, ExitStack() as stack:
+        for number, model in enumerate(("a", "b", "b")):
+            stack.enter_context(running(folder, str(number), f"http://x:{number}", model))
+            mark = folder / f"{PREFIX}{number}" / "pid"
+            os.utime(mark, (number, number))
+        stack.enter_context(running(folder, "tls", "https://x:9", "c"))
+        assert [served.url[-1] for _, served in servers_of("b")] == ["2", "1"]
+        assert [served.url[-1] for _, served in servers_of("/models/a")] == ["0"]
+        assert servers_of("c") == [] and servers_of("d") == []
+        assert len(servers_of()) == 3
+
+
+def test_a_folder_with_a_gguf_file_alone_means_the_server_of_that_file() -> None:
+    with temporary() as folder:
+        models = folder / "models"
+        models.mkdir()
+        path = str(models / "small.gguf")
+        with running(folder, "one", "http://x:1", "small", path):
+            for model in ("small", path, str(models)):
+                assert len(servers_of(model)) == 1, model
+            (models / "config.json").write_text("{}")
+            assert not servers_of(str(models)), "the folder is a model of its own"

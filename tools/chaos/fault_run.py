@@ -1,0 +1,257 @@
+"""Streams of a real server while faults are injected: every text is compared with its calm one.
+
+Knows clients, their pauses, and what a server may not leave behind; nothing of what a fault does.
+The gateway's connections must live, so faults that kill the gateway are not for this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from chaos.harms import Broken
+from harness.server import ServerUnderTest, leftovers
+from pipeinfer.demo.tasks import copy_task
+from pipeinfer.runtime.servers import running_servers
+
+SAMPLING = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.1, "top_k": 20},
+    {"temperature": 0.9, "min_p": 0.05, "top_k": 50},
+    {"temperature": 0.7, "top_k": 5, "top_p": 0.8},
+    {"temperature": 0.0, "ignore_eos": False, "min_tokens": 60},
+    {"temperature": 0.8, "stop": ["zz", "7 8"]},
+)
+
+
+@dataclass
+class StreamClient:
+    """A client that asks one question again and again.
+
+    Attributes:
+    - texts: of its answers, each with the reason of its end
+    - moved: when pieces of its answers came
+    """
+
+    number: int
+    question: str
+    tokens: int
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    moved: list[float] = field(default_factory=list)
+
+    async def ask(self, api: aiohttp.ClientSession) -> None:
+        """One answer. Raises Broken for anything but a stream that ends well."""
+        body = {
+            "messages": [{"role": "user", "content": self.question}],
+            "seed": self.number,
+            "max_tokens": self.tokens,
+            "stream": True,
+            "ignore_eos": True,
+            "skip_special_tokens": False,  # so that every token moves the stream
+            **SAMPLING[self.number % len(SAMPLING)],
+        }
+        text, finish = "", None
+        async with api.post("/v1/chat/completions", json=body) as answer:
+            if answer.status != 200:
+                raise Broken(f"client {self.number} got {answer.status}: {await answer.text()}")
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    data = json.loads(line[len("data: ") :])
+                    if "error" in data:
+                        raise Broken(f"client {self.number}: {data}")
+                    [choice] = data["choices"]
+                    text += choice["delta"].get("content") or ""
+                    finish = choice["finish_reason"] or finish
+                    self.moved.append(time.monotonic())
+        self.texts.append((text, str(finish)))
+
+    def pause(self, since: float, until: float) -> float:
+        """Seconds of the longest pause between two pieces that touches this time."""
+        pairs = ((a, b) for a, b in pairwise(self.moved) if b > since and a < until)
+        return max((b - a for a, b in pairs), default=0.0)
+
+
+PATIENCE = 240.0  # seconds for one answer, faults included
+STUCK = 90.0  # seconds after a fault until every stream moves again
+LOOK = 0.02  # seconds between looks at the streams
+BREATH = 0.2  # seconds after an answer that was none
+MAX_BROKEN = 20  # promises; then it is over
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One of a run.
+
+    Attributes:
+    - kind: under which its pauses are reported
+    - what: which stages, for people
+    - wait: seconds before it, so that it falls anywhere between steps
+    - inject(): returns when the server says that it is well again, or raises Broken
+    """
+
+    kind: str
+    what: str
+    wait: float
+    inject: Callable[[], None]
+
+
+FaultPlan = Callable[[ServerUnderTest], Sequence[Fault]]
+
+
+def summary(pauses: Sequence[float]) -> dict[str, Any]:
+    """Of the longest pauses of any stream, a fault each, in seconds."""
+    return {
+        "count": len(pauses), "p50": round(statistics.median(pauses), 2), "max": max(pauses),
+        "all": list(pauses),
+    }  # fmt: skip
+
+
+class FaultRun:
+    """`streams` clients under faults, of which none begins after `limit` seconds.
+
+    Attributes:
+    - pauses: for each kind of fault, seconds of the longest pause of any stream
+    - broken: promises that did not hold
+    - answers: that were compared
+    """
+
+    def __init__(
+        self, streams: int, tokens: int, source: random.Random, limit: float = float("inf")
+    ) -> None:
+        self._questions = [copy_task(source, source.randint(10, 40))[0] for _ in range(streams)]
+        self._tokens, self._limit = tokens, limit
+        self._expected: list[tuple[str, str]] = []
+        self._during = "before the first fault"
+        self.pauses: dict[str, list[float]] = {}
+        self.broken: list[str] = []
+        self.answers = 0
+
+    def serve(
+        self, server: ServerUnderTest, plan: FaultPlan, over: Callable[[], None] = lambda: None
+    ) -> None:
+        """Asks in calm, injects faults, compares, and looks for what is left. `plan` gives the
+        faults for the server that runs; `over` is called when they are over."""
+        try:
+            self._serve(server, plan, over)
+        except (Broken, TimeoutError, aiohttp.ClientError) as error:
+            self._break(f"{type(error).__name__}: {error}")
+
+    def _serve(self, server: ServerUnderTest, plan: FaultPlan, over: Callable[[], None]) -> None:
+        with server:
+            pid = server.process.pid
+            folder = next(s.file.parent for s in running_servers() if s.pid == pid)
+            calm = asyncio.run(self._everybody(server, ()))
+            if self.broken:
+                return
+            self._expected = [client.texts[0] for client in calm]
+            self._during = "after the last fault"
+            asyncio.run(self._everybody(server, plan(server)))
+            over()
+            left = leftovers(pid)
+            if left:
+                self._break(f"left behind: {left}")
+            family = psutil.Process(pid).children(recursive=True)
+            code = server.stop()
+        alive = [process.pid for process in family if process.is_running()]
+        sockets = str(folder) in Path("/proc/net/unix").read_text()
+        if code or alive or folder.exists() or sockets:
+            self._break(
+                f"the server ended with code {code}; processes {alive}, its folder "
+                f"({folder.exists()}) and its sockets ({sockets}) are left"
+            )
+
+    def _break(self, what: str) -> None:
+        self.broken.append(what)
+        print(f"broken: {what}", file=sys.stderr, flush=True)
+
+    async def _everybody(
+        self, server: ServerUnderTest, faults: Sequence[Fault]
+    ) -> list[StreamClient]:
+        """One answer of each client in calm, without faults; with them as many as they take."""
+        clients = [StreamClient(n, q, self._tokens) for n, q in enumerate(self._questions)]
+        over = asyncio.Event()
+        patience = aiohttp.ClientTimeout(total=PATIENCE)
+        connections = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            server.url, timeout=patience, connector=connections
+        ) as api:
+
+            async def loop(client: StreamClient) -> None:
+                await self._ask(client, api)
+                while not over.is_set():
+                    await self._ask(client, api)
+
+            tasks = [asyncio.create_task(loop(client)) for client in clients]
+            try:
+                if faults:
+                    await self._inject(faults, clients)
+            except BaseException:
+                for task in tasks:
+                    task.cancel()
+                raise
+            over.set()
+            await asyncio.gather(*tasks)
+        return clients
+
+    async def _ask(self, client: StreamClient, api: aiohttp.ClientSession) -> None:
+        """One answer, compared with that in calm."""
+        began = self._during
+        try:
+            await client.ask(api)
+        except (Broken, TimeoutError, aiohttp.ClientError) as error:
+            when = began if began == self._during else f"{began} ... {self._during}"
+            self._break(f"{type(error).__name__}: {error} ({when})")
+            await asyncio.sleep(BREATH)
+            return
+        if not self._expected:
+            return
+        self.answers += 1
+        text, expected = client.texts[-1], self._expected[client.number]
+        if text != expected:
+            self._break(f"client {client.number}: {text}, not {expected} ({began})")
+
+    async def _inject(self, faults: Sequence[Fault], clients: list[StreamClient]) -> None:
+        """All of them in turn, each when every stream has moved since the one before."""
+        began = time.monotonic()
+        await self._all_moved(began, clients)
+        for number, fault in enumerate(faults):
+            if len(self.broken) >= MAX_BROKEN or time.monotonic() - began > self._limit:
+                return
+            await asyncio.sleep(fault.wait)
+            self._during = f"{number + 1}/{len(faults)} {fault.kind} {fault.what}"
+            injected = time.monotonic()
+            try:
+                await asyncio.to_thread(fault.inject)
+            except Broken as error:
+                self._break(f"{error} ({self._during})")
+            ready = time.monotonic()
+            await self._all_moved(ready, clients)
+            pause = round(max(client.pause(injected, ready) for client in clients), 2)
+            self.pauses.setdefault(fault.kind, []).append(pause)
+            said = f"{time.strftime('%H:%M:%S')} {self._during}: {pause:.2f} s"
+            print(said, file=sys.stderr, flush=True)
+
+    async def _all_moved(self, since: float, clients: list[StreamClient]) -> None:
+        """Waits until each stream has moved. Raises Broken, which names those that do not."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STUCK):
+                while not all(c.moved and c.moved[-1] > since for c in clients):
+                    await asyncio.sleep(LOOK)
+            return
+        still = [c.number for c in clients if not c.moved or c.moved[-1] <= since]
+        raise Broken(f"{len(still)} streams stand still since {STUCK:g} s ({self._during})")

@@ -1,0 +1,147 @@
+"""A server under attack: its processes, its /health, its log, and what it must not have kept.
+
+Knows `pipeinfer serve` and its ready line; nothing of what is done to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import zmq
+
+from pipeinfer.bus.bus import ControlClient
+from pipeinfer.messages import Heartbeat
+from pipeinfer.runtime import local
+from pipeinfer.runtime.servers import running_servers
+
+Stage = tuple[str, int, int]  # name, group and rank of a stage
+RETURN_SECONDS = 120.0  # seconds for a stage to come back
+TRACEBACK = "Traceback (most recent call last)"
+
+
+class ServerUnderTest:
+    """`pipeinfer serve` with `settings` on a free port, as a context manager.
+
+    url: set when it is ready. words: further words of the command line.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], *words: str) -> None:
+        handle, self._log = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".log")
+        command = [sys.executable, "-m", "pipeinfer", "serve"]
+        command += [*local.serve_flags({**settings, "port": 0}), *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=handle, text=True)
+        os.close(handle)
+        self.url = ""
+
+    def __enter__(self) -> ServerUnderTest:
+        try:
+            self.url = local.wait_ready(self.process)
+        except BaseException:
+            print(self.log(), file=sys.stderr)
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        local.stop_process(self.process)
+        Path(self._log).unlink()
+
+    def stop(self) -> int:
+        """Tells it to stop; the exit code."""
+        local.stop_process(self.process)
+        return self.process.returncode
+
+    def log(self) -> str:
+        """What it and its stages have logged so far."""
+        return Path(self._log).read_text(errors="replace")
+
+    def tracebacks(self) -> int:
+        """How many of them stand in the log."""
+        return self.log().count(TRACEBACK)
+
+    def health(self) -> dict[str, Any]:
+        """GET /health; OSError if nobody answers."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:  # 503: it says who is missing
+            return json.load(error)
+
+    def pids(self) -> dict[Stage, int]:
+        """The process of each stage."""
+        return {(s["name"], s["group"], s["rank"]): s["pid"] for s in self.health()["stages"]}
+
+    def wait(
+        self, condition: Callable[[], object], what: str, seconds: float = RETURN_SECONDS
+    ) -> None:
+        """Looks again and again; TimeoutError names `what`."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise TimeoutError(f"never happened: {what}\n{self.log()}")
+            time.sleep(0.03)
+
+
+EMPTY = {
+    "gateway": ("running", "waiting"),
+    "tokenizer": ("ledger",),
+    "scheduler": ("running", "waiting", "kept", "orphans", "in_flight"),
+    "engine": ("slots_used", "steps_in_flight"),
+    "detokenizer": ("running", "kept"),
+}
+FORGET_SECONDS = (
+    120.0  # seconds; what a scheduler's death took with it may be remembered for one minute
+)
+
+
+def leftovers(pid: int) -> dict[str, float]:
+    """{stage and statistic: value} of what is not empty at last, of every stage of the server
+    whose supervisor is process `pid`. TimeoutError if a stage is silent."""
+    topology = next(s.topology for s in running_servers() if s.pid == pid)
+    latest: dict[str, Heartbeat] = {}
+    deadline = time.monotonic() + FORGET_SECONDS
+    with zmq.Context() as context, ControlClient(topology, context) as caller:
+        for stage in topology.ids():
+            caller.listen(stage)
+        while True:
+            for _, beat in caller.receive(0.2):
+                if isinstance(beat, Heartbeat):
+                    latest[beat.stage] = beat
+            left = _left(latest)
+            whole = set(latest) == set(topology.ids())
+            if whole and not left:
+                return left
+            if time.monotonic() > deadline:
+                if not whole:
+                    raise TimeoutError(f"only {sorted(latest)} were heard")
+                return left
+
+
+def _left(latest: dict[str, Heartbeat]) -> dict[str, float]:
+    left: dict[str, float] = {}
+    for stage, beat in latest.items():
+        stats = beat.stats
+        if beat.state != "ready":
+            left[f"{stage} is {beat.state}"] = 1
+            continue
+        left |= {f"{stage} {name}": stats[name] for name in EMPTY[beat.name] if stats[name]}
+        if beat.name == "engine":
+            kept = stats["pages_total"] - stats["pages_free"] - stats["pages_evictable"]
+            left |= {f"{stage} pages": kept} if kept else {}
+    return left
