@@ -195,8 +195,8 @@ class StepDelta:
     - fields: sampling parameters of the new requests, [a] each, by name
     - logit_biases: of those new requests that change single logits
     - cleared: int32, pages to be zeroed
-    - released: slots whose requests had a grammar and are gone; some may have new ones. claimed: int32, pages
-    that the page directory must call invalid before the step is launched.
+    - released: slots whose requests had a grammar and are gone; some may have new ones
+    - claimed: int32, pages that the page directory must call invalid before the step is launched
     """
 
     slots: np.ndarray = field(default_factory=lambda: _NONE)
