@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeinfer.memory.manager import Rows
+from pipeinfer.memory.pages import PageTable, SlotArrays
 
 if TYPE_CHECKING:
-    from pipeinfer.memory.manager import PageTable, SlotArrays
+    from pipeinfer.memory.manager import Rows
 
 DIGEST_BYTES = 16
 NO_PARENT = bytes(DIGEST_BYTES)  # the digest before a chain's first page
