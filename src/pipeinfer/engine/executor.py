@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from pipeinfer.core import Compiled, GraphDue, StepDone
-from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
+from pipeinfer.engine.core import Capture, Compile, Compute, FillPages, FoundPages, StepFailed
 from pipeinfer.engine.device import FailedEvent, StepEvent
 from pipeinfer.engine.profiling import Phases
 from pipeinfer.messages import Message
@@ -31,6 +31,7 @@ from pipeinfer.step import Sampled, Step
 from pipeinfer.wire import pack
 
 if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
+    from pipeinfer.engine.kept_memory import KeptMemory
     from pipeinfer.engine.masks import Masks
     from pipeinfer.engine.runner import LaunchedStep, Runner
 
@@ -199,7 +200,8 @@ class DeviceDriver:
 
     `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
     runner note what a step costs; the driver adds what it takes to hand the result on.
-    `background`: captures what is left; `start`: what the engine's start took.
+    `background`: captures what is left; `start`: what the engine's start took. `kept`: where the
+    pool outlives this process: the directory of its pages is written here.
     """
 
     def __init__(
@@ -209,7 +211,10 @@ class DeviceDriver:
         prepare: PrepareGrammar = nothing_to_prepare,
         background: BackgroundCapture | None = None,
         start: Mapping[str, float] = NOTHING,
+        kept: KeptMemory | None = None,
     ) -> None:
+        self._kept = kept
+        self._directory = None if kept is None or kept.opened is None else kept.opened.directory
         self._begin = begin
         self._phases = phases
         self._prepare = prepare
@@ -223,6 +228,10 @@ class DeviceDriver:
     async def start(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
         self._executor = self._begin(self._done, self._failed)
+        if self._kept is not None and self._kept.opened is not None:
+            self._kept.watch(asyncio.get_running_loop())
+            if self._kept.opened.found is not None:
+                feed(FoundPages.of(self._kept.opened.found))
         if self._background is not None:
             self._background.start(self._quiet, lambda: feed(GraphDue()))
 
@@ -236,7 +245,12 @@ class DeviceDriver:
             case Compile():
                 self._compile(message)
             case Compute():
+                if self._directory is not None:
+                    self._directory.invalidate(message.step.delta.claimed)
                 self._compute(message)
+            case FillPages():
+                assert self._directory is not None
+                self._directory.validate(message.chains)
             case Capture():
                 assert self._background is not None
                 self._background.capture()
@@ -270,6 +284,8 @@ class DeviceDriver:
             self._background.close()
         if self._executor is not None:
             self._executor.close()
+        if self._kept is not None:
+            self._kept.close()
 
     def stats(self) -> dict[str, float]:
         """Seconds: in which the device computed, in which it had no step queued, of each phase, and
@@ -297,6 +313,8 @@ class DeviceDriver:
         assert self._feed is not None
         self._unreported -= 1
         log.error("step %d of epoch %d", step.number, step.epoch, exc_info=error)
+        if self._directory is not None:  # what a fault has left in the pages is unknown
+            self._directory.make_unusable()
         self._feed(StepFailed(step.epoch, step.number, str(error)))
 
 

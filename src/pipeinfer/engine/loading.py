@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from pipeinfer.attention import registry
@@ -22,6 +23,7 @@ from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.distributed.collectives import TorchCollectives
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
+from pipeinfer.engine.kept_memory import KeptMemory, KeptPool, model_key, unbelieved_runs
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
@@ -106,6 +108,7 @@ class LoadedEngine:
 
     graph_sizes: batch sizes with a CUDA graph, now or later. step_tokens: the largest step.
     step_cost: what steps take, if it was measured. uses_transformers: transformers built the model.
+    kept_pool: the pool's memory, where it outlives this process.
     """
 
     runner: Runner
@@ -121,6 +124,7 @@ class LoadedEngine:
     step_cost: StepCost | None = None
     uses_transformers: bool = False
     kv_dtype: str = AS_THE_MODEL
+    kept_pool: KeptPool | None = None
 
 
 def choose_engine(
@@ -182,10 +186,12 @@ def load_engine(
     start: Start | None = None,
     collectives: TorchCollectives | None = None,
     choices: EngineChoices | None = None,
+    kept: KeptMemory | None = None,
 ) -> LoadedEngine:
     """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `start` the seconds.
     `collectives`: how several ranks compute together; all of them must be loading. `choices`: what
-    `choose_engine` gave for this rank; it is asked here if they are not given.
+    `choose_engine` gave for this rank; it is asked here if they are not given. `kept`: where the
+    pool is to outlive this process.
 
     Raises ConfigurationError before any weight is read if something does not fit. What it changes
     of the process stands in the machines' docstrings.
@@ -210,14 +216,32 @@ def load_engine(
             choices.dtype,
             choices.kv_scales,
         )
-        return build_runner(model, settings, shape, chosen, collectives, start)
+        if kept is not None:
+            kept.key = _pages_key(settings, folder, choices)
+        return build_runner(model, settings, shape, chosen, collectives, start, kept)
 
-    return _loaded(choices, settings.max_running, chosen.build(build))
+    runner = chosen.build(build)
+    return _loaded(choices, settings.max_running, runner, None if kept is None else kept.opened)
 
 
-def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEngine:
+def _pages_key(settings: Settings, folder: Path, choices: EngineChoices) -> bytes:
+    """Of pages that another engine may use: see `model_key`."""
+    files = [folder]
+    if folder.is_dir():
+        files = [*folder.glob("*.json")]
+        if settings.load_format != "dummy":
+            files += weight_files(folder)
+    numbers = choices.dtype, choices.kv_dtype, settings.quantization, choices.attention
+    dummy = settings.seed if settings.load_format == "dummy" else None
+    return model_key(files, [*map(str, numbers), dummy, settings.model_impl])
+
+
+def _loaded(
+    choices: EngineChoices, max_slots: int, runner: Runner, kept_pool: KeptPool | None
+) -> LoadedEngine:
     return LoadedEngine(
         runner=runner,
+        kept_pool=kept_pool,
         page_size=choices.page_size,
         pages=runner.pool.num_pages,
         max_model_len=choices.max_model_len,
@@ -467,9 +491,11 @@ def build_runner(
     machine: Machine,
     collectives: TorchCollectives | None = None,
     start: Start | None = None,
+    kept: KeptMemory | None = None,
 ) -> Runner:
     """A runner with its pool and graphs; `start` times the phases. `collectives`: of the
-    ranks that this one computes with, `model` being its share.
+    ranks that this one computes with, `model` being its share. `kept`: where the pool is to outlive
+    this process; a pool that an earlier one left has as many pages as it had.
 
     Raises ConfigurationError if not a single page fits.
     """
@@ -482,9 +508,9 @@ def build_runner(
 
     key_centers = _key_centers(model, shape, machine)
 
-    def pool(pages: int) -> KVPool:
+    def pool(pages: int, memory: np.ndarray | None = None) -> KVPool:
         size = (pages, shape.page_size)
-        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, key_centers)
+        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, key_centers, memory)
 
     if collectives is None:
         sampler = LocalSampler(model, machine.kernels)
@@ -496,8 +522,17 @@ def build_runner(
         machine.warm_up(runner, shape.max_model_len)
     with start.phase("pool"):
         bytes_each = runner.pool.bytes_per_page
-        pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, bytes_each))
-        runner.bind(pool(pages if collectives is None else _agreed(collectives, pages)))
+        pages = 0 if kept is None else kept.found_pages(shape.page_size)
+        if not pages or settings.kv_pages:
+            pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, bytes_each))
+        pages = pages if collectives is None else _agreed(collectives, pages)
+        if kept is None:
+            runner.bind(pool(pages))
+        else:
+            opened = kept.open(pages, shape.page_size, pages * bytes_each)
+            runner.bind(pool(pages, opened.memory))
+            if opened.found is not None:
+                runner.pool.zero_runs(unbelieved_runs(pages, opened.found.pages), opened.zero)
     if not settings.no_cuda_graph:
         with start.phase("graphs"):
             _capture(runner, settings, largest, model, start)

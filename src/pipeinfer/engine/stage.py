@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from pipeinfer.distributed.collectives import TorchCollectives
     from pipeinfer.engine.executor import DeviceDriver
-    from pipeinfer.engine.loading import LoadedEngine
+    from pipeinfer.engine.kept_memory import KeptMemory
+    from pipeinfer.engine.loading import EngineChoices, LoadedEngine
     from pipeinfer.engine.masks import Masks
     from pipeinfer.engine.profiling import StepProfile
     from pipeinfer.memory.prefix_cache import PrefixCache
@@ -58,6 +59,7 @@ def build(context: StageContext) -> Stage:
         from pipeinfer.engine.loading import AS_THE_MODEL, choose_engine, load_engine
         from pipeinfer.engine.profiling import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
+        from pipeinfer.memory.page_directory import ChainTracker
 
         if not settings.in_process:  # modules stay: no search for garbage meanwhile looks at them
             gc.freeze()
@@ -67,9 +69,20 @@ def build(context: StageContext) -> Stage:
     state = "loading"
     with start.phase("ranks"):
         collectives = _collectives(context, choices.device, ordinal)
-    loaded = load_engine(settings, folder, start.read, identity.rank, start, collectives, choices)
+    kept = _kept_memory(settings, choices)
+    loaded = load_engine(
+        settings, folder, start.read, identity.rank, start, collectives, choices, kept
+    )
+    chains = None
+    if loaded.kept_pool is not None:
+        chains = ChainTracker(loaded.pages, loaded.page_size, loaded.max_slots)
     memory = MemoryManager(
-        loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
+        loaded.pages,
+        loaded.page_size,
+        loaded.max_slots,
+        loaded.max_model_len,
+        settings.cache,
+        chains,
     )
     if identity.rank == 0:
         log.info("%s", _placed(settings, loaded, ordinal))
@@ -91,7 +104,7 @@ def build(context: StageContext) -> Stage:
     profile_observer = None
     if profile is not None:
         profile_observer = StepProfile(settings.profile, profile, loaded.runner.phases)
-    driver = _driver(loaded, profile_observer, masks, start)
+    driver = _driver(loaded, profile_observer, masks, start, kept)
     return Stage(
         core,
         driver,
@@ -100,6 +113,18 @@ def build(context: StageContext) -> Stage:
         _facts(loaded),
         prefixes=partial(_prefixes, memory.cache),
     )
+
+
+def _kept_memory(settings: Settings, choices: EngineChoices) -> KeptMemory | None:
+    """Where the pool outlives this process: on a CPU, of one rank, with pages as the model computes
+    them."""
+    from pipeinfer.engine.kept_memory import KeptMemory
+
+    if settings.no_keep_memory or settings.in_process or settings.tp > 1:
+        return None
+    if choices.device != "cpu" or choices.kv_scales is not None:
+        return None
+    return KeptMemory.from_environment(os.environ)
 
 
 def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:
@@ -161,7 +186,9 @@ def _facts(loaded: LoadedEngine) -> dict[str, Any]:
         "pages", "page_size", "max_slots", "max_model_len", "attention", "dtype", "device",
         "graph_sizes", "step_tokens", "step_cost", "kv_dtype",
     )  # fmt: skip
-    return {"threads": torch.get_num_threads(), **{name: getattr(loaded, name) for name in names}}
+    facts = {name: getattr(loaded, name) for name in names}
+    keeps = loaded.kept_pool is not None
+    return {"threads": torch.get_num_threads(), "keeps_pages": keeps, **facts}
 
 
 def _collectives(context: StageContext, device: str, ordinal: int) -> TorchCollectives | None:
@@ -206,6 +233,7 @@ def _driver(
     observer: StepProfile | None,
     masks: Masks | None,
     start: Start,
+    kept: KeptMemory | None,
 ) -> DeviceDriver:
     from pipeinfer.engine.executor import (
         BackgroundCapture,
@@ -220,4 +248,5 @@ def _driver(
         nothing_to_prepare if masks is None else masks.prepare,
         BackgroundCapture(loaded.runner),
         start.statistics(),
+        kept,
     )

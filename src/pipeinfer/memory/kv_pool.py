@@ -6,7 +6,8 @@ backend reads pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -53,8 +54,11 @@ class KVPool:
         device: torch.device | str = "cpu",
         scales: Sequence[KVScales] | None = None,
         key_centers: Sequence[KeyCenter] | None = None,
+        memory: np.ndarray | None = None,
     ) -> None:
         """scales: of each layer; None: pages store values as they are, and nothing is subtracted.
+        memory: uint8 [num_pages * bytes_per_page] on the host, which has the pages; None: they are
+        made here.
 
         Raises ValueError without at least one page beside the dummy.
         """
@@ -71,8 +75,16 @@ class KVPool:
         ]
         self.scales = tuple(scales or [UNIT_KV_SCALES] * len(sizes))
         self.key_centers: tuple[KeyCenter, ...] = tuple(key_centers or [None] * len(sizes))
-        self.k = [lazy_zeros(size, self.storage_dtype, self.device) for size in sizes]
-        self.v = [lazy_zeros(size, self.storage_dtype, self.device) for size in sizes]
+        parts = [size for size in sizes for _ in ("k", "v")]
+        if memory is None:
+            tensors = [lazy_zeros(size, self.storage_dtype, self.device) for size in parts]
+        else:
+            whole, ends = tensor_of(memory), np.cumsum([self._bytes_of(size) for size in parts])
+            tensors = [
+                whole[end - self._bytes_of(size) : end].view(self.storage_dtype).view(size)
+                for size, end in zip(parts, ends.tolist(), strict=True)
+            ]
+        self.k, self.v = tensors[::2], tensors[1::2]
 
     def token_views(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of K and V of each layer, [num_pages * page_size, kv_heads * head_dim]: a row is a
@@ -81,6 +93,19 @@ class KVPool:
         """
         k = [k.view(-1, k.shape[2] * k.shape[3]) for k in self.k]
         return k, [v.view(-1, v.shape[2] * v.shape[3]) for v in self.v]
+
+    def _bytes_of(self, size: tuple[int, ...]) -> int:
+        return prod(size) * self.storage_dtype.itemsize
+
+    def zero_runs(self, runs: Sequence[tuple[int, int]], zero: Callable[[int, int], None]) -> None:
+        """Zeroes the pages begin .. end - 1 of each of `runs` by `zero(begin, end)`, which zeroes
+        bytes of the memory that the pool was made with."""
+        at = 0
+        for part in (one for pair in zip(self.k, self.v, strict=True) for one in pair):
+            page = self._bytes_of(part.shape[1:])
+            for begin, end in runs:
+                zero(at + begin * page, at + end * page)
+            at += self._bytes_of(part.shape)
 
     def zero_pages(self, pages: np.ndarray) -> None:
         """Zeroes `pages` int32 [n], of a request that may have left NaN there.

@@ -157,15 +157,15 @@ def _engine_core(recording: LoadedTrace, settings: Settings) -> Stage:
     """The engine's core without weights and device, as it described itself."""
     from pipeinfer.engine.core import EngineCore
     from pipeinfer.memory.manager import MemoryManager
+    from pipeinfer.memory.page_directory import ChainTracker
     from pipeinfer.messages import PROTOCOL, Hello
     from pipeinfer.version import __version__
 
     facts, header = recording.header.facts, recording.header
     try:
-        memory = MemoryManager(
-            facts["pages"], facts["page_size"], facts["max_slots"], facts["max_model_len"],
-            settings.cache,
-        )  # fmt: skip
+        sizes = facts["pages"], facts["page_size"], facts["max_slots"]
+        chains = ChainTracker(*sizes) if facts.get("keeps_pages") else None
+        memory = MemoryManager(*sizes, facts["max_model_len"], settings.cache, chains)
         hello = Hello(
             protocol=PROTOCOL,
             version=__version__,

@@ -1,7 +1,7 @@
 """The memory holder: a small process that keeps descriptors of memory which outlives its engine.
 
     MemoryHolder: the process        HolderLink: an engine's end of the socket
-    HolderState: who may have what
+    HolderState: who may have what           HolderProcess: a holder as a supervisor's child
 
 Memory lives as long as a descriptor of it or a mapping does: memfds on a CPU, memory of cuMemCreate
 on a GPU. The holder keeps descriptors and nothing else; it imports neither CUDA nor torch, and maps
@@ -14,8 +14,10 @@ next holder.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 HOLDER_VARIABLE = "PIPEINFER_MEMORY_HOLDER"  # in the environment of an engine: its holder's address
 SO_PEERPIDFD = 77  # of asm-generic/socket.h, Linux 6.5
 LOSS_WINDOW = 60.0  # seconds: so soon after a death another one is its second loss
+RESTART_SECONDS = 0.5  # between the end of a holder and the start of the next one
 MAX_MESSAGE = 64 << 10  # bytes
 MAX_DESCRIPTORS = 64  # of one message
 
@@ -351,6 +354,50 @@ def listen(address: str) -> socket.socket:
         Path(address).chmod(0o600)
     made.listen()
     return made
+
+
+class HolderProcess:
+    """A memory holder as a child of this process, which is started again when it ends.
+
+    address: of its socket, which stays the same.
+    """
+
+    def __init__(self) -> None:
+        self.address = f"@pipeinfer-{secrets.token_hex(16)}"
+        self._listener = listen(self.address)
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """On the running loop. Engines may connect at once, and wait until the holder runs."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Ends the holder, and with it what it kept."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watch
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._listener.close()
+
+    async def _run(self) -> None:
+        number = self._listener.fileno()
+        while True:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "pipeinfer.runtime.memory_holder", "--fd", str(number),
+                    stdin=asyncio.subprocess.DEVNULL, pass_fds=(number,), start_new_session=True,
+                )  # fmt: skip
+                code = await self._process.wait()
+                log.warning("a memory holder ended (code %d) and is started again", code)
+            except OSError as error:
+                log.warning("no memory holder can be started: %s", error)
+            await asyncio.sleep(RESTART_SECONDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,6 +25,7 @@ from pipeinfer.core import EVERYONE, HEARTBEAT_SECONDS, Send
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.child import FAILED, MISCONFIGURED, ORDERLY, Child, Command, exit_cause
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderProcess
 from pipeinfer.runtime.servers import InheritedSockets
 from pipeinfer.runtime.stage import LEAVE_TIMEOUT, IncarnationNumbers, heartbeat
 from pipeinfer.settings import PREFIX, Settings, to_environment
@@ -270,6 +271,7 @@ class Supervisor:
         self._http_sockets = (
             InheritedSockets()
         )  # for HTTP; each gateway process inherits its sockets
+        self._holders: dict[str, HolderProcess] = {}  # by the engine's id
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()  # the gateways finish what runs
         self._ending = False  # the gateways have finished: nothing is started any more
@@ -309,6 +311,8 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._swaps is not None:
                 await self._swaps.close()
+            for holder in self._holders.values():
+                await holder.close()
             self._http_sockets.close()
             self._listener.close()
         return self._code
@@ -394,6 +398,10 @@ class Supervisor:
             k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET_VARIABLE
         }
         environment = {**inherited, **to_environment(self._settings)}
+        if who.name == "engine" and not self._settings.no_keep_memory:
+            holder = self._holders.get(who.id) or self._holders.setdefault(who.id, HolderProcess())
+            holder.start()
+            environment[HOLDER_VARIABLE] = holder.address
         await child.start(arguments, environment, descriptors)
         if not self._should_run(child):
             child.kill()  # too late for the signals that the others got

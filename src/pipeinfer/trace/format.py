@@ -286,6 +286,7 @@ LOCAL_IN = {
         "pipeinfer.core:NewEpoch",
         "pipeinfer.core:GraphDue",
         "pipeinfer.engine.core:StepFailed",
+        "pipeinfer.engine.core:FoundPages",
     ),
 }
 LOCAL_OUT = {
