@@ -17,14 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from pipeinfer.memory.pages import PageTable, SlotArrays
-
-if TYPE_CHECKING:
-    from pipeinfer.memory.manager import Rows
 
 DIGEST_BYTES = 16
 NO_PARENT = bytes(DIGEST_BYTES)  # the digest before a chain's first page
@@ -290,6 +287,16 @@ class StepFills:
     filled_pages: dict[int, np.ndarray]
 
 
+class PlannedRows(Protocol):
+    """What a ChainTracker reads of the memory manager's Rows."""
+
+    number: int
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    is_prefill: np.ndarray
+
+
 class ChainTracker:
     """From plans and sampled ids to the pages that steps have filled.
 
@@ -357,7 +364,7 @@ class ChainTracker:
         """The request in `slot` is gone."""
         self._requests[slot] = 0
 
-    def plan(self, rows: Rows, table: PageTable, slots: SlotArrays) -> StepFills:
+    def plan(self, rows: PlannedRows, table: PageTable, slots: SlotArrays) -> StepFills:
         """What the step of `rows` will have filled, to be given to `filled` when it has ended."""
         size, computes = self.page_size, np.flatnonzero(rows.counts)
         starts, counts = rows.starts[computes], rows.counts[computes]
