@@ -114,6 +114,7 @@ class KeptMemory:
         self._kept: dict[str, tuple[Keep, int]] = {}
         self.key = b""
         self.opened: KeptPool | None = None
+        self._has_all = False
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str]) -> KeptMemory | None:
@@ -168,11 +169,18 @@ class KeptMemory:
         raw = msgspec.msgpack.encode(note)
         for name, descriptor in zip((POOL, DIRECTORY), descriptors, strict=True):
             self._kept[name] = Keep(name, "pages", raw), descriptor
-        if not left:
+        if left:
+            self._has_all = True
+        else:
             self._keep_all()
         memory = np.frombuffer(pool, np.uint8)
         self.opened = KeptPool(note, memory, directory, found, pool)
         return self.opened
+
+    @property
+    def connected(self) -> bool:
+        """Whether a holder has what this process keeps."""
+        return self._link is not None and self._has_all
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """From now on gives its memory to the next holder when this one has ended."""
@@ -194,6 +202,7 @@ class KeptMemory:
             return
         loop.remove_reader(self._link.fileno())
         self._link.close()
+        self._has_all = False
         log.warning("the memory holder has ended; its memory goes to the next one")
         loop.call_later(RECONNECT, self._reconnect, loop)
 
@@ -213,6 +222,7 @@ class KeptMemory:
         assert self._link is not None
         for entry, descriptor in self._kept.values():
             self._link.keep(entry, descriptor)
+        self._has_all = True
 
 
 def unbelieved_runs(pages: int, believed: np.ndarray) -> list[tuple[int, int]]:

@@ -1,0 +1,185 @@
+"""A pool that outlives its engine: real processes that are killed, a real holder."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.engine.kept_memory import KeptMemory, model_key, unbelieved_runs
+from pipeinfer.memory.kv_pool import KVPool
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, MemoryHolder, listen
+from pipeinfer.step import AttentionShape
+
+PAGES, SIZE, PAGE_BYTES = 9, 4, 3000  # a page ends within a page of the kernel's
+ENGINE = """
+import sys
+import numpy as np
+from pipeinfer.engine.kept_memory import KeptMemory
+from pipeinfer.memory.page_directory import NO_PARENT, NO_SALT, PageChains, page_digest
+kept = KeptMemory(sys.argv[1])
+kept.key = b"model"
+pool = kept.open(9, 4, 9 * 3000)
+pool.memory[:] = 7
+ids = np.array([1, 2, 3, 4], np.int32)
+digest = page_digest(NO_PARENT, NO_SALT, ids)
+pool.directory.validate(PageChains.of([(5, 0, digest, NO_PARENT, NO_SALT, ids)]))
+print("written", flush=True)
+sys.stdin.read()
+if sys.argv[2:]:
+    kept.close()
+"""
+
+
+LOOK = """
+import sys
+from pipeinfer.runtime.memory_holder import HolderLink
+try:
+    HolderLink(sys.argv[1], timeout=1.0).attach()
+except TimeoutError:
+    print("nothing while its owner lives")
+"""
+
+
+@pytest.fixture
+def address():
+    """Of a holder on a thread."""
+    where = f"@pipeinfer-test-{secrets.token_hex(8)}"
+    made = MemoryHolder(listen(where))
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield where
+    made.stop()
+    thread.join()
+
+
+def leave_pool(address):
+    """An engine that is killed when its pool is full and one page is valid."""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, address],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert engine.stdout.readline() == "written\n"
+    engine.send_signal(signal.SIGKILL)
+    engine.communicate()
+
+
+def test_a_successor_finds_the_pool_and_believes_its_valid_pages(address):
+    leave_pool(address)
+    kept = KeptMemory(address)
+    kept.key = b"model"
+    assert kept.losses == 1 and kept.found_pages(SIZE) == PAGES
+    pool = kept.open(PAGES, SIZE, PAGES * PAGE_BYTES)
+    assert pool.found.pages.tolist() == [5]
+    assert pool.found.ids.tolist() == [[1, 2, 3, 4]]
+    for begin, end in unbelieved_runs(PAGES, pool.found.pages):
+        pool.zero(begin * PAGE_BYTES, end * PAGE_BYTES)
+    by_page = pool.memory.reshape(PAGES, PAGE_BYTES)
+    assert [(page == 7).all() for page in by_page] == [n in (0, 5) for n in range(PAGES)]
+    assert not by_page[[1, 2, 3, 4, 6, 7, 8]].any()
+    kept.close()
+
+
+@pytest.mark.parametrize(("key", "pages"), [(b"another", PAGES), (b"model", PAGES + 1)])
+def test_a_pool_that_was_made_for_something_else_is_not_taken(address, key, pages):
+    leave_pool(address)
+    kept = KeptMemory(address)
+    kept.key = key
+    assert kept.found_pages(SIZE) == (PAGES if key == b"model" else 0)
+    pool = kept.open(pages, SIZE, pages * PAGE_BYTES)
+    assert pool.found is None and not pool.memory.any()
+    kept.close()
+
+
+def test_an_engine_that_saw_a_fault_leaves_nothing_to_believe(address):
+    first = KeptMemory(address)
+    first.key = b"model"
+    pool = first.open(PAGES, SIZE, PAGES * PAGE_BYTES)
+    pool.directory.make_unusable()
+    assert not pool.directory.belongs_to(b"model")
+    first.close()
+
+
+def test_without_a_holder_an_engine_goes_on_alone(caplog):
+    environ = {HOLDER_VARIABLE: "@pipeinfer-nobody-listens"}
+    assert KeptMemory.from_environment(environ) is None and environ == {}
+    assert "pages will not outlive this engine" in caplog.text
+    assert KeptMemory.from_environment({}) is None
+
+
+async def test_the_next_holder_gets_what_the_one_before_kept():
+    address = f"@pipeinfer-test-{secrets.token_hex(8)}"
+    listener = listen(address)
+    start = [
+        sys.executable,
+        "-m",
+        "pipeinfer.runtime.memory_holder",
+        "--fd",
+        str(listener.fileno()),
+    ]
+    holder = subprocess.Popen(start, pass_fds=[listener.fileno()])
+    kept = await asyncio.to_thread(KeptMemory, address)
+    kept.key = b"model"
+    kept.open(PAGES, SIZE, PAGES * PAGE_BYTES).memory[:] = 7
+    kept.watch(asyncio.get_running_loop())
+    holder.kill()
+    holder.wait()
+    while kept.connected:
+        await asyncio.sleep(0.01)
+    holder = subprocess.Popen(start, pass_fds=[listener.fileno()])
+    while not kept.connected:
+        await asyncio.sleep(0.01)
+    found = subprocess.run(
+        [sys.executable, "-c", LOOK, address], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert found.stdout == "nothing while its owner lives\n"
+    assert kept.connected
+    kept.close()
+    holder.kill()
+    holder.wait()
+    listener.close()
+
+
+@given(st.integers(2, 30), st.sets(st.integers(1, 29)))
+def test_runs_are_the_pages_that_are_not_believed(pages, believed):
+    believed = sorted(page for page in believed if page < pages)
+    runs = unbelieved_runs(pages, np.array(believed, np.int32))
+    inside = [page for begin, end in runs for page in range(begin, end)]
+    assert inside == [page for page in range(1, pages) if page not in believed]
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(runs))
+
+
+def test_a_pool_in_given_memory_has_its_layers_one_after_the_other():
+    shapes = [AttentionShape(4, 2, 8, 1.0), AttentionShape(4, 1, 16, 1.0)]
+    plain = KVPool(shapes, 5, 2, torch.float32)
+    memory = np.zeros(plain.total_bytes, np.uint8)
+    pool = KVPool(shapes, 5, 2, torch.float32, memory=memory)
+    for part in (*pool.k, *pool.v):
+        part.fill_(1.0)
+    assert (memory.view(np.float32) == 1.0).all()
+    pool.zero_runs([(1, 3), (4, 5)], lambda begin, end: memory[begin:end].fill(0))
+    for part in (*pool.k, *pool.v):
+        assert [bool(page.any()) for page in part] == [True, False, False, True, False]
+
+
+def test_the_key_follows_from_files_and_choices(tmp_path):
+    small, large = tmp_path / "config.json", tmp_path / "model.safetensors"
+    small.write_text("{}")
+    large.write_bytes(bytes(3 << 20))
+    key = model_key([small, large], ["bfloat16"])
+    assert key == model_key([large, small], ["bfloat16"]) and len(key) == 32
+    assert key != model_key([small, large], ["float32"])
+    large.write_bytes(bytes(3 << 20)[:-1] + b"\1")
+    assert key != model_key([small, large], ["bfloat16"])
+    small.write_text("{ }")
+    assert key != model_key([small], ["bfloat16"])
