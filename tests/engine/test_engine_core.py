@@ -11,10 +11,11 @@ from edits_by_slot import Edited
 
 from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Drain, Leave, Send, StepDone, Tick
-from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.engine.core import Compute, EngineCore, FillPages, FoundPages
 from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.page_directory import ChainTracker, PageDirectory, directory_bytes
 from pipeinfer.messages import (
     PROTOCOL,
     Admit,
@@ -96,6 +97,68 @@ def admit(slot: int, tokens: list[int], prompt_len: int = 0, **params) -> Admit:
 def fields(result: Result) -> dict[str, list[int]]:
     names = ("slots", "starts", "counts", "produced", "token_ids", "deferred")
     return {name: unpack(getattr(result, name)).tolist() for name in names}
+
+
+# ----------------------------------------------------------------- pages that outlive their engine
+
+
+class KeptEngine(Engine):
+    """Its steps' pages are told to a directory, as a driver does."""
+
+    def __init__(self, buffer: memoryview, device: HashDevice) -> None:
+        self.directory = PageDirectory(buffer, PAGES, SIZE)
+        hello = make_core().hello
+        chains = ChainTracker(PAGES, SIZE, SLOTS)
+        memory = MemoryManager(PAGES, SIZE, SLOTS, LIMIT, chains=chains)
+        self.core = EngineCore(hello, "scheduler-0", memory)
+        self.device, self.queue, self.number, self.sent = device, [], 0, []
+        if self.directory.belongs_to(b"model"):
+            found = self.directory.read().believed()
+            assert self.core.handle(FoundPages.of(found), 0.0) == []
+        else:
+            self.directory.begin(b"model")
+        for _ in range(2):  # a scheduler says it again where it hears no answer
+            self.handle(Begin(1, (ME,)))
+        self.sent.clear()
+
+    def handle(self, event) -> list:
+        new = []
+        for channel, _, message in self.core.handle(event, 0.0):
+            match message:
+                case Compute():
+                    self.directory.invalidate(message.step.delta.claimed)
+                    self.queue.append(message.step)
+                case FillPages():
+                    self.directory.validate(message.chains)
+                case _:
+                    assert channel == "result"
+                    new.append(message)
+        self.sent += new
+        return new
+
+
+def test_a_successor_computes_again_what_fills_no_page_and_nothing_else():
+    buffer, device = (
+        memoryview(bytearray(directory_bytes(PAGES, SIZE))),
+        HashDevice(PAGES, SIZE, SLOTS),
+    )
+    engine = KeptEngine(buffer, device)
+    prompt = [1, 2, 3, 0, 1, 2, 3, 0, 1]
+    engine.plan({0: 9}, [admit(0, prompt)])
+    engine.work()
+    for _ in range(5):
+        engine.plan({0: 1})
+        engine.work()
+    engine.plan({0: 1})  # under way when the engine dies
+    device.run(engine.queue.pop())
+    tokens = prompt + continuation(prompt, 0, 6)  # as the scheduler knows them
+    device.slots = HashDevice(PAGES, SIZE, SLOTS).slots
+    successor = KeptEngine(buffer, device)
+    successor.plan({0: 99}, [admit(0, tokens, len(prompt))])
+    [told] = [one for one in successor.sent if type(one) is Admitted]
+    assert unpack(told.cached).tolist() == [12]  # of 15 known tokens, 14 were computed
+    [result] = successor.work()
+    assert unpack(result.token_ids).tolist() == continuation(prompt, 0, 7)[-1:]
 
 
 # ------------------------------------------------------------------------------------------- epochs

@@ -305,7 +305,7 @@ class EngineCore:
         if epoch is not None and begin.epoch == epoch.number and epoch.expected > 0:
             return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
         self._stop("")
-        found, self._found = self._found, None  # later epochs of this process find none
+        found = self._found
         self.memory.reset(None if found is None else found.chains(self.memory.page_size))
         self._requests.drop_all_grammars()
         self._epoch = _Epoch(begin.epoch)
@@ -398,6 +398,7 @@ class EngineCore:
             gap = f"plan {plan.number} came where {epoch.expected} was expected"
             return self._fault(gap, orderly=self.hello.tp == 1)  # of several, others went on
         epoch.expected += 1
+        self._found = None  # its pages may go to requests from now on
         self._unchecked = True
         try:
             rows = self.memory.apply(plan)
