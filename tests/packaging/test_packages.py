@@ -124,13 +124,15 @@ def test_the_package_says_whose_it_is_and_where_to_read_on(metadata):
 
 
 def test_links_of_the_description_lead_out_of_the_package(metadata):
-    """To what there is in the repository."""
+    """To what there is in the repository, or to other projects' pages."""
     assert metadata["Description-Content-Type"] == "text/markdown"
     text = metadata.get_payload()
     assert text.startswith("# pipeinfer")
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
-    assert len(links) > 20
     source = dict(url.split(", ") for url in metadata.get_all("Project-URL"))["Source"]
+    every = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert all(link.startswith("https://") for link in every)
+    links = [link for link in every if link.startswith(source)]
+    assert len(links) > 20
     ours = [re.fullmatch(rf"{source}/(?:blob|raw)/HEAD/([^#]+)(?:#.*)?", link) for link in links]
     assert [link for link, found in zip(links, ours, strict=True) if found is None] == []
     assert [found[1] for found in ours if found and not (ROOT / found[1]).exists()] == []

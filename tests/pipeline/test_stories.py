@@ -146,7 +146,7 @@ def test_a_fault_is_found_in_one_of_the_stories(fault, monkeypatch):
 
 PAGES_WRONG = {
     "what plans take is forgotten": lambda patch: patch.setattr(
-        PageCredits, "plan", lambda *_: None
+        PageCredits, "reserve", lambda *_: None
     ),
     "what requests grow by is not counted": lambda patch: patch.setattr(
         PageCredits, "between", lambda *_: 0

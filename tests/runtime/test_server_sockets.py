@@ -105,7 +105,7 @@ def test_of_an_address_that_cannot_be_had_the_host_is_named():
 
 
 def test_two_who_ask_for_a_port_at_once_do_not_disturb_each_other():
-    [one] = servers._opened("127.0.0.1", 0, backlog=0)  # as far as the first has come
+    [one] = servers._open_all("127.0.0.1", 0, backlog=0)  # as far as the first has come
     with closing(one), closing(socket.socket()) as client:
         address = one.getsockname()
         servers.check_free(*address)

@@ -12,7 +12,7 @@ from mutants import exclusions
 from mutants.areas import AREAS, LEFT_OUT, ROOT
 from mutants.running import Workplace
 
-FILTER = next(path for path in AREAS["recovery"].files() if path.name == "incarnations.py")
+FILTER = next(path for path in AREAS["recovery"].files() if path.name == "stage.py")
 TEXT = (ROOT / FILTER).read_text()
 TESTS = ("tests/runtime/test_incarnations.py",)
 

@@ -27,6 +27,7 @@ from pipeinfer.bench.dataset import RandomDataset, TokenRange
 from pipeinfer.bench.metrics import RequestTiming, percentiles
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.runtime.local import stop_process, wait_ready
 from pipeinfer.topology import NAMES, Topology
 
 ENGINE = Path(__file__).with_name("instant_engine.py")
@@ -101,12 +102,12 @@ def stages(
         try:
             for name in NAMES:
                 running[name] = _start(name, file, environment)
-            url = local.wait_ready(running["gateway"])
+            url = wait_ready(running["gateway"])
             pids = {name: p.pid for name, p in running.items()} | {"client": os.getpid()}
             yield url, pids, local, highest
         finally:
             for process in running.values():  # the gateway first: it ends what still runs
-                local.stop_process(process)
+                stop_process(process)
 
 
 def _start(name: str, topology: Path, environment: dict[str, str]) -> subprocess.Popen[str]:

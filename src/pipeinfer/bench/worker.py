@@ -134,10 +134,6 @@ async def _report_progress(sender: WorkerSender, answers: BinaryIO) -> None:
         pipes.write(answers, encode_message(sender.progress()))
 
 
-if __name__ == "__main__":
-    uvloop.run(work(*pipes.served()))
-
-
 class TraceRequest(msgspec.Struct, frozen=True):
     """One line of a trace: seconds, and tokens of prompt and output."""
 
@@ -296,3 +292,7 @@ def _next_index(file: int, limit: int) -> int | None:
         return taken
     finally:
         fcntl.lockf(file, fcntl.LOCK_UN)
+
+
+if __name__ == "__main__":
+    uvloop.run(work(*pipes.served()))
