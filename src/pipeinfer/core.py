@@ -152,6 +152,12 @@ class StepNote(Message, frozen=True):
     sampled: int
 
 
+class FilledNote(Message, frozen=True):
+    """The engine's core told the page directory of `pages` pages that a step has filled."""
+
+    pages: int
+
+
 class _StepArrays(Protocol):
     @property
     def epoch(self) -> int: ...

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from pipeinfer.core import LOCAL, Core
-from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.engine.core import EngineCore
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.page_directory import ChainTracker
 from pipeinfer.messages import Hello, Message
 from pipeinfer.runtime.stage import StageContext, builder
 from pipeinfer.settings import Settings
@@ -45,12 +46,14 @@ def _engine(trace: Trace, settings: Settings) -> EngineCore:
     """Without a model: its steps' results are in the trace."""
     facts: dict[str, Any] = trace.header.facts
     hello = next(m for _, out in events(trace) for m in out if isinstance(m, Hello))
-    shape = (facts["pages"], facts["page_size"], facts["max_slots"], facts["max_model_len"])
-    return EngineCore(hello, "scheduler-0", MemoryManager(*shape, settings.cache))
+    sizes = facts["pages"], facts["page_size"], facts["max_slots"]
+    chains = ChainTracker(*sizes) if facts["keeps_pages"] else None
+    memory = MemoryManager(*sizes, facts["max_model_len"], settings.cache, chains)
+    return EngineCore(hello, "scheduler-0", memory)
 
 
 def outputs(core: Core, event: Event) -> list[Message]:
     """What the core says to it, without steps for a device."""
     now, message = event
     sends = core.handle(message, now)
-    return [s.message for s in sends if s.channel != LOCAL or not isinstance(s.message, Compute)]
+    return [s.message for s in sends if s.channel != LOCAL or not hasattr(s.message, "note")]

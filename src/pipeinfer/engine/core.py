@@ -17,6 +17,7 @@ from pipeinfer.core import (
     LOCAL,
     Compiled,
     Drain,
+    FilledNote,
     GraphDue,
     Leave,
     NewEpoch,
@@ -86,6 +87,10 @@ class FillPages(Message, frozen=True):
     """
 
     chains: PageChains
+
+    def note(self) -> FilledNote:
+        """What a recording says of it."""
+        return FilledNote(len(self.chains))
 
 
 class FoundPages(Message, frozen=True):

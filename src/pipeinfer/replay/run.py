@@ -173,12 +173,11 @@ class CorePlayer:
 
     def _for_the_device(self, send: Send) -> bool:
         """Whoever computes gets it. Arrays for a device are not in the recording."""
-        kind = type(send.message).__name__
-        if send.channel != LOCAL or kind not in DEVICE:
+        if send.channel != LOCAL:
             return False
-        if self._deliver is not None:
+        if self._deliver is not None and type(send.message).__name__ in DEVICE:
             self._deliver(send.message)
-        return kind == "Compute"
+        return hasattr(send.message, "note")  # of which the recording says that it was given
 
 
 STEP_SECONDS = 600.0  # a device that is silent for so long has hung
