@@ -67,7 +67,7 @@ NUMBERS: frozenset[Attribute] = frozenset(
         (_REQUEST, "counts_in_flight"),
         ("pipeinfer.scheduler.engine_state:StepInFlight", "slots"),
         ("pipeinfer.scheduler.engine_state:Slots", "_free"),
-        ("pipeinfer.scheduler.engine_state:PageCredits", "_planned"),
+        ("pipeinfer.scheduler.engine_state:PageCredits", "_reserved"),
         ("pipeinfer.scheduler.epochs:Epochs", "_steps"),
         ("pipeinfer.scheduler.epochs:FencedRanks", "_fenced"),
         ("pipeinfer.scheduler.epochs:FencedRanks", "_to_kill"),
@@ -77,7 +77,7 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.core:_Flows", "_last"),
         ("pipeinfer.core:Histogram", "counts"),
         ("pipeinfer.scheduler.engine_state:_Rank", "first"),
-        ("pipeinfer.scheduler.engine_state:_Rank", "own"),
+        ("pipeinfer.scheduler.engine_state:_Rank", "digests"),
     )
 )
 _SEQUENCES = ("list", "tuple", "set", "frozenset", "deque")
