@@ -1,7 +1,7 @@
 """One step as arrays: what the memory manager decided and what the model runner computes from.
 
-Knows no plan, no policy and no torch: memory, attention and engine speak in it. Rows are requests,
-tokens are the flattened rows.
+Memory, attention and engine speak in it. Needs no torch to be imported, and knows no policy. Rows
+are requests, tokens are the flattened rows.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class BadWords:
     - ends: int32 [n], where each of the n sequences ends in `ids`
     - ids: int32, the sequences, one after the other
     - begin: the position at which the output begins
-    - known: how many tokens of prompt and output are known
+    - num_known: how many tokens of prompt and output are known
     - recent: int32, the last known ids of the output
     """
 

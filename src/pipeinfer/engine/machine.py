@@ -58,7 +58,7 @@ Built = TypeVar("Built")
 
 
 class Machine(Protocol):
-    """One rank's."""
+    """The device of one rank, and what the engine must know of the kind of device."""
 
     @property
     def where(self) -> torch.device:

@@ -64,8 +64,8 @@ class Sampler(Protocol):
         ...
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int, /) -> torch.Tensor:
-        """int32 [N, 2 + 2 most]: scores of `ids` int64 [N], from logits [N, share] that nothing
-        has changed; all ranks must call it."""
+        """int32 [N, 2 + 2 alternatives]: scores of `ids` int64 [N], each with so many alternatives,
+        from logits [N, share] that nothing has changed; all ranks must call it."""
         ...
 
 

@@ -313,13 +313,14 @@ def _indptr(sizes: np.ndarray) -> np.ndarray:
     return found
 
 
-PARITIES = 2
+PARITIES = 2  # double buffers of the host: 0 and 1, in turn
 MAX_UPLOAD_VIEWS = 1024
 BLOCK = 256  # words that uploads are a multiple of, so that few sizes of them occur
 
 
 class PinnedWords:
-    """As many as the largest step had; none before the first one that has any."""
+    """Pinned int32 words on the host, as many as were taken at most; none before the first
+    `take`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -333,7 +334,7 @@ class PinnedWords:
 
 
 class Download:
-    """Words for log-probs."""
+    """Pinned int32 words on the host to which log-probs are copied from the device."""
 
     def __init__(self, device: Device) -> None:
         self._words = PinnedWords(device)
@@ -347,9 +348,11 @@ class Download:
 
 
 class StepBuffers:
-    """One parity.
+    """Pinned host memory of one parity: what a step uploads, and what is downloaded of it.
 
-    attention_metadata: of the last step that was launched in them; its memory is in use until
+    parity: which of the PARITIES double buffers, 0 or 1; step n of a runner uses n % PARITIES.
+    packer: writes steps into the words that are uploaded. logprobs, masks: memory for those of a
+    step. attention_metadata: of the last step that was launched in them; its memory is in use until
     that step has ended.
     """
 
@@ -410,7 +413,7 @@ class SlotState:
         bad words           [rows, BAD_WORDS_SIZE]
 
     rows: a row for each of `slots` requests, and one for the padding slot. One buffer, so that
-    whatever changes (Step.delta) is a list of indices and values. On the forward stream
+    whatever changes (StepDelta) is a list of indices and values. On the forward stream
     scatter_words writes it, and apply_logit_bias the latest ids of requests with bad words. Beside
     it lies last_token, int64 [rows], the id that each slot sampled last, which sampling kernels
     write.

@@ -488,7 +488,7 @@ def sample(
     """int64 [S, 2]: the number of tokens of each row, and the sampled id. No synchronisation.
 
     logits: float32, bfloat16 or float16 [S, vocab], unit last stride.
-    temperature, top_k, top_p, min_p, positions: [S], as in step.py.
+    temperature, top_k, top_p, min_p, positions: [S], as in interface.py.
     seeds: int64 [S], the bits of the uint64.
     truncate: False promises that no row has top_k, top_p or min_p, and saves two launches.
     out: int64 [S, 2], the result if given.

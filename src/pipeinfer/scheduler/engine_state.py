@@ -2,7 +2,7 @@
 and how far ranks agree.
 
 What an engine says of its plans is taken in here; what follows for a request is the core's
-business. Knows no epoch's beginning, no policy and no bus.
+business. Knows no policy, no bus and no clock: times come as arguments.
 """
 
 from __future__ import annotations
@@ -205,7 +205,8 @@ class Slots:
         self._resets = True
 
     def take_reset(self) -> bool:
-        """Whether the plan that is written now does."""
+        """Whether the plan that is written now forgets cached prefixes, as `reset_cache` asked;
+        False until it is asked again."""
         resets, self._resets = self._resets, False
         return resets
 
@@ -250,7 +251,8 @@ class Slots:
         return self.knowing_ahead
 
     def extend(self, rows: Iterable[tuple[Request, int]]) -> tuple[Extend, ...]:
-        """For rows of so many tokens of requests that know them."""
+        """For these rows, whose requests know all their tokens: the ids that the engine has not
+        got. From now on they count as sent (Request.jump)."""
         return tuple(Extend(slot=r.slot, ids=pack(r.jump(count))) for r, count in rows)
 
     def take_releases(self) -> tuple[Release, ...]:
@@ -343,7 +345,8 @@ class StepsInFlight:
         return self._newest
 
     def add(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
-        """Plan `number` was published with these (request, count) rows; returns its tokens."""
+        """Plan `number` was published, at `now`, with these rows. Projects each of their requests
+        by its row (Request.project), and returns the tokens that the plan will compute."""
         slots = [request.slot for request, _ in rows]
         self._newest = number
         self._steps.append(StepInFlight(number, [(r, r.admission) for r, _ in rows], slots, now))

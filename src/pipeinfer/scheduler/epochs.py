@@ -244,7 +244,7 @@ class _RankState:
 class RankStates:
     """The ranks of one group that were ever heard. `deserted`: one of them has no process that
     could hand anything over, as far as is known, or none that was heard for `host_loss` seconds.
-    `silent`: one of those that were there has not been heard for SILENCE."""
+    `silent`: one of those that were there has not been heard for SILENT_SECONDS."""
 
     def __init__(self, host_loss: float = inf) -> None:
         self.deserted = self.silent = False

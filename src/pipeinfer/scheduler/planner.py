@@ -1,7 +1,7 @@
 """The loop that turns requests into plans: who waits, who holds a slot, which steps are in flight.
 
-Composes one step at a time by a policy, and writes it down as a plan. Knows no bus, no epochs, and
-nothing of what becomes of a request's tokens.
+Composes one step at a time by a policy, and writes it down as a plan. Knows no bus and no clock.
+SchedulerCore tells it when epochs begin and end, and decides what becomes of a request's tokens.
 """
 
 from __future__ import annotations
@@ -187,7 +187,13 @@ class Planner:
         return Plan(epoch=epoch, number=number, releases=(), admits=(), slots=b"", counts=b"")
 
     def _compose(self, step: StepComposer) -> bool:
-        """Composes the step; False if the steps in flight must report first."""
+        """Composes the step; False if the steps in flight must report first.
+
+        A suspect's turn begins when no request that this scheduler has admitted before is at the
+        head of the queue: those that lost their slot with the epoch, or were preempted, come first.
+        Requests that have never had a slot here (`admission` 0) do not delay suspects, not even
+        those that go on from another scheduler or group.
+        """
         head = self._queue.head()
         if self._quarantine.under_test or (
             self._quarantine and (head is None or not head.admission)
@@ -310,9 +316,10 @@ LONE_CRASHES = 3  # not the first: an engine may be killed from outside while a 
 class Quarantine:
     """Requests whose step gave no result before an engine was lost, tried one at a time.
 
-    All other requests are resumed first. Then each candidate runs alone until it has produced a
-    token, which clears it. One that is alone in too many crashes is the culprit and fails by
-    itself. under_test: the candidate that is tried now.
+    Requests that lost their slot without being suspects are resumed first (Planner._compose). Then
+    each candidate runs alone until it has produced a token, which clears it. One that is alone in
+    too many crashes is the culprit and fails by itself. under_test: the candidate that is tried
+    now.
     """
 
     def __init__(self) -> None:

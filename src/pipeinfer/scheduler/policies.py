@@ -26,7 +26,7 @@ JUMPS_PART = 2
 
 
 class StepComposer:
-    """Of one step.
+    """Composes one step: a policy calls it to give requests tokens, slots and pages.
 
     rows: (request, tokens) in the order in which they were given out.
     admitted: requests that the step's plan gives a slot. preempted: those that it takes one from.

@@ -8,7 +8,8 @@ of its priority. Beside the queue, where they delay no other request, wait
 - requests whose grammar engines have not compiled: GrammarQueue,
 - requests whose masks cost much while others' masks are paid for: MaskBudget.
 
-Knows requests; no engine, no page and no clock.
+Knows requests, and the incarnations of engine processes; no page, no slot and no clock: times come
+as arguments.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class WaitingQueue:
         return len(self._sampling_groups) + len(self._prefixes)
 
     def push(self, request: Request) -> None:
-        """It wants to run."""
+        """Takes `request`, which is to run: it comes into the queue, or waits beside it for a
+        grammar or a prefix."""
         if not self.grammars.must_wait(request) and not self._sampling_groups.must_wait(request):
             self._push_unless_prefix_comes(request)
 
@@ -508,7 +510,8 @@ PAID = -1  # in place of a turn: the next mask is paid for
 
 
 class MaskBudget:
-    """Of one group."""
+    """What the steps of one group may spend on costly masks, and the requests that wait until a
+    mask of theirs can be paid for."""
 
     def __init__(self) -> None:
         self._remaining = (
