@@ -396,4 +396,7 @@ class BackgroundCapture:
         """Without it the engine is slower and not wrong. If the device is out of order, the next
         step says so, and ends the process."""
         self._runner.stop_capturing()
-        log.warning("no more CUDA graphs than %d: %s", self._runner.graphs, error, exc_info=error)
+        log.warning(
+            "capturing CUDA graphs stopped after %d, the others stay uncaptured: %s",
+            self._runner.graphs, error, exc_info=error,
+        )  # fmt: skip

@@ -578,8 +578,8 @@ def _capture(
         log.warning("no CUDA graphs, every step runs kernel by kernel: %s", reason)
     if sizes and runner.graph_sizes and sizes[-1] < largest.rows:
         log.warning(
-            "steps with more than %d decodes run kernel by kernel, several times slower: there may "
-            "be %d, which --cuda-graph-max-batch %d is for",
+            "steps with more than %d decodes run kernel by kernel, several times slower. Steps may "
+            "have %d decodes: --cuda-graph-max-batch %d captures graphs for all of them",
             sizes[-1], largest.rows, largest.rows,
         )  # fmt: skip
 

@@ -298,7 +298,7 @@ class Runner:
     def _make_packed(
         self, step: Step, buffers: StepBuffers, views: DeviceStep, graph: Captured | None
     ) -> PackedStep:
-        changes, overflow = self._state.changes(step.delta), None
+        changes, overflow = self._state.apply_on_host(step.delta), None
         if len(changes) > 2 * self._device_buffers.max_changes:
             changes, overflow = changes[:0], changes
         num_words, sample_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
@@ -359,7 +359,7 @@ class Runner:
             if packed.step.masked is None:
                 launched.logits = self._kept_logits(logits)
             if scores is not None:
-                scores.rows(logits, drawn)
+                scores.add_sampled(logits, drawn)
         if scores is not None:
             launched.scores = scores.download(buffers.logprobs)
 
@@ -378,7 +378,7 @@ class Runner:
             rows = scores.tokens(views.logits_indices)
         hidden = self._model(views.input_ids, views.positions, attend, rows)
         if scores is not None and scores.of_prompts:
-            scores.prompts(hidden[samples:])
+            scores.add_prompts(hidden[samples:])
             hidden = hidden[:samples]
         if not samples:
             return None

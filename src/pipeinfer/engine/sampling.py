@@ -266,8 +266,10 @@ TOKENS_AT_ONCE = 64  # tokens of a prompt whose logits there are at a time
 
 @dataclass(frozen=True)
 class StepScores:
-    """Of one step, once it has ended. `words`: the scores of its rows, with as many
-    alternatives each as the one that wants most, then those of its prompts' chunks."""
+    """The scores (log-probs) of one step, on the host; complete when the step has ended.
+
+    words: int32, the scores of its rows, with as many alternatives each as the one that wants most,
+    then those of its prompts' chunks. rows, chunks: whose scores these are."""
 
     words: np.ndarray
     rows: LogprobRows | None
@@ -292,7 +294,7 @@ class StepScores:
 
 
 class Scores:
-    """Of one step on its way through the device."""
+    """The scores (log-probs) of one step while the device computes it."""
 
     def __init__(self, step: Step, entries: np.ndarray | None, sampler: Sampler) -> None:
         """entries: which row of logits belongs to each row that samples; None: the same."""
@@ -315,8 +317,8 @@ class Scores:
         ]
         return torch.cat((last, _there(np.concatenate(at), last.device)))
 
-    def prompts(self, hidden: torch.Tensor) -> None:
-        """From the hidden states of the prompts' tokens."""
+    def add_prompts(self, hidden: torch.Tensor) -> None:
+        """Computes the scores of the prompts' chunks, from the hidden states of their tokens."""
         begin = 0
         for chunk in self._chunks:
             ids = _there(chunk.ids.astype(np.int64), hidden.device)
@@ -334,9 +336,9 @@ class Scores:
             at = self._at(logits.device)
             self._raw = logits[: len(self._rows.rows)].clone() if at is None else logits[at]
 
-    def rows(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
-        """From what the rows have drawn, int64 [S, 2]. logits: [S, share] as the model gave them,
-        unless they were kept."""
+    def add_sampled(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
+        """Computes the scores of what the rows have drawn, int64 [S, 2]. logits: [S, share] as the
+        model gave them, unless they were kept."""
         if self._rows is None:
             return
         at, many = self._at(logits.device), len(self._rows.rows)

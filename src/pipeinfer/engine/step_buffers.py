@@ -455,8 +455,9 @@ class SlotState:
             ),
         )
 
-    def changes(self, delta: StepDelta) -> np.ndarray:
-        """int32 [2n]: the indices in `words` that `delta` changes, each with its new value."""
+    def apply_on_host(self, delta: StepDelta) -> np.ndarray:
+        """Brings `biased` up to date, and returns what is to be written on the device: int32 [2n],
+        the indices in `words` that `delta` changes, each with its new value."""
         indices, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
         if len(delta.admitted):
             admitted = self._admitted_changes(delta)

@@ -156,7 +156,7 @@ class StepBuilder:
 
     def _delta(self) -> StepDelta:
         """What changed since the last step that computes anything."""
-        pages, requests = self._memory.table.take_changes(), self._requests.changes()
+        pages, requests = self._memory.table.take_changes(), self._requests.take_changes()
         delta = NO_CHANGES if pages is None else StepDelta(*pages)
         if requests is not None:
             admitted, fields, edits = requests
@@ -203,7 +203,7 @@ class RequestTable:
     def __init__(self, max_slots: int) -> None:
         self._fields = filled(max_slots)
         self._edits: dict[int, RequestLogitBias] = {}
-        self._admitted: dict[int, None] = {}  # slots, since changes were asked for, in order
+        self._admitted: dict[int, None] = {}  # slots, since the last take_changes, in order
         self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
         self._penalized = np.zeros(max_slots, dtype=bool)
         self._penalty_histories: dict[
@@ -268,11 +268,11 @@ class RequestTable:
         first, end = max(first, scores[0]), min(end, scores[1])
         return (first, end, scores[2]) if first < end else None
 
-    def changes(
+    def take_changes(
         self,
     ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[RequestLogitBias, ...]] | None:
-        """The slots that were filled since it was asked last, int32 [a], their fields [a] and the
-        edits of those that have any; None if there are none.
+        """The slots that were filled since the last call, int32 [a], their fields [a] and the edits
+        of those that have any; None if there are none.
         """
         if not self._admitted:
             return None

@@ -238,13 +238,14 @@ class Kernels(Protocol):
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
         bias: SlotLogitBias, first_id: int, add_bias: bool, /,
     ) -> None:  # fmt: skip
-        """Suppresses ids in place, and adds logit bias if `add_bias`.
+        """Suppresses ids in place. Called in each step with add_bias False; it writes
+        `bias.bad_words` then: the last token of slots with bad words joins their history, if it was
+        sampled in this slot. Called again with True where some row's logits are raised or lowered;
+        it then also adds the bias, and writes no history.
 
         logits: [S, shard]; float32 if add_bias. In bfloat16, which counts in halves near 100, ids
             with the same bias would become equal.
         slots, positions: int64 [S], of each row of logits.
-        add_bias: False: the last token of slots with bad words also joins their history, if it was
-            sampled in this slot.
         """
         ...
 

@@ -352,8 +352,9 @@ class StepsInFlight:
         self._steps.append(StepInFlight(number, [(r, r.admission) for r, _ in rows], slots, now))
         return sum([request.project(count) for request, count in rows])
 
-    def late(self, now: float) -> bool:
-        """Whether it is time to find out if the oldest plan, or its result, was lost on its way."""
+    def take_probe_due(self, now: float) -> bool:
+        """True if it is time to find out whether the oldest plan, or its result, was lost on its
+        way. Then the next time comes after twice as many seconds, until a result comes."""
         if not self._steps or now - self._steps[0].published < self._late_after:
             return False
         self._late_after *= 2
@@ -362,7 +363,9 @@ class StepsInFlight:
     def check(self, now: float, seconds: float) -> None:
         """Raises StepOverdue if the oldest plan has had no result for so long."""
         if self._steps and now - self._steps[0].published > seconds:
-            raise StepOverdue(f"no result of plan {self._steps[0].number} in {seconds:g} s")
+            raise StepOverdue(
+                f"no result of plan {self._steps[0].number} within {seconds:g} s (--watchdog)"
+            )
 
     def on_admitted(self, admitted: Admitted) -> list[tuple[int, int]]:
         """What the prefix cache held of the requests that a plan admitted. Of those that are
@@ -370,7 +373,9 @@ class StepsInFlight:
         will be, once the steps in flight are done. Raises InvalidReport."""
         number = admitted.number
         if not 0 <= number <= self._newest:
-            raise InvalidReport(f"plan {number} admitted some, {self._newest} was the last")
+            raise InvalidReport(
+                f"admissions of plan {number} were reported, but the newest plan is {self._newest}"
+            )
         _check_int32(admitted.slots, admitted.cached, what=f"admissions of plan {number}")
         flight = next((one for one in self._steps if one.number == number), None)
         if flight is None:
@@ -487,13 +492,15 @@ def _checked(flight: StepInFlight, result: Result) -> list[int]:
     least = min(starts.min(), counts.min(), produced.min(), ids.min(initial=0))
     if least < 0 or produced.sum(dtype=np.int64) != len(ids):
         raise InvalidReport(
-            f"{what} have {produced.sum()} of {len(ids)} ids, or {least} of something"
+            f"{what}: the rows produced {produced.sum()} ids and {len(ids)} were sent; the least "
+            f"of all starts, counts and ids is {least}"
         )
     if result.deferred or result.bad or result.refused:
         named = {*unpack(result.deferred).tolist(), *unpack(result.bad).tolist(), *result.refused}
         if not named <= set(slots):
             raise InvalidReport(
-                f"{what} have troubles of slots {sorted(named)}, and are of {slots}"
+                f"{what}: slots {sorted(named)} are reported as deferred, bad or refused, but the "
+                f"plan has rows of slots {slots}"
             )
     if result.logprobs or any(request.score_size for request, _ in flight.rows):
         scored = int(produced @ [request.score_size for request, _ in flight.rows])
@@ -541,21 +548,29 @@ class DigestAgreement:
             rank.first.append(digest)
             self._compare(number, rank)
             if len(rank.first) > MAX_UNCOMPARED:
-                raise RanksDisagree(f"rank {number} said nothing of {len(rank.first)} plans")
+                raise RanksDisagree(
+                    f"rank {number} has sent no digests of {len(rank.first)} plans that rank 0 has "
+                    "reported"
+                )
 
     def on_digests(self, digests: Digests) -> None:
         """Those of another rank. Raises RanksDisagree."""
         rank = self._ranks.get(digests.rank)
         if rank is None:
-            raise RanksDisagree(f"there is no rank {digests.rank} beside rank 0")
+            raise RanksDisagree(
+                f"digests came from rank {digests.rank}, but the ranks above 0 are "
+                f"{sorted(self._ranks)}"
+            )
         expected = rank.number + len(rank.digests)
         if digests.first != expected:
             raise RanksDisagree(
-                f"rank {digests.rank} told of plan {digests.first}, {expected} was expected"
+                f"rank {digests.rank} sent digests from plan {digests.first} on, but plan "
+                f"{expected} comes next"
             )
         if len(digests.values) % 8:
             raise RanksDisagree(
-                f"rank {digests.rank} told of plans in {len(digests.values)} bytes, 8 are one"
+                f"rank {digests.rank} sent digests of {len(digests.values)} bytes, which is no "
+                "multiple of 8"
             )
         rank.digests.extend(np.frombuffer(digests.values, dtype="<u8").tolist())
         self._compare(digests.rank, rank)

@@ -179,7 +179,7 @@ class Planner:
     def probe(self, epoch: int, now: float) -> Plan | None:
         """An empty plan where results are late. An engine that missed one sees a gap before it; if
         a result was lost, the gap is before that of the empty plan. Else nothing comes of it."""
-        if not self._steps_in_flight.late(now):
+        if not self._steps_in_flight.take_probe_due(now):
             return None
         number = self.take_number()
         self._steps_in_flight.add(number, [], now)
@@ -208,8 +208,10 @@ class Planner:
         return True
 
     def _waits_for_grammar(self, candidate: Request) -> bool:
-        """Whether engines still compile its grammar; the others go on meanwhile."""
-        return candidate.phase == "quarantined" and self._queue.grammars.lacks_grammar(candidate)
+        """Whether engines have still to compile its grammar, which they are asked for; the others
+        go on meanwhile."""
+        grammars = self._queue.grammars
+        return candidate.phase == "quarantined" and not grammars.ensure_grammar(candidate)
 
     def _compose_under_test(self, candidate: Request, step: StepComposer) -> None:
         """The suspect alone, in turn with those who run: they do not wait for its prompt.

@@ -56,7 +56,8 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Takes `request`, which is to run: it comes into the queue, or waits beside it for a
         grammar or a prefix."""
-        if not self.grammars.must_wait(request) and not self._sampling_groups.must_wait(request):
+        grammars, groups = self.grammars, self._sampling_groups
+        if not grammars.park_if_blocked(request) and not groups.park_if_blocked(request):
             self._push_unless_prefix_comes(request)
 
     def begin(self, processes: Sequence[int], block_size: int = 0) -> None:
@@ -65,10 +66,10 @@ class WaitingQueue:
         self.grammars.begin(processes)
         waiting = [one for _, _, one in self._order if one.phase == "waiting"]
         with_grammar = [one for one in waiting if one.work.params.structured_outputs is not None]
-        blocked = [one for one in with_grammar if self.grammars.must_wait(one)]
+        blocked = [one for one in with_grammar if self.grammars.park_if_blocked(one)]
         if self._prefixes.begin(block_size):
             unblocked = [one for one in waiting if one.phase == "waiting"]
-            blocked += [one for one in unblocked if self._prefixes.must_wait(one)]
+            blocked += [one for one in unblocked if self._prefixes.park_if_blocked(one)]
         if blocked:
             self.tokens -= sum(one.queued_tokens for one in blocked)
             self._order = [one for one in self._order if one[2].phase in ("waiting", "finished")]
@@ -91,12 +92,12 @@ class WaitingQueue:
     def _push_unless_prefix_comes(self, request: Request) -> None:
         """No other request of its SamplingGroups computes its prompt; perhaps one computes the
         beginning."""
-        if not self._prefixes.must_wait(request):
+        if not self._prefixes.park_if_blocked(request):
             self._push_unless_grammar_missing(request)
 
     def _push_unless_grammar_missing(self, request: Request) -> None:
         """It waited for a prompt; the engines may be others meanwhile, without its grammar."""
-        if not self.grammars.must_wait(request):
+        if not self.grammars.park_if_blocked(request):
             self._put(request)
 
     def _put(self, request: Request) -> None:
@@ -172,10 +173,10 @@ class SamplingGroups:
         """Requests that wait."""
         return sum(map(len, self._waiting.values()))
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether `request`, which wants to run, has to wait for the prompt of another; then it
-        waits here. Else its `prefix_source` is the request in whose pages it will find its prompt,
-        if there is one."""
+    def park_if_blocked(self, request: Request) -> bool:
+        """Takes `request`, which is to run, if another computes its prompt; it waits here then.
+        Else its `prefix_source` becomes the request in whose pages it will find its prompt, if
+        there is one. True if it was taken."""
         name, request.prefix_source = request.work.group_leader, None
         if not name:
             return False
@@ -274,10 +275,10 @@ class PrefixesInProgress:
         self._blocks_led.clear()
         return True
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether `request`, which wants to run, has to wait for a beginning that another computes;
-        then it waits here. Else it will find `shared_len` tokens in the pages of its
-        `prefix_source`, if there is one: a step that computes them has been planned."""
+    def park_if_blocked(self, request: Request) -> bool:
+        """Takes `request`, which is to run, if another computes a beginning of its prompt; it waits
+        here then. Else it will find `shared_len` tokens in the pages of its `prefix_source`, if
+        there is one: a step that computes them has been planned. True if it was taken."""
         request.shared_len = 0
         if not self._block_size or request.prefix_source is not None or request.prompt_score_size:
             return False
@@ -378,8 +379,8 @@ def _precedes(lead: Request, request: Request) -> bool:
     return lead.phase in COMING and lead.work.priority <= request.work.priority
 
 
-# After so long engines are asked anew: a subscription may have been late.
-ASK_AGAIN_SECONDS = 1.0
+# Seconds after which engines are asked for a grammar again: a subscription may have been late.
+GRAMMAR_RETRY_SECONDS = 1.0
 MAX_KNOWN = 128  # grammars that engines are taken to have; they keep twice as many
 
 
@@ -432,33 +433,35 @@ class GrammarQueue:
             one.ranks_prepared.clear()
             one.sent = float("-inf")
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether `request`, which wants to run, has to wait; then it waits here."""
-        if not self.lacks_grammar(request) and not self.mask_budget.must_wait(request):
+    def park_if_blocked(self, request: Request) -> bool:
+        """Takes `request`, which is to run, if its grammar is not compiled or its masks cannot be
+        paid for; it waits here then. True if it was taken."""
+        if self.ensure_grammar(request) and not self.mask_budget.park_if_blocked(request):
             return False
         if request.phase != "waiting_for_grammar":  # for its turn, when the engines were others
             request.move("waiting_for_grammar")
         return True
 
-    def lacks_grammar(self, request: Request) -> bool:
-        """Whether `request` has to wait, where it waits apart anyway; engines are asked then."""
+    def ensure_grammar(self, request: Request) -> bool:
+        """True if engines have compiled the grammar of `request`, or it needs none. Else they are
+        asked to, `request` is noted as waiting for it, and the answer is False; its phase stays."""
         spec = request.work.params.structured_outputs
         if spec is None:
-            return False
+            return True
         if spec in self._known:
             self._known.move_to_end(spec)
-            return False
+            return True
         for one in self._pending.values():
             if one.prepare.spec == spec:
                 if request not in one.waiting:
                     one.waiting.append(request)
-                return True
+                return False
         slow = request.work.slow_grammar
         prepare = Prepare(request_id=request.id, spec=spec, slow=slow)
         if slow:
             self._slow.put(request.work.client, 1, request.id)
         self._pending[request.id] = PendingGrammar(prepare, [request])
-        return True
+        return False
 
     def remove(self, request: Request) -> None:
         """`request` has ended; unknown ones are fine."""
@@ -475,7 +478,7 @@ class GrammarQueue:
         while self._current_slow not in self._pending and len(self._slow):
             self._current_slow = self._slow.take()
         for key, one in self._pending.items():
-            if now - one.sent >= ASK_AGAIN_SECONDS and (
+            if now - one.sent >= GRAMMAR_RETRY_SECONDS and (
                 key == self._current_slow or not one.prepare.slow
             ):
                 one.sent = now
@@ -525,8 +528,9 @@ class MaskBudget:
         """Requests that wait for room to begin."""
         return len(self._waiting)
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether `request`, which wants to begin, has to wait; then it waits here."""
+    def park_if_blocked(self, request: Request) -> bool:
+        """Takes `request`, which is to begin, if its masks cost much and are not paid for; it waits
+        here then. True if it was taken."""
         if request.mask_turn == PAID or not self._price(request):
             return False
         self._waiting.append(request)
