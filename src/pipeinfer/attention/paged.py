@@ -45,6 +45,7 @@ KernelMaker = Callable[[Sequence[AttentionShape], torch.device], PagedKernel]
 class PagedMetadata:
     """The kernels' metadata of one step; None where there is no such row.
 
+    decodes: rows of one token (GraphShape), which come first. decode, prefill: by kernel.
     prefill_from: the token from which prefill rows count their queries. at_once: both kernels may
     run at the same time, because they write nothing in common.
     """

@@ -55,7 +55,7 @@ class PackedStep:
     overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
     truncated: int64, those of the rows that sample with top-k, top-p or min-p; biased: whether the
     logits of some of them are raised or lowered.
-    scores: where log-probs are asked for. logits: [S, shard] once computed, None if no row samples.
+    scores: where log-probs are asked for. logits: [L, shard] once computed, None if no row samples.
     """
 
     step: Step
@@ -94,9 +94,9 @@ class LaunchedStep:
     reason.
 
     Written by the device's work, read when the step has ended:
-    drawn: int64 [S, 2], how many tokens each row of logits gave, and which. rows: those of `drawn`
+    drawn: int64 [L, 2], how many tokens each row of logits gave, and which. rows: those of `drawn`
     that belong to rows that sample, in their order. scores: where log-probs are asked for.
-    logits: [S, vocab], if they are kept.
+    logits: [L, vocab], if they are kept.
     """
 
     step: Step
@@ -255,8 +255,8 @@ class Runner:
         masks."""
         masked, event = launched.step.masked, launched.two_phase
         assert masked is not None and event is not None
-        many, width = len(masked.rows), -(-self._sampler.vocab // 32)
-        words = launched.buffers.masks.take(many * width).view(many, width)
+        count, width = len(masked.rows), -(-self._sampler.vocab // 32)
+        words = launched.buffers.masks.take(count * width).view(count, width)
         with self.phases.span("masks", launched.step.number):
             launched.refused = fill(words.numpy())
         event.complete(self.device.submit(partial(self._sample_masked, launched, words)))
@@ -273,10 +273,9 @@ class Runner:
             scores.add_outputs(logits)  # of what the model said, before all else
         launched.logits = self._kept_logits(logits)
         rows = masked.rows if packed.sample_rows is None else packed.sample_rows[masked.rows]
-        where = logits.device
-        at = tensor_of(rows).to(where, non_blocking=True)
-        there = self._sampler.masks(words.to(where, non_blocking=True))
-        self._kernels.apply_token_bitmask(logits, at, there, self._sampler.first_id)
+        device_rows = tensor_of(rows).to(logits.device, non_blocking=True)
+        device_words = self._sampler.masks(words.to(logits.device, non_blocking=True))
+        self._kernels.apply_token_bitmask(logits, device_rows, device_words, self._sampler.first_id)
         with self.phases.span("sample", packed.step.number):
             self._sample(packed, launched)
 
@@ -343,7 +342,7 @@ class Runner:
         )
 
     def _forward(self, packed: PackedStep, metadata: AttentionMetadata) -> torch.Tensor | None:
-        """Logits [S, shard], ready to be sampled; None if no row samples."""
+        """Logits [L, shard], ready to be sampled; None if no row samples."""
         if packed.graph is None:
             return self._logits(packed.views, metadata, packed.scores)
         packed.graph.replay()  # sampling by temperature included
@@ -366,7 +365,7 @@ class Runner:
     def _logits(
         self, views: DeviceStep, metadata: AttentionMetadata, scores: Scores | None = None
     ) -> torch.Tensor | None:
-        """Logits [S, shard] after prepare_inputs, ready to be sampled; None if no row samples.
+        """Logits [L, shard] after prepare_inputs, ready to be sampled; None if no row samples.
 
         scores: gets the hidden states and logits that log-probs need.
         """
@@ -392,11 +391,11 @@ class Runner:
         self, logits: torch.Tensor, views: DeviceStep, values: bool = False
     ) -> None:
         edits, first = self._state.logit_edits, self._sampler.first_id
-        where = views.write_slots, views.sample_positions
-        self._kernels.apply_logit_bias(logits, *where, edits, first, values)
+        slots, positions = views.write_slots, views.sample_positions
+        self._kernels.apply_logit_bias(logits, slots, positions, edits, first, values)
 
     def _draw(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
-        """int64 [S, 2]: what the graph has sampled, unless some row needs more than temperature."""
+        """int64 [L, 2]: what the graph has sampled, unless some row needs more than temperature."""
         step, views, graph = packed.step, packed.views, packed.graph
         sample_rows, truncated = packed.sample_rows, packed.truncated
         alike = step.penalties is None and not len(truncated) and not packed.biased

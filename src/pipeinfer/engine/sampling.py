@@ -37,11 +37,11 @@ class Sampler(Protocol):
     vocab: int
 
     def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """[S, hidden] to [S, share]."""
+        """[L, hidden] to [L, share]."""
         ...
 
     def gather_logits(self, logits: torch.Tensor, /) -> torch.Tensor:
-        """[S, vocab]; all ranks must call it."""
+        """[L, vocab]; all ranks must call it."""
         ...
 
     def masks(self, words: torch.Tensor, /) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Sampler(Protocol):
         truncated: np.ndarray,
         /,
     ) -> torch.Tensor:
-        """int64 [S, 2], how many tokens each row gave and which, the same on all ranks; ids also go
+        """int64 [L, 2], how many tokens each row gave and which, the same on all ranks; ids also go
         to last_token at `write_slots`. A row of bad logits gives none. truncated: int64, the rows
         with top-k, top-p or min-p.
         """
@@ -206,7 +206,7 @@ class Penalties:
     def apply(
         self, logits: torch.Tensor, rows: PenaltyRows, entries: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Changes logits float32 [R, ids and padding] in place, by what was said so far. Returns
+        """Changes logits float32 [L, ids and padding] in place, by what was said so far. Returns
         int64 [N] each: which of them are those of `rows`, and their slots.
 
         entries: int64 [S], which row of logits belongs to each row that samples; None: the same.
@@ -223,7 +223,7 @@ class Penalties:
         return at, slots
 
     def count(self, drawn: torch.Tensor, at: torch.Tensor, slots: torch.Tensor) -> None:
-        """Those rows of `drawn` int64 [R, 2], how many tokens each gave and which, are said now;
+        """Those rows of `drawn` int64 [L, 2], how many tokens each gave and which, are said now;
         at, slots: as `apply` has returned them."""
         many, ids = drawn.to(self._counts.device)[at].unbind(1)
         column = ids - self._first_id
@@ -331,13 +331,13 @@ class Scores:
                 begin += len(part)
 
     def add_outputs(self, logits: torch.Tensor) -> None:
-        """Logits [S, share] as the model gave them, which may be changed from now on."""
+        """Logits [L, share] as the model gave them, which may be changed from now on."""
         if self._rows is not None:
             at = self._at(logits.device)
             self._raw = logits[: len(self._rows.rows)].clone() if at is None else logits[at]
 
     def add_sampled(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
-        """Computes the scores of what the rows have drawn, int64 [S, 2]. logits: [S, share] as the
+        """Computes the scores of what the rows have drawn, int64 [L, 2]. logits: [L, share] as the
         model gave them, unless they were kept."""
         if self._rows is None:
             return

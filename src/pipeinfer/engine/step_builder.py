@@ -198,7 +198,8 @@ NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
 class RequestTable:
-    """Sampling parameters by slot, [max_slots] each; stale in empty slots, which are not read."""
+    """On the host, sampling parameters by slot, [max_slots] each; stale in empty slots, which are
+    not read."""
 
     def __init__(self, max_slots: int) -> None:
         self._fields = filled(max_slots)

@@ -17,9 +17,12 @@ from pipeinfer.messages import Admit, Admitted, Digests, Extend, PromptLogprobs,
 from pipeinfer.scheduler.request import Request
 from pipeinfer.wire import pack, unpack
 
+PlannedRow = tuple[Request, int]  # a row of a step: the request, and how many tokens it computes
+RowInFlight = tuple[Request, int]  # of a published step: the request, and its `admission` then
+
 
 class EngineState:
-    """Of one group of `tp` ranks: what the scheduler knows of its engine.
+    """What the scheduler knows of the engine of one group of `tp` ranks.
 
     slots: who holds one. in_flight: the steps that have no result yet.
     """
@@ -210,7 +213,7 @@ class Slots:
         resets, self._resets = self._resets, False
         return resets
 
-    def remaining_steps(self, rows: Iterable[tuple[Request, int]]) -> int:
+    def remaining_steps(self, rows: Iterable[PlannedRow]) -> int:
         """Steps that the longest of these decodes may still take. Of what `max_tokens` leaves it,
         as much as requests took lately, unless the model cannot end it."""
         longest = certain = 0
@@ -223,11 +226,12 @@ class Slots:
 
     def release(self, request: Request, count_pages: bool = True) -> None:
         """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
-        as far as it was confirmed. A prompt that nothing was sampled from before its client left
-        does not: its logits may be bad. count_pages: False if a StepComposer has counted them."""
+        as far as results have confirmed it. A prompt that nothing was sampled from before its
+        client left does not: its logits may be bad. count_pages: False if a StepComposer has
+        counted them."""
         del self.running[request.id]
         self.knowing_ahead.pop(request.id, None)
-        ids = pack(request.confirmed)
+        ids = pack(request.sampled_ids)
         keep = not request.bad_logits and (request.sampled or request.phase != "finished")
         self._releases.append(
             Release(
@@ -250,7 +254,7 @@ class Slots:
         }
         return self.knowing_ahead
 
-    def extend(self, rows: Iterable[tuple[Request, int]]) -> tuple[Extend, ...]:
+    def extend(self, rows: Iterable[PlannedRow]) -> tuple[Extend, ...]:
         """For these rows, whose requests know all their tokens: the ids that the engine has not
         got. From now on they count as sent (Request.jump)."""
         return tuple(Extend(slot=r.slot, ids=pack(r.jump(count))) for r, count in rows)
@@ -262,15 +266,15 @@ class Slots:
         self.released_pages = 0
         return releases
 
-    def shared_by(self, requests: Sequence[Request]) -> bytes:
-        """Slots, int32, of the half-computed prompts whose pages these will find, if the plan that
-        admits them puts those into the prefix cache first."""
-        lending = {
+    def prefix_source_slots(self, requests: Sequence[Request]) -> bytes:
+        """int32, slots of the half-computed prompts whose pages `requests` will find, if the plan
+        that admits them puts those pages into the prefix cache first."""
+        sources = {
             r.prefix_source
             for r in requests
             if r.prefix_unpublished and r.prefix_source is not None
         }
-        return pack(sorted(lead.slot for lead in lending if lead.id in self.running))
+        return pack(sorted(source.slot for source in sources if source.id in self.running))
 
     def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]:
         """Gives each of them a slot."""
@@ -319,10 +323,14 @@ class StepOverdue(Exception):
 
 @dataclass(slots=True)
 class StepInFlight:
-    """One plan: its rows as (request, admission of that request), and the slots they had then."""
+    """One published plan without a result.
+
+    number: of the plan. rows: RowInFlight, not PlannedRow. slots: of the rows, when the plan was
+    written. published: when, in seconds.
+    """
 
     number: int
-    rows: list[tuple[Request, int]]
+    rows: list[RowInFlight]
     slots: list[int]
     published: float
 
@@ -333,7 +341,7 @@ class StepsInFlight:
     def __init__(self) -> None:
         self._steps: deque[StepInFlight] = deque()
         self._late_after = LATE_SECONDS
-        self._newest = -1  # plan of this epoch
+        self._newest = -1  # number of the last plan of this epoch
         self.deferred = 0  # rows, over all epochs
 
     def __len__(self) -> int:
@@ -344,7 +352,7 @@ class StepsInFlight:
         """The last plan of this epoch; -1 if there is none."""
         return self._newest
 
-    def add(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
+    def add(self, number: int, rows: list[PlannedRow], now: float) -> int:
         """Plan `number` was published, at `now`, with these rows. Projects each of their requests
         by its row (Request.project), and returns the tokens that the plan will compute."""
         slots = [request.slot for request, _ in rows]
@@ -430,10 +438,10 @@ class StepsInFlight:
         bad = set(unpack(result.bad).tolist()) if result.bad else ()
         at, logprobs, end_of_scores, row_logprobs = 0, result.logprobs, 0, b""
         rows = zip(flight.rows, flight.slots, row_ends, produced, strict=True)
-        for (request, admission), slot, end, many in rows:
-            tokens, at = ids[at : at + many], at + many
+        for (request, admission), slot, end, num_ids in rows:
+            tokens, at = ids[at : at + num_ids], at + num_ids
             if request.score_size:
-                begin, end_of_scores = end_of_scores, end_of_scores + many * request.score_size
+                begin, end_of_scores = end_of_scores, end_of_scores + num_ids * request.score_size
                 row_logprobs = logprobs[begin:end_of_scores]
             request.steps_in_flight -= 1
             if request.phase == "finished" or request.admission != admission:

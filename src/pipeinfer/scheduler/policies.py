@@ -11,13 +11,11 @@ import importlib
 from typing import Protocol
 
 from pipeinfer.command_line import none_of
-from pipeinfer.scheduler.engine_state import PageAllowance, Slots
+from pipeinfer.scheduler.engine_state import PageAllowance, PlannedRow, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import PrefillBudget, Prompt
-
-Row = tuple[Request, int]  # and how many tokens of it
 
 # Rows of a step that jump, each over several tokens: graphs have room for so many. Where prompts
 # wait, jumps take one of so many parts of what may go beside decodes.
@@ -43,7 +41,7 @@ class StepComposer:
         nothing_in_flight: bool = False,
     ) -> None:
         """max_tokens: of the step. now: seconds, by the clock of Request.arrived_at."""
-        self.rows: list[Row] = []
+        self.rows: list[PlannedRow] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
         self.pages = PageAllowance(slots.credits, slots.released_pages)

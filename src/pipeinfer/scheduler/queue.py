@@ -24,6 +24,7 @@ from pipeinfer.core import FairQueue
 from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS
 from pipeinfer.messages import Prepare, Prepared
 from pipeinfer.params import StructuredOutputs
+from pipeinfer.scheduler.engine_state import PlannedRow
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 from pipeinfer.step_cost import Prompt
 
@@ -130,9 +131,9 @@ class WaitingQueue:
         ]
         num_far, tokens = len(self) - len(near), self.tokens - sum(r.queued_tokens for r in near)
         if num_far > 0:
-            mean, many = max(tokens // num_far, 1), min(num_far, AHEAD)
-            found += [Prompt(mean)] * many
-            found.append(Prompt(max(tokens - mean * many, 0)))
+            mean, num_mean = max(tokens // num_far, 1), min(num_far, AHEAD)
+            found += [Prompt(mean)] * num_mean
+            found.append(Prompt(max(tokens - mean * num_mean, 0)))
         return found
 
     def pop(self) -> Request:
@@ -567,7 +568,7 @@ class MaskBudget:
                 remaining -= self._price(request)
         return out
 
-    def spend(self, rows: Iterable[tuple[Request, int]], running: Collection[Request]) -> None:
+    def spend(self, rows: Iterable[PlannedRow], running: Collection[Request]) -> None:
         """A plan was written with these (request, count) rows."""
         if not self._prices:
             return
