@@ -376,9 +376,9 @@ class StepsInFlight:
             )
 
     def on_admitted(self, admitted: Admitted) -> list[tuple[int, int]]:
-        """What the prefix cache held of the requests that a plan admitted. Of those that are
-        further by now than was thought, the computed tokens that were thought of and that there
-        will be, once the steps in flight are done. Raises InvalidReport."""
+        """Takes what the prefix cache held of the requests that a plan admitted, and projects these
+        anew. Returns (projected before, projected now), in tokens, of each request that is further
+        than was projected. Raises InvalidReport."""
         number = admitted.number
         if not 0 <= number <= self._newest:
             raise InvalidReport(

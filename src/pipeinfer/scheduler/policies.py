@@ -302,7 +302,7 @@ POLICIES = {
 class Policy(Protocol):
     """Composes one step; may keep state of its own, but reads no clock."""
 
-    def compose(self, step: StepComposer) -> None:
+    def compose(self, composer: StepComposer) -> None:
         """Gives the step its rows, in the order in which memory and tokens are given out."""
         ...
 
@@ -327,11 +327,11 @@ class Mixed:
     tokens is bounded (see step_cost.py). While no request decodes, prompts get the whole step.
     """
 
-    def compose(self, step: StepComposer) -> None:
-        step.decode_all()
-        step.limit_prefill()
-        step.continue_prompts()
-        step.admit_while_possible()
+    def compose(self, composer: StepComposer) -> None:
+        composer.decode_all()
+        composer.limit_prefill()
+        composer.continue_prompts()
+        composer.admit_while_possible()
 
 
 class Throughput:
@@ -341,11 +341,11 @@ class Throughput:
     alone (see step_cost.py): a step may take as long as it likes.
     """
 
-    def compose(self, step: StepComposer) -> None:
-        step.decode_all()
-        step.limit_prefill(cheapest_rate=True)
-        step.continue_prompts()
-        step.admit_while_possible()
+    def compose(self, composer: StepComposer) -> None:
+        composer.decode_all()
+        composer.limit_prefill(cheapest_rate=True)
+        composer.continue_prompts()
+        composer.admit_while_possible()
 
 
 class PrefillFirst:
@@ -355,11 +355,11 @@ class PrefillFirst:
     A steady flow of prompts stops every running request; meant for offline batches and comparisons.
     """
 
-    def compose(self, step: StepComposer) -> None:
-        step.continue_prompts()
-        step.admit_while_possible()
-        if not step.rows:
-            step.decode_all()
+    def compose(self, composer: StepComposer) -> None:
+        composer.continue_prompts()
+        composer.admit_while_possible()
+        if not composer.rows:
+            composer.decode_all()
 
 
 MAX_DECODE_STEPS = 8  # steps of decodes in a row while a prompt waits
@@ -373,16 +373,16 @@ class DecodeFirst:
     def __init__(self) -> None:
         self._decode_steps = 0
 
-    def compose(self, step: StepComposer) -> None:
-        if step.prompts_wait and self._decode_steps >= MAX_DECODE_STEPS:
-            self._prompts(step)
-        if not step.rows:
-            step.decode_all()
+    def compose(self, composer: StepComposer) -> None:
+        if composer.prompts_wait and self._decode_steps >= MAX_DECODE_STEPS:
+            self._prompts(composer)
+        if not composer.rows:
+            composer.decode_all()
             self._decode_steps += 1
-        if not step.rows:
-            self._prompts(step)
+        if not composer.rows:
+            self._prompts(composer)
 
-    def _prompts(self, step: StepComposer) -> None:
-        step.continue_prompts()
-        step.admit_while_possible()
+    def _prompts(self, composer: StepComposer) -> None:
+        composer.continue_prompts()
+        composer.admit_while_possible()
         self._decode_steps = 0
