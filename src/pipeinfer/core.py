@@ -105,13 +105,13 @@ class GraphDue(Message, frozen=True):
 
 
 class StepDone(Message, frozen=True):
-    """The device finished step `number`. R: rows that sampled, in the step's order.
+    """The device finished step `number`. S: rows that sampled, in the step's order.
 
     Attributes:
-    - counts: int32 bytes [R], tokens that each row gave
+    - counts: int32 bytes [S], tokens that each row gave
     - token_ids: int32 bytes, row after row
     - seconds: that the step took
-    - bad: int32 bytes, those of the R rows whose logits were not finite
+    - bad: int32 bytes, those of the S rows whose logits were not finite
     - logprobs: scores (wire.py) of those ids whose rows ask for them
     - prompts: scores of each of the chunks whose tokens are scored
     - refused: by row, why its grammar allows nothing

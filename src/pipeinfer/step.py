@@ -1,7 +1,7 @@
 """One step as arrays: what the memory manager decided and what the model runner computes from.
 
-Knows no plan, no policy and no torch: memory, attention and engine speak in it. Rows are requests,
-tokens are the flattened rows.
+Memory, attention and engine speak in it. Needs no torch to be imported, and knows no policy. Rows
+are requests, tokens are the flattened rows.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class BadWords:
     - ends: int32 [n], where each of the n sequences ends in `ids`
     - ids: int32, the sequences, one after the other
     - begin: the position at which the output begins
-    - known: how many tokens of prompt and output are known
+    - num_known: how many tokens of prompt and output are known
     - recent: int32, the last known ids of the output
     """
 
@@ -287,11 +287,13 @@ class Step:
     """One step on the host: what `Rows` (memory/manager.py) becomes, and what a DeviceStep
     (kernels/interface.py) is made from. Written by StepBuilder, read by Runner and the masks.
 
-    R rows, T tokens, S rows that sample. Rows with one token (decodes) come first.
+    R rows, T tokens, S rows that sample. Rows with one token come first. They are called decodes
+    here, in GraphShape and by attention, also where the token is the whole of a prompt's chunk: it
+    is computed alike. DeviceStep has L rows of logits, which in graphs may be more than S.
 
     Attributes:
     - epoch, number: of the plan
-    - decodes: how many rows have one token
+    - decodes: how many rows have one token, decodes and chunks of one token
     - slots, starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r]+counts[r]-1,
       counts[r] >= 1
     - samples: bool [R]; the last position of such a row gives logits, and the sampled id goes to

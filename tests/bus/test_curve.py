@@ -217,7 +217,7 @@ async def test_a_stage_without_keys_among_those_that_have_some_ends_with_the_rea
     tokenizer = Stage("tokenizer", place)
     gateway = Stage("gateway", Topology(place.entries))
     try:
-        with pytest.raises(RuntimeError, match=r"tokenizer-0 at tcp://.* has CURVE keys, one not"):
+        with pytest.raises(RuntimeError, match=r"tokenizer-0 at tcp://.* must both use CURVE keys"):
             # Only a try in which the peer's greeting is read before its reset says why: on a busy
             # machine few of the ten a second.
             async with asyncio.timeout(120):

@@ -151,6 +151,18 @@ def test_a_prompts_log_probs_are_those_of_the_attempt_that_asked(bench: Bench) -
     assert not bench.rows
 
 
+def test_log_probs_and_rows_say_alike_where_the_text_of_a_token_begins(bench: Bench) -> None:
+    half, marker = bench.ids("a🙂")[:-1], bench.ids("the")
+    ids = [*half, *marker, *half, *marker]
+    bench.open(logprobs=MOST, token_offsets=True)
+    scored(bench, ids[:-1])
+    scored(bench, ids[-1:], len(ids) - 1)
+    found = [at for row in bench.rows for at in unpack(row.offsets).tolist()]
+    assert bench.text == "a\ufffdthea\ufffdthe"
+    assert found[-1] == bench.text.rindex("the")
+    assert offsets(bench) == found
+
+
 def test_who_asks_for_none_gets_none(bench: Bench) -> None:
     bench.open()
     bench.row(bench.ids("ab"))

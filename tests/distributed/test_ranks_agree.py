@@ -33,7 +33,7 @@ from pipeinfer.messages import (
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import MAX_UNCOMPARED, DigestAgreement, RanksDisagree
-from pipeinfer.scheduler.epochs import ASK_AGAIN_SECONDS
+from pipeinfer.scheduler.epochs import KILL_RETRY_SECONDS
 from pipeinfer.step import Sampled, Step
 from pipeinfer.wire import pack, unpack
 
@@ -178,7 +178,7 @@ def test_a_fault_of_one_of_several_ranks_restarts_all_of_them():
     plans = len(group.plans)
     group.tick()  # the old processes are still there, and say nothing new
     assert len(group.plans) == plans and len(group.faults) == 1
-    group.wait(ASK_AGAIN_SECONDS)  # and if nobody hears that they should end, it is said again
+    group.wait(KILL_RETRY_SECONDS)  # and if nobody hears that they should end, it is said again
     assert len(group.plans) == plans and len(group.faults) == 2
 
 
@@ -323,13 +323,13 @@ def test_late_word_of_a_death_condemns_no_rank_that_began_after_it():
 def test_digests_that_leave_plans_out_are_no_agreement():
     agreement = DigestAgreement(2)
     agreement.on_result(5)
-    with pytest.raises(RanksDisagree, match="rank 1 told of plan 1, 0 was expected"):
+    with pytest.raises(RanksDisagree, match="rank 1 sent digests from plan 1 on, but plan 0"):
         agreement.on_digests(Digests(1, 1, 1, np.array([5], dtype="<u8").tobytes()))
 
 
 def test_a_rank_that_says_nothing_is_noticed():
     agreement = DigestAgreement(2)
-    with pytest.raises(RanksDisagree, match=f"rank 1 said nothing of {MAX_UNCOMPARED + 1} plans"):
+    with pytest.raises(RanksDisagree, match=f"sent no digests of {MAX_UNCOMPARED + 1} plans"):
         for _ in range(MAX_UNCOMPARED + 1):
             agreement.on_result(1)
 
@@ -338,5 +338,5 @@ def test_plans_of_a_rank_that_has_nobody_to_agree_with_are_not_compared():
     agreement = DigestAgreement(1)
     agreement.on_result(5)
     assert agreement.compared == 0
-    with pytest.raises(RanksDisagree, match="there is no rank 1 beside rank 0"):
+    with pytest.raises(RanksDisagree, match="digests came from rank 1, but"):
         agreement.on_digests(Digests(1, 1, 0, np.array([5], dtype="<u8").tobytes()))

@@ -18,7 +18,7 @@ class Edited:
         self.state = SlotState(slots, pages, MAX_LOGIT_EDITS, torch.device("cpu"))
 
     def apply(self, delta: StepDelta) -> None:
-        pairs = torch.from_numpy(self.state.changes(delta))
+        pairs = torch.from_numpy(self.state.apply_on_host(delta))
         host.scatter_words(pairs, torch.tensor([len(pairs) // 2]), self.state.words)
 
     def logits(

@@ -76,7 +76,7 @@ def test_the_next_request_of_a_slot_is_free_of_what_the_last_one_must_not_say():
     table, state = RequestTable(SLOTS), Edited(SLOTS)
     for banned, listed in ((((1, 2), (3,)), (1, 2, 3)), ((), None)):
         table.put(structs.replace(admit(2, 4, allowed_token_ids=listed), bad_word_ids=banned))
-        admitted, fields, edits = table.changes()
+        admitted, fields, edits = table.take_changes()
         state.apply(StepDelta(admitted=admitted, fields=fields, logit_biases=edits))
         state.state.by_slot.last_token[2] = 1
         left = state.logits(np.zeros((1, 5), np.float32), [2], [5])[0]
@@ -92,7 +92,7 @@ def test_outputs_of_before_a_preemption_count_up_to_the_longest_sequence():
         one = structs.replace(one, token_ids=pack(known), bad_word_ids=(*banned, sequence))
         state, table = Edited(1), RequestTable(1)
         table.put(one)
-        admitted, fields, edits = table.changes()
+        admitted, fields, edits = table.take_changes()
         state.apply(StepDelta(admitted=admitted, fields=fields, logit_biases=edits))
         left = state.logits(np.zeros((1, 120), np.float32), [0], [len(known)])[0]
         assert np.flatnonzero(left).tolist() == [sequence[-1]]
@@ -111,7 +111,7 @@ def test_biases_are_added_and_ids_suppressed_until_a_request_has_its_least_token
                 data.draw(st.integers(1, 9)), data.draw(st.integers(0, 5)), ids, data.draw(BIASES)
             )  # fmt: skip
             table.put(admit(slot, length, ids, min_tokens=least, logit_bias=biases))
-        changes = table.changes()
+        changes = table.take_changes()
         if changes is not None:
             admitted, fields, edits = changes
             assert len(set(admitted.tolist())) == len(admitted)
@@ -135,12 +135,12 @@ def test_a_slot_is_said_once_and_with_what_it_holds_now():
     table = RequestTable(SLOTS)
     for slot, seed in ((3, 7), (1, 8), (3, 9)):
         table.put(structs.replace(admit(slot, 2, (4,), min_tokens=1), seed=seed))
-    admitted, fields, edits = table.changes()
+    admitted, fields, edits = table.take_changes()
     assert admitted.tolist() == [3, 1] and fields["seed"].tolist() == [9, 8]
     assert [one.slot for one in edits] == [3, 1]
-    assert table.changes() is None
+    assert table.take_changes() is None
     table.put(admit(3, 2))
-    assert table.changes()[2] == ()
+    assert table.take_changes()[2] == ()
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -158,7 +158,7 @@ def test_no_parameter_is_too_large_for_the_arrays(params):
     fields = table.fields(np.array([2], np.int32))
     values = {name: values[0] for name, values in fields.items()}
     assert values["top_k"] == (2**31 - 1 if "top_k" in params else 0)
-    [edits] = table.changes()[2]
+    [edits] = table.take_changes()[2]
     assert edits.until.tolist() == [2**31 - 1 if "min_tokens" in params else 4] * 2
     assert np.isfinite(list(values.values())).all()
     assert values["min_p"] <= 1

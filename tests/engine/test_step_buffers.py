@@ -84,7 +84,7 @@ class Side:
 
     def expand(self, step: Step, room: Shape, samples: int, graph: bool):
         views = self.arrays.views(room, samples, graph)
-        changes = self.state.changes(step.delta)
+        changes = self.state.apply_on_host(step.delta)
         used, entries = self.packer.pack(step, room, samples, changes)
         assert (self.buffer[used:] == -7).all(), "what is not uploaded is not written"
         self.arrays.words[:used] = torch.from_numpy(self.buffer[:used])
@@ -230,7 +230,7 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
     state, random = SlotState(SLOTS, PAGES, 4, CPU), np.random.default_rng(0)
 
     def apply(**changes) -> None:
-        pairs = torch.from_numpy(state.changes(StepDelta(**changes))).view(-1, 2).long()
+        pairs = torch.from_numpy(state.apply_on_host(StepDelta(**changes))).view(-1, 2).long()
         assert len(pairs[:, 0].unique()) == len(pairs), "an index twice has either value"
         state.words[pairs[:, 0]] = pairs[:, 1].int()
 

@@ -181,7 +181,7 @@ async def test_a_full_queue_answers_before_the_body_is_there(
             await asyncio.sleep(0.001)
         status, error = await raw(gateway, head(path, 20 * 2**20))
         assert (status, error["code"]) == (429, "queue_full")
-        metrics = gateway.driver._service.metrics.exposition("")[0].decode()
+        metrics = gateway.driver._context.metrics.exposition("")[0].decode()
         assert 'pipeinfer_requests_total{outcome="refused"} 1.0' in metrics
         waiting.cancel()
 

@@ -82,7 +82,7 @@ async def test_a_client_that_leaves_just_before_the_first_chunk_counts_as_gone(g
             await asyncio.sleep(0.01)
     writer.close()
     assert aborted.request_id == submit.request_id
-    counted = gateway.driver._service.metrics.exposition("")[0].decode()
+    counted = gateway.driver._context.metrics.exposition("")[0].decode()
     assert 'key_requests_total{key="anonymous",outcome="abort"} 1.0' in counted
     assert 'key_requests_total{key="anonymous",outcome="ok"} 0.0' in counted
 

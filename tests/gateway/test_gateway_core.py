@@ -32,6 +32,7 @@ from pipeinfer.messages import (
     Recover,
     Recovered,
     Refused,
+    StopHit,
     Submit,
     Text,
     TextRow,
@@ -47,6 +48,11 @@ PARAMS = SamplingParams()
 def row(text: str, byte: int, token: int, *, attempt: int = 1, **more: object) -> TextRow:
     """One row of request "r" with a single token."""
     return TextRow("r", attempt, text, byte, token, pack([token]), **more)  # type: ignore
+
+
+def test_a_message_of_another_stage_is_an_error() -> None:
+    with pytest.raises(TypeError, match="StopHit"):
+        GatewayCore(EXPECTED).handle(StopHit("r", 1, 1), 0.0)
 
 
 LIMITS = {"max_queue": None, "max_queue_tokens": 0}

@@ -24,7 +24,7 @@ from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.ledger import Call
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.schema import PROMPT_FIELDS, ChatRequest, TokenizeRequest
-from pipeinfer.gateway.serving import CHAT_FIELDS, decode, prompt_call, tokenize_call
+from pipeinfer.gateway.serving import CHAT_FIELDS, chat_prompt_call, decode, tokenize_call
 from pipeinfer.gateway.tool_parsers.registry import NO_PARSERS, OutputParsers
 from pipeinfer.params import SamplingParams
 from pipeinfer.text import read_tokenizer_config, template_sources, tokenizer_info
@@ -286,4 +286,4 @@ def test_messages_are_counted_as_they_are_answered(body: dict[str, Any]) -> None
     counted = decode(json.dumps(fields).encode(), CountRequest, print)
     answered = decode(json.dumps({"max_tokens": 1, **fields}).encode(), MessagesRequest, print)
     [call] = parse_chat(to_chat(answered, True), "c", CALLING, "").calls
-    assert prompt(prompt_call(to_prompt_chat(counted), "t", CALLING)) == prompt(call)
+    assert prompt(chat_prompt_call(to_prompt_chat(counted), "t", CALLING)) == prompt(call)

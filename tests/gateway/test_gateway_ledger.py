@@ -39,7 +39,7 @@ def row(text: str, byte: int, token: int, ids: int) -> TextRow:
 
 def test_a_new_record_has_delivered_nothing_and_has_no_group():
     new = record()
-    assert new.prompt_tokens == -1 and not new.started and new.early == []
+    assert new.prompt_tokens == -1 and not new.has_output and new.early == []
     assert (new.bytes, new.tokens, new.group, new.prompt_tokens) == (0, 0, -1, -1)
     assert list(resubmissions([new])) == [new.submit] and new.submit.group == -1
     new.group = 2

@@ -223,13 +223,19 @@ async def test_one_byte_at_a_time_is_not_enough_for_ever(
             dripping.send(bytes([byte]))
 
     dripper = asyncio.create_task(drip())
-    ends = []
+    ends, messages = [], []
     for client in (silent, dripping):
         head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 10)
         assert head.startswith(b"HTTP/1.1 408 "), head
         ends.append(time.monotonic() - started)
+        error = await asyncio.wait_for(client.reader.readuntil(b"}}"), 10)
+        messages.append(json.loads(error)["error"]["message"])
     dripper.cancel()
     assert ends[0] > 0.25 and ends[1] > 0.9
+    assert messages == [
+        "no byte of the body came for 0.3 s",
+        "the whole body did not come within 1 s",
+    ]
     for client in (silent, dripping):
         await client.close()
 

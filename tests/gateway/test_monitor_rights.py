@@ -38,7 +38,7 @@ def headers(key: str | None) -> dict[str, str]:
 
 
 def sight(gateway: Gateway) -> PipelineMonitor:
-    found = gateway.driver._service.monitor
+    found = gateway.driver._context.monitor
     assert found is not None
     return found
 

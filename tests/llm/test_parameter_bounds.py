@@ -103,7 +103,7 @@ def test_what_is_taken_fits_the_engines_arrays_and_means_the_same_there(
     assert rows["top_k"][0] == params.top_k
     counts = np.array([params.min_tokens, *params.stop_token_ids], dtype=np.int32)
     assert (counts >= 0).all()
-    changes = table.changes()
+    changes = table.take_changes()
     assert changes is not None
     said = [pair for edits in changes[2] for pair in zip(edits.ids, edits.values, strict=True)]
     assert dict(said) == {token: np.float32(bias) for token, bias in params.logit_bias.items()}

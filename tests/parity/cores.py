@@ -32,11 +32,11 @@ class Nuisance:
     def __init__(self) -> None:
         self._mixed, self._steps = Mixed(), 0
 
-    def compose(self, step: StepComposer) -> None:
+    def compose(self, composer: StepComposer) -> None:
         self._steps += 1
         if self._steps % 9 == 0:
-            step.preempt_one()
-        self._mixed.compose(step)
+            composer.preempt_one()
+        self._mixed.compose(composer)
 
 
 class Cores:

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Ready
-from pipeinfer.scheduler.epochs import AGREED, ASK_AGAIN_SECONDS, Epochs
+from pipeinfer.scheduler.epochs import AGREED, KILL_RETRY_SECONDS, Epochs
 
 FIRST = 40
 
@@ -144,9 +144,9 @@ def test_ranks_that_were_given_up_are_not_heard_and_complained_of_while_they_sta
     assert not epochs.running and epochs.reason == "no result"
     condemned = epochs.fenced
     assert condemned.to_kill == (100, 101)
-    assert not condemned.is_due(10.0 + ASK_AGAIN_SECONDS - 0.01)
-    assert condemned.is_due(10.0 + ASK_AGAIN_SECONDS)
-    assert not condemned.is_due(10.0 + ASK_AGAIN_SECONDS), "only just now"
+    assert not condemned.take_due(10.0 + KILL_RETRY_SECONDS - 0.01)
+    assert condemned.take_due(10.0 + KILL_RETRY_SECONDS)
+    assert not condemned.take_due(10.0 + KILL_RETRY_SECONDS), "only just now"
     assert not epochs.hello(hello(0))
     assert epochs.begin(11.0) == Begin(FIRST + 1, ()), "all of them must say hello again"
     epochs.hello(hello(0, 500))
@@ -154,7 +154,7 @@ def test_ranks_that_were_given_up_are_not_heard_and_complained_of_while_they_sta
     condemned.on_ended(1, 100)
     assert condemned.to_kill == (101,)
     condemned.on_ended(1, 101)
-    assert condemned.to_kill == () and not condemned.is_due(99.0)
+    assert condemned.to_kill == () and not condemned.take_due(99.0)
     epochs.hello(hello(1, 500))
     assert epochs.begin(11.0) == Begin(FIRST + 2, (500, 501))
 

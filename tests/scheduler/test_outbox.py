@@ -115,5 +115,5 @@ def test_an_end_that_only_a_lost_detokenizer_knew_is_an_error_unless_the_ids_sho
     assert last_row(made, "stop").stop_token == 101
     assert last_row(made, "length").stop_token is None
     unknown = last_row(made, None)
-    assert unknown.finish == "error" and "nobody knows how" in unknown.error
+    assert unknown.finish == "error" and "that ended this request was lost" in unknown.error
     assert msgspec.structs.replace(unknown, finish=None, error="") == TokenRow("r", 2, b"")

@@ -144,7 +144,7 @@ def test_waiting_never_goes_in_a_circle_and_nothing_is_left(asked, over, grain):
     live, waiting = [], set()
 
     def want(request):
-        if held.must_wait(request):
+        if held.park_if_blocked(request):
             waiting.add(request.id)
         else:
             waiting.discard(request.id)
@@ -188,6 +188,6 @@ def test_one_key_of_each_grain():
     found = PrefixesInProgress()
     found.begin(4)
     request = request_of(Work("r", 1, 0, 0, pack(range(13)), SamplingParams(), 0), 0, 0.0)
-    assert not found.must_wait(request)
+    assert not found.park_if_blocked(request)
     keys = found._keys["r"]
     assert len(keys) == 3 and len(list(groupby(keys))) == 3

@@ -33,20 +33,20 @@ def started(tp: int = 1) -> GrammarQueue:
 
 def test_all_ranks_must_have_it():
     made, request = started(tp=2), wants("r")
-    assert made.must_wait(request) and request.phase == "waiting_for_grammar"
+    assert made.park_if_blocked(request) and request.phase == "waiting_for_grammar"
     assert [one.request_id for one in made.take_due(0.0)] == ["r"]
     assert made.on_prepared(Prepared(0, 10, "r")) == []
     assert made.on_prepared(Prepared(0, 10, "r")) == [], "the same one again"
     assert made.on_prepared(Prepared(1, 9, "r")) == [], "a process that is gone"
     assert made.on_prepared(Prepared(2, 12, "r")) == [], "no rank of the group"
     assert made.on_prepared(Prepared(1, 11, "r")) == [request]
-    assert not made.must_wait(wants("later"))
+    assert not made.park_if_blocked(wants("later"))
     assert len(made) == 0
 
 
 def test_it_is_asked_for_once_for_all_who_wait_and_again_where_no_answer_comes():
     made, requests = started(), [wants("one"), wants("two")]
-    assert [made.must_wait(request) for request in requests] == [True, True]
+    assert [made.park_if_blocked(request) for request in requests] == [True, True]
     assert [[one.request_id for one in made.take_due(now)] for now in (0.0, 0.5, 1.0, 1.5)] == [
         ["one"], [], ["one"], [],
     ]  # fmt: skip
@@ -56,21 +56,21 @@ def test_it_is_asked_for_once_for_all_who_wait_and_again_where_no_answer_comes()
 
 def test_nobody_asks_for_those_who_have_left():
     made, request = started(), wants("r")
-    made.must_wait(request)
+    made.park_if_blocked(request)
     made.remove(request)
     assert list(made.take_due(0.0)) == [] and made.on_prepared(Prepared(0, 10, "r")) == []
 
 
 def test_new_processes_are_asked_anew_and_the_same_ones_are_not():
     made = started()
-    made.must_wait(wants("r"))
+    made.park_if_blocked(wants("r"))
     made.on_prepared(Prepared(0, 10, "r"))
     made.begin((10,))
-    assert not made.must_wait(wants("known"))
-    made.must_wait(wants("other", StructuredOutputs(regex="b")))
+    assert not made.park_if_blocked(wants("known"))
+    made.park_if_blocked(wants("other", StructuredOutputs(regex="b")))
     list(made.take_due(0.0))
     made.begin((11,))
-    assert made.must_wait(wants("again"))
+    assert made.park_if_blocked(wants("again"))
     assert [one.request_id for one in made.take_due(0.1)] == ["other", "again"]
 
 
@@ -78,11 +78,11 @@ def test_of_what_takes_long_one_is_asked_for_at_a_time_and_clients_take_turns():
     made, now = started(), 0.0
     for n, (client, slow) in enumerate([("many", True)] * 4 + [("few", True), ("many", False)]):
         spec = StructuredOutputs(regex=f"a{{{n}}}")
-        assert made.must_wait(wants(f"{client}{n}", spec, client=client, slow_grammar=slow))
+        assert made.park_if_blocked(wants(f"{client}{n}", spec, client=client, slow_grammar=slow))
 
     def asked() -> list[str]:
         nonlocal now
-        now += queue.ASK_AGAIN_SECONDS
+        now += queue.GRAMMAR_RETRY_SECONDS
         return [one.request_id for one in made.take_due(now)]
 
     assert asked() == ["many0", "many5"], "what is quick waits for nobody"
@@ -101,7 +101,7 @@ def test_a_turn_of_who_has_left_is_nobodys():
         wants(f"{n}", StructuredOutputs(regex="a" * n), slow_grammar=True) for n in range(1, 5)
     ]
     for request in requests:
-        made.must_wait(request)
+        made.park_if_blocked(request)
     assert [one.request_id for one in made.take_due(0.0)] == ["1"]
     for request in requests[:3]:
         made.remove(request)
@@ -112,9 +112,11 @@ def test_those_used_last_are_taken_to_be_there(monkeypatch):
     monkeypatch.setattr(queue, "MAX_KNOWN", 2)
     made = started()
     for regex in ("a", "b", "a", "c"):
-        if made.must_wait(wants(regex, StructuredOutputs(regex=regex))):
+        if made.park_if_blocked(wants(regex, StructuredOutputs(regex=regex))):
             made.on_prepared(Prepared(0, 10, regex))
-    held = [made.must_wait(wants("x" + r, StructuredOutputs(regex=r))) for r in ("a", "b", "c")]
+    held = [
+        made.park_if_blocked(wants("x" + r, StructuredOutputs(regex=r))) for r in ("a", "b", "c")
+    ]
     assert held == [False, True, False]
 
 
@@ -153,7 +155,7 @@ def test_whoever_has_no_grammar_is_not_held_up():
     assert p.clients[held].finish is None and p.core.stats()["preparing"] == 1
     assert all(p.clients[name].finish for name in free)
     p.engine.receive = silent
-    p.now += queue.ASK_AGAIN_SECONDS
+    p.now += queue.GRAMMAR_RETRY_SECONDS
     p.feed(Tick())
     p.settle()
     assert p.engine.prepared == [REGEX]
@@ -224,7 +226,7 @@ def test_nobody_waits_while_the_grammar_of_a_suspect_is_compiled_anew():
     assert p.core._planner.quarantined == 1, "it was in flight"
     assert all(p.clients[name].finish for name in others)
     p.engine.receive = receive
-    p.now += queue.ASK_AGAIN_SECONDS
+    p.now += queue.GRAMMAR_RETRY_SECONDS
     p.feed(Tick())
     p.settle()
     assert p.engine.prepared == [REGEX] * 2
@@ -267,6 +269,6 @@ def test_choices_that_were_held_when_an_engine_ended_are_not_admitted_without_th
     p.clients[leader].cut = 0
     assert p.core.stats()["preparing"] == 1, "the next one leads"
     p.engine.receive = receive
-    p.now += queue.ASK_AGAIN_SECONDS
+    p.now += queue.GRAMMAR_RETRY_SECONDS
     p.feed(Tick())
     p.settle()

@@ -64,7 +64,7 @@ def test_one_that_begins_again_knows_its_outputs_and_has_nothing_in_flight():
     one.admit()
     assert (one.admission, one.known_len, one.computed, one.projected) == (2, 12, 0, 0)
     assert (one.counts_in_flight, one.deferrals, one.cache_hit) == ([], 0, 0)
-    assert list(one.confirmed) == []
+    assert list(one.sampled_ids) == []
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_jump_tells_what_the_engine_lacks_and_leaves_nothing_to_compute():
     one.confirm(11)
     one.confirm(17)
     one.append([8])
-    assert list(one.confirmed) == [8] and one.sampled
+    assert list(one.sampled_ids) == [8] and one.sampled
     assert one.admitted_len == 10
 
 
@@ -117,9 +117,9 @@ def test_a_jump_over_a_part_leaves_the_rest_known():
 def test_what_is_released_of_one_that_is_ahead_was_sampled():
     """What is forced and was not told is not in the engine."""
     one = ahead()
-    assert list(one.confirmed) == [1]
+    assert list(one.sampled_ids) == [1]
     one.jump(6)
-    assert list(one.confirmed) == []
+    assert list(one.sampled_ids) == []
     assert one.sampled
 
 

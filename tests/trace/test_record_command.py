@@ -92,13 +92,16 @@ def fresh_engine(trace: Trace):
     facts, header = trace.header.facts, trace.header
     from pipeinfer.engine.core import EngineCore
     from pipeinfer.memory.manager import MemoryManager
+    from pipeinfer.memory.page_directory import ChainTracker
 
     hello = Hello(
         header.protocol, header.version, 0, 1, header.incarnation, "", facts["page_size"],
         facts["pages"] - 1, facts["max_slots"], facts["max_model_len"], facts["attention"],
     )  # fmt: skip
-    shape = (facts["pages"], facts["page_size"], facts["max_slots"], facts["max_model_len"])
-    return EngineCore(hello, "scheduler-0", MemoryManager(*shape))
+    sizes = facts["pages"], facts["page_size"], facts["max_slots"]
+    chains = ChainTracker(*sizes) if facts["keeps_pages"] else None
+    memory = MemoryManager(*sizes, facts["max_model_len"], chains=chains)
+    return EngineCore(hello, "scheduler-0", memory)
 
 
 def test_a_busy_server_is_recorded_from_mid_life_and_every_stage_replays(server, tmp_path):

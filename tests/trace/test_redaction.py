@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import get_args
 
 import msgspec
@@ -22,7 +24,15 @@ from pipeinfer.tokenizer import core as tokenizer
 from pipeinfer.trace import format as trace_format
 from pipeinfer.trace.format import Trace
 from pipeinfer.trace.recorder import Quota, Recording
-from pipeinfer.trace.redact import REDACTED_FIELDS, UNCHANGED_MESSAGES, TokenPermutation, redactor
+from pipeinfer.trace.redact import (
+    IDS,
+    NUMBERS,
+    REDACTED_FIELDS,
+    UNCHANGED_MESSAGES,
+    ZEROED,
+    TokenPermutation,
+    redactor,
+)
 from pipeinfer.trace.snapshot import restore, snapshot
 from pipeinfer.wire import pack, unpack
 from servers import STAGES
@@ -47,6 +57,12 @@ def test_other_keys_rename_otherwise():
     first, second = (TokenPermutation(bytes([n]) * 32, 1_000, ()) for n in (1, 2))
     assert (first.array(ids) != ids).mean() > 0.9
     assert (first.array(ids) != second.array(ids)).mean() > 0.9
+
+
+@pytest.mark.parametrize("name, attribute", sorted(IDS | NUMBERS | ZEROED))
+def test_attributes_that_redaction_knows_exist(name, attribute):
+    """An attribute under a name that it no longer has would be taken for token ids."""
+    assert f"{attribute}:" in inspect.getsource(resolve_name(name))
 
 
 def all_messages() -> set[str]:

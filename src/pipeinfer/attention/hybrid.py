@@ -142,8 +142,10 @@ class TritonDecodeKernel:
         windows = [shape.sliding_window for shape in shapes]
         # The layers that split the rows, for themselves and for those with the same window.
         self._first = {windows.index(window): window for window in set(windows)}
-        groups = {s.num_heads // s.num_kv_heads for s in shapes if s.sliding_window is None}
-        self._group = groups.pop() if len(groups) == 1 else 0  # where rows share what they read
+        ratios = {s.num_heads // s.num_kv_heads for s in shapes if s.sliding_window is None}
+        self._queries_per_kv_head = (
+            ratios.pop() if len(ratios) == 1 else 0
+        )  # where rows share what they read
 
     def bind(self, pool: KVPool, max_rows: int) -> None:
         """Allocates what the splits of a row leave for their sum, for steps of `max_rows` rows."""
@@ -152,7 +154,7 @@ class TritonDecodeKernel:
         configs = [(rows, self._tile_config(rows)) for rows in range(1, max_rows + 1)]
         splits = max(max_total_splits(rows, c, self._prefix_rows(c)) for rows, c in configs)
         prefixes = max(max_prefix_splits(rows, c, self._prefix_rows(c)) for rows, c in configs)
-        queries = max(c.prefix_queries if self._group else 0 for _, c in configs)
+        queries = max(c.prefix_queries if self._queries_per_kv_head else 0 for _, c in configs)
         self._workspaces = {
             size: DecodeWorkspace(max_rows, splits, size, self._device, prefixes, queries)
             for size in sizes
@@ -209,7 +211,11 @@ class TritonDecodeKernel:
 
     def _prefix_rows(self, config: DecodeConfig) -> int:
         """Rows whose queries a split of a shared prefix serves; 0: prefixes are not shared."""
-        return config.rows_per_prefix_tile(self._group) if self._group else 0
+        return (
+            config.rows_per_prefix_tile(self._queries_per_kv_head)
+            if self._queries_per_kv_head
+            else 0
+        )
 
 
 # All head sizes of this backend (registry.py) are powers of two.

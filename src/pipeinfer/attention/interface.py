@@ -69,7 +69,8 @@ class AttentionInputs:
     step: which is expanded already, except a graph's (`step.padded`): then its arrays stand at
     addresses that a graph has captured, and padding rows must not write anything.
     max_query_len: queries of the longest row. max_pages: pages of the longest row; of a graph's,
-    those of the longest request. parity: of the step's private buffers. host: for backends whose
+    those of the longest request. parity: which double buffers of the host the step
+    has, 0 or 1 (StepBuffers, engine/step_buffers.py). host: for backends whose
     traits say `host_lengths`.
     """
 

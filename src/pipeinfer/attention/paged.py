@@ -45,6 +45,7 @@ KernelMaker = Callable[[Sequence[AttentionShape], torch.device], PagedKernel]
 class PagedMetadata:
     """The kernels' metadata of one step; None where there is no such row.
 
+    decodes: rows of one token (GraphShape), which come first. decode, prefill: by kernel.
     prefill_from: the token from which prefill rows count their queries. at_once: both kernels may
     run at the same time, because they write nothing in common.
     """
@@ -69,8 +70,9 @@ class PagedBackend:
         self._decode = kind.decode(shapes, device)
         same = kind.prefill is kind.decode
         self._prefill = self._decode if same else kind.prefill(shapes, device)
-        # Of higher priority: its blocks need a multiprocessor each, and find none free later on.
-        self._decode_stream = torch.cuda.Stream(device, priority=-1) if kind.at_once else None
+        # Of higher priority: each block of the prefill kernel needs a multiprocessor of its own,
+        # and would find none free once the decode kernel's blocks run.
+        self._prefill_stream = torch.cuda.Stream(device, priority=-1) if kind.at_once else None
 
     def bind(self, pool: KVPool, max_rows: int) -> None:
         """See interface.py, here and below."""
@@ -93,13 +95,13 @@ class PagedBackend:
         self, layer: int, q: torch.Tensor, k: KV, v: KV, metadata: PagedMetadata
     ) -> torch.Tensor:
         out = torch.empty_like(q)
-        if metadata.at_once and self._decode_stream is not None:
+        if metadata.at_once and self._prefill_stream is not None:
             stream = torch.cuda.current_stream()
-            self._decode_stream.wait_stream(stream)
-            with torch.cuda.stream(self._decode_stream):
+            self._prefill_stream.wait_stream(stream)
+            with torch.cuda.stream(self._prefill_stream):
                 self._run_prefill(layer, q, out, metadata)
             self._run_decode(layer, q, out, metadata)
-            stream.wait_stream(self._decode_stream)
+            stream.wait_stream(self._prefill_stream)
             return out
         if metadata.decode is not None:
             self._run_decode(layer, q, out, metadata)

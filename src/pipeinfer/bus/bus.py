@@ -199,7 +199,8 @@ class Bus:
             send_multipart(self._outbox(stage), parts)
         except zmq.Again:  # there is no mark to be reached: libzmq has given the peer up
             address = self._topology.address(stage)
-            raise RuntimeError(f"{stage} at {address}: one of us has CURVE keys, one not") from None
+            message = f"{stage} at {address} and this stage must both use CURVE keys, or neither"
+            raise RuntimeError(message) from None
 
     def _outbox(self, stage: str) -> zmq.Socket[bytes]:
         outbox = self._outboxes.get(stage)

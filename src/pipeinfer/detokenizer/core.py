@@ -55,7 +55,6 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.wire import (
     NO_ID,
     SCORE_WORDS,
-    pack_few,
     score_bytes,
     score_layout,
     unpack,
@@ -128,6 +127,8 @@ class DetokenizerCore:
 
     def stats(self) -> dict[str, float]:
         """running: requests that go on. kept: ended requests without a Done or Abort yet.
+        aborted: requests that ended without a last row here, by an Abort, by a later attempt, or by
+        a Done, where another detokenizer's rows have already ended the answer.
         late_rows: rows of requests that have ended or are unknown, or from before the answer of
         their scheduler."""
         return {
@@ -172,7 +173,7 @@ class DetokenizerCore:
             if row.offset != before or stream.group != event.group >= 0:
                 # Never on the undisturbed path.
                 try:
-                    if not stream.takes(row, event.group):
+                    if not stream.take_over(row, event.group):
                         self._counts["late_rows"] += 1
                         continue
                 except TokensDiverged:
@@ -418,9 +419,10 @@ class RequestStream:
             return True
         return False
 
-    def takes(self, row: TokenRow, group: int) -> bool:
-        """Whether `row`, which `group` sent (-1: this stream's group), has more tokens than were
-        read; if so, the stream is that group's. Raises TokensDiverged if its tokens are others."""
+    def take_over(self, row: TokenRow, group: int) -> bool:
+        """Makes the stream that of `group`, which sent `row` (-1: this stream's group), if the row
+        has more tokens than were read, or the end; else notes how far that group has come. Returns
+        whether the row is to be processed. Raises TokensDiverged if its tokens are others."""
         from_own_group = group in (-1, self.group)
         if not from_own_group and row.offset > self._other_groups.get(group, -1):
             self._other_groups.pop(group, None)  # rows of that group were lost
@@ -526,7 +528,7 @@ class RequestStream:
             if offsets is not None:
                 offsets.add_token(token, text)
             if scores is not None:
-                scores.output.add_token(text)
+                scores.output.add_token(token, text)
             if stops is not None:
                 text, hit = stops.feed(text, count > self._params.min_tokens)
             parts.append(text)
@@ -606,30 +608,27 @@ class SequenceLogprobs:
     """Log-probs of the tokens of an output, or of a prompt.
 
     num_alternatives: of each token; None: not asked for. score_size: bytes of a token's packed
-    scores. raw: those of all tokens so far, which a restarted scheduler must know. text_len:
-    letters of the text so far, from which tokens get their offsets.
+    scores. raw: those of all tokens so far, which a restarted scheduler must know.
     """
 
-    __slots__ = ("_offsets", "_texts", "num_alternatives", "raw", "score_size", "text_len")
+    __slots__ = ("_offsets", "_texts", "num_alternatives", "raw", "score_size")
 
     def __init__(self, alternatives: int | None, texts: TokenTexts) -> None:
         self.num_alternatives = alternatives
         self.score_size = score_bytes(alternatives)
         self.raw = bytearray()
-        self.text_len = 0
         self._texts = texts
-        self._offsets: list[int] = []
+        self._offsets = TokenOffsets(texts)
 
-    def add_token(self, text: str) -> None:
+    def add_token(self, token: int, text: str) -> None:
         """The next token, and the text that is certain since it came."""
-        self._offsets.append(self.text_len)
-        self.text_len += len(text)
+        self._offsets.add_token(token, text)
 
     def take_texts(self, ids: bytes, raw: bytes, name_ids: bool = False) -> LogprobTexts | None:
         """Log-probs with texts of `ids` (int32 bytes), whose packed scores are `raw`. They are the
         first of the tokens that were added since the last call; the others are not shown. None if
         there are no ids, or log-probs are not asked for. name_ids: with the ids."""
-        offsets, self._offsets = self._offsets, []
+        offsets = self._offsets.take(len(ids) // 4)
         if self.num_alternatives is None or not ids:
             return None
         tokens, named, end = unpack_few(ids), list[int](), SCORE_WORDS + self.num_alternatives
@@ -641,8 +640,7 @@ class SequenceLogprobs:
             # A token that nothing comes before has no rank, and no alternatives.
             named += words[SCORE_WORDS:end] if words[1] else [NO_ID] * self.num_alternatives
         texts = tuple(map(self._texts.__getitem__, named))
-        shown = pack_few(offsets[: len(tokens)])
-        return LogprobTexts(scores=raw, texts=texts, offsets=shown, ids=ids if name_ids else b"")
+        return LogprobTexts(scores=raw, texts=texts, offsets=offsets, ids=ids if name_ids else b"")
 
 
 class RequestLogprobs:
@@ -663,7 +661,7 @@ class RequestLogprobs:
     def add_prompt(self, ids: bytes, raw: bytes) -> LogprobTexts | None:
         """More of the prompt's tokens."""
         for token in unpack_few(ids):
-            self.prompt.add_token(self._decoder.step(token))
+            self.prompt.add_token(token, self._decoder.step(token))
         self.prompt.raw += raw
         return self.prompt.take_texts(ids, raw, name_ids=True)
 

@@ -49,17 +49,11 @@ class DecoderFactory:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self.texts = TokenTexts(tokenizer)
-        self._special: frozenset[int] = frozenset()
         self._token_bytes: dict[bool, dict[int, str | bytes]] = {True: {}, False: {}}
         if tokenizer is not None:
-            added = tokenizer.get_added_tokens_decoder()
-            self._special = frozenset(i for i, token in added.items() if token.special)
             # Made once, so that a snapshot of a decoder recognises them.
             self._token_text = tokenizer.id_to_token
             self._decode = partial(tokenizer.decode, skip_special_tokens=False)
-        self._byte_level = tokenizer is not None and isinstance(
-            tokenizer.decoder, decoders.ByteLevel
-        )
 
     def open(self, context: Sequence[int], skip_special_tokens: bool) -> IncrementalDecoder:
         """A decoder for outputs that follow `context`, the last ids of the prompt.
@@ -69,8 +63,8 @@ class DecoderFactory:
         """
         if self._tokenizer is None:
             return NoText()
-        hidden = self._special if skip_special_tokens else frozenset[int]()
-        if self._byte_level:
+        hidden = self.texts.special if skip_special_tokens else frozenset[int]()
+        if self.texts.byte_level:
             token_bytes = self._token_bytes[skip_special_tokens]
             return ByteDecoder(self._token_text, token_bytes, hidden, context)
         return WindowDecoder(self._decode, hidden, context)  # special tokens never get that far
@@ -240,17 +234,20 @@ def byte_level(token: str) -> bytes | None:
 
 class TokenTexts(dict[int, bytes]):
     """{id: bytes of the token} over one tokenizer, filled as ids are looked up. Without a tokenizer
-    no token has bytes, nor has padding of the vocabulary, nor NO_ID."""
+    no token has bytes, nor has padding of the vocabulary, nor NO_ID.
+
+    special: ids of special tokens. byte_level: whether tokens stand for bytes, as in GPT-2.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         super().__init__({NO_ID: b""})
         self._tokenizer = tokenizer
-        self._special: frozenset[int] = frozenset()
-        self._byte_level = False
+        self.special: frozenset[int] = frozenset()
+        self.byte_level = False
         if tokenizer is not None:
             added = tokenizer.get_added_tokens_decoder()
-            self._special = frozenset(i for i, token in added.items() if token.special)
-            self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+            self.special = frozenset(i for i, token in added.items() if token.special)
+            self.byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
     def __missing__(self, token: int) -> bytes:
         self[token] = text = self._learn(token)
@@ -260,9 +257,9 @@ class TokenTexts(dict[int, bytes]):
         name = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
         if self._tokenizer is None or name is None:
             return b""
-        if token in self._special:
+        if token in self.special:
             return name.encode()
-        if self._byte_level:
+        if self.byte_level:
             raw = byte_level(name)
             return name.encode() if raw is None else raw
         text = self._tokenizer.decode([token], skip_special_tokens=False)

@@ -515,19 +515,19 @@ class EngineCore:
         """The results that are due, in plan order."""
         sends: list[Send] = []
         while epoch.in_flight and (done := epoch.in_flight[0].done) is not None:
-            plan = epoch.in_flight.popleft()
+            in_flight = epoch.in_flight.popleft()
             if self.hello.rank == 0:
-                sends += map(self._to_scheduler, _prompt_scores(plan.prompts, done))
-                sends.append(self._to_scheduler(_result(plan, done)))
+                sends += map(self._to_scheduler, _prompt_scores(in_flight.prompts, done))
+                sends.append(self._to_scheduler(_result(in_flight, done)))
         return sends
 
     def _to_scheduler(self, message: Message) -> Send:
         return Send("result", self.scheduler, message)
 
 
-def _result(plan: _InFlight, done: StepDone) -> Result:
+def _result(in_flight: _InFlight, done: StepDone) -> Result:
     """Of the plan's rows in the plan's order."""
-    rows, plan_rows = plan.rows, plan.plan_rows
+    rows, plan_rows = in_flight.rows, in_flight.plan_rows
     produced, token_ids = done.counts, done.token_ids
     logprobs = done.logprobs
     if not rows.same_as_previous:  # else every row samples, in the plan's order
@@ -537,8 +537,8 @@ def _result(plan: _InFlight, done: StepDone) -> Result:
         produced = pack(of_all)
         order = np.argsort(np.repeat(plan_rows, counts), kind="stable")
         token_ids = pack(unpack(done.token_ids)[order])
-        if plan.logprobs is not None:
-            logprobs = _in_order(plan.logprobs, plan_rows, counts, logprobs)
+        if in_flight.logprobs is not None:
+            logprobs = _in_order(in_flight.logprobs, plan_rows, counts, logprobs)
     bad = pack(rows.slots[plan_rows[unpack(done.bad)]]) if done.bad else b""
     return Result(
         epoch=done.epoch,
@@ -575,14 +575,14 @@ def _in_order(
     return b"".join([part for _, part in sorted(parts)])
 
 
-def _scores_error(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
+def _scores_error(in_flight: _InFlight, counts: np.ndarray, done: StepDone) -> str:
     """What is wrong with the log-probs that a step brings; "" if nothing is."""
-    asked, expected = plan.logprobs, 0
+    asked, expected = in_flight.logprobs, 0
     if asked is not None:
         expected = WORD * int(
             (counts[asked.rows] * (SCORE_WORDS + 2 * asked.num_alternatives)).sum()
         )
-    parts = [len(chunk.ids) * score_bytes(chunk.num_alternatives) for chunk in plan.prompts]
+    parts = [len(chunk.ids) * score_bytes(chunk.num_alternatives) for chunk in in_flight.prompts]
     if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompts]):
         return ""
     return f"brought {len(done.logprobs)} bytes of log-probs, where {expected} were expected"

@@ -67,7 +67,8 @@ class Device(Protocol):
     """Works off what is submitted, one after the other."""
 
     def submit(self, work: Work, host_work: Work = nothing, /) -> StepEvent:
-        """Queues `work`; what it raises belongs to its event. `host_work` is called right before
+        """Queues `work`. What it raises is raised by the event's `wait`, or, by a device that calls
+        `work` at once (a GPU), by `submit` itself. `host_work` is called right before
         `work` and counts as time of the host: a GPU without other work is idle meanwhile."""
         ...
 

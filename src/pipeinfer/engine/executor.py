@@ -35,8 +35,9 @@ if TYPE_CHECKING:  # who drives a device that computes nothing starts without to
     from pipeinfer.engine.masks import Masks
     from pipeinfer.engine.runner import LaunchedStep, Runner
 
-# Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
-# not rank 0 may get a third: the scheduler plans by the results of rank 0.
+# Steps submitted and not yet finished, at most; more are a fault of the loop. The overlap loop has
+# two. Of several ranks, one that is not rank 0 may be behind: the scheduler plans by the results of
+# rank 0, so such a rank gets a third, and the fourth leaves room.
 MAX_UNFINISHED = 4
 
 
@@ -413,4 +414,7 @@ class BackgroundCapture:
         """Without it the engine is slower and not wrong. If the device is out of order, the next
         step says so, and ends the process."""
         self._runner.stop_capturing()
-        log.warning("no more CUDA graphs than %d: %s", self._runner.graphs, error, exc_info=error)
+        log.warning(
+            "capturing CUDA graphs stopped after %d, the others stay uncaptured: %s",
+            self._runner.graphs, error, exc_info=error,
+        )  # fmt: skip

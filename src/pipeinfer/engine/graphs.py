@@ -191,7 +191,7 @@ class Captured:
     drawn: torch.Tensor
 
 
-# (views, metadata) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
+# (views, metadata) -> (logits [L, vocab], what is drawn [L, 2]): the step that is captured.
 Body = Callable[[DeviceStep, AttentionMetadata], tuple[torch.Tensor, torch.Tensor]]
 
 

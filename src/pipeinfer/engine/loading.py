@@ -55,7 +55,6 @@ from pipeinfer.step_cost import (
 )
 
 if TYPE_CHECKING:
-    from pipeinfer.distributed.collectives import TorchCollectives
     from pipeinfer.models.transformers_backend import TransformersSpec
 
 AS_THE_MODEL, FP8 = "auto", "fp8_e4m3"  # what keys and values are stored as
@@ -104,10 +103,15 @@ class EngineChoices:
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """`pages` counts the dummy page 0, as MemoryManager and KVPool do.
+    """A runner that can run steps, and what it was built for.
 
-    graph_sizes: batch sizes with a CUDA graph, now or later. step_tokens: the largest step.
-    step_cost: what steps take, if it was measured. uses_transformers: transformers built the model.
+    page_size: tokens of a page. pages: of the pool, with the dummy page 0, as in MemoryManager and
+    KVPool. max_model_len: tokens of the longest request. max_slots: requests at a time.
+    attention: the backend's name (attention/registry.py). dtype: of the model's numbers, as torch
+    names it, such as bfloat16. device: "cpu" or "cuda". graph_sizes: numbers of decode rows with a
+    CUDA graph, now or later. step_tokens: of the largest step. step_cost: what steps take, None
+    where it was not measured. uses_transformers: transformers built the model. kv_dtype: of keys
+    and values in pages, AS_THE_MODEL or FP8.
     kept_pool: the pool's memory, where it outlives this process.
     """
 
@@ -389,10 +393,10 @@ class _Needs(NamedTuple):
     narrow: bool = False
 
 
-def _gpu(dtype: torch.dtype, needs: _Needs, rank: int) -> Gpu:
+def _gpu(dtype: torch.dtype, needs: _Needs, ordinal: int) -> Gpu:
     name = str(dtype).removeprefix("torch.")
     return Gpu(
-        torch.cuda.get_device_capability(rank),
+        torch.cuda.get_device_capability(ordinal),
         name,
         needs.head_dim,
         registry.installed(),
@@ -559,7 +563,8 @@ def _key_centers(
 
 
 def all_find(least: Callable[[int], int], slow: Container[int]) -> frozenset[int]:
-    """Of numbers of tokens, those that every rank has in `slow`; least: of what all ranks say."""
+    """Those of MEASURED_TOKENS that every rank has in its `slow`. least(n): the least of the
+    numbers n with which all ranks call it, so every rank must make the same calls."""
     return frozenset(tokens for tokens in MEASURED_TOKENS if least(tokens in slow))
 
 
@@ -608,8 +613,8 @@ def _capture(
         log.warning("no CUDA graphs, every step runs kernel by kernel: %s", reason)
     if sizes and runner.graph_sizes and sizes[-1] < largest.rows:
         log.warning(
-            "steps with more than %d decodes run kernel by kernel, several times slower: there may "
-            "be %d, which --cuda-graph-max-batch %d is for",
+            "steps with more than %d decodes run kernel by kernel, several times slower. Steps may "
+            "have %d decodes: --cuda-graph-max-batch %d captures graphs for all of them",
             sizes[-1], largest.rows, largest.rows,
         )  # fmt: skip
 

@@ -58,7 +58,7 @@ Built = TypeVar("Built")
 
 
 class Machine(Protocol):
-    """One rank's."""
+    """The device of one rank, and what the engine must know of the kind of device."""
 
     @property
     def where(self) -> torch.device:
@@ -391,8 +391,8 @@ class CudaMachine:
             doubled = (
                 1 << power for power in range(MIN_SHARED_DECODES.bit_length(), rows.bit_length())
             )
-            for many in sorted({*doubled, rows}):
-                runner.run(dummy_step(np.ones(many, dtype=np.int32), page_size))
+            for decodes in sorted({*doubled, rows}):
+                runner.run(dummy_step(np.ones(decodes, dtype=np.int32), page_size))
             runner.run(alike_decodes(rows, 0, page_size))
             runner.run(alike_decodes(MIN_SHARED_DECODES, 1, page_size))
 

@@ -55,7 +55,7 @@ class PackedStep:
     overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
     truncated: int64, those of the rows that sample with top-k, top-p or min-p; biased: whether the
     logits of some of them are raised or lowered.
-    scores: where log-probs are asked for. logits: [S, shard] once computed, None if no row samples.
+    scores: where log-probs are asked for. logits: [L, shard] once computed, None if no row samples.
     """
 
     step: Step
@@ -77,10 +77,11 @@ class PackedStep:
         return slice(count) if self.sample_rows is None else self.sample_rows
 
 
-# Writes the masks of a step's masked rows, int32 [N, W]; returns the rows that must not sample
-# anything, with the reason.
-Fill = Callable[[np.ndarray], dict[int, str]]
-Before = Callable[[Step], None]  # called with a step that is about to be launched
+# Called with int32 [N, W], a bit mask over the vocabulary for each of a step's N masked rows, which
+# it writes. Returns {row that samples: reason} of those that must not sample anything.
+FillMasks = Callable[[np.ndarray], dict[int, str]]
+# Called with each step before the host waits for its buffers and packs it: see Runner.launch.
+BeforeLaunch = Callable[[Step], None]
 
 
 @dataclass
@@ -93,9 +94,9 @@ class LaunchedStep:
     reason.
 
     Written by the device's work, read when the step has ended:
-    drawn: int64 [S, 2], how many tokens each row of logits gave, and which. rows: those of `drawn`
+    drawn: int64 [L, 2], how many tokens each row of logits gave, and which. rows: those of `drawn`
     that belong to rows that sample, in their order. scores: where log-probs are asked for.
-    logits: [S, vocab], if they are kept.
+    logits: [L, vocab], if they are kept.
     """
 
     step: Step
@@ -120,7 +121,12 @@ class LaunchedStep:
 
 
 class Runner:
-    """One rank. `phases` has the host's time of each part of a launch."""
+    """Launches the steps of one rank, and keeps what they need on its device.
+
+    pool: KV pages. device: where steps are queued. largest: the step that buffers have room for.
+    phases: the host's time of each part of a launch. keep_logits: whether results keep their
+    logits, for tests. step_cost: what steps take, once `measure` was called; None: not measured.
+    """
 
     def __init__(
         self,
@@ -193,13 +199,13 @@ class Runner:
         """Launches the step and waits for it."""
         return self.launch(step).take()
 
-    def launch(self, step: Step, before: Before | None = None) -> LaunchedStep:
+    def launch(self, step: Step, before: BeforeLaunch | None = None) -> LaunchedStep:
         """Queues the step behind those that were launched before. Does not wait for the device,
         except for buffers still in use, which the depth of the overlap loop rules out on rank 0.
 
-        `before` is called with the step before its buffers are waited for and packed, on the thread
-        that launches its kernels. A step with masked rows is computed up to their logits; see
-        `sample_masked`.
+        `before` is called with `step`, on the thread that launches its kernels; only then does the
+        host wait for the buffers of the step's parity and pack the step into them. A step with
+        masked rows is computed up to their logits; see `sample_masked`.
         """
         parity = self._launched % PARITIES
         self._launched += 1
@@ -213,7 +219,7 @@ class Runner:
         return launched
 
     def _wait_and_pack(
-        self, launched: LaunchedStep, last: LaunchedStep | None, before: Before | None
+        self, launched: LaunchedStep, last: LaunchedStep | None, before: BeforeLaunch | None
     ) -> None:
         """The host's part, before the device begins: waits for the buffers and fills them."""
         step, buffers = launched.step, launched.buffers
@@ -227,14 +233,15 @@ class Runner:
 
     @torch.inference_mode()
     def _compute(self, launched: LaunchedStep) -> None:
-        """The device's work: queues upload, attention metadata, forward, sampling, download."""
+        """The device's work: queues upload, prepare_inputs, attention metadata, forward, sampling
+        and download."""
         packed, launched.packed = launched.packed, None
         assert packed is not None
         number, span = packed.step.number, self.phases.span
         with span("upload", number):
             self._upload(packed)
         with span("attention_plan", number):
-            metadata = self._attention_metadata(packed)
+            metadata = self._prepare_attention(packed)
         with span("forward", number):
             packed.logits = self._forward(packed, metadata)
         if packed.step.masked is not None:
@@ -243,13 +250,13 @@ class Runner:
         with span("sample", number):
             self._sample(packed, launched)
 
-    def sample_masked(self, launched: LaunchedStep, fill: Fill) -> None:
+    def sample_masked(self, launched: LaunchedStep, fill: FillMasks) -> None:
         """Queues the rest of a step with masked rows, which was launched last. `fill` writes their
         masks."""
         masked, event = launched.step.masked, launched.two_phase
         assert masked is not None and event is not None
-        many, width = len(masked.rows), -(-self._sampler.vocab // 32)
-        words = launched.buffers.masks.take(many * width).view(many, width)
+        count, width = len(masked.rows), -(-self._sampler.vocab // 32)
+        words = launched.buffers.masks.take(count * width).view(count, width)
         with self.phases.span("masks", launched.step.number):
             launched.refused = fill(words.numpy())
         event.complete(self.device.submit(partial(self._sample_masked, launched, words)))
@@ -266,10 +273,9 @@ class Runner:
             scores.add_outputs(logits)  # of what the model said, before all else
         launched.logits = self._kept_logits(logits)
         rows = masked.rows if packed.sample_rows is None else packed.sample_rows[masked.rows]
-        where = logits.device
-        at = tensor_of(rows).to(where, non_blocking=True)
-        there = self._sampler.masks(words.to(where, non_blocking=True))
-        self._kernels.apply_token_bitmask(logits, at, there, self._sampler.first_id)
+        device_rows = tensor_of(rows).to(logits.device, non_blocking=True)
+        device_words = self._sampler.masks(words.to(logits.device, non_blocking=True))
+        self._kernels.apply_token_bitmask(logits, device_rows, device_words, self._sampler.first_id)
         with self.phases.span("sample", packed.step.number):
             self._sample(packed, launched)
 
@@ -291,7 +297,7 @@ class Runner:
     def _make_packed(
         self, step: Step, buffers: StepBuffers, views: DeviceStep, graph: Captured | None
     ) -> PackedStep:
-        changes, overflow = self._state.changes(step.delta), None
+        changes, overflow = self._state.apply_on_host(step.delta), None
         if len(changes) > 2 * self._device_buffers.max_changes:
             changes, overflow = changes[:0], changes
         num_words, sample_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
@@ -315,9 +321,10 @@ class Runner:
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
         packed.buffers.upload(packed.num_words, self._device_buffers.words)
 
-    def _attention_metadata(self, packed: PackedStep) -> AttentionMetadata:
-        """None where a graph holds what it needs. A graph's metadata goes to the addresses of its
-        first."""
+    def _prepare_attention(self, packed: PackedStep) -> AttentionMetadata:
+        """Without a graph, runs prepare_inputs and builds the attention metadata. A graph runs
+        prepare_inputs itself; its metadata is built anew, at the addresses of the first, only where
+        the backend wants lengths on the host, else None is returned."""
         buffers = packed.buffers
         if packed.graph is None:
             self._device_buffers.expand(packed.views)
@@ -335,7 +342,7 @@ class Runner:
         )
 
     def _forward(self, packed: PackedStep, metadata: AttentionMetadata) -> torch.Tensor | None:
-        """Logits [S, shard], ready to be sampled; None if no row samples."""
+        """Logits [L, shard], ready to be sampled; None if no row samples."""
         if packed.graph is None:
             return self._logits(packed.views, metadata, packed.scores)
         packed.graph.replay()  # sampling by temperature included
@@ -351,14 +358,14 @@ class Runner:
             if packed.step.masked is None:
                 launched.logits = self._kept_logits(logits)
             if scores is not None:
-                scores.rows(logits, drawn)
+                scores.add_sampled(logits, drawn)
         if scores is not None:
             launched.scores = scores.download(buffers.logprobs)
 
     def _logits(
         self, views: DeviceStep, metadata: AttentionMetadata, scores: Scores | None = None
     ) -> torch.Tensor | None:
-        """Logits [S, shard] after prepare_inputs, ready to be sampled; None if no row samples.
+        """Logits [L, shard] after prepare_inputs, ready to be sampled; None if no row samples.
 
         scores: gets the hidden states and logits that log-probs need.
         """
@@ -370,7 +377,7 @@ class Runner:
             rows = scores.tokens(views.logits_indices)
         hidden = self._model(views.input_ids, views.positions, attend, rows)
         if scores is not None and scores.of_prompts:
-            scores.prompts(hidden[samples:])
+            scores.add_prompts(hidden[samples:])
             hidden = hidden[:samples]
         if not samples:
             return None
@@ -384,11 +391,11 @@ class Runner:
         self, logits: torch.Tensor, views: DeviceStep, values: bool = False
     ) -> None:
         edits, first = self._state.logit_edits, self._sampler.first_id
-        where = views.write_slots, views.sample_positions
-        self._kernels.apply_logit_bias(logits, *where, edits, first, values)
+        slots, positions = views.write_slots, views.sample_positions
+        self._kernels.apply_logit_bias(logits, slots, positions, edits, first, values)
 
     def _draw(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
-        """int64 [S, 2]: what the graph has sampled, unless some row needs more than temperature."""
+        """int64 [L, 2]: what the graph has sampled, unless some row needs more than temperature."""
         step, views, graph = packed.step, packed.views, packed.graph
         sample_rows, truncated = packed.sample_rows, packed.truncated
         alike = step.penalties is None and not len(truncated) and not packed.biased
@@ -474,10 +481,12 @@ class Runner:
         self._graphs.deferred.clear()
 
     def measure(self, agreed: Callable[[Container[int]], frozenset[int]]) -> None:
-        """Finds out `step_cost`, once all graphs there are to be are captured.
+        """Measures `step_cost`, and finds the numbers of tokens whose steps take the next larger
+        graph because that is faster. To be called when all graphs that there will be are captured
+        or deferred; does nothing where the backend captures none.
 
-        agreed: of numbers of tokens whose steps should take a larger graph, those for which all
-        ranks find so.
+        agreed: called with the numbers of tokens for which this rank found a larger graph to be
+        faster; returns those for which all ranks found so.
         """
         if not self._backend.traits.captures_decode:
             return

@@ -37,11 +37,11 @@ class Sampler(Protocol):
     vocab: int
 
     def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """[S, hidden] to [S, share]."""
+        """[L, hidden] to [L, share]."""
         ...
 
     def gather_logits(self, logits: torch.Tensor, /) -> torch.Tensor:
-        """[S, vocab]; all ranks must call it."""
+        """[L, vocab]; all ranks must call it."""
         ...
 
     def masks(self, words: torch.Tensor, /) -> torch.Tensor:
@@ -57,15 +57,15 @@ class Sampler(Protocol):
         truncated: np.ndarray,
         /,
     ) -> torch.Tensor:
-        """int64 [S, 2], how many tokens each row gave and which, the same on all ranks; ids also go
+        """int64 [L, 2], how many tokens each row gave and which, the same on all ranks; ids also go
         to last_token at `write_slots`. A row of bad logits gives none. truncated: int64, the rows
         with top-k, top-p or min-p.
         """
         ...
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int, /) -> torch.Tensor:
-        """int32 [N, 2 + 2 most]: scores of `ids` int64 [N], from logits [N, share] that nothing
-        has changed; all ranks must call it."""
+        """int32 [N, 2 + 2 alternatives]: scores of `ids` int64 [N], each with so many alternatives,
+        from logits [N, share] that nothing has changed; all ranks must call it."""
         ...
 
 
@@ -206,7 +206,7 @@ class Penalties:
     def apply(
         self, logits: torch.Tensor, rows: PenaltyRows, entries: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Changes logits float32 [R, ids and padding] in place, by what was said so far. Returns
+        """Changes logits float32 [L, ids and padding] in place, by what was said so far. Returns
         int64 [N] each: which of them are those of `rows`, and their slots.
 
         entries: int64 [S], which row of logits belongs to each row that samples; None: the same.
@@ -223,7 +223,7 @@ class Penalties:
         return at, slots
 
     def count(self, drawn: torch.Tensor, at: torch.Tensor, slots: torch.Tensor) -> None:
-        """Those rows of `drawn` int64 [R, 2], how many tokens each gave and which, are said now;
+        """Those rows of `drawn` int64 [L, 2], how many tokens each gave and which, are said now;
         at, slots: as `apply` has returned them."""
         many, ids = drawn.to(self._counts.device)[at].unbind(1)
         column = ids - self._first_id
@@ -266,8 +266,10 @@ TOKENS_AT_ONCE = 64  # tokens of a prompt whose logits there are at a time
 
 @dataclass(frozen=True)
 class StepScores:
-    """Of one step, once it has ended. `words`: the scores of its rows, with as many
-    alternatives each as the one that wants most, then those of its prompts' chunks."""
+    """The scores (log-probs) of one step, on the host; complete when the step has ended.
+
+    words: int32, the scores of its rows, with as many alternatives each as the one that wants most,
+    then those of its prompts' chunks. rows, chunks: whose scores these are."""
 
     words: np.ndarray
     rows: LogprobRows | None
@@ -292,7 +294,7 @@ class StepScores:
 
 
 class Scores:
-    """Of one step on its way through the device."""
+    """The scores (log-probs) of one step while the device computes it."""
 
     def __init__(self, step: Step, entries: np.ndarray | None, sampler: Sampler) -> None:
         """entries: which row of logits belongs to each row that samples; None: the same."""
@@ -315,8 +317,8 @@ class Scores:
         ]
         return torch.cat((last, _there(np.concatenate(at), last.device)))
 
-    def prompts(self, hidden: torch.Tensor) -> None:
-        """From the hidden states of the prompts' tokens."""
+    def add_prompts(self, hidden: torch.Tensor) -> None:
+        """Computes the scores of the prompts' chunks, from the hidden states of their tokens."""
         begin = 0
         for chunk in self._chunks:
             ids = _there(chunk.ids.astype(np.int64), hidden.device)
@@ -329,14 +331,14 @@ class Scores:
                 begin += len(part)
 
     def add_outputs(self, logits: torch.Tensor) -> None:
-        """Logits [S, share] as the model gave them, which may be changed from now on."""
+        """Logits [L, share] as the model gave them, which may be changed from now on."""
         if self._rows is not None:
             at = self._at(logits.device)
             self._raw = logits[: len(self._rows.rows)].clone() if at is None else logits[at]
 
-    def rows(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
-        """From what the rows have drawn, int64 [S, 2]. logits: [S, share] as the model gave them,
-        unless they were kept."""
+    def add_sampled(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
+        """Computes the scores of what the rows have drawn, int64 [L, 2]. logits: [L, share] as the
+        model gave them, unless they were kept."""
         if self._rows is None:
             return
         at, many = self._at(logits.device), len(self._rows.rows)

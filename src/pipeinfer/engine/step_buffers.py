@@ -87,25 +87,25 @@ class StepPacker:
         self._sample_rows: np.ndarray | None = None
 
     def pack(
-        self, step: Step, shape: GraphShape, samples: int, changes: np.ndarray
+        self, step: Step, shape: GraphShape, num_logits: int, changes: np.ndarray
     ) -> tuple[int, np.ndarray | None]:
         """The step, and `changes` int32 [2n] of what changes before it.
 
         Its decodes are the shape's first decode rows, its prompts the first prefill rows. There are
-        `samples` rows of logits: in a shape of decode rows with one for each, every row has its
-        own, else rows that sample have the first ones. Returns how many words are of use, and
+        `num_logits` rows of logits (L): in a shape of decode rows with one for each, every row has
+        its own, else rows that sample have the first ones. Returns how many words are of use, and
         which rows of logits are those of the rows that sample, None if they are the first.
         """
         at, words, last = layout(shape), self.words, self._last
         _spread(words[at.starts : at.starts + shape.rows], step.starts, shape, step.decodes, 0)
-        if last is None or last[:2] != (shape, samples) or not _same_rows(last[2], step):
-            self._rows(step, shape, at, samples)
-        self._last = shape, samples, step
+        if last is None or last[:2] != (shape, num_logits) or not _same_rows(last[2], step):
+            self._rows(step, shape, at, num_logits)
+        self._last = shape, num_logits, step
         words[0] = len(changes) // 2
         words[at.changes : at.changes + len(changes)] = changes
         return at.changes + len(changes), self._sample_rows
 
-    def _rows(self, step: Step, shape: GraphShape, at: Layout, samples: int) -> None:
+    def _rows(self, step: Step, shape: GraphShape, at: Layout, num_logits: int) -> None:
         words, sampling = self.words, step.samples
         if step.slots.max(initial=0) >= self._padding_slot:
             raise ValueError(f"slot {step.slots.max()}, where there are {self._padding_slot}")
@@ -124,13 +124,13 @@ class StepPacker:
             _spread(sampling, step.samples, shape, step.decodes, False)
         logits_rows = words[at.logits_rows : at.logits_rows + shape.rows]
         self._sample_rows = None
-        if samples == shape.rows and not shape.prefills:
+        if num_logits == shape.rows and not shape.prefills:
             identity = np.arange(shape.rows, dtype=np.int32)
             logits_rows[:] = np.where(sampling, identity, -1 - identity)
             if not step.samples.all():
                 self._sample_rows = np.flatnonzero(step.samples)
         else:
-            _number(logits_rows, sampling, samples)
+            _number(logits_rows, sampling, num_logits)
 
 
 def _same_rows(one: Step, last: Step) -> bool:
@@ -158,12 +158,12 @@ def _spread(
     view[end:] = filler
 
 
-def _number(logits_rows: np.ndarray, sampling: np.ndarray, samples: int) -> None:
+def _number(logits_rows: np.ndarray, sampling: np.ndarray, num_logits: int) -> None:
     """The first rows of logits are those of rows that sample; the rest are other rows' padding."""
     logits_rows[:] = NO_LOGITS
     sampling_rows = np.flatnonzero(sampling)
     logits_rows[sampling_rows] = np.arange(len(sampling_rows))
-    padding = np.arange(len(sampling_rows), samples, dtype=np.int32)
+    padding = np.arange(len(sampling_rows), num_logits, dtype=np.int32)
     if len(padding):
         logits_rows[np.flatnonzero(~sampling)[: len(padding)]] = -1 - padding
 
@@ -313,13 +313,14 @@ def _indptr(sizes: np.ndarray) -> np.ndarray:
     return found
 
 
-PARITIES = 2
+PARITIES = 2  # double buffers of the host: 0 and 1, in turn
 MAX_UPLOAD_VIEWS = 1024
 BLOCK = 256  # words that uploads are a multiple of, so that few sizes of them occur
 
 
 class PinnedWords:
-    """As many as the largest step had; none before the first one that has any."""
+    """Pinned int32 words on the host, as many as were taken at most; none before the first
+    `take`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -333,7 +334,7 @@ class PinnedWords:
 
 
 class Download:
-    """Words for log-probs."""
+    """Pinned int32 words on the host to which log-probs are copied from the device."""
 
     def __init__(self, device: Device) -> None:
         self._words = PinnedWords(device)
@@ -347,9 +348,11 @@ class Download:
 
 
 class StepBuffers:
-    """One parity.
+    """Pinned host memory of one parity: what a step uploads, and what is downloaded of it.
 
-    attention_metadata: of the last step that was launched in them; its memory is in use until
+    parity: which of the PARITIES double buffers, 0 or 1; step n of a runner uses n % PARITIES.
+    packer: writes steps into the words that are uploaded. logprobs, masks: memory for those of a
+    step. attention_metadata: of the last step that was launched in them; its memory is in use until
     that step has ended.
     """
 
@@ -369,7 +372,7 @@ class StepBuffers:
         self.masks = PinnedWords(device)
 
     def download(self, drawn: torch.Tensor) -> np.ndarray:
-        """Copies int64 [S, 2] from the device, on the current stream: there when that is done."""
+        """Copies int64 [L, 2] from the device, on the current stream: there when that is done."""
         count = len(drawn)
         if count not in self._rows:
             self._rows[count] = self._drawn[:count]
@@ -400,7 +403,8 @@ TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bit
 
 
 class SlotState:
-    """What the device keeps of the requests in their slots, as regions of one buffer of words:
+    """On the device, what is kept of the requests in their slots, as regions of one buffer of
+    words:
 
         region              shape
         page table          [rows, pages]
@@ -410,7 +414,7 @@ class SlotState:
         bad words           [rows, BAD_WORDS_SIZE]
 
     rows: a row for each of `slots` requests, and one for the padding slot. One buffer, so that
-    whatever changes (Step.delta) is a list of indices and values. On the forward stream
+    whatever changes (StepDelta) is a list of indices and values. On the forward stream
     scatter_words writes it, and apply_logit_bias the latest ids of requests with bad words. Beside
     it lies last_token, int64 [rows], the id that each slot sampled last, which sampling kernels
     write.
@@ -420,40 +424,41 @@ class SlotState:
     """
 
     def __init__(self, slots: int, pages: int, max_edits: int, device: torch.device) -> None:
-        self.padding_slot, many = slots, slots + 1
+        self.padding_slot, num_rows = slots, slots + 1
         self._pages = pages
         self._max_edits = max_edits
         self.biased = np.zeros(slots, dtype=bool)
-        self._fields_at = many * pages
-        self._counts_at = self._fields_at + many * FIELD_WORDS
-        self._edits_at = self._counts_at + many
-        self._bad_words_at = self._edits_at + 3 * many * max_edits
-        words = np.zeros(self._bad_words_at + many * BAD_WORDS_SIZE, dtype=np.int32)
-        fields = filled(many)
+        self._fields_at = num_rows * pages
+        self._counts_at = self._fields_at + num_rows * FIELD_WORDS
+        self._edits_at = self._counts_at + num_rows
+        self._bad_words_at = self._edits_at + 3 * num_rows * max_edits
+        words = np.zeros(self._bad_words_at + num_rows * BAD_WORDS_SIZE, dtype=np.int32)
+        fields = filled(num_rows)
         words[self._fields_at : self._counts_at] = np.concatenate(
             [fields[field.name].view(np.int32) for field in ORDER]
         )
         self.words = tensor_of(words).to(device)
         self.by_slot = SlotTables(
-            page_table=self.words[: self._fields_at].view(many, pages),
+            page_table=self.words[: self._fields_at].view(num_rows, pages),
             sampling_words=self.words[self._fields_at : self._counts_at],
-            last_token=torch.zeros(many, dtype=torch.int64, device=device),
+            last_token=torch.zeros(num_rows, dtype=torch.int64, device=device),
             num_wide=WIDE,
             num_narrow=len(FIELDS) - WIDE,
         )
         self.logit_edits = SlotLogitBias(
             self.words[self._counts_at : self._edits_at],
-            self.words[self._edits_at : self._bad_words_at].view(3, many, max_edits),
+            self.words[self._edits_at : self._bad_words_at].view(3, num_rows, max_edits),
             SlotBadWords(
-                self.words[self._bad_words_at :].view(many, BAD_WORDS_SIZE),
+                self.words[self._bad_words_at :].view(num_rows, BAD_WORDS_SIZE),
                 MAX_BAD_WORD_IDS,
                 SEQUENCES,
                 self.by_slot.last_token,
             ),
         )
 
-    def changes(self, delta: StepDelta) -> np.ndarray:
-        """int32 [2n]: the indices in `words` that `delta` changes, each with its new value."""
+    def apply_on_host(self, delta: StepDelta) -> np.ndarray:
+        """Brings `biased` up to date, and returns what is to be written on the device: int32 [2n],
+        the indices in `words` that `delta` changes, each with its new value."""
         indices, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
         if len(delta.admitted):
             admitted = self._admitted_changes(delta)
@@ -465,7 +470,7 @@ class SlotState:
 
     def _admitted_changes(self, delta: StepDelta) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of slots that were filled: fields, and edits."""
-        many, slots = self.padding_slot + 1, delta.admitted
+        num_rows, slots = self.padding_slot + 1, delta.admitted
         found: list[tuple[np.ndarray, np.ndarray]] = []
         begin = self._fields_at
         for field in ORDER:
@@ -473,7 +478,7 @@ class SlotState:
             values = delta.fields[field.name].view(np.int32).reshape(-1, wide)
             for word in range(wide):
                 found.append((begin + wide * slots + word, values[:, word]))
-            begin += wide * many
+            begin += wide * num_rows
         counts = dict.fromkeys(slots.tolist(), 0)
         banned = counts.copy()
         self.biased[slots] = False
@@ -492,13 +497,13 @@ class SlotState:
 
     def _logit_edit_changes(self, edits: RequestLogitBias) -> list[tuple[np.ndarray, np.ndarray]]:
         """Raises ValueError for more edits than there is room for."""
-        many, count = self.padding_slot + 1, len(edits.ids)
+        num_rows, count = self.padding_slot + 1, len(edits.ids)
         if count > self._max_edits:
             raise ValueError(f"{count} edits of logits, where there is room for {self._max_edits}")
         indices = self._edits_at + edits.slot * self._max_edits + np.arange(count)
         parts = edits.ids, edits.values.view(np.int32), edits.until
         return [
-            (indices + part * many * self._max_edits, value) for part, value in enumerate(parts)
+            (indices + part * num_rows * self._max_edits, value) for part, value in enumerate(parts)
         ]
 
     def _bad_word_changes(

@@ -1,12 +1,14 @@
-"""Builds the arrays of a step from what the memory decided: Rows become a Step and its Delta.
+"""Builds the arrays of a step from what the memory decided: Rows become a Step and its StepDelta.
 
     StepBuilder     rows of the plan -> rows of the step, decodes first; what changed by slot
     RequestTable    how the request in each slot wants to be sampled, as arrays over slots
-    FIELDS          sampling parameters of one number each, declared once: tables over slots, what
-                    steps carry, uploads, padding and what samplers are handed follow from it
+    FIELDS          sampling parameters of one number each: tables over slots, what steps carry,
+                    uploads and padding follow from it. The samplers (kernels/by_triton.py,
+                    kernels/host.py) name those that they read: they must follow by hand
 
-Knows no policy and no torch. This is the hot path of the engine's host: nothing here loops over
-decode rows, only over rows that compute admitted tokens.
+Knows no policy and no torch. This is the hot path of the engine's host: plain decodes are handled
+as arrays. There are loops over rows that compute admitted tokens, over rows with penalties, and,
+while some request may not sample every id, over all rows that sample.
 """
 
 from __future__ import annotations
@@ -158,7 +160,7 @@ class StepBuilder:
 
     def _delta(self) -> StepDelta:
         """What changed since the last step that computes anything."""
-        pages, requests = self._memory.table.take_changes(), self._requests.changes()
+        pages, requests = self._memory.table.take_changes(), self._requests.take_changes()
         delta = NO_CHANGES if pages is None else StepDelta(*pages)
         if requests is not None:
             admitted, fields, edits = requests
@@ -203,12 +205,13 @@ NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
 class RequestTable:
-    """Sampling parameters by slot, [max_slots] each; stale in empty slots, which are not read."""
+    """On the host, sampling parameters by slot, [max_slots] each; stale in empty slots, which are
+    not read."""
 
     def __init__(self, max_slots: int) -> None:
         self._fields = filled(max_slots)
         self._edits: dict[int, RequestLogitBias] = {}
-        self._admitted: dict[int, None] = {}  # slots, since changes were asked for, in order
+        self._admitted: dict[int, None] = {}  # slots, since the last take_changes, in order
         self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
         self._penalized = np.zeros(max_slots, dtype=bool)
         self._penalty_histories: dict[
@@ -273,11 +276,11 @@ class RequestTable:
         first, end = max(first, scores[0]), min(end, scores[1])
         return (first, end, scores[2]) if first < end else None
 
-    def changes(
+    def take_changes(
         self,
     ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[RequestLogitBias, ...]] | None:
-        """The slots that were filled since it was asked last, int32 [a], their fields [a] and the
-        edits of those that have any; None if there are none.
+        """The slots that were filled since the last call, int32 [a], their fields [a] and the edits
+        of those that have any; None if there are none.
         """
         if not self._admitted:
             return None
@@ -390,9 +393,10 @@ def _bad_words(admit: Admit) -> BadWords | None:
     return BadWords(ends, ids, admit.prompt_len, len(known), recent)
 
 
-# Whatever a request says, its numbers fit: the API has bounds of its own.
+# Whatever a request says, its numbers fit into the dtypes of FIELDS. What the API accepts is
+# narrower: see params.py.
 MAX_TOP_K = 2**31 - 1
-MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -406,9 +410,7 @@ class Field:
 
 
 FIELDS = (
-    Field(
-        "temperature", np.float32, 0.0, lambda admit: min(admit.params.temperature, MAX_TEMPERATURE)
-    ),
+    Field("temperature", np.float32, 0.0, lambda admit: min(admit.params.temperature, MAX_FLOAT32)),
     Field(
         "top_k", np.int32, 0, lambda admit: min(max(admit.params.top_k, 0), MAX_TOP_K)
     ),  # 0 is off

@@ -76,12 +76,12 @@ from pipeinfer.gateway.schema import (
 )
 from pipeinfer.gateway.serving import (
     IGNORED_SCHEMA,
-    EncodedPrompt,
-    Service,
+    EncodedPromptSink,
+    HandlerContext,
     Serving,
+    chat_prompt_call,
     client_trace,
     detokenize_call,
-    prompt_call,
     tokenize_call,
     tokenize_response,
 )
@@ -93,22 +93,22 @@ from pipeinfer.wire import unpack
 log = logging.getLogger(__name__)
 
 
-def build_app(service: Service) -> web.Application:
+def build_app(context: HandlerContext) -> web.Application:
     """The application. Its runner must be made with handler_cancellation=True, and its connections
     with auto_decompress=False: bodies are decompressed here, within their bound."""
-    handlers = _Handlers(service)
+    handlers = _Handlers(context)
     app = web.Application(
         middlewares=[
-            service.access_log.middleware(),
+            context.access_log.middleware(),
             handlers.errors,
-            service.browsers.cors.middleware(),
-            service.browsers.middleware(),
-            service.admission.middleware(),
+            context.browsers.cors.middleware(),
+            context.browsers.middleware(),
+            context.admission.middleware(),
         ],
     )
     app.on_response_prepare.append(_add_headers)
-    app.on_response_prepare.append(service.browsers.cors.add_cors_headers)
-    app.on_response_prepare.append(service.admission.add_limit_headers)
+    app.on_response_prepare.append(context.browsers.cors.add_cors_headers)
+    app.on_response_prepare.append(context.admission.add_limit_headers)
     handlers.route(app.router)
     return app
 
@@ -118,9 +118,9 @@ async def _continue_later(request: web.Request) -> None:
 
 
 class _Handlers:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._serving = Serving(service)
+    def __init__(self, context: HandlerContext) -> None:
+        self._context = context
+        self._serving = Serving(context)
         self._adapters = AdapterHandlers(self._serving)
 
     def route(self, router: web.UrlDispatcher) -> None:
@@ -150,9 +150,9 @@ class _Handlers:
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
         page = Page()
         page.route_docs(router)
-        if self._service.monitor is not None:
+        if self._context.monitor is not None:
             page.route(router)
-            MonitorHandlers(self._service, self._service.monitor).route(router)
+            MonitorHandlers(self._context, self._context.monitor).route(router)
 
     # --------------------------------------------------------------------------------- middlewares
 
@@ -180,26 +180,26 @@ class _Handlers:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, ChatRequest)
-        parsed = parse_chat(body, request_id, self._service.defaults, client_trace(request))
+        parsed = parse_chat(body, request_id, self._context.defaults, client_trace(request))
         del body  # is not kept for the minutes that an answer may take
         return await self._generate(request, request_id, parsed, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         request_id = f"cmpl-{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, CompletionRequest)
-        parsed = parse_completion(body, request_id, self._service.defaults, client_trace(request))
+        parsed = parse_completion(body, request_id, self._context.defaults, client_trace(request))
         del body
         return await self._generate(request, request_id, parsed, chat=False)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read_body(request, TokenizeRequest)
-        call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.defaults)
+        call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._context.defaults)
         prompt = await self._serving.encode_prompt(request, call)
-        return json_response(tokenize_response(prompt, self._service.context_length))
+        return json_response(tokenize_response(prompt, self._context.context_length))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read_body(request, DetokenizeRequest)
-        call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.defaults)
+        call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._context.defaults)
         try:
             prompt = await self._serving.encode_prompt(request, call)
         except ApiError as error:
@@ -208,13 +208,13 @@ class _Handlers:
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
         """As vLLM's /tokenizer_info."""
-        return web.Response(body=self._service.tokenizer_info, content_type="application/json")
+        return web.Response(body=self._context.tokenizer_info, content_type="application/json")
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         """As vLLM's; the body is not read."""
-        self._serving.check_capacity(0)
-        stages = self._service.core.health.stages.values()
-        missing = await self._service.sessions.reset_caches(stages)
+        self._serving.refuse_beyond_capacity(0)
+        stages = self._context.core.health.stages.values()
+        missing = await self._context.sessions.reset_caches(stages)
         if missing:
             message = f"groups {sorted(missing)} have not answered within {RESET_TIMEOUT:g} s"
             raise ApiError(503, message, code="reset_unanswered", retry_after=1)
@@ -246,7 +246,7 @@ class _Handlers:
         return json_response(self._model_card())
 
     def _check_ready(self) -> None:
-        core = self._service.core
+        core = self._context.core
         if not core.can_serve():
             raise ApiError(
                 503,
@@ -256,17 +256,17 @@ class _Handlers:
             )
 
     def _model_card(self) -> JsonObject:
-        service = self._service
+        context = self._context
         model: JsonObject = {
-            "id": service.model,
+            "id": context.model,
             "object": "model",
-            "created": service.created,
+            "created": context.created,
             "owned_by": "pipeinfer",
-            "root": service.model,
+            "root": context.model,
             "parent": None,
         }
-        if service.context_length:
-            model["max_model_len"] = service.context_length
+        if context.context_length:
+            model["max_model_len"] = context.context_length
         return model
 
     # -------------------------------------------------------------------------------------- health
@@ -275,12 +275,12 @@ class _Handlers:
         return json_response({"status": "live"})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
-        core = self._service.core
+        core = self._context.core
         status = 200 if core.can_serve() else 503
         return json_response({"status": core.status, "reason": core.health.reason()}, status)
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        core = self._service.core
+        core = self._context.core
         stages: list[JsonValue] = [
             {
                 "name": row.name,
@@ -298,7 +298,7 @@ class _Handlers:
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         accepted = request.headers.get("Accept", "")
-        exposition, kind = self._service.metrics.exposition(accepted)
+        exposition, kind = self._context.metrics.exposition(accepted)
         return web.Response(body=exposition, headers={"Content-Type": kind})
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
@@ -369,7 +369,7 @@ class AdapterHandlers:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._defaults = serving.service.defaults
+        self._defaults = serving.context.defaults
 
     def routes(self) -> dict[str, Handler]:
         """Handlers by path, all for POST."""
@@ -427,7 +427,7 @@ class AdapterHandlers:
         prompt may be longer than the context.
         """
         chat = responses_api.to_prompt_chat(body)
-        call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._defaults)
+        call = chat_prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._defaults)
         call = replace(call, params=replace(call.params, max_tokens=answer_tokens))
         return (await self._serving.encode_prompt(request, call)).prompt_tokens
 
@@ -473,7 +473,7 @@ class AdapterHandlers:
         body = await self._serving.read_body(request, CountRequest)
         chat = anthropic.to_prompt_chat(body, self._defaults.parsers.harmony)
         with with_field_names(anthropic.FIELD_NAMES):
-            call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._defaults)
+            call = chat_prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._defaults)
             prompt = await self._serving.encode_prompt(request, call)
         return json_response({"input_tokens": prompt.prompt_tokens})
 
@@ -606,10 +606,10 @@ _encode = msgspec.json.Encoder().encode
 class MonitorHandlers:
     """Handlers of /monitor of one gateway."""
 
-    def __init__(self, service: Service, monitor: PipelineMonitor) -> None:
-        self._service = service
+    def __init__(self, context: HandlerContext, monitor: PipelineMonitor) -> None:
+        self._context = context
         self._monitor = monitor
-        self._rates = PipelineRates(service.core.health)
+        self._rates = PipelineRates(context.core.health)
         self._snapshot: PipelineSnapshot | None = None
         self._snapshot_at = 0.0  # monotonic seconds
         self._feeds = 0
@@ -627,7 +627,8 @@ class MonitorHandlers:
         A slow reader gets fewer events. Requests of other clients are shown to operators alone.
         """
         if self._feeds >= MAX_FEEDS:
-            raise ApiError(503, f"{MAX_FEEDS} pages are open already", code="too_many_pages")
+            message = f"{MAX_FEEDS} monitoring pages are already open, and no more are allowed"
+            raise ApiError(503, message, code="too_many_pages")
         response = web.StreamResponse(headers=EVENT_STREAM_HEADERS)
         self._feeds += 1
         try:
@@ -644,7 +645,7 @@ class MonitorHandlers:
 
     async def request(self, request: web.Request) -> web.StreamResponse:
         """The spans of a request in all stages."""
-        name, principal = request.match_info["id"], self._service.admission.principal(request)
+        name, principal = request.match_info["id"], self._context.admission.principal(request)
         allowed = principal.operator or self._monitor.is_owner(name, principal.name)
         spans = self._monitor.spans(name) if allowed else []
         if not spans:
@@ -656,10 +657,10 @@ class MonitorHandlers:
 
         Their texts are prompts of clients: operators alone see them, and salted ones are not shown.
         """
-        rows = self._service.core.health.stages.values()
+        rows = self._context.core.health.stages.values()
         engines = {row.stage: row.group for row in rows if row.name == "engine" and row.rank == 0}
         found = await self._monitor.prefixes(tuple(engines), MAX_PREFIXES)
-        with_text = self._service.admission.principal(request).operator
+        with_text = self._context.admission.principal(request).operator
         groups = [
             GroupPrefixes(
                 group, [await self._prefix(one, with_text) for one in found.get(engine, ())]
@@ -685,16 +686,16 @@ class MonitorHandlers:
 
     async def _detokenize(self, ids: list[int]) -> str:
         call = detokenize_call(
-            DetokenizeRequest(tokens=ids), f"tok-{uuid.uuid4().hex}", self._service.defaults
+            DetokenizeRequest(tokens=ids), f"tok-{uuid.uuid4().hex}", self._context.defaults
         )
-        sink = EncodedPrompt()
-        async with self._service.sessions.open([call], sink):
+        sink = EncodedPromptSink()
+        async with self._context.sessions.open([call], sink):
             return (await sink.prompt()).prompt_text[:MAX_PREFIX_LETTERS]
 
     def _principal(self, request: web.Request) -> Principal | None:
         """None if the request's key was withdrawn."""
         try:
-            return self._service.admission.principal(request)
+            return self._context.admission.principal(request)
         except ApiError:
             return None
 
@@ -703,9 +704,9 @@ class MonitorHandlers:
         monitor = self._monitor
         event = msgspec.structs.asdict(self._current_snapshot()) | {
             "time": time.time(),
-            "model": self._service.model,
+            "model": self._context.model,
             "version": __version__,
-            "context_length": self._service.context_length,
+            "context_length": self._context.context_length,
             "steps": monitor.steps_since(seen),
             "requests": monitor.requests_since(
                 seen, None if principal.operator else principal.name
@@ -717,7 +718,7 @@ class MonitorHandlers:
         """One snapshot for all feeds that need it at about the same time."""
         now = time.monotonic()
         if self._snapshot is None or now - self._snapshot_at > EVENT_INTERVAL / 2:
-            status, latency = self._service.core.status, self._monitor.latency
+            status, latency = self._context.core.status, self._monitor.latency
             self._rates.update()
             self._snapshot = self._rates.snapshot(status, now, time.time(), latency)
             self._snapshot_at = now

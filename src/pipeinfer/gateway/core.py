@@ -54,7 +54,6 @@ from pipeinfer.messages import (
     Accepted,
     CacheReset,
     Delivered,
-    GroupFault,
     HandOver,
     Heartbeat,
     Message,
@@ -118,8 +117,11 @@ class GatewayCore:
     # ------------------------------------------------------------------------------- a stage's core
 
     def handle(self, event: Message, now: float) -> list[Send]:
-        """Takes one event at `now` (monotonic seconds). KeyError for one that no gateway gets."""
-        out = self._handlers[type(event)](self, event, now)
+        """See Core. Raises TypeError for a message that is not a gateway's."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise TypeError(f"the gateway takes no {type(event).__name__}")
+        out = handler(self, event, now)
         if self._ended.unreported:
             out += [Send("requests", to, done) for to, done in self._ended.take_unreported()]
         return out
@@ -213,15 +215,15 @@ class GatewayCore:
         out: list[Send] = []
         for number in accepted.choices:
             record = self._records.get(choice_id(accepted.request_id, number))
-            if record is None or not record.accepts_attempt(accepted.attempt):
+            if record is None or not record.adopt_attempt(accepted.attempt):
                 continue
             moved = record.group >= 0  # another group took it over
             record.group = accepted.group
             if not moved:
-                self._start(record, accepted, out, now)
+                self._on_first_accepted(record, accepted, out, now)
         return out
 
-    def _start(
+    def _on_first_accepted(
         self, record: RequestRecord, accepted: Accepted, out: list[Send], now: float
     ) -> None:
         if record.prompt_tokens < 0:
@@ -247,13 +249,13 @@ class GatewayCore:
 
     def _next_attempt(self, record: RequestRecord, tokenizer: str, attempt: int) -> Send:
         """A group goes on after what was delivered, as `attempt`."""
-        record.accepts_attempt(attempt)
+        record.adopt_attempt(attempt)
         delivered = Delivered(request_id=record.request_id, attempt=attempt, ids=bytes(record.ids))
         return Send("recovery", tokenizer, delivered)
 
     def _on_refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
-        if record is None or not record.accepts_attempt(refused.attempt):
+        if record is None or not record.adopt_attempt(refused.attempt):
             return []
         self._complete(record, now)
         retry = RETRY_SOON if refused.status in (429, 503) else 0
@@ -282,7 +284,7 @@ class GatewayCore:
             record = records.get(row.request_id)
             if record is None:
                 self._on_unknown_row(row, out, now)
-            elif row.attempt != record.submit.attempt and not record.accepts_attempt(row.attempt):
+            elif row.attempt != record.submit.attempt and not record.adopt_attempt(row.attempt):
                 self._counts["late_rows"] += 1
             elif record.group < 0:  # not accepted yet
                 record.early.append(row)
@@ -307,8 +309,8 @@ class GatewayCore:
             return
         if row.finish is None:
             if text or ids:
-                if not record.started:
-                    self._mark_started(record)
+                if not record.has_output:
+                    self._on_first_output(record)
             elif prompt is None:
                 return
             delta = OutputDelta(row.request_id, text, ids, byte, token)
@@ -328,7 +330,7 @@ class GatewayCore:
     def _finish(
         self, record: RequestRecord, row: TextRow, delta: OutputDelta, out: list[Send]
     ) -> None:
-        delivered = record.started or delta.text or delta.ids
+        delivered = record.has_output or delta.text or delta.ids
         if row.finish == "error":
             message = row.error or "the request failed"
             if delta.text or delta.ids:  # the rest of its text, delivered with the error
@@ -387,9 +389,6 @@ class GatewayCore:
         self._publish_status(out)
         return out
 
-    def _ignore(self, _event: Message, _now: float) -> list[Send]:
-        return []
-
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
         out: list[Send] = []
         if self._recover_request is not None:  # the first tick, before any request
@@ -415,7 +414,7 @@ class GatewayCore:
 
     def _expire(self, record: RequestRecord, out: list[Send], now: float) -> None:
         out.append(self._abort(record, "timeout", now))
-        if not record.started:
+        if not record.has_output:
             out.append(local(_timed_out(record)))
             return
         delta = OutputDelta(
@@ -444,14 +443,14 @@ class GatewayCore:
 
     # ------------------------------------------------------------------------------ ends of records
 
-    def _mark_started(self, record: RequestRecord) -> None:
-        record.started = True
+    def _on_first_output(self, record: RequestRecord) -> None:
+        record.has_output = True
         self._backlog.remove(record.size)
 
     def _update_size(self, record: RequestRecord) -> None:
         """Its prompt tokens are known: they count in the backlog if they exceed the estimate."""
         extra_tokens = occupied_tokens(record.submit.params, record.prompt_tokens) - record.size
-        if extra_tokens > 0 and not record.started:
+        if extra_tokens > 0 and not record.has_output:
             record.size += extra_tokens
             self._backlog.grow(extra_tokens)
 
@@ -466,7 +465,7 @@ class GatewayCore:
 
     def _end(self, record: RequestRecord, reason: str, now: float) -> None:
         del self._records[record.request_id]
-        if not record.started:
+        if not record.has_output:
             self._backlog.remove(record.size)
         end = EndedRequest(record.tokenizer, record.attempt, reason, now)
         self._ended.add(record.request_id, end)
@@ -482,7 +481,6 @@ class GatewayCore:
         Refused: _on_refused,
         Recover: _on_recover,
         Heartbeat: _on_heartbeat,
-        GroupFault: _ignore,
         Tick: _on_tick,
         Drain: _on_drain,
         Unsent: _on_unsent,

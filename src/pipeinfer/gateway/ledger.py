@@ -379,7 +379,7 @@ class RequestRecord:
     size: tokens as which it counts in the backlog. deadline: monotonic seconds, or infinite.
     prompt_tokens: -1 until Accepted. scored: prompt tokens whose log-probs were delivered.
     early: rows that arrived before Accepted, which comes from another stage on another socket.
-    started: whether anything was delivered.
+    has_output: whether text or ids were delivered.
     ids: delivered output ids, int32 bytes. tokens: how many. bytes: delivered text, in UTF-8.
     """
 
@@ -389,11 +389,11 @@ class RequestRecord:
         "deadline",
         "early",
         "group",
+        "has_output",
         "ids",
         "prompt_tokens",
         "scored",
         "size",
-        "started",
         "submit",
         "tokenizer",
         "tokens",
@@ -410,7 +410,7 @@ class RequestRecord:
         self.group = -1  # until the first Accepted
         self.prompt_tokens = -1  # unknown before the first Accepted
         self.early: list[TextRow] = []
-        self.started = False  # a row was delivered
+        self.has_output = False
         self.bytes = 0
         self.ids = bytearray()
         self.tokens = 0
@@ -424,10 +424,9 @@ class RequestRecord:
     def attempt(self) -> int:
         return self.submit.attempt
 
-    def accepts_attempt(self, attempt: int) -> bool:
-        """Whether a message about `attempt` counts: only the latest attempt does.
-
-        A later attempt than known takes over: another group goes on after what was delivered.
+    def adopt_attempt(self, attempt: int) -> bool:
+        """Moves to `attempt` if it is later than the known one: another group goes on after what
+        was delivered. Returns whether a message about `attempt` counts, which must be the latest.
         """
         if attempt > self.submit.attempt:
             self.submit = replace(self.submit, attempt=attempt)

@@ -296,8 +296,8 @@ ResponsesBody = TypeVar("ResponsesBody", bound=ResponsesPrompt)
 
 
 def message_starts(request: ResponsesPrompt) -> list[int]:
-    """Indices of the items with which turns but the first begin: messages of the user. All items
-    before one of these can be left out. Empty if the request does not allow truncation.
+    """Indices in `input` of the user's messages, but for index 0. The items before any of them can
+    be left out. Empty if the request does not allow truncation, or its input is a string.
     """
     items = request.input
     if request.truncation != "auto" or isinstance(items, str):
@@ -371,7 +371,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
     if form is None:
         return chat
     if chat.continue_final_message and form.type != "text":
-        message = "text.format: what goes on from an unfinished message has no form of its own"
+        message = "text.format cannot be used when continuing an incomplete assistant message"
         raise ApiError(400, message, "text.format", "unsupported_parameter")
     schema = JsonSchema(form.schema, form.name, form.description, form.strict)
     return msgspec.structs.replace(chat, response_format=ResponseFormat(form.type, schema))

@@ -131,7 +131,7 @@ class BodyReader:
         except (RequestPayloadError, HttpProcessingError):
             raise _broken_body("it ends early, or its chunks are malformed") from None
         except TimeoutError:
-            message = f"the body did not come within {READ_TIMEOUT:g} s without a byte"
+            message = f"the whole body did not come within {BODY_TIMEOUT:g} s"
             raise ApiError(408, message, code="body_timeout") from None
 
     async def _take(
@@ -143,8 +143,12 @@ class BodyReader:
                 await asyncio.sleep(0)  # there is more to decompress; others first
 
     async def _next(self, request: web.Request) -> bytes:
-        async with asyncio.timeout(READ_TIMEOUT):
-            return await request.content.readany()
+        try:
+            async with asyncio.timeout(READ_TIMEOUT):
+                return await request.content.readany()
+        except TimeoutError:
+            message = f"no byte of the body came for {READ_TIMEOUT:g} s"
+            raise ApiError(408, message, code="body_timeout") from None
 
     def _add(self, body: bytearray, part: bytes) -> None:
         if len(body) + len(part) > self._max_bytes:
@@ -472,7 +476,7 @@ def _check_unsupported(
 
 
 @dataclass(frozen=True)
-class Service:
+class HandlerContext:
     """What handlers of HTTP requests share.
 
     core: live requests, and health. sessions: where calls go in and deltas come out.
@@ -515,7 +519,7 @@ def tokenize_call(request: TokenizeRequest, name: str, defaults: RequestDefaults
     if request.prompt is None:
         chat = ChatRequest(**{field: getattr(request, field) for field in CHAT_FIELDS})
         return replace(
-            prompt_call(chat, name, defaults),
+            chat_prompt_call(chat, name, defaults),
             return_prompt_ids=True,
             return_token_strs=bool(request.return_token_strs),
         )
@@ -531,7 +535,7 @@ def tokenize_call(request: TokenizeRequest, name: str, defaults: RequestDefaults
     )
 
 
-def prompt_call(request: ChatRequest, name: str, defaults: RequestDefaults) -> Call:
+def chat_prompt_call(request: ChatRequest, name: str, defaults: RequestDefaults) -> Call:
     """The call for a chat's prompt, also where the model's tool calls cannot be parsed. Raises
     ApiError 400.
     """
@@ -563,7 +567,7 @@ def detokenize_call(request: DetokenizeRequest, name: str, defaults: RequestDefa
     )
 
 
-class EncodedPrompt:
+class EncodedPromptSink:
     """A ResponseSink that waits for the tokenizer's answer about one prompt."""
 
     def __init__(self) -> None:
@@ -602,7 +606,7 @@ def tokenize_response(started: Started, context_length: int) -> JsonObject:
 # Of a request whose schema is not enforced as a whole: the parts that are not.
 IGNORED_SCHEMA = web.RequestKey("left_out", str)
 MAX_IGNORED_SCHEMA = 1_000  # letters of these
-HEADER_LETTERS = " !#$&'()*+,/:;=?@[]{}|<>"  # letters that need no escape in a header
+HEADER_SAFE = " !#$&'()*+,/:;=?@[]{}|<>"  # letters that need no escape in a header
 
 log = logging.getLogger(__name__)
 
@@ -610,16 +614,16 @@ log = logging.getLogger(__name__)
 class Serving:
     """Serves the requests of all endpoints of one gateway."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, context: HandlerContext) -> None:
+        self.context = context
         self._bodies = BodyDecoder(
-            BodyReader(service.max_body_bytes), service.metrics.count_unknown_fields
+            BodyReader(context.max_body_bytes), context.metrics.count_unknown_fields
         )
         self._write_batch = WriteBatch()
 
     async def read_body(self, request: web.Request, kind: type[BodyType]) -> BodyType:
         """The decoded body. Raises ApiError before it is read if no request would be taken now."""
-        self.check_capacity(1)
+        self.refuse_beyond_capacity(1)
         body = await self._bodies.read(request, kind)
         self.check_model(body.model)
         return body
@@ -630,18 +634,18 @@ class Serving:
             chat=chat,
             id=name,
             created=int(time.time()),
-            model=self.service.model,
+            model=self.context.model,
             output_options=parsed.output_options,
             parser_factory=parsed.parser_factory,
             tool_call_options=parsed.tool_call_options,
-            fingerprint=self.service.fingerprint,
+            fingerprint=self.context.fingerprint,
         )
 
     async def respond(
         self, request: web.Request, parsed: ParsedRequest, encoder: ResponseEncoder
     ) -> web.StreamResponse:
         """Runs the calls of the request; `encoder` encodes the answer."""
-        self.check_capacity(parsed.choices)
+        self.refuse_beyond_capacity(parsed.choices)
         constraint = parsed.constraint
         if constraint.unenforced:
             _note_ignored_schema(request, constraint.unenforced)
@@ -651,13 +655,13 @@ class Serving:
             if constraint.fallback is not None
             else sink
         )
-        admission = self.service.admission
+        admission = self.context.admission
         admission.count_choices(request, parsed.prompts, parsed.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
         calls = self._with_client(request, parsed.calls)
         try:
-            async with self.service.sessions.open(calls, admission.metered(request, checked)):
+            async with self.context.sessions.open(calls, admission.metered(request, checked)):
                 return await sink.respond(request)
         except ApiError as error:
             # The stages behind the gateway do not know which field the constraint comes from.
@@ -666,15 +670,15 @@ class Serving:
 
     async def encode_prompt(self, request: web.Request, call: Call) -> Started:
         """The tokenizer's answer about a prompt from which nothing is generated."""
-        sink = EncodedPrompt()
-        admission = self.service.admission
+        sink = EncodedPromptSink()
+        admission = self.context.admission
         calls = self._with_client(request, [call])
-        async with self.service.sessions.open(calls, admission.metered(request, sink)):
+        async with self.context.sessions.open(calls, admission.metered(request, sink)):
             return await sink.prompt()
 
     def _with_client(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
         """The calls with their client's hash; the monitor notes their owner."""
-        monitor, client = self.service.monitor, self.service.admission.client_hash(request)
+        monitor, client = self.context.monitor, self.context.admission.client_hash(request)
         for call in calls:
             if monitor is not None:
                 monitor.set_owner(call.request_id, request[CLIENT_REQUEST].client.name)
@@ -682,17 +686,17 @@ class Serving:
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError 404 if `model` is not the served one; an empty name passes."""
-        if model and model != self.service.model:
+        if model and model != self.context.model:
             message = (
-                f"the model {model[:200]!r} does not exist; this server has {self.service.model!r}"
+                f"the model {model[:200]!r} does not exist; this server has {self.context.model!r}"
             )
             raise ApiError(404, message, "model", "model_not_found")
 
-    def check_capacity(self, requests: int) -> None:
-        """Raises ApiError if so many more requests would be refused now."""
-        refusal = self.service.core.refusal(requests=requests)
+    def refuse_beyond_capacity(self, requests: int) -> None:
+        """Raises ApiError, and counts a refused request, if so many more would be refused now."""
+        refusal = self.context.core.refusal(requests=requests)
         if refusal is not None:
-            self.service.metrics.count_ended("refused")
+            self.context.metrics.count_ended("refused")
             raise api_error(refusal)
 
 
@@ -725,7 +729,7 @@ class _GrammarRefusals:
 def _note_ignored_schema(request: web.Request, parts: Sequence[str]) -> None:
     """Puts into a header and the log what the answer is not constrained by."""
     # Names of properties are the client's: the log gets keywords alone, and a header takes ASCII.
-    request[IGNORED_SCHEMA] = quote("; ".join(parts), HEADER_LETTERS)[:MAX_IGNORED_SCHEMA]
+    request[IGNORED_SCHEMA] = quote("; ".join(parts), HEADER_SAFE)[:MAX_IGNORED_SCHEMA]
     keywords = sorted({each.partition(" ")[0] for each in parts})
     log.info("%s: its answer is not constrained by %s", x_request_id(request), ", ".join(keywords))
 

@@ -49,7 +49,7 @@ from pipeinfer.gateway.ledger import Backlog, RequestTraces, StatusChanged
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies, VllmMetrics
 from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
-from pipeinfer.gateway.serving import Service
+from pipeinfer.gateway.serving import HandlerContext
 from pipeinfer.gateway.sessions import RequestSessions
 from pipeinfer.gateway.tool_parsers.registry import choose_parsers
 from pipeinfer.messages import Message
@@ -101,7 +101,7 @@ def build(context: StageContext) -> Stage:
         _api_keys(settings), _key_limits(settings), metrics, is_loopback(settings.host)
     )
     files = _tokenizer_files(settings, folder)
-    service = Service(
+    handler_context = HandlerContext(
         core,
         RequestSessions(metrics),
         metrics,
@@ -118,7 +118,7 @@ def build(context: StageContext) -> Stage:
     )
     other_stages = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(
-        service, partial(server_url, settings), lambda: _listen(context), certificate
+        handler_context, partial(server_url, settings), lambda: _listen(context), certificate
     )
     return Stage(
         core,
@@ -130,7 +130,7 @@ def build(context: StageContext) -> Stage:
         ),
         before_leave=lambda: driver.leave(settings.drain_timeout),
         reload=lambda: _reload_keys_and_certificate(settings, admission, certificate),
-        monitor=service.monitor,
+        monitor=handler_context.monitor,
     )
 
 
@@ -196,7 +196,10 @@ def _browser_guard(settings: Settings, admission: Admission) -> BrowserGuard:
     """The guard; the name that the server listens on is allowed without being listed."""
     hosts = parse_hosts(settings.allowed_hosts)
     if not admission.needs_key and not hosts and not is_loopback(settings.host):
-        log.info("no API keys: clients that use a name with a dot need --allowed-hosts NAME")
+        log.info(
+            "There are no API keys, so requests to a host name with a dot in it are refused unless "
+            "--allowed-hosts lists the name."
+        )
     named = hosts | {host_name(settings.host)}
     origins = parse_origins(settings.allowed_origins)
     return BrowserGuard(named, bool(hosts), origins, lambda: not admission.needs_key, is_protected)
@@ -371,7 +374,7 @@ FIRST_HEARTBEATS = 1.0  # seconds within which heartbeats of all running stages 
 
 
 class HttpDriver:
-    """Serves `service` over HTTP or, with a `certificate`, HTTPS.
+    """Serves `handler_context` over HTTP or, with a `certificate`, HTTPS.
 
     listen(): gives the sockets, which the driver closes. url_of(port): the URL for users.
     url: set by start().
@@ -379,12 +382,12 @@ class HttpDriver:
 
     def __init__(
         self,
-        service: Service,
+        handler_context: HandlerContext,
         url_of: Callable[[int], str],
         listen: Callable[[], list[socket.socket]],
         certificate: Certificate | None = None,
     ) -> None:
-        self._service = service
+        self._context = handler_context
         self._certificate = certificate
         self._url_of = url_of
         self._listen = listen
@@ -395,7 +398,7 @@ class HttpDriver:
         self._ready = asyncio.Event()
         self._accepting: asyncio.Task[None] | None = None
         self._open = self._announced = self._leaving = False
-        self._latencies = RollingLatencies(service.metrics)
+        self._latencies = RollingLatencies(handler_context.metrics)
         self._in_flight = 0  # requests whose handlers run
         self.url = ""
 
@@ -405,7 +408,7 @@ class HttpDriver:
         Connections are accepted when the pipeline is ready, at the latest after FIRST_HEARTBEATS:
         clients of a restarted gateway need not be refused as "starting".
         """
-        self._service.sessions.bind(feed)
+        self._context.sessions.bind(feed)
         self._sockets = self._listen()
         runner = web.AppRunner(
             self._app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT
@@ -413,7 +416,7 @@ class HttpDriver:
         await runner.setup()
         assert runner.server is not None
         self._runner = runner
-        metrics = self._service.metrics
+        metrics = self._context.metrics
         self._connections = Connections(
             runner.server,
             connection_limit(),
@@ -430,7 +433,7 @@ class HttpDriver:
                 self._ready.set()
             self._announce()
         else:
-            self._service.sessions.deliver(message)  # type: ignore[arg-type]
+            self._context.sessions.deliver(message)  # type: ignore[arg-type]
 
     async def leave(self, seconds: float) -> None:
         """Leaves new connections to other processes with the same sockets, and ends its own.
@@ -451,14 +454,14 @@ class HttpDriver:
             await asyncio.sleep(LEAVE_POLL)
             if self._in_flight:
                 quiet_since = clock()
-        self._service.sessions.fail_all(503, "the server is shutting down")
+        self._context.sessions.fail_all(503, "the server is shutting down")
         self._runner.server.pre_shutdown()  # wakes those that wait for a request
         await self._runner.server.shutdown(SHUTDOWN_TIMEOUT)
 
     async def stop(self) -> None:
         """Ends running streams with an error, sends what is buffered, closes all connections."""
         self._end_monitor_feeds()
-        self._service.sessions.fail_all(503, "the server is shutting down")
+        self._context.sessions.fail_all(503, "the server is shutting down")
         await self._end_accepting()
         self._close_servers()
         if self._connections is not None:
@@ -486,7 +489,7 @@ class HttpDriver:
                 # client sends its next request on this connection.
                 response.headers["Connection"] = "close"
 
-        app = build_app(self._service)
+        app = build_app(self._context)
         app.middlewares.insert(0, counted)
         app.on_response_prepare.append(end_connection)
         return app
@@ -506,8 +509,8 @@ class HttpDriver:
 
     def _end_monitor_feeds(self) -> None:
         """Monitor feeds never end by themselves, and the shutdown would wait for them."""
-        if self._service.monitor is not None:
-            self._service.monitor.leaving = True
+        if self._context.monitor is not None:
+            self._context.monitor.leaving = True
 
     def _close_servers(self) -> None:
         """Accepts no more connections; open ones stay."""
@@ -523,9 +526,9 @@ class HttpDriver:
             close_all(self._sockets)
 
     def _announce(self) -> None:
-        if self._open and not self._announced and self._service.core.status == "ready":
+        if self._open and not self._announced and self._context.core.status == "ready":
             self._announced = True
-            page = f"chat in a browser at {self.url}, " if self._service.monitor is not None else ""
+            page = f"chat in a browser at {self.url}, " if self._context.monitor is not None else ""
             log.info("%ssend requests to %s/v1, stop with Ctrl-C", page, self.url)
             over = CLEAR_LINE if can_rewrite(sys.stdout) else ""
             try:

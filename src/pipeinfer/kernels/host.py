@@ -204,14 +204,14 @@ def _largest(x: np.ndarray, width: int) -> np.ndarray:
 def is_truncated(
     top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, vocab: float = inf
 ) -> np.ndarray:
-    """bool [S]: rows that leave out some of `vocab` ids, unless they are greedy. By default any
+    """bool [L]: rows that leave out some of `vocab` ids, unless they are greedy. By default any
     top-k counts."""
     return (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
 
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """SamplingTensors of S rows as arrays, seeds as uint64."""
+    """SamplingTensors of L rows as arrays, seeds as uint64."""
 
     temperature: np.ndarray
     top_k: np.ndarray
@@ -252,7 +252,7 @@ def sample(
 
 
 def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
-    """float64 [S, 3]: | score of the best candidate | its id | the greatest logit |"""
+    """float64 [L, 3]: | score of the best candidate | its id | the greatest logit |"""
     values, rows = logits.float().numpy(), SamplingRows.of(sampling)
     count, width = values.shape
     mine = np.full((count, 3), -np.inf)
@@ -283,7 +283,7 @@ def global_argmax(
 def _sampled(
     ids: np.ndarray, good: np.ndarray, sampling: SamplingTensors, last_token: torch.Tensor
 ) -> torch.Tensor:
-    """int64 [S, 2]: one token, of `ids` [S], for the rows in `good` bool [S]; 0 tokens for
+    """int64 [L, 2]: one token, of `ids` [L], for the rows in `good` bool [L]; 0 tokens for
     others."""
     made = np.empty((len(ids), 2), dtype=np.int64)
     made[:, 0] = good

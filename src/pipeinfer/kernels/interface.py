@@ -27,7 +27,7 @@ class GraphShape:
     """The size of a step, and the capacity of a CUDA graph.
 
     tokens: of all rows.
-    decodes: rows of one token.
+    decodes: rows of one token, which may also be a prompt's chunk.
     prefills: rows of more tokens.
     shared_prefix: decode rows with a common prefix read it once; this takes kernels that other
         steps need not run.
@@ -49,9 +49,9 @@ class DeviceStep:
     """A step on the device: views, of one shape, of buffers at fixed addresses.
 
     The last of four descriptions of a step: Plan (messages.py), Rows (memory/manager.py), Step
-    (step.py), DeviceStep. R rows, T tokens, P prefill rows and S rows of logits are capacities: in
-    a graph some are padding. Everything is written on the forward stream and read by kernels alone,
-    except by attention backends of the CPU.
+    (step.py), DeviceStep. R rows, T tokens, P prefill rows and L rows of logits are capacities: in
+    a graph some are padding, so L may exceed the step's S rows that sample. Everything is written
+    on the forward stream and read by kernels alone, except by attention backends of the CPU.
 
     shape: R, T and P.
     padded: whether the step runs in a graph, so that rows may be padding.
@@ -79,11 +79,11 @@ class DeviceStep:
     kv_indices int32: pages row after row if `lists_pages`, else the page table of all slots.
     row_page_table int32 [n, pages]: the page table of the last n rows, for backends that want pages
         by row.
-    logits_indices int64 [S]: the token from which a row of logits is computed.
-    write_slots int64 [S]: the slot of last_token that gets the sampled id.
-    sample_positions int64 [S]: the position of the sampled id.
+    logits_indices int64 [L]: the token from which a row of logits is computed.
+    write_slots int64 [L]: the slot of last_token that gets the sampled id.
+    sample_positions int64 [L]: the position of the sampled id.
     sampling_words int32: the words of SlotTables.sampling_words, by row of logits.
-    sampling: sampling tensors [S] by name, views of the three before.
+    sampling: sampling tensors [L] by name, views of the three before.
     """
 
     shape: GraphShape
@@ -116,7 +116,7 @@ class DeviceStep:
 
     @property
     def num_logits(self) -> int:
-        """S: rows of logits."""
+        """L: rows of logits."""
         return len(self.logits_indices)
 
     @property
@@ -150,7 +150,7 @@ class DeviceStep:
 
 @dataclass(frozen=True)
 class SlotTables:
-    """What lies on the device by slot; the last slot is the padding slot.
+    """On the device, what kernels read by slot; the last slot is the padding slot.
 
     page_table: int32 [slots, pages].
     sampling_words: int32, field after field: `num_wide` fields of two words a slot, then
@@ -207,16 +207,17 @@ class SlotLogitBias:
     bad_words: SlotBadWords
 
 
-# Sampling tensors [S] of the rows of logits, by name: the fields of engine/step_builder.py (a seed
+# Sampling tensors [L] of the rows of logits, by name: the fields of engine/step_builder.py (a seed
 # as the bits of the uint64), and sample_positions and write_slots, int64.
 SamplingTensors = Mapping[str, torch.Tensor]
 
 
 class Kernels(Protocol):
-    """What a device computes around the model.
+    """What a device computes before and after the model: it expands a step's inputs, edits and
+    masks logits, samples, and computes log-probs. Attention, products and experts are elsewhere.
 
     All on the current stream and without synchronisation; grids depend on capacities only. Where a
-    rank has a shard of the vocabulary, logits [S, shard] are those of the ids from `first_id` on.
+    rank has a shard of the vocabulary, logits [L, shard] are those of the ids from `first_id` on.
     """
 
     def scatter_words(
@@ -238,13 +239,14 @@ class Kernels(Protocol):
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
         bias: SlotLogitBias, first_id: int, add_bias: bool, /,
     ) -> None:  # fmt: skip
-        """Suppresses ids in place, and adds logit bias if `add_bias`.
+        """Suppresses ids in place. Called in each step with add_bias False; it writes
+        `bias.bad_words` then: the last token of slots with bad words joins their history, if it was
+        sampled in this slot. Called again with True where some row's logits are raised or lowered;
+        it then also adds the bias, and writes no history.
 
-        logits: [S, shard]; float32 if add_bias. In bfloat16, which counts in halves near 100, ids
+        logits: [L, shard]; float32 if add_bias. In bfloat16, which counts in halves near 100, ids
             with the same bias would become equal.
-        slots, positions: int64 [S], of each row of logits.
-        add_bias: False: the last token of slots with bad words also joins their history, if it was
-            sampled in this slot.
+        slots, positions: int64 [L], of each row of logits.
         """
         ...
 
@@ -253,7 +255,7 @@ class Kernels(Protocol):
     ) -> None:
         """Sets forbidden logits to -inf, in place.
 
-        logits: [S, shard].
+        logits: [L, shard].
         rows: int64 [N], the rows of logits that have a mask.
         words: int32 [N, W], a bit for each id of the vocabulary, the lowest first: 1 is allowed.
             Ids without a bit are forbidden.
@@ -268,9 +270,9 @@ class Kernels(Protocol):
         truncate: bool,
         /,
     ) -> torch.Tensor:
-        """int64 [S, 2]: the number of tokens of each row, and the sampled id.
+        """int64 [L, 2]: the number of tokens of each row, and the sampled id.
 
-        logits: [S, vocab].
+        logits: [L, vocab].
         last_token: int64 [slots]; gets the ids at `write_slots`.
         truncate: False promises that no row has top-k, top-p or min-p.
 
@@ -281,7 +283,7 @@ class Kernels(Protocol):
     def local_argmax(
         self, logits: torch.Tensor, sampling: SamplingTensors, first_id: int, /
     ) -> torch.Tensor:
-        """[S, n]: a rank's best candidate for each row of logits [S, shard], which only
+        """[L, n]: a rank's best candidate for each row of logits [L, shard], which only
         `global_argmax` reads. With the rows' sampling noise; for rows without top-k, top-p and
         min-p.
         """
@@ -290,7 +292,7 @@ class Kernels(Protocol):
     def global_argmax(
         self, candidates: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, /
     ) -> torch.Tensor:
-        """As `sample`, from the candidates [ranks, S, n] of all ranks; of equal scores the lowest
+        """As `sample`, from the candidates [ranks, L, n] of all ranks; of equal scores the lowest
         id."""
         ...
 

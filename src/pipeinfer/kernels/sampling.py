@@ -485,14 +485,14 @@ def sample(
     out: torch.Tensor | None = None, last_token: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """int64 [S, 2]: the number of tokens of each row, and the sampled id. No synchronisation.
+    """int64 [L, 2]: the number of tokens of each row, and the sampled id. No synchronisation.
 
-    logits: float32, bfloat16 or float16 [S, vocab], unit last stride.
-    temperature, top_k, top_p, min_p, positions: [S], as in step.py.
-    seeds: int64 [S], the bits of the uint64.
+    logits: float32, bfloat16 or float16 [L, vocab], unit last stride.
+    temperature, top_k, top_p, min_p, positions: [L], as in interface.py.
+    seeds: int64 [L], the bits of the uint64.
     truncate: False promises that no row has top_k, top_p or min_p, and saves two launches.
-    out: int64 [S, 2], the result if given.
-    last_token, slots: int64 [slots] and int [S]; last_token[slots[r]] becomes row r's id.
+    out: int64 [L, 2], the result if given.
+    last_token, slots: int64 [slots] and int [L]; last_token[slots[r]] becomes row r's id.
 
     A row with a NaN, or whose maximum is not finite, gives 0 tokens, and its id is 0.
     """
@@ -604,7 +604,7 @@ def _row_reference(
     return int((x + torch.from_numpy(sampled).double()).argmax())
 
 
-# Candidates of a rank, int64 [S, 2]: | packed key of score and id | greatest logit, float32 bits |
+# Candidates of a rank, int64 [L, 2]: | packed key of score and id | greatest logit, float32 bits |
 #
 # A score is relative to the rank's own greatest logit. To compare scores of several ranks, the
 # difference of this logit and the greatest of all, over the temperature, is added first: 0 for the
@@ -659,9 +659,9 @@ def local_argmax(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
     start: int,
 ) -> torch.Tensor:  # fmt: skip
-    """int64 [S, 2]: this rank's candidates for rows that nothing truncates. No synchronisation.
+    """int64 [L, 2]: this rank's candidates for rows that nothing truncates. No synchronisation.
 
-    logits: [S, width], those of the ids from `start` on.
+    logits: [L, width], those of the ids from `start` on.
     The rest as for `sample`.
     """
     rows, width = logits.shape
@@ -689,7 +689,7 @@ def global_argmax(
     candidates: torch.Tensor, temperature: torch.Tensor, last_token: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As `sample`, from the candidates of all ranks [ranks, S, 2], in any order of ranks.
+    """As `sample`, from the candidates of all ranks [ranks, L, 2], in any order of ranks.
 
     Of equal scores the lowest id.
     """

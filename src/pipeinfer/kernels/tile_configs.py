@@ -345,6 +345,6 @@ class DecodeConfig:
     min_prefix_tokens: int = 128
     prefix_load: LoadConfig | None = None
 
-    def rows_per_prefix_tile(self, group: int) -> int:
-        """Rows that a split of a prefix serves, with `group` query heads to a KV head; 0: none."""
-        return self.prefix_queries // group
+    def rows_per_prefix_tile(self, queries_per_kv_head: int) -> int:
+        """Rows that a split of a prefix serves, with so many query heads to a KV head; 0: none."""
+        return self.prefix_queries // queries_per_kv_head

@@ -226,12 +226,13 @@ class MemoryManager:
     # ------------------------------------------------------------------- release, into the cache
 
     def _release(self, release: Release, clock: int) -> None:
-        """Empties a slot: its confirmed tokens go into the cache, its other pages are freed."""
+        """Empties a slot: its confirmed tokens (known ones, and the release's outputs, which
+        results have brought to the scheduler) go into the cache, its other pages are freed."""
         slot = self._check_active(release.slot, "release")
         known, computed = int(self.slots.num_known[slot]), int(self.slots.num_computed[slot])
         outputs = _ids(release.output_ids, f"release of slot {slot}")
-        confirmed = known + len(outputs)
-        if len(outputs) and confirmed > computed + 1:
+        num_confirmed = known + len(outputs)
+        if len(outputs) and num_confirmed > computed + 1:
             raise ProtocolError(
                 f"release of slot {slot} confirms {len(outputs)} outputs after {known} admitted "
                 f"tokens, but only {computed} tokens are computed"
@@ -240,7 +241,7 @@ class MemoryManager:
         if release.cache_prefix and not release.drop_prefix:
             # A surplus token is computed but not confirmed, the last output is confirmed but
             # perhaps not computed: neither has KV that another request may reuse.
-            self._cache_full_pages(slot, tokens[: min(computed, confirmed)], clock)
+            self._cache_full_pages(slot, tokens[: min(computed, num_confirmed)], clock)
         older, newer = self._finished_prompts
         self._finished_prompts = older[older != slot], newer[newer != slot]
         self.cache.unlock(self.slots.locked_node[slot])

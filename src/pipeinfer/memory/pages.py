@@ -196,14 +196,15 @@ class PageTable:
 
 
 class SlotArrays:
-    """What is known of the request in each slot. Arrays are the hot path's; the lists are touched
-    only where a request comes, goes, or computes tokens of its prompt.
+    """On the host, what is known of the request in each slot. Arrays are the hot path's; the lists
+    are touched only where a request comes, goes, or computes tokens of its prompt.
 
     active: bool [max_slots].
     num_admitted: int32 [max_slots], token ids that the request was admitted with.
     num_known: int32 [max_slots], those, and what `extend` added.
     num_computed: int32 [max_slots], positions whose KV is in the pages once all planned steps have
-        run. Beyond num_known they are of sampled ids that only the device knows.
+        run: what the scheduler calls projected (Request.projected), not what results have confirmed
+        (Request.computed). Beyond num_known they are of sampled ids that only the device knows.
     max_total: int32 [max_slots], tokens that the request never grows past.
     tokens: of each slot, the known ids, int32 [num_known]; None in an empty slot.
     locked_node: of each slot, the node of the prefix cache that it has locked.

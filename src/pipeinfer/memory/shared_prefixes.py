@@ -34,7 +34,8 @@ class PrefixGroup(NamedTuple):
 def find_shared_prefixes(
     table: PageTable, slots: np.ndarray, page_size: int
 ) -> SharedPrefixes | None:
-    """Step.shared_prefixes of decodes in `slots` int32 [R]; None if no prefix is worth it.
+    """Step.shared_prefixes of decodes (rows of one token) in `slots` int32 [R]; None if no prefix
+    is worth it.
 
     Of a row only pages that the prefix cache owns can be shared, so each row has tokens behind.
     """

@@ -97,7 +97,8 @@ class LanguageModel(Protocol):
 
 
 class FeedForward(Protocol):
-    """A dense or a sparse MLP, [T, hidden] to [T, hidden]. rounding: see Weight (matrix.py)."""
+    """A dense or a sparse MLP, [T, hidden] to [T, hidden]. input_quantizer: see Weight
+    (layers/weight.py)."""
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None: ...

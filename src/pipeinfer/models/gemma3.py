@@ -1,7 +1,7 @@
 """Gemma 3 (text): norms around attention and MLP, five layers with a window to each without.
 
 Every norm multiplies by one plus its weight, embeddings are scaled by the root of their size, and
-layers with a window rotate by a RoPE of their own. WeightSource: https://arxiv.org/abs/2503.19786.
+layers with a window rotate by a RoPE of their own. Source: https://arxiv.org/abs/2503.19786.
 """
 
 from __future__ import annotations

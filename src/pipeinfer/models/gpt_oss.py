@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks, a window in each second layer, and experts with bounds and biases.
 
-WeightSource: https://arxiv.org/abs/2508.10925.
+Source: https://arxiv.org/abs/2508.10925.
 """
 
 from __future__ import annotations

@@ -54,6 +54,14 @@ DROPPED: tuple[tuple[int, frozenset[Kind]], ...] = (
 class Attach(msgspec.Struct, tag=True):
     """Engine to holder: hand over what is kept when nobody else writes it."""
 
+    def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
+        """Changes the state, as process `number` asks; returns the descriptors to be closed.
+
+        descriptors: that came with the message; those that are kept are taken out.
+        """
+        state.attach(number)
+        return ()
+
 
 class Keep(msgspec.Struct, tag=True):
     """Engine to holder, with one descriptor: keep it, instead of what has that name.
@@ -65,15 +73,28 @@ class Keep(msgspec.Struct, tag=True):
     kind: Kind
     note: bytes = b""
 
+    def apply(self, state: HolderState, number: int, descriptors: list[int]) -> Sequence[int]:
+        """See Attach."""
+        return state.keep(number, self, descriptors.pop()) if len(descriptors) == 1 else ()
+
 
 class Drop(msgspec.Struct, tag=True):
     """Engine to holder: close what has that name."""
 
     name: str
 
+    def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
+        """See Attach."""
+        return state.drop(number, self.name)
+
 
 class Leaving(msgspec.Struct, tag=True):
     """Engine to holder: it ends in good order, so that its end is no loss."""
+
+    def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
+        """See Attach."""
+        state.leaving(number)
+        return ()
 
 
 class Kept(msgspec.Struct, tag=True):
@@ -236,16 +257,10 @@ class MemoryHolder:
             log.warning("a message of %d bytes is dropped: %s", len(raw), error)
             _close(descriptors)
             return True
-        match message:
-            case Attach():
-                self._state.attach(number)
-            case Keep():
-                if len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
-                    _close(self._state.keep(number, message, descriptors.pop()))
-            case Drop():
-                _close(self._state.drop(number, message.name))
-            case Leaving():
-                self._state.leaving(number)
+        if flags & socket.MSG_CTRUNC:  # some did not fit: which ones nobody knows
+            _close(descriptors)
+            descriptors = []
+        _close(message.apply(self._state, number, descriptors))
         _close(descriptors)
         return True
 

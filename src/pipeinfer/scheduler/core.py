@@ -528,7 +528,7 @@ class SchedulerCore:
             self._epochs.check(now, self.options.watchdog)
         except (StepOverdue, RanksDiverged) as error:
             self._restart_ranks(str(error), now)
-        if self._epochs.fenced.is_due(now):
+        if self._epochs.fenced.take_due(now):
             self._publish_fault(self._epochs.reason)
         self._outbox.add(self._announcer.take_due(self._group_readiness(), self._now, self.status))
 

@@ -2,7 +2,7 @@
 and how far ranks agree.
 
 What an engine says of its plans is taken in here; what follows for a request is the core's
-business. Knows no epoch's beginning, no policy and no bus.
+business. Knows no policy, no bus and no clock: times come as arguments.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from pipeinfer.messages import Admit, Admitted, Digests, Extend, PromptLogprobs,
 from pipeinfer.scheduler.request import Request
 from pipeinfer.wire import pack, unpack
 
+PlannedRow = tuple[Request, int]  # a row of a step: the request, and how many tokens it computes
+RowInFlight = tuple[Request, int]  # of a published step: the request, and its `admission` then
+
 
 class EngineState:
-    """Of one group of `tp` ranks: what the scheduler knows of its engine.
+    """What the scheduler knows of the engine of one group of `tp` ranks.
 
     slots: who holds one. in_flight: the steps that have no result yet.
     """
@@ -205,11 +208,12 @@ class Slots:
         self._resets = True
 
     def take_reset(self) -> bool:
-        """Whether the plan that is written now does."""
+        """Whether the plan that is written now forgets cached prefixes, as `reset_cache` asked;
+        False until it is asked again."""
         resets, self._resets = self._resets, False
         return resets
 
-    def remaining_steps(self, rows: Iterable[tuple[Request, int]]) -> int:
+    def remaining_steps(self, rows: Iterable[PlannedRow]) -> int:
         """Steps that the longest of these decodes may still take. Of what `max_tokens` leaves it,
         as much as requests took lately, unless the model cannot end it."""
         longest = certain = 0
@@ -222,11 +226,12 @@ class Slots:
 
     def release(self, request: Request, count_pages: bool = True) -> None:
         """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
-        as far as it was confirmed. A prompt that nothing was sampled from before its client left
-        does not: its logits may be bad. count_pages: False if a StepComposer has counted them."""
+        as far as results have confirmed it. A prompt that nothing was sampled from before its
+        client left does not: its logits may be bad. count_pages: False if a StepComposer has
+        counted them."""
         del self.running[request.id]
         self.knowing_ahead.pop(request.id, None)
-        ids = pack(request.confirmed)
+        ids = pack(request.sampled_ids)
         keep = not request.bad_logits and (request.sampled or request.phase != "finished")
         self._releases.append(
             Release(
@@ -249,8 +254,9 @@ class Slots:
         }
         return self.knowing_ahead
 
-    def extend(self, rows: Iterable[tuple[Request, int]]) -> tuple[Extend, ...]:
-        """For rows of so many tokens of requests that know them."""
+    def extend(self, rows: Iterable[PlannedRow]) -> tuple[Extend, ...]:
+        """For these rows, whose requests know all their tokens: the ids that the engine has not
+        got. From now on they count as sent (Request.jump)."""
         return tuple(Extend(slot=r.slot, ids=pack(r.jump(count))) for r, count in rows)
 
     def take_releases(self) -> tuple[Release, ...]:
@@ -260,15 +266,15 @@ class Slots:
         self.released_pages = 0
         return releases
 
-    def shared_by(self, requests: Sequence[Request]) -> bytes:
-        """Slots, int32, of the half-computed prompts whose pages these will find, if the plan that
-        admits them puts those into the prefix cache first."""
-        lending = {
+    def prefix_source_slots(self, requests: Sequence[Request]) -> bytes:
+        """int32, slots of the half-computed prompts whose pages `requests` will find, if the plan
+        that admits them puts those pages into the prefix cache first."""
+        sources = {
             r.prefix_source
             for r in requests
             if r.prefix_unpublished and r.prefix_source is not None
         }
-        return pack(sorted(lead.slot for lead in lending if lead.id in self.running))
+        return pack(sorted(source.slot for source in sources if source.id in self.running))
 
     def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]:
         """Gives each of them a slot."""
@@ -317,10 +323,14 @@ class StepOverdue(Exception):
 
 @dataclass(slots=True)
 class StepInFlight:
-    """One plan: its rows as (request, admission of that request), and the slots they had then."""
+    """One published plan without a result.
+
+    number: of the plan. rows: RowInFlight, not PlannedRow. slots: of the rows, when the plan was
+    written. published: when, in seconds.
+    """
 
     number: int
-    rows: list[tuple[Request, int]]
+    rows: list[RowInFlight]
     slots: list[int]
     published: float
 
@@ -331,7 +341,7 @@ class StepsInFlight:
     def __init__(self) -> None:
         self._steps: deque[StepInFlight] = deque()
         self._late_after = LATE_SECONDS
-        self._newest = -1  # plan of this epoch
+        self._newest = -1  # number of the last plan of this epoch
         self.deferred = 0  # rows, over all epochs
 
     def __len__(self) -> int:
@@ -342,15 +352,17 @@ class StepsInFlight:
         """The last plan of this epoch; -1 if there is none."""
         return self._newest
 
-    def add(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
-        """Plan `number` was published with these (request, count) rows; returns its tokens."""
+    def add(self, number: int, rows: list[PlannedRow], now: float) -> int:
+        """Plan `number` was published, at `now`, with these rows. Projects each of their requests
+        by its row (Request.project), and returns the tokens that the plan will compute."""
         slots = [request.slot for request, _ in rows]
         self._newest = number
         self._steps.append(StepInFlight(number, [(r, r.admission) for r, _ in rows], slots, now))
         return sum([request.project(count) for request, count in rows])
 
-    def late(self, now: float) -> bool:
-        """Whether it is time to find out if the oldest plan, or its result, was lost on its way."""
+    def take_probe_due(self, now: float) -> bool:
+        """True if it is time to find out whether the oldest plan, or its result, was lost on its
+        way. Then the next time comes after twice as many seconds, until a result comes."""
         if not self._steps or now - self._steps[0].published < self._late_after:
             return False
         self._late_after *= 2
@@ -359,15 +371,19 @@ class StepsInFlight:
     def check(self, now: float, seconds: float) -> None:
         """Raises StepOverdue if the oldest plan has had no result for so long."""
         if self._steps and now - self._steps[0].published > seconds:
-            raise StepOverdue(f"no result of plan {self._steps[0].number} in {seconds:g} s")
+            raise StepOverdue(
+                f"no result of plan {self._steps[0].number} within {seconds:g} s (--watchdog)"
+            )
 
     def on_admitted(self, admitted: Admitted) -> list[tuple[int, int]]:
-        """What the prefix cache held of the requests that a plan admitted. Of those that are
-        further by now than was thought, the computed tokens that were thought of and that there
-        will be, once the steps in flight are done. Raises InvalidReport."""
+        """Takes what the prefix cache held of the requests that a plan admitted, and projects these
+        anew. Returns (projected before, projected now), in tokens, of each request that is further
+        than was projected. Raises InvalidReport."""
         number = admitted.number
         if not 0 <= number <= self._newest:
-            raise InvalidReport(f"plan {number} admitted some, {self._newest} was the last")
+            raise InvalidReport(
+                f"admissions of plan {number} were reported, but the newest plan is {self._newest}"
+            )
         _check_int32(admitted.slots, admitted.cached, what=f"admissions of plan {number}")
         flight = next((one for one in self._steps if one.number == number), None)
         if flight is None:
@@ -422,10 +438,10 @@ class StepsInFlight:
         bad = set(unpack(result.bad).tolist()) if result.bad else ()
         at, logprobs, end_of_scores, row_logprobs = 0, result.logprobs, 0, b""
         rows = zip(flight.rows, flight.slots, row_ends, produced, strict=True)
-        for (request, admission), slot, end, many in rows:
-            tokens, at = ids[at : at + many], at + many
+        for (request, admission), slot, end, num_ids in rows:
+            tokens, at = ids[at : at + num_ids], at + num_ids
             if request.score_size:
-                begin, end_of_scores = end_of_scores, end_of_scores + many * request.score_size
+                begin, end_of_scores = end_of_scores, end_of_scores + num_ids * request.score_size
                 row_logprobs = logprobs[begin:end_of_scores]
             request.steps_in_flight -= 1
             if request.phase == "finished" or request.admission != admission:
@@ -484,13 +500,15 @@ def _checked(flight: StepInFlight, result: Result) -> list[int]:
     least = min(starts.min(), counts.min(), produced.min(), ids.min(initial=0))
     if least < 0 or produced.sum(dtype=np.int64) != len(ids):
         raise InvalidReport(
-            f"{what} have {produced.sum()} of {len(ids)} ids, or {least} of something"
+            f"{what}: the rows produced {produced.sum()} ids and {len(ids)} were sent; the least "
+            f"of all starts, counts and ids is {least}"
         )
     if result.deferred or result.bad or result.refused:
         named = {*unpack(result.deferred).tolist(), *unpack(result.bad).tolist(), *result.refused}
         if not named <= set(slots):
             raise InvalidReport(
-                f"{what} have troubles of slots {sorted(named)}, and are of {slots}"
+                f"{what}: slots {sorted(named)} are reported as deferred, bad or refused, but the "
+                f"plan has rows of slots {slots}"
             )
     if result.logprobs or any(request.score_size for request, _ in flight.rows):
         scored = int(produced @ [request.score_size for request, _ in flight.rows])
@@ -538,21 +556,29 @@ class DigestAgreement:
             rank.first.append(digest)
             self._compare(number, rank)
             if len(rank.first) > MAX_UNCOMPARED:
-                raise RanksDisagree(f"rank {number} said nothing of {len(rank.first)} plans")
+                raise RanksDisagree(
+                    f"rank {number} has sent no digests of {len(rank.first)} plans that rank 0 has "
+                    "reported"
+                )
 
     def on_digests(self, digests: Digests) -> None:
         """Those of another rank. Raises RanksDisagree."""
         rank = self._ranks.get(digests.rank)
         if rank is None:
-            raise RanksDisagree(f"there is no rank {digests.rank} beside rank 0")
+            raise RanksDisagree(
+                f"digests came from rank {digests.rank}, but the ranks above 0 are "
+                f"{sorted(self._ranks)}"
+            )
         expected = rank.number + len(rank.digests)
         if digests.first != expected:
             raise RanksDisagree(
-                f"rank {digests.rank} told of plan {digests.first}, {expected} was expected"
+                f"rank {digests.rank} sent digests from plan {digests.first} on, but plan "
+                f"{expected} comes next"
             )
         if len(digests.values) % 8:
             raise RanksDisagree(
-                f"rank {digests.rank} told of plans in {len(digests.values)} bytes, 8 are one"
+                f"rank {digests.rank} sent digests of {len(digests.values)} bytes, which is no "
+                "multiple of 8"
             )
         rank.digests.extend(np.frombuffer(digests.values, dtype="<u8").tolist())
         self._compare(digests.rank, rank)

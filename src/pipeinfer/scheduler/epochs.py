@@ -182,7 +182,7 @@ class Epochs:
             del self._hellos[rank]
 
 
-ASK_AGAIN_SECONDS = 1.0  # seconds after which ranks that should have ended are complained of again
+KILL_RETRY_SECONDS = 1.0  # seconds after which it is said again which processes must end
 
 
 class FencedRanks:
@@ -219,9 +219,10 @@ class FencedRanks:
         if self._to_kill.get(rank, inf) <= incarnation:
             del self._to_kill[rank]
 
-    def is_due(self, now: float) -> bool:
-        """Whether it is time to say again who must end."""
-        if not self._to_kill or now - self._requested_at < ASK_AGAIN_SECONDS:
+    def take_due(self, now: float) -> bool:
+        """True if it is time to say again who must end. Then the next time comes after
+        KILL_RETRY_SECONDS."""
+        if not self._to_kill or now - self._requested_at < KILL_RETRY_SECONDS:
             return False
         self._requested_at = now
         return True
@@ -244,7 +245,7 @@ class _RankState:
 class RankStates:
     """The ranks of one group that were ever heard. `deserted`: one of them has no process that
     could hand anything over, as far as is known, or none that was heard for `host_loss` seconds.
-    `silent`: one of those that were there has not been heard for SILENCE."""
+    `silent`: one of those that were there has not been heard for SILENT_SECONDS."""
 
     def __init__(self, host_loss: float = inf) -> None:
         self.deserted = self.silent = False

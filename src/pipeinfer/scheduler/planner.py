@@ -1,7 +1,7 @@
 """The loop that turns requests into plans: who waits, who holds a slot, which steps are in flight.
 
-Composes one step at a time by a policy, and writes it down as a plan. Knows no bus, no epochs, and
-nothing of what becomes of a request's tokens.
+Composes one step at a time by a policy, and writes it down as a plan. Knows no bus and no clock.
+SchedulerCore tells it when epochs begin and end, and decides what becomes of a request's tokens.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Planner:
         budget = queue.grammars.mask_budget
         while request := budget.take_next(len(slots.running) + len(queue)):
             queue.push(request)
-        step = StepComposer(
+        composer = StepComposer(
             slots,
             queue,
             max_tokens=self._max_tokens,
@@ -170,24 +170,30 @@ class Planner:
             now=now,
             nothing_in_flight=not len(self._steps_in_flight),
         )
-        if not self._compose(step):
+        if not self._compose(composer):
             return None
-        if not step.rows and not step.preempted and not slots.releasing:
+        if not composer.rows and not composer.preempted and not slots.releasing:
             return None
-        return self._write(step, epoch, now)
+        return self._write(composer, epoch, now)
 
     def probe(self, epoch: int, now: float) -> Plan | None:
         """An empty plan where results are late. An engine that missed one sees a gap before it; if
         a result was lost, the gap is before that of the empty plan. Else nothing comes of it."""
-        if not self._steps_in_flight.late(now):
+        if not self._steps_in_flight.take_probe_due(now):
             return None
         number = self.take_number()
         self._steps_in_flight.add(number, [], now)
         self._slots.credits.reserve(number, 0)
         return Plan(epoch=epoch, number=number, releases=(), admits=(), slots=b"", counts=b"")
 
-    def _compose(self, step: StepComposer) -> bool:
-        """Composes the step; False if the steps in flight must report first."""
+    def _compose(self, composer: StepComposer) -> bool:
+        """Composes the step; False if the steps in flight must report first.
+
+        A suspect's turn begins when no request that this scheduler has admitted before is at the
+        head of the queue: those that lost their slot with the epoch, or were preempted, come first.
+        Requests that have never had a slot here (`admission` 0) do not delay suspects, not even
+        those that go on from another scheduler or group.
+        """
         head = self._queue.head()
         if self._quarantine.under_test or (
             self._quarantine and (head is None or not head.admission)
@@ -196,16 +202,18 @@ class Planner:
             if candidate is not None and not self._waits_for_grammar(candidate):
                 if len(self._steps_in_flight):
                     return False  # it runs alone, at depth 1
-                self._compose_under_test(candidate, step)
+                self._compose_under_test(candidate, composer)
                 return True
-        self._compose_all(step)
+        self._compose_all(composer)
         return True
 
     def _waits_for_grammar(self, candidate: Request) -> bool:
-        """Whether engines still compile its grammar; the others go on meanwhile."""
-        return candidate.phase == "quarantined" and self._queue.grammars.lacks_grammar(candidate)
+        """Whether engines have still to compile its grammar, which they are asked for; the others
+        go on meanwhile."""
+        grammars = self._queue.grammars
+        return candidate.phase == "quarantined" and not grammars.ensure_grammar(candidate)
 
-    def _compose_under_test(self, candidate: Request, step: StepComposer) -> None:
+    def _compose_under_test(self, candidate: Request, composer: StepComposer) -> None:
         """The suspect alone, in turn with those who run: they do not wait for its prompt.
 
         When pages run short it comes first, and those who hold them have to give way.
@@ -213,44 +221,44 @@ class Planner:
         short = any(request.deferrals for request in self._slots.running.values())
         self._last_without_candidate = not (self._last_without_candidate or short)
         if candidate.deferrals:
-            step.preempt_for(candidate)
+            composer.preempt_for(candidate)
         if self._last_without_candidate:
-            step.leave_out(candidate)
-            self._compose_all(step)
-        if not step.rows:
-            step.run_alone(candidate)
+            composer.leave_out(candidate)
+            self._compose_all(composer)
+        if not composer.rows:
+            composer.run_alone(candidate)
 
-    def _compose_all(self, step: StepComposer) -> None:
+    def _compose_all(self, composer: StepComposer) -> None:
         """A step of all that run, as the policy likes it."""
         if any(request.deferrals >= MAX_DEFERRALS for request in self._slots.running.values()):
-            step.preempt_one()
+            composer.preempt_one()
         running = self._slots.running.values()
         if out := self._queue.grammars.mask_budget.over_budget(running):
-            step.leave_out(*out)
-        self._policy.compose(step)
+            composer.leave_out(*out)
+        self._policy.compose(composer)
 
-    def _write(self, step: StepComposer, epoch: int, now: float) -> Plan:
+    def _write(self, composer: StepComposer, epoch: int, now: float) -> Plan:
         """The plan: releases, admits, extends and rows. Preempts, gives out slots, and counts
         tokens, pages and mask units as used."""
-        for request in step.preempted:
+        for request in composer.preempted:
             self._preempt(request)
         releases = self._slots.take_releases()
-        prefix_sources = self._slots.shared_by(step.admitted)
-        admits = self._slots.admit(step.admitted)
-        for request in step.admitted:
+        prefix_sources = self._slots.prefix_source_slots(composer.admitted)
+        admits = self._slots.admit(composer.admitted)
+        for request in composer.admitted:
             if request.admission == 1:
                 request.admitted_at = now
                 self.queue_times.observe(now - request.arrived_at)
-        rows = [(request, count) for request, count in step.rows if request.phase == "running"]
+        rows = [(request, count) for request, count in composer.rows if request.phase == "running"]
         extends: tuple[Extend, ...] = ()
         if self._slots.knowing_ahead:
-            jumps = [(request, count) for request, count in rows if step.jumps(request, count)]
+            jumps = [(request, count) for request, count in rows if composer.jumps(request, count)]
             self.counts["jumped_tokens"] += sum(count - 1 for _, count in jumps)
             extends = self._slots.extend(jumps)
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
         self.counts["planned_tokens"] += self._steps_in_flight.add(number, rows, now)
-        self._slots.credits.reserve(number, step.pages.taken)
+        self._slots.credits.reserve(number, composer.pages.taken)
         self._queue.grammars.mask_budget.spend(rows, self._slots.running.values())
         self.counts["plans"] += 1
         return Plan(
@@ -310,9 +318,10 @@ LONE_CRASHES = 3  # not the first: an engine may be killed from outside while a 
 class Quarantine:
     """Requests whose step gave no result before an engine was lost, tried one at a time.
 
-    All other requests are resumed first. Then each candidate runs alone until it has produced a
-    token, which clears it. One that is alone in too many crashes is the culprit and fails by
-    itself. under_test: the candidate that is tried now.
+    Requests that lost their slot without being suspects are resumed first (Planner._compose). Then
+    each candidate runs alone until it has produced a token, which clears it. One that is alone in
+    too many crashes is the culprit and fails by itself. under_test: the candidate that is tried
+    now.
     """
 
     def __init__(self) -> None:

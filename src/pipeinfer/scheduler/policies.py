@@ -11,13 +11,11 @@ import importlib
 from typing import Protocol
 
 from pipeinfer.command_line import none_of
-from pipeinfer.scheduler.engine_state import PageAllowance, Slots
+from pipeinfer.scheduler.engine_state import PageAllowance, PlannedRow, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import PrefillBudget, Prompt
-
-Row = tuple[Request, int]  # and how many tokens of it
 
 # Rows of a step that jump, each over several tokens: graphs have room for so many. Where prompts
 # wait, jumps take one of so many parts of what may go beside decodes.
@@ -26,7 +24,7 @@ JUMPS_PART = 2
 
 
 class StepComposer:
-    """Of one step.
+    """Composes one step: a policy calls it to give requests tokens, slots and pages.
 
     rows: (request, tokens) in the order in which they were given out.
     admitted: requests that the step's plan gives a slot. preempted: those that it takes one from.
@@ -43,7 +41,7 @@ class StepComposer:
         nothing_in_flight: bool = False,
     ) -> None:
         """max_tokens: of the step. now: seconds, by the clock of Request.arrived_at."""
-        self.rows: list[Row] = []
+        self.rows: list[PlannedRow] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
         self.pages = PageAllowance(slots.credits, slots.released_pages)
@@ -304,7 +302,7 @@ POLICIES = {
 class Policy(Protocol):
     """Composes one step; may keep state of its own, but reads no clock."""
 
-    def compose(self, step: StepComposer) -> None:
+    def compose(self, composer: StepComposer) -> None:
         """Gives the step its rows, in the order in which memory and tokens are given out."""
         ...
 
@@ -329,11 +327,11 @@ class Mixed:
     tokens is bounded (see step_cost.py). While no request decodes, prompts get the whole step.
     """
 
-    def compose(self, step: StepComposer) -> None:
-        step.decode_all()
-        step.limit_prefill()
-        step.continue_prompts()
-        step.admit_while_possible()
+    def compose(self, composer: StepComposer) -> None:
+        composer.decode_all()
+        composer.limit_prefill()
+        composer.continue_prompts()
+        composer.admit_while_possible()
 
 
 class Throughput:
@@ -343,11 +341,11 @@ class Throughput:
     alone (see step_cost.py): a step may take as long as it likes.
     """
 
-    def compose(self, step: StepComposer) -> None:
-        step.decode_all()
-        step.limit_prefill(cheapest_rate=True)
-        step.continue_prompts()
-        step.admit_while_possible()
+    def compose(self, composer: StepComposer) -> None:
+        composer.decode_all()
+        composer.limit_prefill(cheapest_rate=True)
+        composer.continue_prompts()
+        composer.admit_while_possible()
 
 
 class PrefillFirst:
@@ -357,11 +355,11 @@ class PrefillFirst:
     A steady flow of prompts stops every running request; meant for offline batches and comparisons.
     """
 
-    def compose(self, step: StepComposer) -> None:
-        step.continue_prompts()
-        step.admit_while_possible()
-        if not step.rows:
-            step.decode_all()
+    def compose(self, composer: StepComposer) -> None:
+        composer.continue_prompts()
+        composer.admit_while_possible()
+        if not composer.rows:
+            composer.decode_all()
 
 
 MAX_DECODE_STEPS = 8  # steps of decodes in a row while a prompt waits
@@ -375,16 +373,16 @@ class DecodeFirst:
     def __init__(self) -> None:
         self._decode_steps = 0
 
-    def compose(self, step: StepComposer) -> None:
-        if step.prompts_wait and self._decode_steps >= MAX_DECODE_STEPS:
-            self._prompts(step)
-        if not step.rows:
-            step.decode_all()
+    def compose(self, composer: StepComposer) -> None:
+        if composer.prompts_wait and self._decode_steps >= MAX_DECODE_STEPS:
+            self._prompts(composer)
+        if not composer.rows:
+            composer.decode_all()
             self._decode_steps += 1
-        if not step.rows:
-            self._prompts(step)
+        if not composer.rows:
+            self._prompts(composer)
 
-    def _prompts(self, step: StepComposer) -> None:
-        step.continue_prompts()
-        step.admit_while_possible()
+    def _prompts(self, composer: StepComposer) -> None:
+        composer.continue_prompts()
+        composer.admit_while_possible()
         self._decode_steps = 0

@@ -8,7 +8,8 @@ of its priority. Beside the queue, where they delay no other request, wait
 - requests whose grammar engines have not compiled: GrammarQueue,
 - requests whose masks cost much while others' masks are paid for: MaskBudget.
 
-Knows requests; no engine, no page and no clock.
+Knows requests, and the incarnations of engine processes; no page, no slot and no clock: times come
+as arguments.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pipeinfer.core import FairQueue
 from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS
 from pipeinfer.messages import Prepare, Prepared
 from pipeinfer.params import StructuredOutputs
+from pipeinfer.scheduler.engine_state import PlannedRow
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 from pipeinfer.step_cost import Prompt
 
@@ -53,8 +55,10 @@ class WaitingQueue:
         return len(self._sampling_groups) + len(self._prefixes)
 
     def push(self, request: Request) -> None:
-        """It wants to run."""
-        if not self.grammars.must_wait(request) and not self._sampling_groups.must_wait(request):
+        """Takes `request`, which is to run: it comes into the queue, or waits beside it for a
+        grammar or a prefix."""
+        grammars, groups = self.grammars, self._sampling_groups
+        if not grammars.park_if_blocked(request) and not groups.park_if_blocked(request):
             self._push_unless_prefix_comes(request)
 
     def begin(self, processes: Sequence[int], block_size: int = 0) -> None:
@@ -63,10 +67,10 @@ class WaitingQueue:
         self.grammars.begin(processes)
         waiting = [one for _, _, one in self._order if one.phase == "waiting"]
         with_grammar = [one for one in waiting if one.work.params.structured_outputs is not None]
-        blocked = [one for one in with_grammar if self.grammars.must_wait(one)]
+        blocked = [one for one in with_grammar if self.grammars.park_if_blocked(one)]
         if self._prefixes.begin(block_size):
             unblocked = [one for one in waiting if one.phase == "waiting"]
-            blocked += [one for one in unblocked if self._prefixes.must_wait(one)]
+            blocked += [one for one in unblocked if self._prefixes.park_if_blocked(one)]
         if blocked:
             self.tokens -= sum(one.queued_tokens for one in blocked)
             self._order = [one for one in self._order if one[2].phase in ("waiting", "finished")]
@@ -89,12 +93,12 @@ class WaitingQueue:
     def _push_unless_prefix_comes(self, request: Request) -> None:
         """No other request of its SamplingGroups computes its prompt; perhaps one computes the
         beginning."""
-        if not self._prefixes.must_wait(request):
+        if not self._prefixes.park_if_blocked(request):
             self._push_unless_grammar_missing(request)
 
     def _push_unless_grammar_missing(self, request: Request) -> None:
         """It waited for a prompt; the engines may be others meanwhile, without its grammar."""
-        if not self.grammars.must_wait(request):
+        if not self.grammars.park_if_blocked(request):
             self._put(request)
 
     def _put(self, request: Request) -> None:
@@ -127,9 +131,9 @@ class WaitingQueue:
         ]
         num_far, tokens = len(self) - len(near), self.tokens - sum(r.queued_tokens for r in near)
         if num_far > 0:
-            mean, many = max(tokens // num_far, 1), min(num_far, AHEAD)
-            found += [Prompt(mean)] * many
-            found.append(Prompt(max(tokens - mean * many, 0)))
+            mean, num_mean = max(tokens // num_far, 1), min(num_far, AHEAD)
+            found += [Prompt(mean)] * num_mean
+            found.append(Prompt(max(tokens - mean * num_mean, 0)))
         return found
 
     def pop(self) -> Request:
@@ -170,10 +174,10 @@ class SamplingGroups:
         """Requests that wait."""
         return sum(map(len, self._waiting.values()))
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether `request`, which wants to run, has to wait for the prompt of another; then it
-        waits here. Else its `prefix_source` is the request in whose pages it will find its prompt,
-        if there is one."""
+    def park_if_blocked(self, request: Request) -> bool:
+        """Takes `request`, which is to run, if another computes its prompt; it waits here then.
+        Else its `prefix_source` becomes the request in whose pages it will find its prompt, if
+        there is one. True if it was taken."""
         name, request.prefix_source = request.work.group_leader, None
         if not name:
             return False
@@ -272,10 +276,10 @@ class PrefixesInProgress:
         self._blocks_led.clear()
         return True
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether `request`, which wants to run, has to wait for a beginning that another computes;
-        then it waits here. Else it will find `shared_len` tokens in the pages of its
-        `prefix_source`, if there is one: a step that computes them has been planned."""
+    def park_if_blocked(self, request: Request) -> bool:
+        """Takes `request`, which is to run, if another computes a beginning of its prompt; it waits
+        here then. Else it will find `shared_len` tokens in the pages of its `prefix_source`, if
+        there is one: a step that computes them has been planned. True if it was taken."""
         request.shared_len = 0
         if not self._block_size or request.prefix_source is not None or request.prompt_score_size:
             return False
@@ -376,8 +380,8 @@ def _precedes(lead: Request, request: Request) -> bool:
     return lead.phase in COMING and lead.work.priority <= request.work.priority
 
 
-# After so long engines are asked anew: a subscription may have been late.
-ASK_AGAIN_SECONDS = 1.0
+# Seconds after which engines are asked for a grammar again: a subscription may have been late.
+GRAMMAR_RETRY_SECONDS = 1.0
 MAX_KNOWN = 128  # grammars that engines are taken to have; they keep twice as many
 
 
@@ -430,33 +434,35 @@ class GrammarQueue:
             one.ranks_prepared.clear()
             one.sent = float("-inf")
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether `request`, which wants to run, has to wait; then it waits here."""
-        if not self.lacks_grammar(request) and not self.mask_budget.must_wait(request):
+    def park_if_blocked(self, request: Request) -> bool:
+        """Takes `request`, which is to run, if its grammar is not compiled or its masks cannot be
+        paid for; it waits here then. True if it was taken."""
+        if self.ensure_grammar(request) and not self.mask_budget.park_if_blocked(request):
             return False
         if request.phase != "waiting_for_grammar":  # for its turn, when the engines were others
             request.move("waiting_for_grammar")
         return True
 
-    def lacks_grammar(self, request: Request) -> bool:
-        """Whether `request` has to wait, where it waits apart anyway; engines are asked then."""
+    def ensure_grammar(self, request: Request) -> bool:
+        """True if engines have compiled the grammar of `request`, or it needs none. Else they are
+        asked to, `request` is noted as waiting for it, and the answer is False; its phase stays."""
         spec = request.work.params.structured_outputs
         if spec is None:
-            return False
+            return True
         if spec in self._known:
             self._known.move_to_end(spec)
-            return False
+            return True
         for one in self._pending.values():
             if one.prepare.spec == spec:
                 if request not in one.waiting:
                     one.waiting.append(request)
-                return True
+                return False
         slow = request.work.slow_grammar
         prepare = Prepare(request_id=request.id, spec=spec, slow=slow)
         if slow:
             self._slow.put(request.work.client, 1, request.id)
         self._pending[request.id] = PendingGrammar(prepare, [request])
-        return True
+        return False
 
     def remove(self, request: Request) -> None:
         """`request` has ended; unknown ones are fine."""
@@ -473,7 +479,7 @@ class GrammarQueue:
         while self._current_slow not in self._pending and len(self._slow):
             self._current_slow = self._slow.take()
         for key, one in self._pending.items():
-            if now - one.sent >= ASK_AGAIN_SECONDS and (
+            if now - one.sent >= GRAMMAR_RETRY_SECONDS and (
                 key == self._current_slow or not one.prepare.slow
             ):
                 one.sent = now
@@ -508,7 +514,8 @@ PAID = -1  # in place of a turn: the next mask is paid for
 
 
 class MaskBudget:
-    """Of one group."""
+    """What the steps of one group may spend on costly masks, and the requests that wait until a
+    mask of theirs can be paid for."""
 
     def __init__(self) -> None:
         self._remaining = (
@@ -522,8 +529,9 @@ class MaskBudget:
         """Requests that wait for room to begin."""
         return len(self._waiting)
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether `request`, which wants to begin, has to wait; then it waits here."""
+    def park_if_blocked(self, request: Request) -> bool:
+        """Takes `request`, which is to begin, if its masks cost much and are not paid for; it waits
+        here then. True if it was taken."""
         if request.mask_turn == PAID or not self._price(request):
             return False
         self._waiting.append(request)
@@ -560,7 +568,7 @@ class MaskBudget:
                 remaining -= self._price(request)
         return out
 
-    def spend(self, rows: Iterable[tuple[Request, int]], running: Collection[Request]) -> None:
+    def spend(self, rows: Iterable[PlannedRow], running: Collection[Request]) -> None:
         """A plan was written with these (request, count) rows."""
         if not self._prices:
             return

@@ -333,7 +333,8 @@ def last_row(request: Request, finish: FinishReason | None, error: str = "") -> 
     Such a one sees the same end again in the same ids. If it does not, a row was lost.
     """
     if finish is None:
-        finish, error = "error", "it ended in a detokenizer that was lost, nobody knows how"
+        finish = "error"
+        error = "the detokenizer that ended this request was lost, and its finish reason with it"
     stop_token = request.outputs[-1] if finish == "stop" and request.outputs else None
     return TokenRow(
         request_id=request.id,

@@ -23,6 +23,10 @@ UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken
 class Request:
     """State of a live request; see `SchedulerCore` for who changes what. Lengths are in tokens.
 
+    Confirmed is what a result has reported; projected, what will be so once the steps in flight are
+    done. The memory of an engine counts on planned steps at once: SlotArrays.num_computed
+    (memory/pages.py) is what is projected here, less rows that it has deferred.
+
     work: the message that it came with; its prompt stays there, as bytes.
     arrival: its number among all requests of this scheduler. arrived_at: when it came, in seconds
         of the clock that plans are made by. admitted_at: when it first got a slot.
@@ -94,14 +98,15 @@ class Request:
         return self.prompt_len + len(self.outputs)
 
     @property
-    def confirmed(self) -> array[int]:
-        """Output ids that the engine has sampled itself, and did not get from the scheduler."""
+    def sampled_ids(self) -> array[int]:
+        """Confirmed output ids that the engine has sampled itself, and did not get from the
+        scheduler."""
         return self.outputs[self.known_len - self.prompt_len : self.computed + 1 - self.prompt_len]
 
     @property
     def sampled(self) -> bool:
         """Whether it got output since the last admission."""
-        return self.known_len > self.admitted_len or bool(self.confirmed)
+        return self.known_len > self.admitted_len or bool(self.sampled_ids)
 
     @property
     def known_ahead(self) -> int:

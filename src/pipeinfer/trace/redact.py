@@ -77,7 +77,7 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.core:_Flows", "_last"),
         ("pipeinfer.core:Histogram", "counts"),
         ("pipeinfer.scheduler.engine_state:_Rank", "first"),
-        ("pipeinfer.scheduler.engine_state:_Rank", "own"),
+        ("pipeinfer.scheduler.engine_state:_Rank", "digests"),
     )
 )
 _SEQUENCES = ("list", "tuple", "set", "frozenset", "deque")
