@@ -115,7 +115,10 @@ def test_pages_are_no_more_than_all_requests_can_fill(folder):
     assert (engine.max_slots, engine.max_model_len) == (3, 100)
 
 
-@pytest.mark.parametrize(("most", "said"), [(8, "16 is for"), (16, None), (0, None)])
+@pytest.mark.parametrize(
+    ("most", "said"),
+    [(8, "--cuda-graph-max-batch 16 captures graphs for all of them"), (16, None), (0, None)],
+)
 def test_more_requests_than_graphs_have_room_for_is_said(folder, monkeypatch, caplog, most, said):
     asked = []
     monkeypatch.setattr(Runner, "capture", lambda runner, sizes, *_, **kinds: asked.append(sizes))

@@ -121,12 +121,12 @@ FAULTS = {
     ),
     "outputs are released that were known at admission": lambda patch: patch.setattr(
         Request,
-        "confirmed",
+        "sampled_ids",
         property(lambda r: r.outputs[max(r.known_len - r.prompt_len - 1, 0) :]),
     ),
     "the last output is not confirmed": lambda patch: patch.setattr(
         Request,
-        "confirmed",
+        "sampled_ids",
         property(lambda r: r.outputs[r.known_len - r.prompt_len :] + r.outputs[-1:]),
     ),
     "an engine is told of a jump without its first token": lambda patch: patch.setattr(
