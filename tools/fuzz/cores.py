@@ -78,22 +78,6 @@ class Program:
         return self._data[self._at - 1] % most
 
 
-def changed_program(data: bytes, source: Random) -> bytes:
-    """A program with one operation more, once more, or another."""
-    changed = bytearray(data or b"\0")
-    at, size = source.randrange(len(changed)), source.choice((1, 3, 8, 24))
-    kind = source.randrange(4)
-    if kind == 0:
-        changed += source.randbytes(size)
-    elif kind == 1:
-        changed[at:at] = changed[at : at + size]
-    elif kind == 2:
-        changed[at : at + size] = source.randbytes(size)
-    else:
-        del changed[at : at + size]
-    return bytes(changed[: LONGEST_PROGRAM + 1]) or b"\0"
-
-
 def run(program: Program) -> None:
     """Carries the program out. Raises Wrong and whatever a core raises."""
     Group(program).run(program)
@@ -492,7 +476,8 @@ class Cores:
         pieces = inputs.parts(data) or [b""]
         number = (pieces[0] or b"\0")[0] % (RUNNING + 1)
         if number == RUNNING:
-            return _program(changed_program(b"".join(pieces[1:2]), source))
+            program, longest = b"".join(pieces[1:2]), LONGEST_PROGRAM + 1
+            return _program(inputs.changed_program(program, source, (1, 3, 8, 24), longest))
         if source.random() < SHARE:
             return _program(source.randbytes(source.randrange(LONGEST_PROGRAM)))
         if len(pieces) > 2 and source.random() < 0.5:

@@ -54,6 +54,23 @@ def _change_bytes(data: bytearray, source: Random) -> None:
         data[at:at] = bytes([source.choice(NUMBERS)]) * source.choice((2, 50, 1500))
 
 
+def changed_program(data: bytes, source: Random, sizes: Sequence[int], longest: int) -> bytes:
+    """A program of operations, one or more bytes each, with some more of them, some twice, some
+    others or some fewer. sizes: of a change, in bytes; longest: of the program."""
+    changed = bytearray(data or b"\0")
+    at, size = source.randrange(len(changed)), source.choice(sizes)
+    kind = source.randrange(4)
+    if kind == 0:
+        changed += source.randbytes(size)
+    elif kind == 1:
+        changed[at:at] = changed[at : at + size]
+    elif kind == 2:
+        changed[at : at + size] = source.randbytes(size)
+    else:
+        del changed[at : at + size]
+    return bytes(changed[:longest]) or b"\0"
+
+
 def joined(parts: Sequence[bytes]) -> bytes:
     """An input of several parts, each cut off where its length could not be said."""
     cut = (part[:LONGEST_PART] for part in parts)

@@ -14,6 +14,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis.stateful import get_state_machine_test
 
+from fuzz.inputs import changed_program
 from harness.command_line import ROOT
 from pipeinfer.memory import shared_prefixes
 
@@ -60,18 +61,7 @@ class Radix:
         if source.random() < DRAWN:
             machine = source.randrange(len(self._tests))
             return bytes([machine]) + source.randbytes(source.randrange(LONGEST))
-        changed = bytearray(data or b"\0")
-        at, size = source.randrange(len(changed)), source.choice((1, 3, 8, 24, 200))
-        kind = source.randrange(4)
-        if kind == 0:
-            changed += source.randbytes(size)
-        elif kind == 1:
-            changed[at:at] = changed[at : at + size]
-        elif kind == 2:
-            changed[at : at + size] = source.randbytes(size)
-        else:
-            del changed[at : at + size]
-        return bytes(changed[:LONGEST]) or b"\0"
+        return changed_program(data, source, (1, 3, 8, 24, 200), LONGEST)
 
     def one(self, data: bytes) -> None:
         """Runs the operations that the bytes choose."""
