@@ -82,7 +82,6 @@ class Rows:
     fills: StepFills | None = None
 
 
-_NO_SLOTS = np.empty(0, dtype=np.int32)
 _COUNT_OF_ONE = np.array([1], dtype="<i4").tobytes()  # in Plan.counts, of a decode
 _ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as adding it
 
@@ -137,7 +136,7 @@ class MemoryManager:
         self.table.reset()
         self.slots = SlotArrays(self.slots.num_slots)
         # Slots whose prompts were completed by the plan before the last one, and by the last one.
-        self._finished_prompts = _NO_SLOTS, _NO_SLOTS
+        self._finished_prompts = _NONE, _NONE
         self._steady_decode: SteadyDecode | None = None  # if the last plan was decodes alone
         self.num_evicted = 0
         self._digest = RunningDigest()
