@@ -16,6 +16,7 @@ from pipeinfer.control import Prefix
 from pipeinfer.engine.start import GIB, Start, preload_torch, process_age
 from pipeinfer.messages import PROTOCOL, Hello, State
 from pipeinfer.runtime.logs import DETAILS
+from pipeinfer.runtime.memory_holder import keeps_pages
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.version import __version__
 from pipeinfer.wire import pack
@@ -120,9 +121,8 @@ def _kept_memory(settings: Settings, choices: EngineChoices) -> KeptMemory | Non
     them."""
     from pipeinfer.engine.kept_memory import KeptMemory
 
-    if settings.no_keep_memory or settings.in_process or settings.tp > 1:
-        return None
-    if choices.device != "cpu" or choices.kv_scales is not None:
+    here = choices.device == "cpu" and choices.kv_scales is None
+    if not here or not keeps_pages(settings):
         return None
     return KeptMemory.from_environment(os.environ)
 

@@ -28,11 +28,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from pipeinfer.runtime.child import ParentWatch
+
+if TYPE_CHECKING:  # a holder needs none of it
+    from pipeinfer.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +100,7 @@ class Leaving(msgspec.Struct, tag=True):
         return ()
 
 
-class Kept(msgspec.Struct, tag=True):
+class Attached(msgspec.Struct, tag=True):
     """Holder to engine, with a descriptor for each of `entries`.
 
     entries: what is kept. losses: deaths of engines, each within LOSS_WINDOW of the one before.
@@ -108,7 +111,7 @@ class Kept(msgspec.Struct, tag=True):
 
 
 _requests = msgspec.msgpack.Decoder(Attach | Keep | Drop | Leaving)
-_answers = msgspec.msgpack.Decoder(Kept)
+_answers = msgspec.msgpack.Decoder(Attached)
 
 
 @dataclass
@@ -166,7 +169,7 @@ class HolderState:
                 self._losses, self._last_loss = self._losses + 1 if again else 1, now
         self._orderly.discard(process)
 
-    def hand_over(self, now: float) -> tuple[int, Kept, list[int], list[int]] | None:
+    def hand_over(self, now: float) -> tuple[int, Attached, list[int], list[int]] | None:
         """The process that gets what is kept, the message, its descriptors, and those that are to
         be closed because of losses; None while nobody may have it, or wants it."""
         if self.owner is not None or not self.waiting:
@@ -178,7 +181,7 @@ class HolderState:
         closed = [self.entries.pop(name)[1] for name in lost]
         entries = tuple(entry for entry, _ in self.entries.values())
         descriptors = [descriptor for _, descriptor in self.entries.values()]
-        return self.owner, Kept(entries, losses), descriptors, closed
+        return self.owner, Attached(entries, losses), descriptors, closed
 
 
 class MemoryHolder:
@@ -320,7 +323,7 @@ class HolderLink:
             self._socket.close()
             raise
 
-    def attach(self) -> tuple[Kept, list[int]]:
+    def attach(self) -> tuple[Attached, list[int]]:
         """What is kept, and its descriptors, which are the caller's; waits until the process that
         had it before has ended."""
         self._send(Attach())
@@ -371,6 +374,12 @@ def listen(address: str) -> socket.socket:
     return made
 
 
+def keeps_pages(settings: Settings) -> bool:
+    """Whether an engine with these settings may leave its pages to a successor: not within one
+    process, and not with several ranks, which would have to agree on the pages."""
+    return not (settings.no_keep_memory or settings.in_process or settings.tp > 1)
+
+
 class HolderProcess:
     """A memory holder as a child of this process, which is started again when it ends.
 
@@ -384,9 +393,9 @@ class HolderProcess:
         self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """On the running loop. Engines may connect at once, and wait until the holder runs."""
-        if self._watch is None:
-            self._watch = asyncio.create_task(self._run())
+        """To be called once, on the running loop. Engines may connect at once, and wait until the
+        holder runs."""
+        self._watch = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         """Ends the holder, and with it what it kept."""
