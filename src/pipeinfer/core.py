@@ -152,8 +152,9 @@ class StepNote(Message, frozen=True):
     sampled: int
 
 
-class FilledNote(Message, frozen=True):
-    """The engine's core told the page directory of `pages` pages that a step has filled."""
+class PagesNote(Message, frozen=True):
+    """The engine's core told the page directory of `pages` pages that a plan has given to requests,
+    or that a step has filled."""
 
     pages: int
 

@@ -196,7 +196,6 @@ class StepDelta:
     - logit_biases: of those new requests that change single logits
     - cleared: int32, pages to be zeroed
     - released: slots whose requests had a grammar and are gone; some may have new ones
-    - claimed: int32, pages that the page directory must call invalid before the step is launched
     """
 
     slots: np.ndarray = field(default_factory=lambda: _NONE)
@@ -207,7 +206,6 @@ class StepDelta:
     logit_biases: tuple[RequestLogitBias, ...] = ()
     cleared: np.ndarray = field(default_factory=lambda: _NONE)
     released: tuple[int, ...] = ()
-    claimed: np.ndarray = field(default_factory=lambda: _NONE)
 
 
 NO_CHANGES = StepDelta()

@@ -11,7 +11,7 @@ from edits_by_slot import Edited
 
 from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Drain, Leave, Send, StepDone, Tick
-from pipeinfer.engine.core import Compute, EngineCore, FillPages, FoundPages
+from pipeinfer.engine.core import ClaimPages, Compute, EngineCore, FillPages, FoundPages
 from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.memory.manager import MemoryManager
@@ -125,8 +125,9 @@ class KeptEngine(Engine):
         new = []
         for channel, _, message in self.core.handle(event, 0.0):
             match message:
+                case ClaimPages():
+                    self.directory.invalidate(message.pages)
                 case Compute():
-                    self.directory.invalidate(message.step.delta.claimed)
                     self.queue.append(message.step)
                 case FillPages():
                     self.directory.validate(message.chains)
@@ -159,6 +160,30 @@ def test_a_successor_computes_again_what_fills_no_page_and_nothing_else():
     assert unpack(told.cached).tolist() == [12]  # of 15 known tokens, 14 were computed
     [result] = successor.work()
     assert unpack(result.token_ids).tolist() == continuation(prompt, 0, 7)[-1:]
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_cache_that_was_reset_while_no_request_ran_stays_forgotten(reset):
+    buffer = memoryview(bytearray(directory_bytes(PAGES, SIZE)))
+    engine = KeptEngine(buffer, HashDevice(PAGES, SIZE, SLOTS))
+    engine.plan({0: 9}, [admit(0, list(range(9)))])
+    engine.work()
+    engine.plan({}, releases=[Release(0, True)])
+    if reset:
+        engine.handle(Plan(1, engine.number, (), (), b"", b"", reset=True))
+    assert engine.queue == [], "the device is told of no step"
+    found = engine.directory.read().believed()
+    assert len(found) == (0 if reset else 2)
+
+
+def test_pages_of_a_request_with_bad_logits_are_never_believed():
+    buffer = memoryview(bytearray(directory_bytes(PAGES, SIZE)))
+    engine = KeptEngine(buffer, HashDevice(PAGES, SIZE, SLOTS))
+    engine.plan({0: 9, 1: 9}, [admit(0, list(range(9))), admit(1, list(range(9, 18)))])
+    step = engine.queue.pop()
+    done = step_done(step, Sampled.one_each(engine.device.run(step)))
+    engine.handle(msgspec.structs.replace(done, bad=pack([0])))
+    assert engine.directory.read().ids.ravel().tolist() == list(range(9, 17))
 
 
 # ------------------------------------------------------------------------------------------- epochs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import signal
 import subprocess
@@ -16,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.engine.kept_memory import KeptMemory, model_key, unbelieved_runs
+from pipeinfer.engine.device_memory import HostMemory
+from pipeinfer.engine.kept_memory import KeptMemory, model_key, unbelieved
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, MemoryHolder, listen
 from pipeinfer.step import AttentionShape
@@ -25,12 +25,13 @@ PAGES, SIZE, PAGE_BYTES = 9, 4, 3000  # a page ends within a page of the kernel'
 ENGINE = """
 import sys
 import numpy as np
+from pipeinfer.engine.device_memory import HostMemory
 from pipeinfer.engine.kept_memory import KeptMemory
 from pipeinfer.memory.page_directory import NO_PARENT, NO_SALT, PageChains, page_digest
 kept = KeptMemory(sys.argv[1])
-kept.key = b"model"
-pool = kept.open(9, 4, 9 * 3000)
-pool.memory[:] = 7
+kept.begin(b"model")
+pool = kept.open(9, 4, 9 * 3000, HostMemory)
+pool.memory.array[:] = 7
 ids = np.array([1, 2, 3, 4], np.int32)
 digest = page_digest(NO_PARENT, NO_SALT, ids)
 pool.directory.validate(PageChains.of([(5, 0, digest, NO_PARENT, NO_SALT, ids)]))
@@ -77,14 +78,14 @@ def leave_pool(address):
 def test_a_successor_finds_the_pool_and_believes_its_valid_pages(address):
     leave_pool(address)
     kept = KeptMemory(address)
-    kept.key = b"model"
+    kept.begin(b"model")
     assert kept.losses == 1 and kept.found_pages(SIZE) == PAGES
-    pool = kept.open(PAGES, SIZE, PAGES * PAGE_BYTES)
+    pool = kept.open(PAGES, SIZE, PAGES * PAGE_BYTES, HostMemory)
     assert pool.found.pages.tolist() == [5]
     assert pool.found.ids.tolist() == [[1, 2, 3, 4]]
-    for begin, end in unbelieved_runs(PAGES, pool.found.pages):
-        pool.zero(begin * PAGE_BYTES, end * PAGE_BYTES)
-    by_page = pool.memory.reshape(PAGES, PAGE_BYTES)
+    pool.memory.zero(PAGE_BYTES, 5 * PAGE_BYTES)
+    pool.memory.zero(6 * PAGE_BYTES, 9 * PAGE_BYTES)
+    by_page = pool.memory.array.reshape(PAGES, PAGE_BYTES)
     assert [(page == 7).all() for page in by_page] == [n in (0, 5) for n in range(PAGES)]
     assert not by_page[[1, 2, 3, 4, 6, 7, 8]].any()
     kept.close()
@@ -94,17 +95,17 @@ def test_a_successor_finds_the_pool_and_believes_its_valid_pages(address):
 def test_a_pool_that_was_made_for_something_else_is_not_taken(address, key, pages):
     leave_pool(address)
     kept = KeptMemory(address)
-    kept.key = key
+    kept.begin(key)
     assert kept.found_pages(SIZE) == (PAGES if key == b"model" else 0)
-    pool = kept.open(pages, SIZE, pages * PAGE_BYTES)
-    assert pool.found is None and not pool.memory.any()
+    pool = kept.open(pages, SIZE, pages * PAGE_BYTES, HostMemory)
+    assert pool.found is None and not pool.memory.array.any()
     kept.close()
 
 
 def test_an_engine_that_saw_a_fault_leaves_nothing_to_believe(address):
     first = KeptMemory(address)
-    first.key = b"model"
-    pool = first.open(PAGES, SIZE, PAGES * PAGE_BYTES)
+    first.begin(b"model")
+    pool = first.open(PAGES, SIZE, PAGES * PAGE_BYTES, HostMemory)
     pool.directory.make_unusable()
     assert not pool.directory.belongs_to(b"model")
     first.close()
@@ -113,7 +114,7 @@ def test_an_engine_that_saw_a_fault_leaves_nothing_to_believe(address):
 def test_without_a_holder_an_engine_goes_on_alone(caplog):
     environ = {HOLDER_VARIABLE: "@pipeinfer-nobody-listens"}
     assert KeptMemory.from_environment(environ) is None and environ == {}
-    assert "pages will not outlive this engine" in caplog.text
+    assert "memory will not outlive this engine" in caplog.text
     assert KeptMemory.from_environment({}) is None
 
 
@@ -129,8 +130,8 @@ async def test_the_next_holder_gets_what_the_one_before_kept():
     ]
     holder = subprocess.Popen(start, pass_fds=[listener.fileno()])
     kept = await asyncio.to_thread(KeptMemory, address)
-    kept.key = b"model"
-    kept.open(PAGES, SIZE, PAGES * PAGE_BYTES).memory[:] = 7
+    kept.begin(b"model")
+    kept.open(PAGES, SIZE, PAGES * PAGE_BYTES, HostMemory).memory.array[:] = 7
     kept.watch(asyncio.get_running_loop())
     holder.kill()
     holder.wait()
@@ -151,23 +152,28 @@ async def test_the_next_holder_gets_what_the_one_before_kept():
 
 
 @given(st.integers(2, 30), st.sets(st.integers(1, 29)))
-def test_runs_are_the_pages_that_are_not_believed(pages, believed):
+def test_pages_that_are_not_believed_are_zeroed_in_long_runs(pages, believed):
     believed = sorted(page for page in believed if page < pages)
-    runs = unbelieved_runs(pages, np.array(believed, np.int32))
-    inside = [page for begin, end in runs for page in range(begin, end)]
-    assert inside == [page for page in range(1, pages) if page not in believed]
-    assert all(one[1] < other[0] for one, other in itertools.pairwise(runs))
+    others = unbelieved(pages, np.array(believed, np.int32))
+    assert others.tolist() == [page for page in range(1, pages) if page not in believed]
+    pool = KVPool([AttentionShape(4, 1, 2, 1.0)], pages, 1, torch.float32)
+    runs = list(pool.byte_runs(others))
+    inside = [at for begin, end in runs for at in range(begin, end, 8)]
+    wanted = [part * 8 * pages + 8 * page for part in range(2) for page in others.tolist()]
+    assert inside == wanted and all(end % 8 == 0 for _, end in runs)
+    edges = [begin for begin, _ in runs], [end for _, end in runs]
+    assert not (set(edges[0]) & set(edges[1]) - {8 * pages})
 
 
 def test_a_pool_in_given_memory_has_its_layers_one_after_the_other():
     shapes = [AttentionShape(4, 2, 8, 1.0), AttentionShape(4, 1, 16, 1.0)]
     plain = KVPool(shapes, 5, 2, torch.float32)
-    memory = np.zeros(plain.total_bytes, np.uint8)
-    pool = KVPool(shapes, 5, 2, torch.float32, memory=memory)
+    memory = HostMemory(plain.total_bytes)
+    pool = KVPool(shapes, 5, 2, torch.float32, memory=memory.data)
     for part in (*pool.k, *pool.v):
         part.fill_(1.0)
-    assert (memory.view(np.float32) == 1.0).all()
-    pool.zero_runs([(1, 3), (4, 5)], lambda begin, end: memory[begin:end].fill(0))
+    assert (memory.array.view(np.float32) == 1.0).all()
+    memory.zero_pages(pool, np.array([1, 2, 4], np.int32))
     for part in (*pool.k, *pool.v):
         assert [bool(page.any()) for page in part] == [True, False, False, True, False]
 

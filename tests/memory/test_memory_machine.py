@@ -251,8 +251,7 @@ class MemoryMachine(RuleBasedStateMachine):
             held = self.memory.table.pages_of(int(step.slots[row]))
             assert pages[:used].tolist() == held[:used].tolist() and pages[:used].all()
         self.check_shared_prefixes(step)
-        if len(step.slots):  # a plan without rows reaches no device
-            self.directory.invalidate(step.delta.claimed)
+        self.directory.invalidate(rows.claimed)
         sequences = [self.live[slot] for slot in step.slots.tolist()]
         self.flights.append((step, sequences, rows, plan_rows))
 

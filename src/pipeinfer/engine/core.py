@@ -17,10 +17,10 @@ from pipeinfer.core import (
     LOCAL,
     Compiled,
     Drain,
-    FilledNote,
     GraphDue,
     Leave,
     NewEpoch,
+    PagesNote,
     Send,
     StepDone,
     StepNote,
@@ -80,6 +80,20 @@ class Capture(Message, frozen=True):
     """To the device: capture the next CUDA graph that is left, for the steps from now on."""
 
 
+class ClaimPages(Message, frozen=True):
+    """To the device, before the Compute of the same plan, if that has one: the page directory must
+    not say any more what is in `pages` int32 [n].
+
+    Local only: the arrays never travel.
+    """
+
+    pages: np.ndarray
+
+    def note(self) -> PagesNote:
+        """What a recording says of it."""
+        return PagesNote(len(self.pages))
+
+
 class FillPages(Message, frozen=True):
     """To the device: a step that has ended has filled `chains`, so the page directory may say so.
 
@@ -88,9 +102,9 @@ class FillPages(Message, frozen=True):
 
     chains: PageChains
 
-    def note(self) -> FilledNote:
+    def note(self) -> PagesNote:
         """What a recording says of it."""
-        return FilledNote(len(self.chains))
+        return PagesNote(len(self.chains))
 
 
 class FoundPages(Message, frozen=True):
@@ -421,6 +435,8 @@ class EngineCore:
         step, plan_rows = self._steps.build(plan.epoch, rows)
         epoch.in_flight.append(_InFlight(rows, plan_rows, step.logprobs, step.prompts))
         sends = self._add_digest(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
+        if len(rows.claimed):
+            sends.append(Send(LOCAL, "", ClaimPages(rows.claimed)))
         if len(step.slots):
             self._totals["steps_total"] += 1
             sends.append(Send(LOCAL, "", Compute(step)))
@@ -504,6 +520,8 @@ class EngineCore:
         chains, fills = self.memory.chains, ended.rows.fills
         if chains is None or fills is None:
             return []
+        for slot in ended.rows.slots[ended.plan_rows[unpack(done.bad)]].tolist():
+            chains.release(slot)  # who got bad logits may have left them anywhere
         sampled = np.full(len(ended.rows.slots), -1, dtype=np.int32)
         first = np.cumsum(counts) - counts  # a row's further ids are computed as known ones
         some = counts > 0

@@ -21,7 +21,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from pipeinfer.core import Compiled, GraphDue, StepDone
-from pipeinfer.engine.core import Capture, Compile, Compute, FillPages, FoundPages, StepFailed
+from pipeinfer.engine.core import (
+    Capture,
+    ClaimPages,
+    Compile,
+    Compute,
+    FillPages,
+    FoundPages,
+    StepFailed,
+)
 from pipeinfer.engine.device import FailedEvent, StepEvent
 from pipeinfer.engine.profiling import Phases
 from pipeinfer.messages import Message
@@ -246,9 +254,10 @@ class DeviceDriver:
             case Compile():
                 self._compile(message)
             case Compute():
-                if self._directory is not None:
-                    self._directory.invalidate(message.step.delta.claimed)
                 self._compute(message)
+            case ClaimPages():
+                assert self._directory is not None
+                self._directory.invalidate(message.pages)
             case FillPages():
                 assert self._directory is not None
                 self._directory.validate(message.chains)

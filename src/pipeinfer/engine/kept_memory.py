@@ -1,11 +1,11 @@
-"""What an engine leaves to its successor: its KV pool and page directory, in memory that a memory
-holder (runtime/memory_holder.py) keeps.
+"""What an engine leaves to its successor, in memory that a memory holder (runtime/memory_holder.py)
+keeps: its KV pool with the page directory, its weights, and what it has measured.
 
     model_key      what keys and values depend on beside their token ids
-    KeptMemory     an engine's end: finds what was left, makes what is to be left
-    KeptPool       a pool's bytes, its directory, and the pages that are believed
+    KeptMemory     an engine's end: finds what was left, gives what is to be left
+    KeptPool       a pool's memory, its directory, and the pages that are believed
 
-On a CPU the memory is memfds. Knows no plan and no step.
+Knows no plan and no step.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from pipeinfer.memory.page_directory import PageChains, PageDirectory, directory_bytes
-from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderLink, Keep
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderLink, Keep, Kind
 from pipeinfer.version import __version__
+
+if TYPE_CHECKING:
+    from pipeinfer.engine.device_memory import Allocate, DeviceMemory
 
 log = logging.getLogger(__name__)
 
-POOL, DIRECTORY = "pool", "directory"
+POOL, DIRECTORY, STEP_COST = "pool", "directory", "step cost"
 HOLDER_TIMEOUT = 60.0  # seconds that the process before may take to end
 RECONNECT = 1.0  # seconds between two attempts to reach a holder that has ended
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights, evenly spaced
 
 
 class PoolNote(msgspec.Struct, frozen=True):
-    """What a pool was made for: model_key, pages with the dummy, tokens of a page, bytes."""
+    """What a pool was made for: pages with the dummy, tokens of a page, bytes."""
 
-    model_key: bytes
     pages: int
     page_size: int
     size: int
@@ -68,35 +71,22 @@ def model_key(files: Iterable[Path], choices: Sequence[object]) -> bytes:
 class KeptPool:
     """A pool that outlives this process.
 
-    note: what it was made for.
-    memory: uint8 [size], the pool's bytes, zero where nobody wrote.
+    memory: of the pool, zero where nobody wrote.
     directory: what its pages hold.
     found: pages that an earlier process left, and that are believed; None: the pool is new.
     """
 
-    note: PoolNote
-    memory: np.ndarray
+    memory: DeviceMemory
     directory: PageDirectory
     found: PageChains | None
-    _mapped: mmap.mmap
-
-    def zero(self, begin: int, end: int) -> None:
-        """Zeroes bytes begin .. end - 1, and gives back the memory that they took."""
-        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = end // mmap.PAGESIZE * mmap.PAGESIZE
-        if first >= last:
-            self.memory[begin:end] = 0
-            return
-        self.memory[begin:first] = 0
-        self.memory[last:end] = 0
-        self._mapped.madvise(mmap.MADV_REMOVE, first, last - first)
 
 
 class KeptMemory:
-    """An engine's end of its memory holder.
+    """An engine's end of its memory holder. Everything that is kept belongs to a key: what was left
+    for another one is given back.
 
     losses: deaths of engines shortly before this one began.
-    key: `model_key` of the pool, to be set before the pool is looked for.
+    taken: names of what an engine before has left, and this one uses.
     opened: the pool of this process, once it is there.
     """
 
@@ -112,9 +102,10 @@ class KeptMemory:
             for entry, descriptor in zip(kept.entries, descriptors, strict=True)
         }
         self._kept: dict[str, tuple[Keep, int]] = {}
-        self.key = b""
+        self._key = b""
+        self.taken: list[str] = []
         self.opened: KeptPool | None = None
-        self._has_all = False
+        self._has_all = True
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str]) -> KeptMemory | None:
@@ -125,56 +116,108 @@ class KeptMemory:
         try:
             return cls(address)
         except OSError as error:
-            log.warning("pages will not outlive this engine: its memory holder, %s", error)
+            log.warning("memory will not outlive this engine: its memory holder, %s", error)
             return None
 
-    def found_pages(self, page_size: int) -> int:
-        """Pages, with the dummy, of a pool that was left for this key; 0: there is none."""
+    def begin(self, key: bytes) -> None:
+        """What this process finds and leaves belongs to `key` (see model_key)."""
+        self._key = key
+        self.discard(*(name for name, (entry, _) in self._found.items() if entry.key != key))
+
+    def note(self, name: str) -> bytes | None:
+        """Of what was left under that name; None: nothing was."""
+        return self._found[name][0].note if name in self._found else None
+
+    def take(self, name: str) -> int:
+        """The descriptor of what was left under that name, the caller's from now on; it goes on
+        being kept."""
+        entry, descriptor = self._found.pop(name)
+        self._kept[name] = entry, descriptor
+        self.taken.append(name)
+        return descriptor
+
+    def keep(self, name: str, kind: Kind, note: bytes, descriptor: int) -> None:
+        """Leaves the memory of `descriptor`, which stays open as long as this process lives."""
+        self._kept[name] = Keep(name, kind, note, self._key), descriptor
+        self._send(name)
+
+    def discard(self, *names: str) -> None:
+        """Gives back what was left under these names; its memory is free when this returns, unless
+        the holder has ended."""
+        for name in names:
+            os.close(self._found.pop(name)[1])
+            self._drop(name)
+
+    def drop(self, name: str) -> None:
+        """Keeps no more what was taken under that name; its descriptor is closed."""
+        self._kept.pop(name)
+        self.taken.remove(name)
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        if self._link is not None:
+            try:
+                self._link.drop(name)
+            except OSError as error:
+                log.debug("%s stays with the memory holder: %s", name, error)
+
+    def read(self, name: str, note: bytes) -> bytes | None:
+        """What `write` left under that name, with that note."""
+        if self.note(name) != note:
+            self.discard(*({name} & self._found.keys()))
+            return None
+        descriptor = self.take(name)
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+    def write(self, name: str, kind: Kind, note: bytes, data: bytes) -> None:
+        """Leaves `data`."""
+        descriptor = os.memfd_create("pipeinfer")
+        os.pwrite(descriptor, data, 0)
+        self.keep(name, kind, note, descriptor)
+
+    def found_pages(self, page_size: int, wanted: int = 0) -> int:
+        """Pages, with the dummy, of a pool that was left; 0: there is none of pages of `page_size`
+        tokens, and of `wanted` pages if that is not 0. What is not of use is given back."""
         note = self._found_note()
-        if note is None or (note.model_key, note.page_size) != (self.key, page_size):
-            return 0
-        return note.pages
+        if note is not None and note.page_size == page_size and wanted in (0, note.pages):
+            return note.pages
+        self.discard(*({POOL, DIRECTORY} & self._found.keys()))
+        return 0
 
     def _found_note(self) -> PoolNote | None:
-        if POOL not in self._found or DIRECTORY not in self._found:
+        raw = self.note(POOL)
+        if raw is None or raw != self.note(DIRECTORY):
             return None
         try:
-            return msgspec.msgpack.decode(self._found[POOL][0].note, type=PoolNote)
+            return msgspec.msgpack.decode(raw, type=PoolNote)
         except msgspec.DecodeError:  # of another version
             return None
 
-    def open(self, pages: int, page_size: int, size: int) -> KeptPool:
+    def open(self, pages: int, page_size: int, size: int, allocate: Allocate) -> KeptPool:
         """The pool that was left, if it was made for the same, else a new one. `pages`: with the
-        dummy; `size`: bytes of the pool."""
-        note = PoolNote(self.key, pages, page_size, size)
+        dummy; `size`: bytes of the pool; `allocate` makes its memory."""
+        note = PoolNote(pages, page_size, size)
         left = self._found_note() == note
-        descriptors = [
-            self._found.pop(name)[1] if left else os.memfd_create(f"pipeinfer-{name}")
-            for name in (POOL, DIRECTORY)
-        ]
-        for _, descriptor in self._found.values():
-            os.close(descriptor)
-        self._found.clear()
-        sizes = note.size, directory_bytes(note.pages, note.page_size)
         if not left:
-            for descriptor, size in zip(descriptors, sizes, strict=True):
-                os.ftruncate(descriptor, size)
-        pool, directory_memory = map(mmap.mmap, descriptors, sizes)
-        directory = PageDirectory(memoryview(directory_memory), note.pages, note.page_size)
+            self.discard(*({POOL, DIRECTORY} & self._found.keys()))
+        memory = allocate(size, self.take(POOL) if left else None)
+        length = directory_bytes(pages, page_size)
+        if left:
+            descriptor = self.take(DIRECTORY)
+        else:
+            descriptor = os.memfd_create("pipeinfer-directory")
+            os.ftruncate(descriptor, length)
+        directory = PageDirectory(memoryview(mmap.mmap(descriptor, length)), pages, page_size)
         found = None
-        if left and directory.belongs_to(note.model_key):
+        if left and directory.belongs_to(self._key):
             found = directory.read().believed()
         else:
-            directory.begin(note.model_key)
-        raw = msgspec.msgpack.encode(note)
-        for name, descriptor in zip((POOL, DIRECTORY), descriptors, strict=True):
-            self._kept[name] = Keep(name, "pages", raw), descriptor
-        if left:
-            self._has_all = True
-        else:
-            self._keep_all()
-        memory = np.frombuffer(pool, np.uint8)
-        self.opened = KeptPool(note, memory, directory, found, pool)
+            directory.begin(self._key)
+        if not left:
+            raw = msgspec.msgpack.encode(note)
+            self.keep(POOL, "pages", raw, memory.descriptor)
+            self.keep(DIRECTORY, "pages", raw, descriptor)
+        self.opened = KeptPool(memory, directory, found)
         return self.opened
 
     @property
@@ -212,22 +255,27 @@ class KeptMemory:
         try:
             self._link = HolderLink(self._address, RECONNECT)
             self._link.attach()
-            self._keep_all()
         except OSError:
             loop.call_later(RECONNECT, self._reconnect, loop)
         else:
+            self._has_all = True
+            for name in self._kept:
+                self._send(name)
             self.watch(loop)
 
-    def _keep_all(self) -> None:
-        assert self._link is not None
-        for entry, descriptor in self._kept.values():
-            self._link.keep(entry, descriptor)
-        self._has_all = True
+    def _send(self, name: str) -> None:
+        """To the holder; when that has ended, the next one gets it."""
+        if self._link is None:
+            return
+        try:
+            self._link.keep(*self._kept[name])
+        except OSError as error:
+            self._has_all = False
+            log.debug("%s is not kept yet: %s", name, error)
 
 
-def unbelieved_runs(pages: int, believed: np.ndarray) -> list[tuple[int, int]]:
-    """(begin, end) of each run of the pages 1 .. pages - 1 that are not in `believed` int32 [n]."""
-    others = np.ones(pages + 1, dtype=np.int8)
-    others[believed] = others[0] = others[pages] = 0
-    edges = np.flatnonzero(np.diff(others, prepend=0))
-    return [(int(begin), int(end)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+def unbelieved(pages: int, believed: np.ndarray) -> np.ndarray:
+    """int32 [n], those of the pages 1 .. pages - 1 that are not in `believed` int32."""
+    others = np.ones(pages, dtype=bool)
+    others[believed] = others[0] = False
+    return np.flatnonzero(others).astype(np.int32)

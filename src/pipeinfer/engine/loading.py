@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+import msgspec
 import torch
 
 from pipeinfer.attention import registry
@@ -23,7 +23,7 @@ from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.distributed.collectives import TorchCollectives
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
-from pipeinfer.engine.kept_memory import KeptMemory, KeptPool, model_key, unbelieved_runs
+from pipeinfer.engine.kept_memory import STEP_COST, KeptMemory, KeptPool, model_key, unbelieved
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
@@ -32,10 +32,10 @@ from pipeinfer.engine.start import Start
 from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.gguf.weights import is_low_bit
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
-from pipeinfer.layers.placement import Shard
+from pipeinfer.layers.placement import AllocateParameter, Shard
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.build import build_model, check_shard
-from pipeinfer.models.causal_lm import LanguageModel
+from pipeinfer.models.causal_lm import CausalLM, LanguageModel
 from pipeinfer.models.loading import (
     CheckpointTensor,
     check_checkpoint,
@@ -201,6 +201,8 @@ def load_engine(
     of the process stands in the machines' docstrings.
     """
     choices, start = choices or choose_engine(settings, folder, rank), start or Start()
+    if kept is not None:
+        kept.begin(_memory_key(settings, folder, choices))
     with start.phase("weights"):
         chosen = machine(choices.device, settings, choices.ordinal)
     kernels = registry.import_packages(choices.attention)  # while weights are read
@@ -210,7 +212,7 @@ def load_engine(
             with start.phase("ranks"):
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
-            model = _model(settings, folder, choices, collectives, progress)
+            model = _model(settings, folder, choices, collectives, progress, kept)
         with start.phase("attention"):
             kernels.join()
         shape = EngineShape(
@@ -220,24 +222,25 @@ def load_engine(
             choices.dtype,
             choices.kv_scales,
         )
-        if kept is not None:
-            kept.key = _pages_key(settings, folder, choices)
         return build_runner(model, settings, shape, chosen, collectives, start, kept)
 
     runner = chosen.build(build)
+    if kept is not None and kept.taken:
+        details.info("an engine before has left: %s", ", ".join(kept.taken))
     return _loaded(choices, settings.max_running, runner, None if kept is None else kept.opened)
 
 
-def _pages_key(settings: Settings, folder: Path, choices: EngineChoices) -> bytes:
-    """Of pages that another engine may use: see `model_key`."""
+def _memory_key(settings: Settings, folder: Path, choices: EngineChoices) -> bytes:
+    """Of pages and weights that another engine may use: see `model_key`."""
     files = [folder]
     if folder.is_dir():
         files = [*folder.glob("*.json")]
         if settings.load_format != "dummy":
             files += weight_files(folder)
     numbers = choices.dtype, choices.kv_dtype, settings.quantization, choices.attention
+    where = choices.device, choices.ordinal, choices.shard
     dummy = settings.seed if settings.load_format == "dummy" else None
-    return model_key(files, [*map(str, numbers), dummy, settings.model_impl])
+    return model_key(files, [*map(str, (*numbers, *where)), dummy, settings.model_impl])
 
 
 def _loaded(
@@ -267,24 +270,37 @@ def _model(
     choices: EngineChoices,
     collectives: TorchCollectives | None,
     progress: Callable[[int, int], None] | None,
+    kept: KeptMemory | None,
 ) -> LanguageModel:
     """With its weights."""
     if choices.transformers_spec is not None:
         return _transformers_model(choices.transformers_spec, settings, folder, choices, progress)
-    model = build_model(
-        choices.config,
-        choices.shard,
-        choices.dtype,
-        choices.device,
-        collectives,
-        settings.compile,
-        collectives.fusion if collectives else None,
-        settings.moe_backend,
-    )
-    if choices.stored is None:
-        fill_dummy(model, settings.seed)
-    else:
-        load_weights(model, folder, progress, choices.stored)
+
+    def build(allocate: AllocateParameter | None = None) -> CausalLM:
+        return build_model(
+            choices.config,
+            choices.shard,
+            choices.dtype,
+            choices.device,
+            collectives,
+            settings.compile,
+            collectives.fusion if collectives else None,
+            settings.moe_backend,
+            allocate,
+        )
+
+    def fill(model: CausalLM) -> None:
+        if choices.stored is None:
+            fill_dummy(model, settings.seed)
+        else:
+            load_weights(model, folder, progress, choices.stored)
+
+    if kept is not None and choices.device == "cuda" and choices.config.quantization is None:
+        from pipeinfer.engine.kept_weights import build_with_weights
+
+        return build_with_weights(kept, build, fill)
+    model = build()
+    fill(model)
     return model
 
 
@@ -512,7 +528,7 @@ def build_runner(
 
     key_centers = _key_centers(model, shape, machine)
 
-    def pool(pages: int, memory: np.ndarray | None = None) -> KVPool:
+    def pool(pages: int, memory: torch.Tensor | None = None) -> KVPool:
         size = (pages, shape.page_size)
         return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, key_centers, memory)
 
@@ -526,27 +542,43 @@ def build_runner(
         machine.warm_up(runner, shape.max_model_len)
     with start.phase("pool"):
         bytes_each = runner.pool.bytes_per_page
-        pages = 0 if kept is None else kept.found_pages(shape.page_size)
-        if not pages or settings.kv_pages:
-            pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, bytes_each))
+        wanted = settings.kv_pages + 1 if settings.kv_pages else 0
+        pages = 0 if kept is None else kept.found_pages(shape.page_size, wanted)
+        if not pages:
+            pages = wanted or 1 + _pages(settings, shape, machine, bytes_each)
         pages = pages if collectives is None else _agreed(collectives, pages)
         if kept is None:
             runner.bind(pool(pages))
         else:
-            opened = kept.open(pages, shape.page_size, pages * bytes_each)
-            runner.bind(pool(pages, opened.memory))
+            opened = kept.open(pages, shape.page_size, pages * bytes_each, machine.allocate)
+            runner.bind(pool(pages, opened.memory.data))
             if opened.found is not None:
-                runner.pool.zero_runs(unbelieved_runs(pages, opened.found.pages), opened.zero)
+                others = unbelieved(pages, opened.found.pages)
+                machine.device.run(lambda: opened.memory.zero_pages(runner.pool, others))
     if not settings.no_cuda_graph:
         with start.phase("graphs"):
             _capture(runner, settings, largest, model, start)
     with start.phase("step_times"):
-        runner.measure(
-            partial(all_find, int if collectives is None else collectives.all_reduce_min)
-        )
+        _measure(runner, settings, collectives, kept)
     if runner.step_cost is not None:
         _log_step_cost(runner.step_cost, settings, tokens)
     return runner
+
+
+def _measure(
+    runner: Runner,
+    settings: Settings,
+    collectives: TorchCollectives | None,
+    kept: KeptMemory | None,
+) -> None:
+    """What steps take; an engine that another one follows leaves it what it has measured."""
+    least = int if collectives is None else collectives.all_reduce_min
+    note = repr((runner.largest, runner.graph_sizes, runner.pool.num_pages)).encode()
+    raw = None if kept is None else kept.read(STEP_COST, note)
+    known = None if raw is None else msgspec.msgpack.decode(raw, type=StepCost)
+    runner.measure(partial(all_find, least), known if least(known is not None) else None)
+    if kept is not None and known is None and runner.measured_cost is not None:
+        kept.write(STEP_COST, "measured", note, msgspec.msgpack.encode(runner.measured_cost))
 
 
 def _key_centers(

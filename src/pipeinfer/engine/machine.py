@@ -39,6 +39,7 @@ from pipeinfer.engine.calibrate import (
     largest_step,
 )
 from pipeinfer.engine.device import Device, HostDevice, Replay, Tensors, Work, nothing
+from pipeinfer.engine.device_memory import Allocate, CudaMemory, HostMemory
 from pipeinfer.engine.graphs import MIN_SHARED_DECODES
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.start import hashing
@@ -93,6 +94,11 @@ class Machine(Protocol):
         """Bytes for KV pages, if `fraction` of its memory may be in use."""
         ...
 
+    @property
+    def allocate(self) -> Allocate:
+        """Makes memory that can outlive this process."""
+        ...
+
 
 class HostMachine:
     """This host, one of `ranks` that share it."""
@@ -106,6 +112,7 @@ class HostMachine:
         self.device = HostDevice()
         self.kernels: Kernels = host
         self.where = torch.device("cpu")
+        self.allocate: Allocate = HostMemory
         self._ranks = ranks
         self._sampling_bytes = 0
 
@@ -369,6 +376,7 @@ class CudaMachine:
         self.where = torch.device("cuda", ordinal)
         self.device = CudaDevice(self.where)
         self.kernels: Kernels = by_triton
+        self.allocate: Allocate = CudaMemory
 
     def build(self, work: Callable[[], Built]) -> Built:
         """On the caller's thread, which also launches steps."""

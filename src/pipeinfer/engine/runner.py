@@ -143,7 +143,8 @@ class Runner:
         self.device = device
         self.phases = Phases(nvtx_if_loaded())
         self.keep_logits = False
-        self.step_cost: StepCost | None = None  # as measured
+        self.step_cost: StepCost | None = None
+        self.measured_cost: StepCost | None = None  # before `padded` made step_cost of it
         self._model = model
         self._backend = backend
         self.largest = largest
@@ -480,13 +481,18 @@ class Runner:
         """Drops the deferred graphs."""
         self._graphs.deferred.clear()
 
-    def measure(self, agreed: Callable[[Container[int]], frozenset[int]]) -> None:
+    def measure(
+        self,
+        agreed: Callable[[Container[int]], frozenset[int]],
+        known: StepCost | None = None,
+    ) -> None:
         """Measures `step_cost`, and finds the numbers of tokens whose steps take the next larger
         graph because that is faster. To be called when all graphs that there will be are captured
         or deferred; does nothing where the backend captures none.
 
         agreed: called with the numbers of tokens for which this rank found a larger graph to be
         faster; returns those for which all ranks found so.
+        known: what was measured before on this GPU, for this runner's graphs.
         """
         if not self._backend.traits.captures_decode:
             return
@@ -494,7 +500,7 @@ class Runner:
             self.largest,
             calibrate.PageGeometry(self.largest.pages, self.pool.page_size),
         )
-        self.step_cost = calibrate.measured(
+        cost = known or calibrate.measured(
             self._graphs,
             (largest.rows, largest.tokens),
             frame,
@@ -502,7 +508,7 @@ class Runner:
             self._replayed,
             self._seconds,
         )
-        cost, graphs = self.step_cost, self._graphs
+        self.step_cost, self.measured_cost, graphs = cost, cost, self._graphs
         if cost is not None and graphs.mixed:
             graphs.slow = agreed(calibrate.slow(cost))
             self.step_cost = calibrate.padded(cost, graphs.slow)

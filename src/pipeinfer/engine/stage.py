@@ -117,12 +117,10 @@ def build(context: StageContext) -> Stage:
 
 
 def _kept_memory(settings: Settings, choices: EngineChoices) -> KeptMemory | None:
-    """Where the pool outlives this process: on a CPU, of one rank, with pages as the model computes
-    them."""
+    """Where memory outlives this process: of one rank, with pages as the model computes them."""
     from pipeinfer.engine.kept_memory import KeptMemory
 
-    here = choices.device == "cpu" and choices.kv_scales is None
-    if not here or not keeps_pages(settings):
+    if choices.kv_scales is not None or not keeps_pages(settings):
         return None
     return KeptMemory.from_environment(os.environ)
 

@@ -61,7 +61,6 @@ class StepBuilder:
         self._last: tuple[Step, np.ndarray] | None = None
         # Pages, since the last step that computes anything: see Rows.
         self._unverified: list[np.ndarray] = []
-        self._claimed: list[np.ndarray] = []
 
     def build(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
         """(step, plan_rows) of the plan that the memory applied last.
@@ -74,8 +73,6 @@ class StepBuilder:
         last = self._last
         if len(rows.unverified):
             self._unverified.append(rows.unverified)
-        if len(rows.claimed):
-            self._claimed.append(rows.claimed)
         before = (-1, -1) if last is None else (last[0].epoch, last[0].number)
         if last is not None and rows.same_as_previous and before == (epoch, rows.number - 1):
             self._last = self._next(last[0], rows), last[1]
@@ -170,9 +167,6 @@ class StepBuilder:
         if self._unverified:
             delta = replace(delta, cleared=np.concatenate(self._unverified))
             self._unverified.clear()
-        if self._claimed:
-            delta = replace(delta, claimed=np.concatenate(self._claimed))
-            self._claimed.clear()
         return delta
 
 

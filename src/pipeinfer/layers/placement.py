@@ -116,6 +116,10 @@ class Collectives(Protocol):
         ...
 
 
+# From a shape and a dtype to a parameter, not yet filled.
+AllocateParameter = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Placement:
     """What every layer is built with.
@@ -132,6 +136,7 @@ class Placement:
         quantization: how matrices are stored on disk; None: in a dtype of their own.
         path: of the module on disk, with its dot.
         moe_backend: what computes mixtures of experts on a GPU (experts.py).
+        allocate: makes parameters that are not quantized; None: torch does.
     """
 
     shard: Shard
@@ -144,6 +149,7 @@ class Placement:
     quantization: Quantization | None = None
     path: str = ""
     moe_backend: str = "triton"
+    allocate: AllocateParameter | None = None
 
     def without_deferred_sums(self) -> Placement:
         """For layers whose sums must be made before they are added to the residual stream."""
@@ -167,6 +173,8 @@ class Placement:
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A parameter, not yet filled."""
+        if self.allocate is not None:
+            return self.allocate(shape, self.dtype)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @property

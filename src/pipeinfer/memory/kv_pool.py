@@ -6,7 +6,7 @@ backend reads pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import numpy as np
@@ -54,10 +54,10 @@ class KVPool:
         device: torch.device | str = "cpu",
         scales: Sequence[KVScales] | None = None,
         key_centers: Sequence[KeyCenter] | None = None,
-        memory: np.ndarray | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
         """scales: of each layer; None: pages store values as they are, and nothing is subtracted.
-        memory: uint8 [num_pages * bytes_per_page] on the host, which has the pages; None: they are
+        memory: uint8 [num_pages * bytes_per_page] on `device`, which has the pages; None: they are
         made here.
 
         Raises ValueError without at least one page beside the dummy.
@@ -79,9 +79,9 @@ class KVPool:
         if memory is None:
             tensors = [lazy_zeros(size, self.storage_dtype, self.device) for size in parts]
         else:
-            whole, ends = tensor_of(memory), np.cumsum([self._bytes_of(size) for size in parts])
+            ends = np.cumsum([self._bytes_of(size) for size in parts])
             tensors = [
-                whole[end - self._bytes_of(size) : end].view(self.storage_dtype).view(size)
+                memory[end - self._bytes_of(size) : end].view(self.storage_dtype).view(size)
                 for size, end in zip(parts, ends.tolist(), strict=True)
             ]
         self.k, self.v = tensors[::2], tensors[1::2]
@@ -97,14 +97,15 @@ class KVPool:
     def _bytes_of(self, size: tuple[int, ...]) -> int:
         return prod(size) * self.storage_dtype.itemsize
 
-    def zero_runs(self, runs: Sequence[tuple[int, int]], zero: Callable[[int, int], None]) -> None:
-        """Zeroes the pages begin .. end - 1 of each of `runs` by `zero(begin, end)`, which zeroes
-        bytes of the memory that the pool was made with."""
+    def byte_runs(self, pages: np.ndarray) -> Iterator[tuple[int, int]]:
+        """(begin, end) of all bytes of `pages` int32 [n], ascending, within the memory that the
+        pool was made with, in runs as long as they can be."""
+        runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
         at = 0
         for part in (one for pair in zip(self.k, self.v, strict=True) for one in pair):
             page = self._bytes_of(part.shape[1:])
-            for begin, end in runs:
-                zero(at + begin * page, at + end * page)
+            for run in runs:
+                yield at + int(run[0]) * page, at + (int(run[-1]) + 1) * page
             at += self._bytes_of(part.shape)
 
     def zero_pages(self, pages: np.ndarray) -> None:
@@ -115,7 +116,10 @@ class KVPool:
         """
         at = tensor_of(pages.astype(np.int64)).to(self.device)
         for part in (*self.k, *self.v):
-            part.view(torch.uint8).index_fill_(0, at, 0)  # e4m3 cannot be filled
+            by_page = part.view(torch.uint8).view(self.num_pages, -1)  # e4m3 cannot be filled
+            if by_page.shape[1] % 8 == by_page.storage_offset() % 8 == 0:
+                by_page = by_page.view(torch.int64)
+            by_page.index_fill_(0, at, 0)
 
     @property
     def bytes_per_page(self) -> int:

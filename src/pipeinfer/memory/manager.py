@@ -59,7 +59,7 @@ class Rows:
     digest: 64 bits, hash of all decisions since the reset.
     unverified: int32 [n], pages that were freed although no finite logits were computed from them;
         see KVPool.zero_pages.
-    claimed: int32 [n], pages that the page directory must call invalid before the step is launched.
+    claimed: int32 [n], pages that the page directory must call invalid before a step is launched.
     fills: which pages the step fills; None where nobody tracks it.
     """
 

@@ -16,7 +16,13 @@ from pipeinfer.checkpoint.config import ARCHITECTURES, ModelConfig
 from pipeinfer.layers import experts
 from pipeinfer.layers.elementwise import fused_ops
 from pipeinfer.layers.mlp import GATED_ACTIVATIONS
-from pipeinfer.layers.placement import AllReduceFusion, Collectives, Placement, Shard
+from pipeinfer.layers.placement import (
+    AllocateParameter,
+    AllReduceFusion,
+    Collectives,
+    Placement,
+    Shard,
+)
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.settings import ConfigurationError
 
@@ -32,6 +38,7 @@ def build_model(
     compiled: bool = False,
     fusion: AllReduceFusion | None = None,
     moe_backend: str = "auto",
+    allocate: AllocateParameter | None = None,
 ) -> CausalLM:
     """The share of one rank, with its parameters allocated, not filled.
 
@@ -41,6 +48,7 @@ def build_model(
     compiled: norms and activations by torch.compile, see layers/elementwise.py.
     fusion: of sums over ranks with the norm that follows, see layers/placement.py.
     moe_backend: a name of layers/experts.py.
+    allocate: makes parameters that are not quantized; None: torch does, on `device`.
 
     Raises ConfigurationError if heads or MLP do not divide by the ranks, if what is to be compiled
     cannot be, or if there is no such backend.
@@ -56,6 +64,7 @@ def build_model(
         fusion,
         quantization=config.quantization,
         moe_backend=experts.resolve_backend(moe_backend, where.type),
+        allocate=allocate,
     )
     model = cast(CausalLM, _builder(config.architecture)(config, placement))
     if compiled:

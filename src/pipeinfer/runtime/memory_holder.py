@@ -69,12 +69,14 @@ class Attach(msgspec.Struct, tag=True):
 class Keep(msgspec.Struct, tag=True):
     """Engine to holder, with one descriptor: keep it, instead of what has that name.
 
-    name: of the memory. kind: what it is for. note: bytes that are handed over with it.
+    name: of the memory. kind: what it is for. note, key: bytes that are handed over with it: what
+    it holds, and what it belongs to.
     """
 
     name: str
     kind: Kind
     note: bytes = b""
+    key: bytes = b""
 
     def apply(self, state: HolderState, number: int, descriptors: list[int]) -> Sequence[int]:
         """See Attach."""
@@ -82,7 +84,7 @@ class Keep(msgspec.Struct, tag=True):
 
 
 class Drop(msgspec.Struct, tag=True):
-    """Engine to holder: close what has that name."""
+    """Engine to holder: close what has that name, and answer Dropped."""
 
     name: str
 
@@ -110,8 +112,12 @@ class Attached(msgspec.Struct, tag=True):
     losses: int
 
 
+class Dropped(msgspec.Struct, tag=True):
+    """Holder to engine: what a Drop named is closed."""
+
+
 _requests = msgspec.msgpack.Decoder(Attach | Keep | Drop | Leaving)
-_answers = msgspec.msgpack.Decoder(Attached)
+_answers = msgspec.msgpack.Decoder(Attached | Dropped)
 
 
 @dataclass
@@ -265,6 +271,9 @@ class MemoryHolder:
             descriptors = []
         _close(message.apply(self._state, number, descriptors))
         _close(descriptors)
+        if isinstance(message, Drop):
+            with suppress(OSError):  # it has ended, which its pidfd will say
+                link.send(msgspec.msgpack.encode(Dropped()))
         return True
 
     def _ended(self, number: int) -> None:
@@ -327,19 +336,20 @@ class HolderLink:
         """What is kept, and its descriptors, which are the caller's; waits until the process that
         had it before has ended."""
         self._send(Attach())
-        raw, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_DESCRIPTORS)
-        if not raw:
-            raise ConnectionResetError("the memory holder has ended")
+        answer, descriptors = self._answer()
+        assert isinstance(answer, Attached)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        return _answers.decode(raw), descriptors
+        return answer, descriptors
 
     def keep(self, entry: Keep, descriptor: int) -> None:
         """The holder gets a descriptor of its own of the same memory."""
         socket.send_fds(self._socket, [msgspec.msgpack.encode(entry)], [descriptor])
 
     def drop(self, name: str) -> None:
+        """Returns when the holder has closed its descriptor."""
         self._send(Drop(name))
+        self._answer()
 
     def leaving(self) -> None:
         """To be called before an end in good order."""
@@ -351,6 +361,12 @@ class HolderLink:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _answer(self) -> tuple[Attached | Dropped, list[int]]:
+        raw, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_DESCRIPTORS)
+        if not raw:
+            raise ConnectionResetError("the memory holder has ended")
+        return _answers.decode(raw), descriptors
 
     def _send(self, message: msgspec.Struct) -> None:
         self._socket.send(msgspec.msgpack.encode(message))

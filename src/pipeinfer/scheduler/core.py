@@ -239,9 +239,9 @@ class SchedulerCore:
 
     def _on_reset_cache(self, reset: ResetCache, _now: float) -> None:
         """Work that comes later is admitted by the plan that resets, or by one behind it. Engines
-        of a next epoch begin with nothing."""
-        if self._epochs.running:
-            self._engine.slots.reset_cache()
+        of a next epoch may begin with pages that their predecessors left, so it also waits for
+        the first plan of one."""
+        self._engine.slots.reset_cache()
         done = CacheReset(name=reset.name, gateway=reset.gateway, group=self.group)
         self._outbox.send("tokens", f"detokenizer-{reset.detokenizer}", done)
 

@@ -174,7 +174,6 @@ class Slots:
         """An epoch begins with `count` empty slots."""
         self._free = list(range(count))
         self.credits, self.evicted = credits, 0
-        self._resets = False  # its cache is empty
 
     def on_epoch_lost(self) -> list[Request]:
         """The epoch is over; returns the requests that held slots, in order of admission."""

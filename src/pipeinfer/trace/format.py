@@ -325,7 +325,7 @@ class RecordDecoder:
 
     def _types(self, direction: str, channel: str) -> Any:
         if direction == "note":
-            return Union[core.StepNote, core.FilledNote, Unencoded, Crash, End, Heartbeat]
+            return Union[core.StepNote, core.PagesNote, Unencoded, Crash, End, Heartbeat]
         if channel != LOCAL:
             if channel not in CHANNELS:
                 raise UnreadableTrace(f"there is no channel {channel!r}")

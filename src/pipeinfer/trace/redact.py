@@ -196,7 +196,7 @@ UNCHANGED_MESSAGES = {
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
     "EncodeNext", "ValidateGrammar",
-    "StepFailed", "Hangup", "StatusChanged", "StepNote", "FilledNote", "Unencoded",
+    "StepFailed", "Hangup", "StatusChanged", "StepNote", "PagesNote", "Unencoded",
     "Crash", "End",
 }  # fmt: skip
 

@@ -1,0 +1,242 @@
+"""Memory that a descriptor names, so that it can outlive the process that made it.
+
+    DeviceMemory   protocol: bytes as a tensor, and their descriptor
+    HostMemory     a memfd
+    CudaMemory     of the driver's virtual memory calls (cuMemCreate), at an address that stays the
+                   same when the memory behind it is given back and made anew
+
+Physical memory lives as long as a mapping or a descriptor of it. Knows no page and no weight.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:  # memory of a host can be looked at without torch
+    import torch
+
+    from pipeinfer.memory.kv_pool import KVPool
+
+GRANULARITY = 2 << 20  # bytes: what cuMemCreate gives on every GPU so far is a multiple of it
+SCRATCH_BYTES = 64 << 20  # of the memory behind every part of a range that is scratch
+
+
+class DeviceMemory(Protocol):
+    """Bytes that a descriptor names.
+
+    descriptor: of the memory; it is this process's own, open as long as the memory is.
+    data: uint8 [size], where the memory is.
+    """
+
+    @property
+    def descriptor(self) -> int: ...
+
+    @property
+    def data(self) -> torch.Tensor: ...
+
+    def zero_pages(self, pool: KVPool, pages: np.ndarray, /) -> None:
+        """Zeroes `pages` int32 [n] of the pool that was made with this memory."""
+        ...
+
+
+# From a size in bytes, and a descriptor of memory of that size; without one it makes new memory,
+# all zero.
+Allocate = Callable[[int, int | None], DeviceMemory]
+
+
+class HostMemory:
+    """See DeviceMemory; it takes real memory only where it was written."""
+
+    def __init__(self, size: int, descriptor: int | None = None) -> None:
+        """descriptor: of a memfd of `size` bytes, this object's from now on."""
+        if descriptor is None:
+            descriptor = os.memfd_create("pipeinfer")
+            os.ftruncate(descriptor, size)
+        self.descriptor = descriptor
+        self._mapped = mmap.mmap(descriptor, size)
+        self.array = np.frombuffer(self._mapped, np.uint8)
+
+    @property
+    def data(self) -> torch.Tensor:
+        from pipeinfer.kernels.interface import tensor_of
+
+        return tensor_of(self.array)
+
+    def zero_pages(self, pool: KVPool, pages: np.ndarray) -> None:
+        """Also gives back what memory they took."""
+        for begin, end in pool.byte_runs(pages):
+            self.zero(begin, end)
+
+    def zero(self, begin: int, end: int) -> None:
+        """Zeroes bytes begin .. end - 1."""
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first >= last:
+            self.array[begin:end] = 0
+            return
+        self.array[begin:first] = 0
+        self.array[last:end] = 0
+        self._mapped.madvise(mmap.MADV_REMOVE, first, last - first)
+
+
+class CudaMemory:
+    """See DeviceMemory; on the current GPU.
+
+    The address range lasts as long as the process. `unmap` gives the memory behind it back, `map`
+    puts memory there again, so that tensors and CUDA graphs that name addresses stay valid.
+    """
+
+    def __init__(self, size: int, descriptor: int | None = None, *, scratch: bool = False) -> None:
+        """descriptor: of memory of cuMemCreate of `size` bytes, this object's from now on. scratch:
+        the same little memory stands behind every part of the range until `map`, so what is written
+        is lost, and what is read is anything."""
+        import torch
+
+        self._driver = Driver()
+        self._size = -(-size // GRANULARITY) * GRANULARITY
+        self._address = self._driver.reserve(self._size)
+        self._mapped: list[tuple[int, int]] = []  # address and size of each mapping
+        self._descriptor = -1
+        if scratch:
+            self._map_scratch()
+        else:
+            self.map(descriptor)
+        self.data = torch.as_tensor(_Bytes(self._address, size), device="cuda")
+        if descriptor is None and not scratch:
+            self.data.zero_()
+            torch.cuda.synchronize()
+
+    @property
+    def descriptor(self) -> int:
+        return self._descriptor
+
+    def map(self, descriptor: int | None = None, *, writable: bool = True) -> None:
+        """Puts the memory of `descriptor` behind the addresses, new memory without one."""
+        self.unmap()
+        if descriptor is None:
+            handle = self._driver.create(self._size)
+            descriptor = self._driver.export(handle)
+        else:
+            handle = self._driver.take(descriptor)
+        self._descriptor = descriptor
+        self._map(self._address, self._size, handle)
+        self._driver.release(handle)  # the mapping holds it
+        self.protect(writable=writable)
+
+    def protect(self, *, writable: bool) -> None:
+        """Whether kernels of this process may write it. Others may in any case."""
+        self._driver.set_access(self._address, self._size, writable)
+
+    def unmap(self) -> None:
+        """Gives the memory back, unless others have a descriptor of it. The caller has waited for
+        everything that reads or writes it."""
+        for address, size in self._mapped:
+            self._driver.unmap(address, size)
+        self._mapped.clear()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def zero_pages(self, pool: KVPool, pages: np.ndarray) -> None:
+        pool.zero_pages(pages)
+
+    def _map_scratch(self) -> None:
+        whole, rest = divmod(self._size, SCRATCH_BYTES)
+        for size, times in ((SCRATCH_BYTES, whole), (rest, 1)):
+            if size and times:
+                handle = self._driver.create(size)
+                for _ in range(times):
+                    behind = sum(mapped for _, mapped in self._mapped)
+                    self._map(self._address + behind, size, handle)
+                self._driver.release(handle)
+        self.protect(writable=True)
+
+    def _map(self, address: int, size: int, handle: Any) -> None:
+        self._driver.map(address, size, handle)
+        self._mapped.append((address, size))
+
+
+class _Bytes:
+    """What torch makes a uint8 tensor of."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2,
+        }  # fmt: skip
+
+
+class Driver:
+    """The driver's virtual memory calls for the current GPU. Raises RuntimeError with the driver's
+    name of what went wrong; ImportError without the package cuda-bindings, which torch for CUDA
+    brings along.
+
+    Source: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda: Any = importlib.import_module("cuda.bindings.driver")
+        device = torch.cuda.current_device()
+        torch.cuda.synchronize(device)  # makes its context the current one
+        kinds = self._cuda.CUmemAllocationHandleType
+        self._descriptors = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        location = self._cuda.CUmemLocation()
+        location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = device
+        self._wanted = self._cuda.CUmemAllocationProp()
+        self._wanted.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._wanted.requestedHandleTypes = self._descriptors
+        self._wanted.location = location
+        self._access = self._cuda.CUmemAccessDesc()
+        self._access.location = location
+
+    def reserve(self, size: int) -> int:
+        """An address with `size` bytes behind it for `map`."""
+        return int(self._call("cuMemAddressReserve", size, 0, 0, 0))
+
+    def create(self, size: int) -> Any:
+        """A handle of new memory, to be released."""
+        return self._call("cuMemCreate", size, self._wanted, 0)
+
+    def export(self, handle: Any) -> int:
+        """A descriptor of its memory, to be closed."""
+        return int(self._call("cuMemExportToShareableHandle", handle, self._descriptors, 0))
+
+    def take(self, descriptor: int) -> Any:
+        """A handle of the memory of `descriptor`, to be released."""
+        return self._call("cuMemImportFromShareableHandle", descriptor, self._descriptors)
+
+    def release(self, handle: Any) -> None:
+        """Of `create` or `take`."""
+        self._call("cuMemRelease", handle)
+
+    def map(self, address: int, size: int, handle: Any) -> None:
+        """Puts the first `size` bytes of its memory at `address`; `set_access` is to follow."""
+        self._call("cuMemMap", address, size, 0, handle, 0)
+
+    def set_access(self, address: int, size: int, writable: bool) -> None:
+        """What kernels of this process may do there."""
+        flags = self._cuda.CUmemAccess_flags
+        self._access.flags = (
+            flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            if writable
+            else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        )
+        self._call("cuMemSetAccess", address, size, [self._access], 1)
+
+    def unmap(self, address: int, size: int) -> None:
+        """Of one `map`."""
+        self._call("cuMemUnmap", address, size)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        status, *found = getattr(self._cuda, name)(*arguments)
+        if int(status):
+            raise RuntimeError(f"{name}: {getattr(status, 'name', status)}")
+        return found[0] if found else None

@@ -1,0 +1,121 @@
+"""Weights that outlive their engine: one piece of GPU memory with all of a rank's parameters.
+
+    WeightMemory         parameters one behind the other, as a model allocates them
+    build_with_weights   a model there, which is filled unless an engine before has left it filled
+
+A successor builds the same model, so each parameter has the same place again. What is not kept:
+quantized weights, which are laid out anew when they are loaded, and weights on a CPU, which oneDNN
+packs into memory of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from math import prod
+
+import msgspec
+import torch
+
+from pipeinfer.engine.device_memory import CudaMemory
+from pipeinfer.engine.kept_memory import KeptMemory
+from pipeinfer.layers.placement import AllocateParameter
+from pipeinfer.models.causal_lm import CausalLM
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "weights"
+ALIGNMENT = 512  # bytes, as torch's own allocator has it
+
+
+class WeightsNote(msgspec.Struct, frozen=True):
+    """size: bytes of all parameters. checksum: their sum as int64, modulo 2^64."""
+
+    size: int
+    checksum: int
+
+
+class ParameterSizes:
+    """size: bytes of the parameters that `allocate` was asked for; they get no memory."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the device "meta"."""
+        self.size += _aligned(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class WeightMemory:
+    """Parameters within `data` uint8 [size], from its begin on."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self._used = 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next one."""
+        begin, self._used = self._used, self._used + _aligned(shape, dtype)
+        part = self._data[begin : begin + prod(shape) * dtype.itemsize]
+        return part.view(dtype).view(shape)
+
+
+def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def build_with_weights(
+    kept: KeptMemory,
+    build: Callable[[AllocateParameter], CausalLM],
+    fill: Callable[[CausalLM], None],
+) -> CausalLM:
+    """A model whose weights are final. build: makes it with parameters from what it is given.
+    fill: loads its weights and packs them."""
+    sizes = ParameterSizes()
+    build(sizes.allocate)
+    found = _found_model(kept, sizes.size, build)
+    if found is not None:
+        return found
+    memory = CudaMemory(sizes.size)
+    model = build(WeightMemory(memory.data).allocate)
+    before = torch.cuda.memory_allocated()
+    fill(model)
+    gc.collect()
+    if torch.cuda.memory_allocated() > before:
+        log.debug("weights are not kept: some were laid out anew when they were loaded")
+        return model
+    memory.protect(writable=False)
+    note = WeightsNote(sizes.size, _checksum(memory.data))
+    kept.keep(WEIGHTS, "weights", msgspec.msgpack.encode(note), memory.descriptor)
+    return model
+
+
+def _found_model(
+    kept: KeptMemory, size: int, build: Callable[[AllocateParameter], CausalLM]
+) -> CausalLM | None:
+    """The model over the weights that an engine before has left; None: there are none of `size`
+    bytes, or they have changed. What is not of use is given back."""
+    raw = kept.note(WEIGHTS)
+    if raw is None:
+        return None
+    note = msgspec.msgpack.decode(raw, type=WeightsNote)
+    if note.size != size:
+        kept.discard(WEIGHTS)
+        return None
+    memory = CudaMemory(size, scratch=True)
+    model = build(WeightMemory(memory.data).allocate)
+    model.pack()  # what it writes is there already
+    torch.cuda.synchronize()
+    memory.map(kept.take(WEIGHTS), writable=False)
+    if _checksum(memory.data) == note.checksum:
+        return model
+    log.warning("the weights in memory have changed since they were read: they are read again")
+    memory.unmap()
+    kept.drop(WEIGHTS)
+    return None
+
+
+def _checksum(data: torch.Tensor) -> int:
+    return int(data.view(torch.int64).sum())

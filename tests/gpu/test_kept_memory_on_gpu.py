@@ -1,0 +1,168 @@
+"""Memory of a GPU that outlives the engine that made it: real processes that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from bench.shapes import make_tokenizer
+from harness.server import ServerUnderTest
+from pipeinfer.engine.device_memory import GRANULARITY, CudaMemory
+from pipeinfer.memory.kv_pool import KVPool
+from pipeinfer.runtime.memory_holder import HolderLink, Keep, MemoryHolder, listen
+from pipeinfer.step import AttentionShape
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 3 * GRANULARITY + 4096  # bytes
+MAKER = """
+import sys
+import torch
+from pipeinfer.engine.device_memory import CudaMemory
+from pipeinfer.runtime.memory_holder import HolderLink, Keep
+torch.cuda.set_device(0)
+link = HolderLink(sys.argv[1], timeout=60)
+link.attach()
+memory = CudaMemory(int(sys.argv[2]))
+assert not memory.data.any()
+memory.data.view(torch.int32).copy_(torch.arange(int(sys.argv[2]) // 4, device="cuda"))
+torch.cuda.synchronize()
+link.keep(Keep("pool", "pages"), memory.descriptor)
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def address():
+    """Of a holder on a thread."""
+    where = f"@pipeinfer-test-{secrets.token_hex(8)}"
+    made = MemoryHolder(listen(where))
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield where
+    made.stop()
+    thread.join()
+
+
+def test_what_a_killed_process_wrote_is_there(address):
+    maker = subprocess.Popen(
+        [sys.executable, "-c", MAKER, address, str(SIZE)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert maker.stdout.readline() == "written\n"
+    maker.send_signal(signal.SIGKILL)
+    maker.communicate()
+    link = HolderLink(address, timeout=60)
+    attached, [descriptor] = link.attach()
+    assert attached.entries == (Keep("pool", "pages"),) and attached.losses == 1
+    memory = CudaMemory(SIZE, descriptor)
+    wanted = torch.arange(SIZE // 4, device="cuda", dtype=torch.int32)
+    assert torch.equal(memory.data.view(torch.int32), wanted)
+    link.drop("pool")
+    memory.unmap()
+    link.close()
+
+
+def test_tensors_and_graphs_stay_valid_when_memory_is_given_back_and_made_anew():
+    memory = CudaMemory(256 << 20)
+    numbers = memory.data.view(torch.int32)[:1024]
+    numbers.fill_(5)
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    numbers.sum()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        total.copy_(numbers.sum())
+    graph.replay()
+    torch.cuda.synchronize()
+    assert int(total) == 5 * 1024
+    before = torch.cuda.mem_get_info()[0]
+    memory.unmap()
+    assert torch.cuda.mem_get_info()[0] - before >= 256 << 20
+    memory.map()
+    numbers.fill_(6)
+    graph.replay()
+    assert int(total) == 6 * 1024
+    memory.unmap()
+
+
+def test_scratch_takes_any_writes_and_gives_way_to_what_was_kept():
+    kept = CudaMemory(200 << 20)
+    kept.data.fill_(7)
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    memory = CudaMemory(200 << 20, scratch=True)
+    assert before - torch.cuda.mem_get_info()[0] <= 80 << 20
+    memory.data.fill_(9)
+    torch.cuda.synchronize()
+    memory.map(os.dup(kept.descriptor), writable=False)
+    assert bool((memory.data == 7).all())
+    memory.unmap()
+    kept.unmap()
+
+
+def test_pages_of_a_pool_are_zeroed_in_its_memory():
+    shapes = [AttentionShape(4, 2, 64, 1.0), AttentionShape(4, 1, 128, 1.0)]
+    size = KVPool(shapes, 9, 16, torch.bfloat16).total_bytes
+    memory = CudaMemory(size)
+    pool = KVPool(shapes, 9, 16, torch.bfloat16, "cuda", memory=memory.data)
+    for part in (*pool.k, *pool.v):
+        part.fill_(float("nan"))
+    memory.zero_pages(pool, np.array([1, 2, 5], np.int32))
+    for part in (*pool.k, *pool.v):
+        zero = [not bool(page.isnan().any()) for page in part]
+        assert zero == [page in (1, 2, 5) for page in range(9)]
+    memory.unmap()
+
+
+async def test_a_killed_engine_leaves_its_weights_and_pages_to_the_next_one(
+    gpu_checkpoints, tmp_path
+):
+    """Greedy answers and their log-probs are the same, and a long prompt is not computed again."""
+    folder = tmp_path / "model"
+    shutil.copytree(gpu_checkpoints("Qwen3ForCausalLM"), folder)
+    make_tokenizer(1024).save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+    settings = {"model": str(folder), "device": "cuda", "memory_fraction": 0.2}
+    short, long = list(range(2, 12)), [index % 90 + 2 for index in range(100)]
+    with ServerUnderTest(settings, "-v") as server:
+        async with aiohttp.ClientSession(server.url) as api:
+
+            async def ask(prompt):
+                body = {
+                    "model": settings["model"],
+                    "prompt": prompt,
+                    "max_tokens": 8,
+                    "logprobs": 3,
+                }
+                body |= {"temperature": 0.0, "ignore_eos": True}
+                async with api.post("/v1/completions", json=body) as answer:
+                    found = await answer.json()
+                    assert answer.status == 200, found
+                choice, usage = found["choices"][0], found["usage"]
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+                return choice["text"], choice["logprobs"], cached
+
+            before, long_before = await ask(short), await ask(long)
+            os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
+            after, long_after = await ask(short), await ask(long)
+        log = server.log()
+    print(log)
+    assert after == before
+    assert long_after[0] == long_before[0]
+    assert long_before[2] == 0 and long_after[2] >= 80
+    [line] = [line for line in log.splitlines() if "an engine before has left" in line]
+    assert all(name in line for name in ("weights", "pool", "directory"))
