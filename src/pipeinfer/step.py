@@ -17,6 +17,10 @@ from pipeinfer.params import StructuredOutputs, Thoughts
 LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in last_token[slot]
 
 
+class PeerLost(RuntimeError):
+    """A collective failed, so another rank is gone. What this rank has written is whole."""
+
+
 @dataclass(frozen=True)
 class PenaltyHistory:
     """The tokens of a request with penalties, before its first sample in its slot.

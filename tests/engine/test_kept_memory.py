@@ -98,7 +98,7 @@ def test_a_pool_that_was_made_for_something_else_is_not_taken(address, key, page
     kept.begin(key)
     assert kept.found_pages(SIZE) == (PAGES if key == b"model" else 0)
     pool = kept.open(pages, SIZE, pages * PAGE_BYTES, HostMemory)
-    assert pool.found is None and not pool.memory.array.any()
+    assert not len(pool.found) and not pool.memory.array.any()
     kept.close()
 
 

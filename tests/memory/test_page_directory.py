@@ -150,11 +150,18 @@ def test_two_pages_with_the_same_digest_are_one():
     assert both.believed().pages.tolist() == [3, 2]
 
 
+def agreed(mine, other):
+    """What the first of two ranks believes."""
+    theirs = []
+    other.agreed(6, lambda held: theirs.append(held) or held[None])
+    return mine.agreed(6, lambda held: np.stack([held, *theirs]))
+
+
 def test_ranks_believe_what_all_of_them_hold():
     mine, other = chain([1, 2, 3], [1, 2, 3, 4, 5, 6]), chain([1, 4, 3], [1, 2, 3, 4, 5, 6])
-    assert mine.agreed([mine]).believed().pages.tolist() == [1, 2, 3]
-    assert mine.agreed([other]).believed().pages.tolist() == [1]
-    assert mine.agreed([other]).pages.tolist() == [1, 3]
+    assert agreed(mine, mine).pages.tolist() == [1, 2, 3]
+    assert agreed(mine, other).pages.tolist() == [1], "page 3 has lost the one before it"
+    assert len(agreed(mine, PageChains.none(2))) == len(agreed(PageChains.none(2), mine)) == 0
 
 
 class Tracked:

@@ -13,13 +13,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Generator, MutableMapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import product
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 import zmq
@@ -35,6 +37,7 @@ from pipeinfer.distributed.all_reduce import (
     CustomAllReduce,
     create_all_reduce_norm,
 )
+from pipeinfer.step import PeerLost
 from pipeinfer.topology import is_loopback, listen_host, socket_address
 
 log = logging.getLogger(__name__)
@@ -96,7 +99,8 @@ class TorchCollectives:
         """The sum over ranks, same shape; the argument may be overwritten."""
         if self.custom is not None and self.custom.supports(partial):
             return self.custom.all_reduce(partial)
-        dist.all_reduce(partial)
+        with _peers():
+            dist.all_reduce(partial)
         return partial
 
     def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
@@ -108,13 +112,19 @@ class TorchCollectives:
         """[size, ...]: `partial` of every rank, in the order of ranks."""
         flat = partial.contiguous().view(-1)
         parts = flat.new_empty(self.size * len(flat))
-        _gather_into(parts, flat)
+        with _peers():
+            _gather_into(parts, flat)
         return parts.view(self.size, *partial.shape)
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """`values`, which become those of rank 0 in place."""
-        dist.broadcast(values, 0)
+        with _peers():
+            dist.broadcast(values, 0)
         return values
+
+    def all_gather_host(self, values: np.ndarray) -> np.ndarray:
+        """[size, ...]: `values` of every rank, in the order of ranks."""
+        return self.all_gather_stacked(torch.from_numpy(values).to(self._device)).cpu().numpy()
 
     def all_reduce_min(self, value: int) -> int:
         """The smallest `value` of all ranks."""
@@ -217,6 +227,15 @@ class TorchCollectives:
         """Leaves the group; it must not be used afterwards."""
         self.custom = self.fusion = None
         dist.destroy_process_group()
+
+
+@contextmanager
+def _peers() -> Generator[None]:
+    """Around a collective."""
+    try:
+        yield
+    except RuntimeError as error:  # whatever a backend raises: torch's errors are all of that kind
+        raise PeerLost(str(error)) from error
 
 
 def _is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:

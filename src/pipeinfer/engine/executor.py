@@ -35,7 +35,7 @@ from pipeinfer.engine.profiling import Phases
 from pipeinfer.messages import Message
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.runtime.logs import DETAILS
-from pipeinfer.step import Sampled, Step
+from pipeinfer.step import PeerLost, Sampled, Step
 from pipeinfer.wire import pack
 
 if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
@@ -239,7 +239,7 @@ class DeviceDriver:
         self._executor = self._begin(self._done, self._failed)
         if self._kept is not None and self._kept.opened is not None:
             self._kept.watch(asyncio.get_running_loop())
-            if self._kept.opened.found is not None:
+            if len(self._kept.opened.found):
                 feed(FoundPages.of(self._kept.opened.found))
         if self._background is not None:
             self._background.start(self._quiet, lambda: feed(GraphDue()))
@@ -323,8 +323,8 @@ class DeviceDriver:
         assert self._feed is not None
         self._unreported -= 1
         log.error("step %d of epoch %d", step.number, step.epoch, exc_info=error)
-        if self._directory is not None:  # what a fault has left in the pages is unknown
-            self._directory.make_unusable()
+        if self._directory is not None and not isinstance(error, PeerLost):
+            self._directory.make_unusable()  # what a fault has left in the pages is unknown
         self._feed(StepFailed(step.epoch, step.number, str(error)))
 
 

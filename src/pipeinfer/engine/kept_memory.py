@@ -73,12 +73,12 @@ class KeptPool:
 
     memory: of the pool, zero where nobody wrote.
     directory: what its pages hold.
-    found: pages that an earlier process left, and that are believed; None: the pool is new.
+    found: pages that an earlier process left, and that are believed.
     """
 
     memory: DeviceMemory
     directory: PageDirectory
-    found: PageChains | None
+    found: PageChains
 
 
 class KeptMemory:
@@ -208,7 +208,7 @@ class KeptMemory:
             descriptor = os.memfd_create("pipeinfer-directory")
             os.ftruncate(descriptor, length)
         directory = PageDirectory(memoryview(mmap.mmap(descriptor, length)), pages, page_size)
-        found = None
+        found = PageChains.none(page_size)
         if left and directory.belongs_to(self._key):
             found = directory.read().believed()
         else:

@@ -23,7 +23,15 @@ from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.distributed.collectives import TorchCollectives
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
-from pipeinfer.engine.kept_memory import STEP_COST, KeptMemory, KeptPool, model_key, unbelieved
+from pipeinfer.engine.kept_memory import (
+    DIRECTORY,
+    POOL,
+    STEP_COST,
+    KeptMemory,
+    KeptPool,
+    model_key,
+    unbelieved,
+)
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
@@ -34,6 +42,7 @@ from pipeinfer.gguf.weights import is_low_bit
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import AllocateParameter, Shard
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
+from pipeinfer.memory.page_directory import PageChains
 from pipeinfer.models.build import build_model, check_shard
 from pipeinfer.models.causal_lm import CausalLM, LanguageModel
 from pipeinfer.models.loading import (
@@ -541,20 +550,21 @@ def build_runner(
     with start.phase("warm_up"):
         machine.warm_up(runner, shape.max_model_len)
     with start.phase("pool"):
-        bytes_each = runner.pool.bytes_per_page
-        wanted = settings.kv_pages + 1 if settings.kv_pages else 0
-        pages = 0 if kept is None else kept.found_pages(shape.page_size, wanted)
-        if not pages:
-            pages = wanted or 1 + _pages(settings, shape, machine, bytes_each)
-        pages = pages if collectives is None else _agreed(collectives, pages)
+        pages = _pool_pages(settings, shape, machine, runner.pool.bytes_per_page, collectives, kept)
         if kept is None:
             runner.bind(pool(pages))
+            found = PageChains.none(shape.page_size)
         else:
-            opened = kept.open(pages, shape.page_size, pages * bytes_each, machine.allocate)
+            size = pages * runner.pool.bytes_per_page
+            opened = kept.open(pages, shape.page_size, size, machine.allocate)
             runner.bind(pool(pages, opened.memory.data))
-            if opened.found is not None:
-                others = unbelieved(pages, opened.found.pages)
-                machine.device.run(lambda: opened.memory.zero_pages(runner.pool, others))
+            found = opened.found
+        if collectives is not None:
+            found = found.agreed(pages, collectives.all_gather_host)
+        if kept is not None and kept.opened is not None and POOL in kept.taken:
+            kept.opened.found = found
+            others, zero = unbelieved(pages, found.pages), kept.opened.memory.zero_pages
+            machine.device.run(lambda: zero(runner.pool, others))
     if not settings.no_cuda_graph:
         with start.phase("graphs"):
             _capture(runner, settings, largest, model, start)
@@ -563,6 +573,27 @@ def build_runner(
     if runner.step_cost is not None:
         _log_step_cost(runner.step_cost, settings, tokens)
     return runner
+
+
+def _pool_pages(
+    settings: Settings,
+    shape: EngineShape,
+    machine: Machine,
+    page_bytes: int,
+    collectives: TorchCollectives | None,
+    kept: KeptMemory | None,
+) -> int:
+    """Pages of the pool, with the dummy: as many as one has that engines before have left, if it is
+    the same on all ranks; else as `--kv-pages` says, or as fit on each of them."""
+    wanted = settings.kv_pages + 1 if settings.kv_pages else 0
+    found = 0 if kept is None else kept.found_pages(shape.page_size, wanted)
+    least = int if collectives is None else collectives.all_reduce_min
+    if least(found) == -least(-found) != 0:
+        return found
+    if kept is not None and found:
+        kept.discard(POOL, DIRECTORY)
+    pages = wanted or 1 + _pages(settings, shape, machine, page_bytes)
+    return pages if collectives is None else _agreed(collectives, pages)
 
 
 def _measure(

@@ -16,7 +16,7 @@ from pipeinfer.control import Prefix
 from pipeinfer.engine.start import GIB, Start, preload_torch, process_age
 from pipeinfer.messages import PROTOCOL, Hello, State
 from pipeinfer.runtime.logs import DETAILS
-from pipeinfer.runtime.memory_holder import keeps_pages
+from pipeinfer.runtime.memory_holder import keeps_memory
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.version import __version__
 from pipeinfer.wire import pack
@@ -117,10 +117,10 @@ def build(context: StageContext) -> Stage:
 
 
 def _kept_memory(settings: Settings, choices: EngineChoices) -> KeptMemory | None:
-    """Where memory outlives this process: of one rank, with pages as the model computes them."""
+    """Where memory outlives this process: with pages as the model computes them."""
     from pipeinfer.engine.kept_memory import KeptMemory
 
-    if choices.kv_scales is not None or not keeps_pages(settings):
+    if choices.kv_scales is not None or not keeps_memory(settings):
         return None
     return KeptMemory.from_environment(os.environ)
 

@@ -14,7 +14,7 @@ Only full pages are told. Knows no device and no tensor; ChainTracker and PageCh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
@@ -70,6 +70,13 @@ class PageChains:
         return len(self.pages)
 
     @staticmethod
+    def none(page_size: int) -> PageChains:
+        """No page."""
+        digests = np.zeros((0, DIGEST_BYTES), np.uint8)
+        ids = np.zeros((0, page_size), np.int32)
+        return PageChains(_NO_PAGES, _NO_PAGES, digests, digests, digests, ids)
+
+    @staticmethod
     def of(rows: Sequence[FilledPage]) -> PageChains:
         """At least one page."""
         pages, depths, digests, parents, salts, ids = zip(*rows, strict=True)
@@ -110,23 +117,16 @@ class PageChains:
             kept.append(at)
         return self.only(np.array(kept, dtype=np.int64))
 
-    def agreed(self, others: Iterable[PageChains]) -> PageChains:
-        """Those that every one of the `others` has with the same digest and depth: what all ranks
-        of a group hold. Chains stay whole only through `believed`, which is to be called then."""
-        chosen = np.ones(len(self), dtype=bool)
-        for other in others:
-            same = {
-                (page, depth, digest.tobytes())
-                for page, depth, digest in zip(
-                    other.pages.tolist(), other.depths.tolist(), other.digests, strict=True
-                )
-            }
-            mine = zip(self.pages.tolist(), self.depths.tolist(), self.digests, strict=True)
-            chosen &= np.array(
-                [(page, depth, digest.tobytes()) in same for page, depth, digest in mine],
-                dtype=bool,
-            )
-        return self.only(chosen)
+    def agreed(self, pages: int, gather: Callable[[np.ndarray], np.ndarray]) -> PageChains:
+        """Those that all ranks of a group hold, as far as their whole chains are there; `pages`: of
+        the pool, with the dummy.
+
+        gather: from an int64 array to those of all ranks, [ranks, ...]; every rank calls it.
+        """
+        held = np.zeros((pages, 2), dtype=np.int64)
+        held[self.pages] = self.digests.view(np.int64)
+        same = (gather(held) == held).all(axis=(0, 2)) & held.any(axis=1)
+        return self.only(same[self.pages]).believed()
 
     def sequences(self) -> Iterable[tuple[bytes, np.ndarray, np.ndarray]]:
         """For the end of each chain: its salt, its token ids int32 [k * page_size], and its pages

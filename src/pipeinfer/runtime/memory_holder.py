@@ -390,10 +390,10 @@ def listen(address: str) -> socket.socket:
     return made
 
 
-def keeps_pages(settings: Settings) -> bool:
-    """Whether an engine with these settings may leave its pages to a successor: not within one
-    process, and not with several ranks, which would have to agree on the pages."""
-    return not (settings.no_keep_memory or settings.in_process or settings.tp > 1)
+def keeps_memory(settings: Settings) -> bool:
+    """Whether an engine with these settings may leave its memory to a successor: not within one
+    process."""
+    return not (settings.no_keep_memory or settings.in_process)
 
 
 class HolderProcess:

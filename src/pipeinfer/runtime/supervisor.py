@@ -25,7 +25,7 @@ from pipeinfer.core import EVERYONE, HEARTBEAT_SECONDS, Send
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.child import FAILED, MISCONFIGURED, ORDERLY, Child, Command, exit_cause
-from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderProcess, keeps_pages
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderProcess, keeps_memory
 from pipeinfer.runtime.servers import InheritedSockets
 from pipeinfer.runtime.stage import LEAVE_TIMEOUT, IncarnationNumbers, heartbeat
 from pipeinfer.settings import PREFIX, Settings, to_environment
@@ -398,7 +398,7 @@ class Supervisor:
             k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET_VARIABLE
         }
         environment = {**inherited, **to_environment(self._settings)}
-        if who.name == "engine" and keeps_pages(self._settings):
+        if who.name == "engine" and keeps_memory(self._settings):
             if who.id not in self._holders:
                 self._holders[who.id] = HolderProcess()
                 self._holders[who.id].start()
