@@ -14,6 +14,7 @@ pytest.importorskip("flashinfer")
 
 import torch  # noqa: E402
 from flashinfer_kernels import missing_kernels  # noqa: E402
+from test_cuda_parity import compare, cores, generate  # noqa: E402
 
 from kernels.moe_cases import ERROR, bounds, routed  # noqa: E402
 from kernels.triton_cases import randn, relative_error  # noqa: E402
@@ -135,3 +136,16 @@ def test_packed_experts_of_a_model_give_the_same_by_flashinfer_as_by_triton():
         experts.pack()
         results.append(experts.fused(x, weights, chosen).float())
     assert relative_error(results[1], results[0]) < 3 * ERROR[BF16]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim"), [("Qwen3MoeForCausalLM", 128), ("GptOssForCausalLM", 64)]
+)
+def test_a_model_in_graphs_is_the_one_in_float32_within_bfloat16(
+    gpu_checkpoints, architecture, head_dim
+):
+    folder = gpu_checkpoints(architecture, head_dim)
+    made = cores(folder, moe_backend="flashinfer")
+    assert made.loaded.graph_sizes
+    generate(made, wanted=20)
+    compare(folder, made).check(routed=True)
