@@ -255,10 +255,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "`auto` is `hybrid` on Hopper, with heads of 256 `flashinfer`; `flashinfer` on other GPUs; "
         "else `torch`. Models with soft caps get `torch`, and off Hopper models with attention "
         "sinks (gpt-oss), too.")] = "auto"
-    moe_backend: Annotated[Literal["auto", "triton", "torch"], about("NAME",
-        "what computes mixtures of experts: torch, triton; auto: the fastest here",
-        "`auto` is `triton` on a GPU. `torch` is its grouped products, for plain weights in "
-        "bfloat16. On a CPU each expert computes by itself, which is `torch` there.")] = "auto"
+    moe_backend: Annotated[Literal["auto", "triton", "torch", "flashinfer"], about("NAME",
+        "what computes mixtures of experts: torch, triton, flashinfer; auto: the fastest here",
+        "`auto` is `triton` on a GPU. `torch` is its grouped products, `flashinfer` its fused "
+        "CUTLASS kernels, which are compiled for long where they are used first, and timed at "
+        "each start; both are for plain weights in bfloat16. On a CPU each expert computes by "
+        "itself, which is `torch` there.")] = "auto"
     tp: Annotated[Positive, about("N", "engines that share the model, each with a GPU of its own",
         "Tensor parallelism: the engines compute each step together. The number must divide the "
         "model's heads.")] = 1

@@ -139,6 +139,7 @@ def test_a_mixture_takes_rows_as_the_norm_before_it_rounds_them(form, monkeypatc
         monkeypatch.setattr(quantized_float, "small_m_gemm_8bit", lambda _: object())
     norm, mixture, experts = layer(form, HALVES[-1], False)
     experts._backend = TritonExperts
+    experts.pack()
     plain_norm, plain, plain_experts = layer(form, torch.float32, True)
     plain_experts.pack()
     x, residual = randn(1, 9, 256), randn(2, 9, 256)

@@ -2,16 +2,17 @@
 
 - GatedExperts: SwiGLU blocks, each stored by itself (PerExpertWeights).
 - ClampedExperts: those of gpt-oss, all stored as one tensor (MergedExpertWeights).
-- TritonExperts, TorchExperts: backends. A backend gets the tokens, the router's weights and its
-  choice, and gives each token's weighted sum. On a GPU it never looks at the choice on the host, so
-  that its work can stand in a CUDA graph. On a CPU the experts compute one after the other, and no
-  backend is used.
+- TritonExperts, TorchExperts, FlashInferExperts: backends. A backend gets the tokens, the router's
+  weights and its choice, and gives each token's weighted sum. It is made once, of final weights. On
+  a GPU it never looks at the choice on the host, so that its work can stand in a CUDA graph. On a
+  CPU the experts compute one after the other, and no backend is used.
 
 Knows no router.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ class StackedExperts:
     A weight's scale is None where the weight is unquantized (see kernels/moe.py).
 
     Attributes:
-        gate_up: weight [experts, 2 n, hidden], gate first, and its scale.
+        gate_up: weight [experts, 2 n, hidden], and its scale; gate first, for a backend with
+            `up_first` up first, as are the biases of `bounded`.
         down: weight [experts, hidden, n], and its scale.
         first: number of this rank's first expert.
         num_experts: on all ranks.
@@ -73,7 +75,13 @@ class StackedExperts:
 
 class TritonExperts:
     """The project's own kernels, with SwiGLU and the router's weight fused into the products.
-    Unquantized weights, FP8 by row or by block, MXFP4."""
+    Unquantized weights, FP8 by row or by block, MXFP4.
+
+    Attributes:
+        up_first: the rows of up stand before those of gate.
+    """
+
+    up_first = False
 
     def __init__(self, stack: StackedExperts) -> None:
         self._stack = stack
@@ -132,19 +140,10 @@ class TorchExperts:
     expert. Unquantized weights in bfloat16; needs no Triton."""
 
     unsummed = None
+    up_first = False
 
     def __init__(self, stack: StackedExperts) -> None:
-        dtype = stack.gate_up[0].dtype
-        if stack.gate_up[1] is not None or stack.down[1] is not None:
-            raise ConfigurationError(
-                "--moe-backend torch multiplies plain weights, and those of this model stay "
-                "quantized; --moe-backend triton works here"
-            )
-        if dtype != torch.bfloat16:
-            raise ConfigurationError(
-                f"--moe-backend torch computes in bfloat16 on a GPU, not in {dtype}; "
-                "--moe-backend triton works here"
-            )
+        refuse("torch", _no_plain_bfloat16(stack))
         self._stack = stack
 
     def summed(self, x: Activations, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -184,9 +183,118 @@ class TorchExperts:
         return out if bounded.down_bias is None else out + bounded.down_bias[held]
 
 
-BACKENDS: dict[str, type[TritonExperts | TorchExperts]] = {
+class FlashInferExperts:
+    """FlashInfer's fused products of CUTLASS. Unquantized weights in bfloat16; needs the package
+    flashinfer, which compiles its kernels where they were never used.
+
+    The first call that is not captured times kernels and keeps the fastest for each number of
+    tokens. Some of them add a token's experts up in an order that no two runs share.
+
+    Attributes:
+        TUNED_TOKENS: the largest number of tokens that kernels are timed with; steps of more tokens
+            are computed like those.
+    """
+
+    unsummed = None
+    up_first = True
+    TUNED_TOKENS = 2048
+
+    def __init__(self, stack: StackedExperts) -> None:
+        refuse("flashinfer", _no_plain_bfloat16(stack) or _not_for_flashinfer(stack))
+        self._stack = stack
+        self._swiglu = {} if stack.bounded is None else _flashinfer_swiglu(stack, stack.bounded)
+        self._tuned = False
+
+    def summed(self, x: Activations, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """As TritonExperts' `summed`."""
+        rows = cast(torch.Tensor, x)
+        if self._tuned or torch.cuda.is_current_stream_capturing():
+            return self._run(rows, weights, experts)
+        from flashinfer import autotune  # type: ignore
+
+        self._tuned = True
+        with autotune():  # layers of one shape are timed once
+            return self._run(rows, weights, experts)
+
+    def _run(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        from flashinfer.fused_moe import cutlass_fused_moe  # type: ignore
+
+        stack, out = self._stack, torch.empty_like(x)
+        cutlass_fused_moe(
+            x.contiguous(),
+            experts.to(torch.int32).contiguous(),
+            weights.to(torch.float32).contiguous(),
+            stack.gate_up[0],
+            stack.down[0],
+            x.dtype,
+            quant_scales=[],
+            ep_size=stack.num_experts // stack.count,
+            ep_rank=stack.first // stack.count,
+            output=out,
+            tune_max_num_tokens=self.TUNED_TOKENS,
+            **self._swiglu,
+        )
+        return out
+
+
+def _flashinfer_swiglu(stack: StackedExperts, bounded: ClampedSwiglu) -> dict[str, torch.Tensor]:
+    """FlashInfer's names for `bounded`: (up + beta) * gate * sigmoid(alpha * gate), both within
+    limit."""
+    weight, down_bias = stack.gate_up[0], bounded.down_bias
+    if down_bias is None:  # it takes both biases or none
+        down_bias = weight.new_zeros(stack.count, weight.shape[2])
+    numbers = {
+        "swiglu_alpha": bounded.slope,
+        "swiglu_beta": 1.0,
+        "swiglu_limit": bounded.limit,
+    }
+    return {
+        "fc1_expert_biases": bounded.gate_up_bias,
+        "fc2_expert_biases": down_bias,
+        **{
+            name: torch.full((stack.count,), number, dtype=torch.float32, device=weight.device)
+            for name, number in numbers.items()
+        },
+    }
+
+
+def refuse(name: str, reason: str) -> None:
+    """Raises ConfigurationError if there is a reason why backend `name` cannot compute."""
+    if reason:
+        raise ConfigurationError(f"--moe-backend {name}: {reason}; --moe-backend triton works here")
+
+
+def _no_plain_bfloat16(stack: StackedExperts) -> str:
+    """Why these weights are not unquantized ones in bfloat16, or ""."""
+    if stack.gate_up[1] is not None or stack.down[1] is not None:
+        return "it multiplies plain weights, and those of this model stay quantized"
+    dtype = stack.gate_up[0].dtype
+    return "" if dtype == torch.bfloat16 else f"it computes in bfloat16 on a GPU, not in {dtype}"
+
+
+# Compute capabilities that FlashInfer has fused experts for.
+FLASHINFER_CAPABILITIES = ((8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+FLASHINFER_ALIGNMENT = 8  # numbers in bfloat16 that it reads at once
+
+
+def _not_for_flashinfer(stack: StackedExperts) -> str:
+    """Why it cannot multiply tensors of these shapes, or ""."""
+    _, hidden, size = stack.down[0].shape
+    for what, number in (("hidden size", hidden), ("share of an expert's size", size)):
+        if number % FLASHINFER_ALIGNMENT:
+            return f"this rank's {what} must be a multiple of {FLASHINFER_ALIGNMENT}, not {number}"
+    if stack.num_experts % stack.count or stack.first % stack.count:
+        counts = f"{stack.count} of {stack.num_experts}"
+        return f"every rank must have as many experts, and this one has {counts}"
+    return ""
+
+
+MoEBackend = TritonExperts | TorchExperts | FlashInferExperts
+
+BACKENDS: dict[str, type[MoEBackend]] = {
     "triton": TritonExperts,
     "torch": TorchExperts,
+    "flashinfer": FlashInferExperts,
 }
 
 
@@ -202,12 +310,25 @@ def resolve_backend(name: str, device: str) -> str:
             f"--moe-backend: no backend {name!r} for {device}; known: {', '.join(known)}"
             + did_you_mean(name, known)
         )
+    if name == "flashinfer":
+        refuse(name, _flashinfer_obstacle())
     if name != "auto":
         return name
     return "triton" if device == "cuda" else "torch"
 
 
-def choose_backend(placement: Placement) -> type[TritonExperts | TorchExperts] | None:
+def _flashinfer_obstacle() -> str:
+    """Why FlashInfer has no fused experts on this host's GPU, or ""."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return "the package flashinfer is not installed (pip install pipeinfer[cuda])"
+    capability = torch.cuda.get_device_capability()
+    if capability in FLASHINFER_CAPABILITIES:
+        return ""
+    known = ", ".join(f"{major}.{minor}" for major, minor in FLASHINFER_CAPABILITIES)
+    return "it is for GPUs of capability {}, this one has {}.{}".format(known, *capability)
+
+
+def choose_backend(placement: Placement) -> type[MoEBackend] | None:
     """What computes the experts of a layer that is placed so; None on a CPU."""
     return BACKENDS[placement.moe_backend] if placement.device.type == "cuda" else None
 
@@ -334,6 +455,12 @@ def deinterleave(stack: torch.Tensor) -> None:
         rows.copy_(torch.cat((rows[::2], rows[1::2])))
 
 
+def swap_halves(stack: torch.Tensor) -> None:
+    """In place, puts the second half of the rows of each matrix before its first half."""
+    for rows in stack:
+        rows.copy_(torch.cat(rows.chunk(2)[::-1]))
+
+
 @dataclass(frozen=True)
 class ExpertShard:
     """A rank's part of a mixture.
@@ -416,25 +543,37 @@ class _FusedByBackend(ABC):
 
     Attributes:
         shard: this rank's experts.
+        fused, unsummed: see LocalExperts; None before `pack`, too.
     """
 
     shard: ExpertShard
-    _backend: type[TritonExperts | TorchExperts] | None
+    fused: FusedExperts | None = None
+    unsummed: FusedExperts | None = None
+    _backend: type[MoEBackend] | None
     _num_experts: int
 
-    @property
-    def fused(self) -> FusedExperts | None:
-        return None if self._backend is None else self._backend(self._stacked()).summed
+    def pack(self) -> None:
+        """To be called once, when the weights are final; ConfigurationError if the backend cannot
+        compute them."""
+        self._pack_weights()
+        if self._backend is None:
+            return
+        stack = self._stacked()
+        backend = self._backend(stack)
+        if backend.up_first:
+            swap_halves(stack.gate_up[0])
+            if stack.bounded is not None:
+                swap_halves(stack.bounded.gate_up_bias)
+        self.fused = backend.summed
+        if stack.count == stack.num_experts:
+            self.unsummed = backend.unsummed
 
-    @property
-    def unsummed(self) -> FusedExperts | None:
-        if self._backend is None or self.shard.count < self._num_experts:
-            return None
-        return self._backend(self._stacked()).unsummed
+    @abstractmethod
+    def _pack_weights(self) -> None: ...
 
     @abstractmethod
     def _stacked(self) -> StackedExperts:
-        """All experts of this rank, as the backend takes them."""
+        """All experts of this rank, as the backend takes them; gate first."""
 
 
 class GatedExperts(_FusedByBackend):
@@ -474,8 +613,7 @@ class GatedExperts(_FusedByBackend):
         gate_up, down = self.gate_up.weights[index], self.down.weights[index]
         return lambda rows: down(silu_and_mul(gate_up(rows)))
 
-    def pack(self) -> None:
-        """To be called when the weights are final."""
+    def _pack_weights(self) -> None:
         self.gate_up.pack()
         self.down.pack()
 
@@ -561,8 +699,7 @@ class ClampedExperts(_FusedByBackend):
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         return up.add_(1.0).mul_(gate.mul(slope).sigmoid_().mul_(gate))
 
-    def pack(self) -> None:
-        """To be called once, when the weights are final."""
+    def _pack_weights(self) -> None:
         self.gate_up.pack()
         self.down.pack()
         deinterleave(self._gate_up_biases)
