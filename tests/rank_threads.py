@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 
 PATIENCE = 60.0  # seconds that a rank waits for the others
@@ -50,6 +51,9 @@ class ThreadCollectives:
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         return values.copy_(self.all_gather_stacked(values)[0])
+
+    def all_gather_host(self, values: np.ndarray) -> np.ndarray:
+        return self.all_gather_stacked(torch.from_numpy(values)).numpy()
 
     def all_reduce_min(self, value: int) -> int:
         return int(self.all_gather_stacked(torch.tensor(value)).min())
