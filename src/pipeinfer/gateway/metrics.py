@@ -654,7 +654,7 @@ class VllmMetrics(Collector):
         bounds: Sequence[float],
         shortest: float = 0.0,
     ) -> HistogramMetricFamily:
-        """The family with a histogram of each group's stage; bounds below `shortest` are left out."""
+        """The family with a histogram of each group; bounds below `shortest` are left out."""
         for row in self._groups_of(stage):
             histogram = read_histogram(row.stats, statistic, bounds)
             if histogram is not None:
