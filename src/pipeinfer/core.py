@@ -477,6 +477,9 @@ REQUEST_SECONDS = (
     30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 
+# Upper bounds of buckets in tokens of a step: vLLM's.
+STEP_TOKENS = (1.0, *(8.0 * 2**power for power in range(12)))  # 1, 8, 16, 32, ... 16384
+
 
 class Histogram:
     """Counts of observations since the start.
@@ -515,11 +518,10 @@ class Histogram:
 
 
 def histogram_names(name: str, bounds: Sequence[float] = REQUEST_SECONDS) -> list[str]:
-    """The names of a histogram's statistics: `NAME_seconds_le_BOUND` for each bound,
-    `NAME_seconds_count` and `NAME_seconds_sum`.
+    """The names of a histogram's statistics: `NAME_le_BOUND` for each bound, `NAME_count` and
+    `NAME_sum`. NAME ends with the unit, such as queue_seconds.
     """
-    buckets = [f"{name}_seconds_le_{bound:g}" for bound in bounds]
-    return [*buckets, f"{name}_seconds_count", f"{name}_seconds_sum"]
+    return [*(f"{name}_le_{bound:g}" for bound in bounds), f"{name}_count", f"{name}_sum"]
 
 
 def read_histogram(

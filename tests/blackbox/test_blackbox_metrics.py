@@ -12,9 +12,7 @@ from servers import Server
 
 LABELS = {"model_name": "pipeinfer-demo", "engine": "0"}
 ONE, MANY = 3, 9  # tokens of outputs
-# What reads vLLM's names, where that is written, and the (name, type) that it reads. Of dashboards
-# two histograms are missing here: vllm:iteration_tokens_total, and
-# vllm:request_max_num_generation_tokens, the longest of several outputs.
+# What reads vLLM's names, where that is written, and the (name, type) that it reads.
 READ_BY = {
     # kubernetes-sigs/gateway-api-inference-extension:
     # pkg/epp/framework/plugins/datalayer/extractor/metrics/factories.go; of adapters, it asks for
@@ -50,6 +48,8 @@ READ_BY = {
         "request_decode_time_seconds": "histogram",
         "request_prompt_tokens": "histogram",
         "request_generation_tokens": "histogram",
+        "iteration_tokens_total": "histogram",
+        "request_max_num_generation_tokens": "histogram",
     },
     # vllm 0.33: examples/observability/dashboards/grafana/performance_statistics.json and
     # query_statistics.json
@@ -61,6 +61,7 @@ READ_BY = {
         "inter_token_latency_seconds": "histogram",
         "time_to_first_token_seconds": "histogram",
         "request_prompt_tokens": "histogram",
+        "iteration_tokens_total": "histogram",
     },
 }
 ENDS = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
@@ -170,6 +171,8 @@ def test_tokens_and_ends_are_those_that_clients_were_told(looks):
         ("generation_tokens_total", ONE + MANY),
         ("request_prompt_tokens_sum", prompts),
         ("request_generation_tokens_sum", ONE + MANY),
+        ("request_max_num_generation_tokens_sum", ONE + MANY),
+        ("iteration_tokens_total_sum", prompts - cached + ONE + MANY - 2),
         ("num_preemptions_total", 0),
     ):
         assert grown(looks, f"vllm:{name}", **LABELS) == value, name

@@ -294,7 +294,12 @@ def test_a_folder_with_a_gguf_file_alone_means_the_server_of_that_file() -> None
         models.mkdir()
         path = str(models / "small.gguf")
         with running(folder, "one", "http://x:1", "small", path):
-            for model in ("small", path, str(models)):
+            link = folder / "link"
+            link.symlink_to(models)
+            for model in ("small", path, str(models), str(link), str(link / "small.gguf")):
                 assert len(servers_of(model)) == 1, model
+            (folder / "blob").touch()
+            Path(path).symlink_to(folder / "blob")
+            assert len(servers_of(path)) == 1, "a link serves under its own name"
             (models / "config.json").write_text("{}")
             assert not servers_of(str(models)), "the folder is a model of its own"

@@ -610,6 +610,8 @@ def test_statistics_count_prompts_and_hits_but_not_resumptions():
     assert stats["pages_total"] == PAGES - 1
     assert stats["pages_free"] + stats["pages_evictable"] < PAGES - 1
     assert stats["computed_tokens_total"] == 12 + 4 + 2
+    steps = [stats[f"step_tokens_{end}"] for end in ("count", "sum", "le_1", "le_8", "le_16")]
+    assert steps == [3, 12 + 4 + 2, 0, 2, 3]  # the plan without rows is no step
 
 
 def test_draining_engine_is_idle_when_nothing_runs():

@@ -12,7 +12,7 @@ from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.gateway.sessions import CALLS_AT_ONCE, RequestSessions
 from pipeinfer.messages import Message
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SamplingParams, choice_ids
 from pipeinfer.wire import pack
 
 PROMPTS = 10 * CALLS_AT_ONCE
@@ -155,6 +155,7 @@ OF_VLLM = (
     "vllm:request_prompt_tokens_sum{@} 7.0",
     'vllm:request_generation_tokens_bucket{engine="3",le="5.0",model_name="m"} 0.0',
     'vllm:request_generation_tokens_bucket{engine="3",le="10.0",model_name="m"} 1.0',
+    "vllm:request_max_num_generation_tokens_sum{@} 6.0",
 )
 
 
@@ -204,6 +205,29 @@ async def test_times_and_tokens_and_ends_are_counted() -> None:
     ):
         assert line in told.splitlines(), line
     assert fed.hung_up == []
+
+
+async def test_a_prompts_longest_choice_is_counted_once_when_the_last_is_over() -> None:
+    fed = Fed()
+    metrics = Metrics(Health([]), vllm=VllmMetrics(Health([]), "m", 100, True))
+    fed.port = RequestSessions(metrics)
+    fed.port.bind(fed.take)
+    three = list(choice_ids("r", range(3)))
+
+    def longest() -> list[str]:
+        lines = metrics.exposition("")[0].decode().splitlines()
+        name = "vllm:request_max_num_generation_tokens_"
+        return [line.split()[1] for line in lines if line.startswith((name + "c", name + "s"))]
+
+    async with fed.port.open([Call("r", SamplingParams(n=3), text="x")], Errors()):
+        for name in three:
+            fed.port.deliver(Started(name, 0, 7 if name == three[0] else 0))
+        for name, tokens in zip(three, (5, 9, 2), strict=True):
+            fed.port.deliver(OutputDelta(name, "x", pack(range(tokens)), 0, 0))
+        for name in three[:2]:
+            fed.port.deliver(OutputDelta(name, "", b"", 0, 0, "length"))
+        assert longest()[:2] == ["0.0", "0.0"]
+    assert longest()[:2] == ["1.0", "9.0"]  # the third's client left: it is over, and not counted
 
 
 @pytest.mark.parametrize(

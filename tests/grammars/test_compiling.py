@@ -9,6 +9,7 @@ import gc
 import itertools
 import queue
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -95,6 +96,21 @@ def settled(store):
 
 def test_what_is_asked_for_twice_is_compiled_once(store):
     assert store.grammar(SPEC) is store.grammar(SPEC)
+
+
+def test_what_the_vocabulary_was_built_from_is_freed():
+    class Setup:
+        tokenizer, width, end_ids, known_ids = SETUP.tokenizer, SETUP.width, SETUP.end_ids, (1, 2)
+
+    given = [Setup()]
+    seen = weakref.ref(given[0])
+    store = GrammarStore(given.pop)
+    try:
+        store.wait()
+        settled(store)
+        assert seen() is None
+    finally:
+        store.close()
 
 
 def test_what_takes_long_holds_up_nothing_that_does_not(store, monkeypatch):

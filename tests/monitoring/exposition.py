@@ -8,8 +8,8 @@ from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.messages import Heartbeat
 
 
-def started(vllm: bool) -> str:
-    """All series, those by vLLM's names if `vllm`."""
+def started(vllm: bool, accept: str = "") -> str:
+    """All series, those by vLLM's names if `vllm`, for a scrape with this header `accept`."""
     health = Health([ExpectedStage(f"{name}-0", name) for name in ("scheduler", "engine")])
     for row in list(health.stages.values()):
         beat = Heartbeat(
@@ -26,4 +26,4 @@ def started(vllm: bool) -> str:
         health.on_heartbeat(beat, 0.0)
     metrics = Metrics(health, vllm=VllmMetrics(health, "model", 4096, True) if vllm else None)
     metrics.key_counters("anonymous")
-    return metrics.exposition("")[0].decode()
+    return metrics.exposition(accept)[0].decode()

@@ -101,13 +101,34 @@ def test_grafana_finds_prometheus_where_compose_puts_it():
 
 
 def test_metrics_are_named_and_explained_as_promtools_linter_asks():
-    """Of vLLM's names all but the colon."""
+    """Of vLLM's names all but the colon, and the end of one."""
     for family in text_string_to_metric_families(started(vllm=True)):
         name = family.name.removeprefix("vllm:")
         assert family.documentation and re.fullmatch(r"[a-z][a-z0-9_]*", name), family.name
         assert (family.type == "counter") == any(
             sample.name.endswith("_total") for sample in family.samples
         ), family.name
-        assert not name.endswith(("_count", "_sum", "_bucket", "_total")), family.name
+        if name != "iteration_tokens_total":
+            assert not name.endswith(("_count", "_sum", "_bucket", "_total")), family.name
         assert not re.search(r"milliseconds|minutes|hours|percent\b|_ms_|gauge|counter", name)
-        assert family.type != "histogram" or name.endswith(("_seconds", "_tokens"))
+        assert family.type != "histogram" or name.endswith(("_seconds", "_tokens", "_tokens_total"))
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text",
+        # Prometheus 2.42, and 3
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;"
+        "q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+        "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.5,*/*;q=0.1",
+        "text/plain;version=1.0.0;escaping=underscores",
+    ],
+)
+def test_series_have_the_same_names_in_every_format(accept):
+    def names(text: str) -> set[str]:
+        series = {re.split("[ {]", line)[0] for line in text.splitlines() if line[0] != "#"}
+        return {name for name in series if not name.endswith("_created")}
+
+    assert names(started(vllm=True, accept=accept)) == names(started(vllm=True))

@@ -85,7 +85,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def server():
-    with Server("--threads", "1", "--kv-pages", "200") as running:
+    with Server("--threads", "1", "--kv-pages", "200", "--vllm-metrics") as running:
         yield running
 
 
@@ -128,6 +128,13 @@ def test_every_panel_of_the_dashboard_has_something_to_show(server, prometheus):
         assert sorted(empty) == []
     assert prometheus.values('sum(pipeinfer_requests_total{outcome="stop"})')[""] > 0
     assert prometheus.firing() == set()
+
+
+def test_dashboards_of_vllm_find_its_names(server, prometheus):
+    ask(server)
+    for name in ("iteration_tokens_total_count", "request_success_total", "cache_config_info"):
+        wanted = f"sum(vllm:{name}) > 0"
+        prometheus.wait(lambda of=wanted: prometheus.values(of) != {}, f"no vllm:{name}")
 
 
 def test_an_engine_that_hangs_and_one_that_is_killed_again_and_again_raise_alerts(

@@ -396,3 +396,16 @@ def test_axe_finds_nothing_in_the_pipeline(feed, watch, no_violations, scheme):
     page.locator(f"button[title={name}]").click()
     expect(page.locator("dialog.timeline tbody tr")).to_have_count(5)
     no_violations(page)
+
+
+def test_the_middle_of_an_axis_stands_for_the_middle(watch):
+    """Of steps with four decodes the axis ends at 5."""
+    few = [{**step, "decodes": 4, "prompt_tokens": 0} for step in steps(time.time())]
+    drawn = """window.drawn = new Set();
+      const { fillText } = CanvasRenderingContext2D.prototype;
+      CanvasRenderingContext2D.prototype.fillText = function (text, ...where) {
+        drawn.add(text);
+        return fillText.call(this, text, ...where);
+      };"""
+    page = watch(event(stages(), time=time.time(), steps=few), init=drawn)
+    page.wait_for_function("drawn.has('tokens a step') && drawn.has('2.5') && !drawn.has('3')")

@@ -388,6 +388,10 @@ def test_steps_before_the_page_was_opened_and_outputs_of_running_requests_are_sh
     page = open_page(server.url + "/#pipeline")
     give_key(page)
     expect(page.locator(".steps .quiet")).to_contain_text(re.compile(r"^[\d,]{2,} steps"))
+    page.evaluate("location.hash = '#chat'")  # as in the bar of addresses
+    expect(page.locator("#chat")).to_be_visible()
+    page.evaluate("location.hash = '#pipeline'")
+    expect(page.locator("#pipeline")).to_be_visible()
     page.get_by_role("tab", name="Chat").click()
     option(page, "Of the request's body, as JSON", LONG)
     ask(page, "Count from 3 to 12.")

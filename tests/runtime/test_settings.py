@@ -22,6 +22,18 @@ def test_flags_beat_environment_beats_file():
     assert (settings.kv_pages, settings.page_size, settings.seed, settings.tp) == (3, 2, 1, 1)
 
 
+@pytest.mark.parametrize("named", ["", "mine"])
+def test_a_stage_alone_serves_a_folder_with_one_gguf_file_under_the_name_of_the_whole_server(
+    tmp_path, named
+):
+    (tmp_path / "small.Q4_1.gguf").touch()
+    given = {"model": str(tmp_path), "served_model_name": named}
+    alone = stage_settings(Topology((), {}), given, {})
+    whole = prepare_settings(given, lambda text: None)
+    assert alone.model == whole.model == str(tmp_path / "small.Q4_1.gguf")
+    assert alone.model_name == whole.model_name == (named or "small.Q4_1")
+
+
 def test_environment_of_a_child_carries_every_setting():
     changed = Settings(
         model="m", port=1, dtype="float16", no_cuda_graph=True, memory_fraction=0.5, watchdog=3.0,

@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client import Metric
 
 from docs.markdown import bullets, codes, kind, page
-from pipeinfer.core import histogram_names
+from pipeinfer.core import REQUEST_SECONDS, STEP_TOKENS, histogram_names
 from pipeinfer.gateway.anthropic import ERROR_TYPES as OF_MESSAGES
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
 from pipeinfer.gateway.errors import CODES, ApiError
@@ -240,8 +240,9 @@ def statistics() -> dict[str, list[str]]:
         names = found.setdefault(title.lower(), [])
         for first, last in re.findall(r"^- `([\w.]+)`(?: to `([\w.]+)`)?", listed, re.MULTILINE):
             if last:  # all buckets of a histogram stand in one line
-                every = histogram_names(first.partition("_seconds")[0])
-                names += [one for one in every if "_le_" in one]
+                name = first.partition("_le_")[0]
+                bounds = STEP_TOKENS if name == "step_tokens" else REQUEST_SECONDS
+                names += [one for one in histogram_names(name, bounds) if "_le_" in one]
             else:
                 names.append(first)
     return found

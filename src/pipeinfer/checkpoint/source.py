@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from pipeinfer.checkpoint.files import read_object
 from pipeinfer.demo import demo_path
-from pipeinfer.gguf.header import is_gguf
+from pipeinfer.gguf.header import absolute, is_gguf, only_gguf
 from pipeinfer.settings import DEMO, ConfigurationError, Settings, without_password
 
 log = logging.getLogger(__name__)
@@ -70,9 +70,9 @@ def resolve_model(
     folder = Path(os.path.expanduser(name))  # noqa: PTH111 (a Path raises for an unknown user)
     if folder.is_dir():
         _check_complete(folder)
-        return _only_gguf(folder) or folder.resolve()
+        return only_gguf(folder) or folder.resolve()
     if folder.exists() and is_gguf(folder):
-        return _absolute(folder)
+        return absolute(folder)
     if folder.exists():
         raise ConfigurationError(
             f"model {name!r} is a file; give the folder with config.json, or a .gguf file"
@@ -90,25 +90,6 @@ def _check_complete(folder: Path) -> None:
         raise ConfigurationError(
             f"model {str(folder)!r} is an adapter of {base}, not a model: merge it into that first"
         )
-
-
-def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has nothing else to serve; None: none is there. Raises
-    ConfigurationError for several."""
-    if (folder / "config.json").exists():
-        return None
-    files = sorted(one for one in folder.iterdir() if one.is_file() and is_gguf(one))
-    if len(files) > 1:
-        names = ", ".join(one.name for one in files)
-        raise ConfigurationError(
-            f"model {str(folder)!r} has several GGUF files, {names}: give the path of one"
-        )
-    return _absolute(files[0]) if files else None
-
-
-def _absolute(file: Path) -> Path:
-    """Under its own name: what it links to may have another, as in the hub's cache."""
-    return file.parent.resolve() / file.name
 
 
 if TYPE_CHECKING:

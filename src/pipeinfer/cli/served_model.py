@@ -21,6 +21,7 @@ from pipeinfer.cli.chat_model import (
     Question,
     RequestFailed,
 )
+from pipeinfer.gguf.header import absolute
 from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.runtime.servers import RunningServer, ServerInfo, running_servers
 from pipeinfer.settings import ConfigurationError, base_url, without_password
@@ -217,17 +218,19 @@ def servers_of(model: str = "") -> list[tuple[RunningServer, ServerInfo]]:
     A server that is reached by https alone is none: its certificate names it otherwise.
     """
     servers = [(one, one.served) for one in reversed(running_servers()) if one.served is not None]
-    path = os.path.realpath(os.path.expanduser(model))  # noqa: PTH111 (no user need be called so)
+    given = Path(os.path.expanduser(model))  # noqa: PTH111 (no user need be called so)
+    # A GGUF file is served under its own name, also where that is a link, as in the hub's cache.
+    paths = {os.path.realpath(given), str(absolute(given))}
     return [
         (server, served)
         for server, served in servers
         if served.url.startswith("http:")
-        and (not model or model == served.model or path in _paths(served))
+        and (not model or model == served.model or paths & _paths(served))
     ]
 
 
-def _paths(served: ServerInfo) -> tuple[str, ...]:
+def _paths(served: ServerInfo) -> set[str]:
     """What means the served folder or file."""
     file = Path(served.path)
     alone = file.suffix.lower() == ".gguf" and not (file.parent / "config.json").exists()
-    return (served.path, str(file.parent)) if alone else (served.path,)
+    return {served.path, str(file.parent)} if alone else {served.path}

@@ -15,9 +15,11 @@ import numpy as np
 
 from pipeinfer.core import (
     LOCAL,
+    STEP_TOKENS,
     Compiled,
     Drain,
     GraphDue,
+    Histogram,
     Leave,
     NewEpoch,
     PagesNote,
@@ -226,6 +228,7 @@ class EngineCore:
         self._reason = "waiting for the scheduler"
         self._draining = self._leaving = False
         self._unchecked = False  # plans came since memory was last checked in full
+        self._step_tokens = Histogram(STEP_TOKENS)
         self._totals = dict.fromkeys(
             (
                 "plans_total",
@@ -309,6 +312,7 @@ class EngineCore:
             "slots_used": int(np.count_nonzero(memory.slots.active)),
             "steps_in_flight": 0 if self._epoch is None else len(self._epoch.in_flight),
             **self._totals,
+            **self._step_tokens.statistics("step_tokens"),
         }
 
     # ---------------------------------------------------------------------------------------- epoch
@@ -431,7 +435,7 @@ class EngineCore:
             ids = unpack(extend.ids)
             first = int(self.memory.slots.num_known[extend.slot]) - len(ids)
             self._requests.extend(extend.slot, first, ids)
-        self._count(plan, rows)
+        computed = self._count(plan, rows)
         step, plan_rows = self._steps.build(plan.epoch, rows)
         epoch.in_flight.append(_InFlight(rows, plan_rows, step.logprobs, step.prompts))
         sends = self._add_digest(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
@@ -439,26 +443,30 @@ class EngineCore:
             sends.append(Send(LOCAL, "", ClaimPages(rows.claimed)))
         if len(step.slots):
             self._totals["steps_total"] += 1
+            self._step_tokens.observe(computed)
             sends.append(Send(LOCAL, "", Compute(step)))
             return sends
         # Nothing for the device; the result still waits for those of the plans before.
         epoch.in_flight[-1].done = StepDone(plan.epoch, plan.number, b"", b"")
         return sends + self._finished(epoch)
 
-    def _count(self, plan: Plan, rows: Rows) -> None:
+    def _count(self, plan: Plan, rows: Rows) -> int:
+        """Adds to the totals; returns the tokens that the plan computes, of prompts and outputs."""
         totals = self._totals
         totals["plans_total"] += 1
         totals["rows_total"] += len(rows.slots)
         if rows.same_as_previous:  # decodes and nothing else
             totals["computed_tokens_total"] += len(rows.slots)
-            return
+            return len(rows.slots)
+        computed = int(rows.counts.sum())
         totals["rows_deferred_total"] += int(np.count_nonzero(rows.deferred))
-        totals["computed_tokens_total"] += int(rows.counts.sum())
+        totals["computed_tokens_total"] += computed
         for admit, cached in zip(plan.admits, rows.cached.tolist(), strict=True):
             known = len(admit.token_ids) // 4
             if known == admit.prompt_len:  # else it was preempted: not a client's prompt
                 totals["prompt_tokens_total"] += known
                 totals["cached_tokens_total"] += cached
+        return computed
 
     def _admitted(self, epoch: _Epoch, rows: Rows) -> list[Send]:
         if not len(rows.admitted):

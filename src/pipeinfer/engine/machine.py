@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import linecache
 import logging
 import os
 import sys
@@ -119,11 +120,9 @@ class HostMachine:
     def build(self, work: Callable[[], Built]) -> Built:
         """On the thread that computes steps. OpenMP has a team of threads for each thread that ever
         computed anything large; with two such teams on the same cores each barrier of a step would
-        put its threads to sleep, and steps took up to twice as long. What was only needed to read
-        weights goes back to the kernel."""
+        put its threads to sleep, and steps took up to twice as long."""
         built: list[Built] = []
         self.device.run(lambda: built.append(work()))
-        return_freed_memory()
         return built[0]
 
     def warm_up(self, runner: Runner, max_tokens: int) -> None:
@@ -148,7 +147,9 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 def return_freed_memory() -> None:
     """Has the C library give the kernel the memory that was freed, which it otherwise keeps for
-    later. Does nothing where the library is not glibc."""
+    later, where the library is glibc. Source lines that Python read for torch's imports are freed.
+    """
+    linecache.clearcache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -58,6 +58,7 @@ def build(context: StageContext) -> Stage:
 
         from pipeinfer.engine.core import EngineCore
         from pipeinfer.engine.loading import AS_THE_MODEL, choose_engine, load_engine
+        from pipeinfer.engine.machine import return_freed_memory
         from pipeinfer.engine.profiling import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
         from pipeinfer.memory.page_directory import ChainTracker
@@ -101,6 +102,8 @@ def build(context: StageContext) -> Stage:
     if masks is not None:
         with start.phase("vocabulary"):
             masks.wait()
+    if loaded.device == "cpu":  # what was only needed to read weights, and for the vocabulary
+        return_freed_memory()
     details.info("started: %s", start, extra={"start": start.seconds, "graphs": start.graphs})
     profile_observer = None
     if profile is not None:

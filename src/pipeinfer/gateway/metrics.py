@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from math import inf
 
@@ -27,9 +28,10 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
-from pipeinfer.core import REQUEST_SECONDS, Histogram, read_histogram
+from pipeinfer.core import REQUEST_SECONDS, STEP_TOKENS, Histogram, read_histogram
 from pipeinfer.gateway.health import Health, StageStatus, kv_usage
 from pipeinfer.step_cost import NO_TARGETS, Targets
 
@@ -231,9 +233,11 @@ class Metrics:
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The text for a scrape and its content type: OpenMetrics if the header `accept` asks for
-        it."""
+        it. Names stand as they are: all are legal without escapes, and the encoder of OpenMetrics
+        would write vllm:NAME as vllm_NAME in samples."""
         encode, kind = choose_encoder(accept)
-        return encode(self.registry), kind
+        exact = partial(encode, escaping=ALLOWUTF8)  # pyright: ignore[reportCallIssue]
+        return exact(self.registry), kind
 
 
 class _GatewayCollector(Collector):
@@ -333,12 +337,20 @@ class _StageCollector(Collector):
             ("queue", "From a request's arrival at its group's scheduler to its first slot."),
             ("prefill", "From a request's first slot to its first output."),
         ):
-            family = HistogramMetricFamily(f"pipeinfer_{name}_seconds", text, labels=["group"])
-            for row in self._health.one_per_group("scheduler"):
-                histogram = read_histogram(row.stats, name)
-                if histogram is not None:
-                    add_histogram(family, [str(row.group)], *histogram)
-            yield family
+            yield self._histogram(f"{name}_seconds", text, "scheduler", REQUEST_SECONDS)
+        text = "Tokens that a step computed, of prompts and outputs together."
+        yield self._histogram("step_tokens", text, "engine", STEP_TOKENS)
+
+    def _histogram(
+        self, name: str, text: str, stage: str, bounds: Sequence[float]
+    ) -> HistogramMetricFamily:
+        """The statistics NAME_... of each group's stage."""
+        family = HistogramMetricFamily(f"pipeinfer_{name}", text, labels=["group"])
+        for row in self._health.one_per_group(stage):
+            histogram = read_histogram(row.stats, name, bounds)
+            if histogram is not None:
+                add_histogram(family, [str(row.group)], *histogram)
+        return family
 
     def _each_stage(self) -> Iterator[Metric]:
         up = GaugeMetricFamily(
@@ -456,7 +468,7 @@ class GroupMetrics:
     prompt_tokens, output_tokens: totals. finished: requests by reason.
     Histograms of seconds: time_to_first_token, inter_token (between two outputs),
     time_per_output_token (after the first), request_seconds, decode_seconds (first output to last).
-    Histograms of tokens: prompts, outputs.
+    Histograms of tokens: prompts, outputs (of each choice), longest (of a prompt's choices).
     """
 
     max_tokens: int
@@ -474,6 +486,7 @@ class GroupMetrics:
     def __post_init__(self) -> None:
         self.prompts = Histogram(token_bounds(self.max_tokens))
         self.outputs = Histogram(token_bounds(self.max_tokens))
+        self.longest = Histogram(token_bounds(self.max_tokens))
 
     def count_finished(
         self, total_seconds: float, decode_seconds: float, prompt: int, output: int
@@ -538,6 +551,11 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
         "request_generation_tokens",
         "Output tokens of requests that have ended by stop or length.",
         lambda group: group.outputs,
+    ),
+    (
+        "request_max_num_generation_tokens",
+        "Output tokens of the longest of a prompt's choices that have ended by stop or length.",
+        lambda group: group.longest,
     ),
 )
 
@@ -622,18 +640,27 @@ class VllmMetrics(Collector):
             "preemptions_total",
         )
         for name, statistic, text in (
-            ("request_queue_time", "queue", "From a request's arrival at its scheduler to a slot."),
-            ("request_prefill_time", "prefill", "From a request's slot to its first output."),
+            ("queue", "queue_seconds", "From a request's arrival at its scheduler to a slot."),
+            ("prefill", "prefill_seconds", "From a request's slot to its first output."),
         ):
-            family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=LABELS)
-            for row in self._groups_of(stage):
-                histogram = read_histogram(row.stats, statistic)
-                if histogram is not None:
-                    longer = [
-                        (bound, count) for bound, count in histogram[0] if bound >= SHORTEST_REQUEST
-                    ]
-                    add_histogram(family, self._labels(row.group), longer, histogram[1])
-            yield family
+            family = HistogramMetricFamily(f"vllm:request_{name}_time_seconds", text, labels=LABELS)
+            yield self._histogram(family, stage, statistic, REQUEST_SECONDS, SHORTEST_REQUEST)
+
+    def _histogram(
+        self,
+        family: HistogramMetricFamily,
+        stage: str,
+        statistic: str,
+        bounds: Sequence[float],
+        shortest: float = 0.0,
+    ) -> HistogramMetricFamily:
+        """The family with a histogram of each group; bounds below `shortest` are left out."""
+        for row in self._groups_of(stage):
+            histogram = read_histogram(row.stats, statistic, bounds)
+            if histogram is not None:
+                longer = [(bound, count) for bound, count in histogram[0] if bound >= shortest]
+                add_histogram(family, self._labels(row.group), longer, histogram[1])
+        return family
 
     def _of_engines(self) -> Iterator[Metric]:
         stage = "engine"
@@ -655,6 +682,12 @@ class VllmMetrics(Collector):
             stage,
             "cached_tokens_total",
         )
+        tokens = HistogramMetricFamily(
+            "vllm:iteration_tokens_total",
+            "Tokens that a step computed, of prompts and outputs together.",
+            labels=LABELS,
+        )
+        yield self._histogram(tokens, stage, "step_tokens", STEP_TOKENS)
         about = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine")
         info = GaugeMetricFamily("vllm:cache_config_info", "Always 1; labels say it.", labels=about)
         for row in self._groups_of(stage):

@@ -90,10 +90,21 @@ class _Session:
         self.failed = False
 
 
+class _PromptChoices:
+    """The choices of one prompt. running: how many are not over. longest: output tokens of the
+    longest that ended by stop or length, -1 before."""
+
+    __slots__ = ("longest", "running")
+
+    def __init__(self, n: int) -> None:
+        self.running = n
+        self.longest = -1
+
+
 class _ChoiceRoute:
     """Where the events of one choice go, and its times and counts.
 
-    session, sink, index: see _Session and ResponseSink.
+    session, sink, index: see _Session and ResponseSink. choices: of its prompt.
     arrived, first_output, last_output: seconds. tokens: of its output.
     admitted: whether a group has it. prompt_tokens: 0 where another choice has counted them.
     group: metrics under vLLM's names, None unless wanted.
@@ -102,6 +113,7 @@ class _ChoiceRoute:
     __slots__ = (
         "admitted",
         "arrived",
+        "choices",
         "first_output",
         "group",
         "index",
@@ -112,8 +124,9 @@ class _ChoiceRoute:
         "tokens",
     )  # fmt: skip
 
-    def __init__(self, session: _Session, index: int, now: float) -> None:
+    def __init__(self, session: _Session, choices: _PromptChoices, index: int, now: float) -> None:
         self.session = session
+        self.choices = choices
         self.sink = session.sink
         self.index = index
         self.arrived = self.first_output = self.last_output = now
@@ -166,8 +179,9 @@ class RequestSessions:
     def _open(self, call: Call, session: _Session, index: int) -> None:
         assert self._feed is not None
         now = self._clock()
+        choices = _PromptChoices(call.params.n)
         for number, name in enumerate(choice_ids(call.request_id, range(call.params.n))):
-            self._routes[name] = _ChoiceRoute(session, index + number, now)
+            self._routes[name] = _ChoiceRoute(session, choices, index + number, now)
             session.live[name] = None
         self._feed(call)  # may deliver a refusal before it returns
 
@@ -183,6 +197,10 @@ class RequestSessions:
         self._metrics.count_ended(outcome)
         if route.admitted:
             self._record_times(route, outcome)
+        choices, group = route.choices, route.group
+        choices.running -= 1
+        if group is not None and not choices.running and choices.longest >= 0:
+            group.longest.observe(choices.longest)
 
     def deliver(self, message: Started | OutputDelta | Failed | CacheReset) -> None:
         """Passes an event of the core to its sink; events without a sink are dropped."""
@@ -254,3 +272,4 @@ class RequestSessions:
             self._metrics.time_per_output_token.observe(decode / (route.tokens - 1))
         if route.group is not None:
             route.group.count_finished(total, decode, route.prompt_tokens, route.tokens)
+            route.choices.longest = max(route.choices.longest, route.tokens)

@@ -300,6 +300,25 @@ def is_gguf(checkpoint: Path) -> bool:
     return checkpoint.suffix.lower() == SUFFIX
 
 
+def only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has nothing else to serve; None: none is there. Raises
+    ConfigurationError for several."""
+    if (folder / "config.json").exists():
+        return None
+    files = sorted(one for one in folder.iterdir() if one.is_file() and is_gguf(one))
+    if len(files) > 1:
+        names = ", ".join(one.name for one in files)
+        raise ConfigurationError(
+            f"model {str(folder)!r} has several GGUF files, {names}: give the path of one"
+        )
+    return absolute(files[0]) if files else None
+
+
+def absolute(file: Path) -> Path:
+    """Under its own name: what it links to may have another, as in the hub's cache."""
+    return file.parent.resolve() / file.name
+
+
 # Names of the tensors' types, by the format's numbers.
 TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",

@@ -158,6 +158,11 @@ class GrammarVocabulary:
         return np.packbits(bits, bitorder="little").view("<i4")
 
 
+def vocabulary_of(setup: VocabularySetup) -> GrammarVocabulary:
+    """The vocabulary that `setup` says. Give it away: it takes MB that no grammar needs."""
+    return GrammarVocabulary(setup.tokenizer, setup.width, setup.end_ids, setup.known_ids)
+
+
 class Grammar:
     """A compiled grammar; matchers are copies of it.
 
@@ -530,10 +535,7 @@ class GrammarStore:
 
     def _work(self) -> None:
         try:
-            setup = self._setup()
-            self._vocabulary = GrammarVocabulary(
-                setup.tokenizer, setup.width, setup.end_ids, setup.known_ids
-            )
+            self._vocabulary = vocabulary_of(self._setup())
         except Exception as error:  # raised when a grammar is asked for, which may never happen
             self._vocabulary_error = f"this model serves no grammars: {error}"
         self._built.set()

@@ -258,7 +258,7 @@ def main() -> None:
     """The validation process. Ends when stdin does, even while it compiles."""
     from llguidance import LLExecutor
 
-    from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
+    from pipeinfer.grammars.compiling import Grammar, vocabulary_of
 
     frames, answers = pipes.served()
     # Python warns of forks with several threads. Here it is safe: a fork has only the thread that
@@ -268,7 +268,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = msgspec.msgpack.decode(frames.get(), type=VocabularySetup)
     threading.stack_size(setup.stack)
-    vocabulary = GrammarVocabulary(setup.tokenizer, setup.width, setup.end_ids, setup.known_ids)
+    vocabulary = vocabulary_of(setup)
+    del setup  # as large as the tokenizer's file
     pipes.write(answers, b"")
 
     def tried(spec: StructuredOutputs, outcome: list[str]) -> None:

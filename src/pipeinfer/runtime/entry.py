@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NoReturn
 
+import msgspec
 import uvloop
 import zmq
 
@@ -43,6 +44,7 @@ from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.bus.sockets import AddressTaken, raise_socket_limits
 from pipeinfer.command_line import CommandLine
+from pipeinfer.gguf.header import only_gguf
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
 from pipeinfer.runtime.child import (
     FAILED,
@@ -264,9 +266,16 @@ def _elect(topology: Topology, name: str, options: argparse.Namespace) -> Electe
 def stage_settings(
     topology: Topology, flags: dict[str, object], environ: dict[str, str] | os._Environ[str]
 ) -> Settings:
-    """Settings of one stage: flags over environment over the topology's [settings]."""
+    """Settings of one stage: flags over environment over the topology's [settings].
+
+    A folder with one GGUF file alone is that file, as in `prepare_settings`: by its name the model
+    is served.
+    """
     named = {**topology.defaults(), **config.from_environment(environ), **flags}
-    return topologies.check_settings(config.build(named), topology)
+    settings = topologies.check_settings(config.build(named), topology)
+    folder = Path(os.path.expanduser(settings.model))  # noqa: PTH111 (a Path raises for an unknown user)
+    file = only_gguf(folder) if settings.model and folder.is_dir() else None
+    return settings if file is None else msgspec.structs.replace(settings, model=str(file))
 
 
 def parser(stage: str | None) -> CommandLine:

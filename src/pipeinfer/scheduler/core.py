@@ -183,8 +183,8 @@ class SchedulerCore:
             "target_step_tokens": step_tokens,
             "target_prompt_rate": prompt_rate,
             **{f"{name}_total": count for name, count in self.counts.items()},
-            **self._planner.queue_times.statistics("queue"),
-            **self._prefill_times.statistics("prefill"),
+            **self._planner.queue_times.statistics("queue_seconds"),
+            **self._prefill_times.statistics("prefill_seconds"),
         }
 
     def idle(self) -> bool:

@@ -91,4 +91,10 @@ tabs();
 byId("show-keys").append(glyph("keyboard"));
 byId("show-keys").onclick = keys;
 await chat.start();
-if (location.hash === "#pipeline") choose("pipeline");
+function follow() {
+  const name = location.hash === "#pipeline" ? "pipeline" : "chat";
+  if (byId(name).hidden) choose(name);
+}
+
+addEventListener("hashchange", follow); // an address that was typed
+follow();

@@ -60,7 +60,8 @@ export class Steps {
     const most = nice(Math.max(4, ...bins.map(({ decodes, prompts }) => decodes + prompts)));
     const longest = nice(1000 * Math.max(0.001,
       ...bins.map(({ time, target }) => Math.max(time, target)))) / 1000;
-    axis(pen, width, 24, above, "tokens a step", [0, most / 2, most].map(count));
+    axis(pen, width, 24, above, "tokens a step",
+      [0, most / 2, most].map((value) => (value % 1 ? value.toFixed(1) : count(value))));
     axis(pen, width, below, floor, "time of a step",
       [0, longest / 2, longest].map((value) => (value ? duration(1000 * value) : "0")));
     pen.textAlign = "center";
