@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from replay_tool import tool
 
-from pipeinfer.cli.record import run_replay as main
+from pipeinfer.cli.operate import run_replay as main
 from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import first_mismatch

@@ -25,15 +25,15 @@ COMMANDS = {
     "serve": ("pipeinfer.cli.serve", "serve a model over HTTP"),
     "generate": ("pipeinfer.cli.generate", "complete prompts on the terminal"),
     "chat": ("pipeinfer.cli.generate", "talk to a model on the terminal"),
-    "record": ("pipeinfer.cli.record", "record what stages of a running server take and give"),
-    "replay": ("pipeinfer.cli.record", "play again what stages recorded"),
-    "keys": ("pipeinfer.cli.deployment", "make keys for stages on several hosts"),
-    "api-key": ("pipeinfer.cli.deployment", "make an API key for a client"),
-    "topology": ("pipeinfer.cli.deployment", "check and draw which stage runs where"),
+    "record": ("pipeinfer.cli.operate", "record what stages of a running server take and give"),
+    "replay": ("pipeinfer.cli.operate", "play again what stages recorded"),
+    "keys": ("pipeinfer.cli.operate", "make keys for stages on several hosts"),
+    "api-key": ("pipeinfer.cli.operate", "make an API key for a client"),
+    "topology": ("pipeinfer.cli.operate", "check and draw which stage runs where"),
     "doctor": ("pipeinfer.cli.serve", "say whether a model could be served on this host"),
     "bench": ("pipeinfer.cli.bench", "measure a server's latency and throughput over HTTP"),
     "top": ("pipeinfer.cli.top", "show what the stages of a running server do"),
-    "swap": ("pipeinfer.cli.deployment", "put another process in the place of a running stage"),
+    "swap": ("pipeinfer.cli.operate", "put another process in the place of a running stage"),
 }
 WRONG_USAGE = 2
 
