@@ -111,7 +111,7 @@ def measured(collectives: Any, rows: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from pipeinfer.distributed.all_reduce import MAX_MESSAGE_BYTES
+    from pipeinfer.distributed.collectives import MAX_MESSAGE_BYTES
 
     torch.manual_seed(collectives.rank)
     x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
