@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import gguf_writing
 from checkpoints import CheckpointCache
 from pipeinfer.checkpoint.config import read_config
+from pipeinfer.gguf.config import CHUNK_VALUES, GgufTensor, WeightFile, model_tensors
 from pipeinfer.gguf.header import BLOCKS, TYPES, read_header
-from pipeinfer.gguf.weights import CHUNK_VALUES, GgufTensor, WeightFile, model_tensors
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights

@@ -15,7 +15,8 @@ StartSignal over the pipe:
 - `WorkerSender`: sends requests when they are due, and keeps their timings
 
 Requests are always sent by other processes than the command's, so that its own work, such as
-showing progress, delays none of them."""
+showing progress, delays none of them.
+"""
 
 from __future__ import annotations
 

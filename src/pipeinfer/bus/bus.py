@@ -7,7 +7,8 @@
     ControlClient  blocking, for command lines that send a request on the channel `control`
 
 Knows no message's meaning: that is its handler's business. Only telemetry is ever dropped by a
-high-water mark; the gateway's queue limit bounds what is under way."""
+high-water mark; the gateway's queue limit bounds what is under way.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@
 `chosen_topology` finds the running server that a command talks to, by its flags;
 `announced_topology` also says which one it is. What a topology must hold is said in topology.py,
 what keys are in bus/curve.py and gateway/api_keys.py; the supervisor of the server swaps
-(runtime/supervisor.py)."""
+(runtime/supervisor.py).
+"""
 
 from __future__ import annotations
 

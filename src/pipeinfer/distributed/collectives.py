@@ -1,10 +1,10 @@
 """The ranks of one tensor-parallel group: how they find each other, and what they exchange.
 
 - `join_group` meets the other ranks (`rendezvous`: rank 0 opens a store and says where it is) and
-  gives the collectives, over torch.distributed (`TorchCollectives`). All ranks call the same collectives in the same
-  order; a rank that dies makes the others raise, one that hangs makes them wait, which the
-  scheduler's watchdog ends. Groups start and stop as a whole: a rank that was started again asks
-  again, and is answered by a rank 0 that was started again too.
+  gives the collectives, over torch.distributed (`TorchCollectives`). All ranks call the same
+  collectives in the same order; a rank that dies makes the others raise, one that hangs makes them
+  wait, which the scheduler's watchdog ends. Groups start and stop as a whole: a rank that was
+  started again asks again, and is answered by a rank 0 that was started again too.
 - `CustomAllReduce`: between GPUs that have mapped each other's memory, in place of NCCL's, the sum
   alone, by torch's kernels over its symmetric memory (torch.ops.symm_mem).
 - `AllReduceNorm`: the sum, the residual addition and RMSNorm in one kernel of this project
@@ -12,7 +12,8 @@
 
 For which messages the last two are used is a rule, the same on all ranks. Both work in one shot
 (every rank reads the messages of all others) or in two (every rank adds up its share, then all
-collect the shares). Nothing here uses NVLink multicast. Knows no layer and no model."""
+collect the shares). Nothing here uses NVLink multicast. Knows no layer and no model.
+"""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ from safetensors import SafetensorError, safe_open
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.checkpoint.files import StoredTensor, read_headers, with_model_names
 from pipeinfer.checkpoint.rope import RopeConfig
+from pipeinfer.gguf.config import GgufTensor, WeightFile, model_tensors
 from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
-from pipeinfer.gguf.weights import GgufTensor, WeightFile, model_tensors
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.attention import inverse_frequencies
 from pipeinfer.layers.placement import Shard, WeightSource, full_slices

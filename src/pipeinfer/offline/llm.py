@@ -3,7 +3,8 @@
 - `LLM` has the methods of vLLM's class.
 - `Engine` has those of SGLang's, for its scripts: dicts in, dicts out.
 
-Requests are AsyncLLM's business. Knows prompts and outputs, and the progress bar; no pipeline."""
+Requests are AsyncLLM's business. Knows prompts and outputs, and the progress bar; no pipeline.
+"""
 
 from __future__ import annotations
 
