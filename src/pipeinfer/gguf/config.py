@@ -1,7 +1,7 @@
 """The model of a GGUF file in the terms of other checkpoints: its configuration in the fields of
 config.json, its tensors under transformers' names.
 
-- `config_json`, `document`, `tokenizer`: what the files of a folder would say. Every size is checked
+- `config_json`, `document`, `tokenizer`: what a folder's files would say. Every size is checked
   against a bound or against the file's own tensors before anything is allocated by it.
   checkpoint/config.py reads the fields.
 - `GgufTensor`, `model_tensors`: the file's tensors under transformers' names, with what has to be
