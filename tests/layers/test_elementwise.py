@@ -14,7 +14,7 @@ from pipeinfer.engine.loading import load_engine
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.layers import elementwise
 from pipeinfer.layers.elementwise import fused_ops
-from pipeinfer.layers.mlp import silu_and_mul
+from pipeinfer.layers.linear import silu_and_mul
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.settings import ConfigurationError, Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeinfer.layers.mlp import gelu_and_mul, silu_and_mul
+from pipeinfer.layers.linear import gelu_and_mul, silu_and_mul
 
 
 def test_gated_activation() -> None:

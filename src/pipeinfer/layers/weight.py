@@ -7,7 +7,7 @@
   it has done so as its last step.
 - `SmallMGemm`: the project's own GEMM kernels for few rows.
 
-Knows no layer, no shard and no format (quantized_float.py, quantized_int.py).
+Knows no layer, no shard and no format (quantized.py).
 """
 
 from __future__ import annotations

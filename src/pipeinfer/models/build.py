@@ -15,7 +15,7 @@ import torch
 from pipeinfer.checkpoint.config import ARCHITECTURES, ModelConfig
 from pipeinfer.layers import experts
 from pipeinfer.layers.elementwise import fused_ops
-from pipeinfer.layers.mlp import GATED_ACTIVATIONS
+from pipeinfer.layers.linear import GATED_ACTIVATIONS
 from pipeinfer.layers.placement import AllReduceFusion, Collectives, Placement, Shard
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.settings import ConfigurationError

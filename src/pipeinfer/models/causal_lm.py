@@ -27,8 +27,13 @@ from pipeinfer.layers.attention import (
     neox_permutation,
 )
 from pipeinfer.layers.experts import GatedExperts
-from pipeinfer.layers.linear import Embedding, LMHead, VocabParallelWeight
-from pipeinfer.layers.mlp import GATED_ACTIVATIONS, GatedMLP
+from pipeinfer.layers.linear import (
+    GATED_ACTIVATIONS,
+    Embedding,
+    GatedMLP,
+    LMHead,
+    VocabParallelWeight,
+)
 from pipeinfer.layers.moe import SharedExpert, SoftmaxRouter, SparseMoeBlock, TopKRouter
 from pipeinfer.layers.norm import RMS_NORM, NormKind, RMSNorm
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
