@@ -224,8 +224,7 @@ def gaps(model: Path, prompts: list[list[int]], given: list[list[int]]) -> list[
 
     from dense_attention import dense_causal
     from pipeinfer.checkpoint.config import read_config
-    from pipeinfer.models.build import build_model
-    from pipeinfer.models.loading import load_weights
+    from pipeinfer.models.loading import build_model, load_weights
 
     reference, found = build_model(read_config(model)), []
     load_weights(reference, model)

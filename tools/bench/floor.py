@@ -65,7 +65,7 @@ def model_size(
     from pipeinfer.kernels.formats import E4M3
     from pipeinfer.layers.quantized import QuantizingTarget
     from pipeinfer.memory.kv_pool import bytes_per_page
-    from pipeinfer.models.build import build_model
+    from pipeinfer.models.loading import build_model
 
     number = getattr(torch, dtype)
     config = read_config(folder)

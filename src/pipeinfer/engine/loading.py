@@ -34,11 +34,12 @@ from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
-from pipeinfer.models.build import build_model, check_shard
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.models.loading import (
     CheckpointTensor,
+    build_model,
     check_checkpoint,
+    check_shard,
     fill_dummy,
     load_weights,
     read_kv_scales,
