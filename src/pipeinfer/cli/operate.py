@@ -495,8 +495,8 @@ REPLAY_COMMANDS = {
         "a fresh stage gets the recorded inputs, and must give the recorded outputs",
     ),
     "serve": ("pipeinfer.replay.serve", "plays a recorded stage on the bus of a running pipeline"),
-    "show": ("pipeinfer.replay.show", "the messages of a trace as a table"),
-    "stats": ("pipeinfer.replay.show", "counts, bytes and latencies of traces"),
+    "show": ("pipeinfer.replay.timeline", "the messages of a trace as a table"),
+    "stats": ("pipeinfer.replay.timeline", "counts, bytes and latencies of traces"),
     "diff": ("pipeinfer.replay.compare", "where two traces of the same stage first differ"),
     "timeline": (
         "pipeinfer.replay.timeline",
