@@ -18,9 +18,9 @@ from pipeinfer.kernels.moe_fp8 import (
 )
 from pipeinfer.kernels.tile_configs import MOE_CONFIGS_W8A8, MoeConfig, MoeGemmConfig
 from pipeinfer.layers import quantized
+from pipeinfer.layers.elementwise import RMSNorm
 from pipeinfer.layers.experts import GatedExperts, TritonExperts
 from pipeinfer.layers.moe import SoftmaxRouter, SparseMoeBlock
-from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import PartialSum, Placement, Shard
 
 # What is between the products may be rounded to the other of two neighbours: on tensor cores, which

@@ -10,10 +10,8 @@ from pipeinfer.layers.linear import (
     LMHead,
     RowParallelLinear,
     VocabParallelWeight,
-    gelu_and_mul,
     merged_gate_up,
     merged_qkv,
-    silu_and_mul,
 )
 from pipeinfer.layers.placement import Placement, Shard, WeightSource
 
@@ -113,16 +111,3 @@ def test_padded_vocabulary_rows_are_zero_and_never_logits() -> None:
     hidden = torch.randn(2, 4)
     torch.testing.assert_close(LMHead(rows, placement(0, 1))(hidden), hidden @ weight.T)
     assert torch.equal(Embedding(rows, placement(0, 1))(torch.tensor([9, 0])), weight[[9, 0]])
-
-
-def test_gated_activation() -> None:
-    x = torch.randn(3, 10)
-    gate, up = x[:, :5].clone(), x[:, 5:].clone()
-    torch.testing.assert_close(silu_and_mul(x), gate * gate.sigmoid() * up)
-
-
-def test_gated_activation_by_tanh() -> None:
-    x = torch.randn(3, 10)
-    gate, up = x[:, :5], x[:, 5:]
-    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
-    torch.testing.assert_close(gelu_and_mul(x), 0.5 * gate * (1 + inner.tanh()) * up)

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Int8, Mxfp4
-from pipeinfer.layers.elementwise import FusedOps, fused_ops
+from pipeinfer.layers.elementwise import GatedActivation
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 from pipeinfer.layers.quantized import (
     Fp8Tensor,
@@ -367,47 +367,6 @@ class LMHead:
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.rows.weight(hidden)
-
-
-ActivationOp = Callable[[torch.Tensor], torch.Tensor]
-
-
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [T, 2 n] as [T, n]; overwrites and returns the first half of its input."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate, inplace=True).mul_(up)
-
-
-def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up of [T, 2 n] as [T, n], GELU as approximated by tanh."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.gelu(gate, approximate="tanh").mul_(up)
-
-
-@dataclass(frozen=True)
-class GatedActivation:
-    """The activation of a gated block: gate and up, [T, 2 n], to [T, n].
-
-    Attributes:
-        by_torch: operation by operation.
-        fused: which of a device's fused kernels it is.
-        in_gemm: whether weights have it built into their product (SwiGLU).
-    """
-
-    by_torch: ActivationOp
-    fused: Callable[[FusedOps], ActivationOp]
-    in_gemm: bool
-
-    def on(self, placement: Placement) -> ActivationOp:
-        """The fastest that the device has."""
-        ops = fused_ops(placement.device, placement.dtype, placement.compiled)
-        return self.by_torch if ops is None else self.fused(ops)
-
-
-GATED_ACTIVATIONS = {  # by the activation's name in a ModelConfig
-    "silu": GatedActivation(silu_and_mul, lambda ops: ops.silu_and_mul, True),
-    "gelu_tanh": GatedActivation(gelu_and_mul, lambda ops: ops.gelu_and_mul, False),
-}
 
 
 class GatedMLP:

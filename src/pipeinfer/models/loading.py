@@ -40,8 +40,7 @@ from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers import experts
 from pipeinfer.layers.attention import inverse_frequencies
-from pipeinfer.layers.elementwise import fused_ops
-from pipeinfer.layers.linear import GATED_ACTIVATIONS
+from pipeinfer.layers.elementwise import GATED_ACTIVATIONS, fused_ops
 from pipeinfer.layers.placement import (
     AllReduceFusion,
     Collectives,
