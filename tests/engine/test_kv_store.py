@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hadamard_matrix import matrix
-from pipeinfer.checkpoint.rope import RopeConfig
+from pipeinfer.checkpoint.config import RopeConfig
 from pipeinfer.engine.kv_store import StepAttention, TorchStore, store_valid
 from pipeinfer.kernels.formats import E4M3, KVScales, hadamard_transform
 from pipeinfer.layers.attention import MergedQKV, Rope, RotatedQKV

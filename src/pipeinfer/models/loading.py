@@ -32,9 +32,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeinfer.checkpoint.config import ARCHITECTURES, ModelConfig
+from pipeinfer.checkpoint.config import ARCHITECTURES, ModelConfig, RopeConfig
 from pipeinfer.checkpoint.files import StoredTensor, read_headers, with_model_names
-from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.gguf.config import GgufTensor, WeightFile, model_tensors
 from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
