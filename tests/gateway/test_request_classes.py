@@ -12,7 +12,7 @@ import pytest
 
 from pipeinfer.gateway import anthropic, responses_api
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import IGNORED, REFUSED, ApiError
 from pipeinfer.gateway.responses_api import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
@@ -32,7 +32,6 @@ from pipeinfer.gateway.schema import (
     ToolChoice,
 )
 from pipeinfer.gateway.serving import decode
-from pipeinfer.gateway.unsupported_fields import IGNORED, REFUSED
 from pipeinfer.params import SamplingParams
 
 LISTS = {
