@@ -223,7 +223,7 @@ class Penalties:
         return indices, slots
 
     def count(self, drawn: torch.Tensor, indices: torch.Tensor, slots: torch.Tensor) -> None:
-        """Counts the tokens of those rows of `drawn` int64 [L, 2]: how many tokens each row gave, and
+        """Counts the tokens of those rows of `drawn` int64 [L, 2]: how many each row gave, and
         which. indices, slots: as `apply` has returned them."""
         produced, ids = drawn.to(self._counts.device)[indices].unbind(1)
         column = ids - self._first_id
