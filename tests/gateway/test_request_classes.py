@@ -1,5 +1,5 @@
 """Every field of the request classes of vLLM and SGLang is honoured, refused by name, or cannot
-change an answer. tools/request_classes.py made the lists in request_classes/ from their wheels."""
+change an answer. The lists in request_classes/ are read from their wheels."""
 
 from __future__ import annotations
 

@@ -235,8 +235,8 @@ class TokenBucket:
 
 
 class KeyUsage:
-    """What one key uses now. Each request that `start_request` let in must be released, with all its
-    choices.
+    """What one key uses now. Each request that `start_request` let in must be released, with
+    all its choices.
 
     Tokens are taken when their number is known: a request is let in while any are left, and running
     requests may take the level below zero. Later requests wait then.
