@@ -13,9 +13,8 @@ from pipeinfer.offline.calls import (
     TextPrompt,
     TokensPrompt,
 )
-from pipeinfer.offline.engine import Engine, async_stream_and_merge, stream_and_merge
 from pipeinfer.offline.keywords import EngineArgs, FlexibleArgumentParser
-from pipeinfer.offline.llm import LLM
+from pipeinfer.offline.llm import LLM, Engine, async_stream_and_merge, stream_and_merge
 from pipeinfer.offline.outputs import (
     CompletionOutput,
     Delta,

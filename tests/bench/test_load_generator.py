@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from pipeinfer.bench import runner
 from pipeinfer.bench.client import EncodedRequest, Endpoint
 from pipeinfer.bench.dataset import RandomDataset, SampleRequest, TokenRange, load_custom_dataset
-from pipeinfer.bench.runner import LoadLimits
-from pipeinfer.bench.worker import ClosedLoop, OpenLoop, TraceRequest, load_trace, poisson_arrivals
+from pipeinfer.bench.runner import (
+    ClosedLoop,
+    LoadLimits,
+    OpenLoop,
+    TraceRequest,
+    load_trace,
+    poisson_arrivals,
+)
 from pipeinfer.settings import ConfigurationError, base_url
 
 

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.bus import frames
-from pipeinfer.bus.bus import Bus, NoSuchStage
+from pipeinfer.bus.bus import Bus, NoSuchStage, Reader
 from pipeinfer.bus.curve import ZAP, CurveAuthenticator
 from pipeinfer.bus.frames import BadFrame, FrameHeader, Unencodable
-from pipeinfer.bus.reader import Reader
 from pipeinfer.core import Send
 from pipeinfer.messages import CHANNELS, PROTOCOL, Abort, Submit
 from pipeinfer.params import SamplingParams

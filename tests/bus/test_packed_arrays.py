@@ -10,8 +10,8 @@ import zmq
 
 from pipeinfer import messages
 from pipeinfer.bus import frames
+from pipeinfer.bus.bus import Reader
 from pipeinfer.bus.frames import BadFrame, FrameHeader
-from pipeinfer.bus.reader import Reader
 from pipeinfer.messages import (
     CHANNELS,
     PROTOCOL,

@@ -7,8 +7,8 @@ import asyncio
 import zmq
 
 from pipeinfer.bus import frames
+from pipeinfer.bus.bus import Reader
 from pipeinfer.bus.frames import FrameHeader
-from pipeinfer.bus.reader import Reader
 from pipeinfer.messages import PROTOCOL, Abort, Heartbeat, Message
 from waiting import until
 

@@ -18,8 +18,7 @@ from aiohttp import web
 import servers
 from pipeinfer.bench.client import Endpoint
 from pipeinfer.bench.dataset import RandomDataset, TokenRange
-from pipeinfer.bench.runner import run_load
-from pipeinfer.bench.worker import ClosedLoop
+from pipeinfer.bench.runner import ClosedLoop, run_load
 from pipeinfer.cli.main import main
 
 NEVER_CLOSED = {"meta", "br", "rect", "line", "circle", "polyline"}

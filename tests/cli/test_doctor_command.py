@@ -12,8 +12,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from pipeinfer import topology as topologies
-from pipeinfer.cli import serve
-from pipeinfer.cli.main import main
+from pipeinfer.cli.main import _running_targets, main
 from pipeinfer.messages import Heartbeat
 from pipeinfer.settings import Settings
 from servers import environment
@@ -134,7 +133,7 @@ def test_a_scheduler_that_still_starts_beside_it_is_no_reason_to_fail(monkeypatc
             assert enough(beat) == bool(stats)
 
         monkeypatch.setattr("pipeinfer.cli.top.listen", listen)
-        return list(serve._running_targets(topology))
+        return list(_running_targets(topology))
 
     assert hear({}) == []
     [(kind, name, text)] = hear(said)

@@ -14,9 +14,18 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeinfer.demo import demo_path, tasks
+from pipeinfer.demo import (
+    ABOUT,
+    Turn,
+    copy_task,
+    count_task,
+    demo_path,
+    recall_dialogue,
+    recall_task,
+    sum_task,
+)
 
-Dialogue = list[tasks.Turn]
+Dialogue = list[Turn]
 ROWS = 40
 
 
@@ -101,20 +110,20 @@ def test_special_tokens_match_the_configuration() -> None:
 
 
 PROMISES: dict[str, tuple[float, int, Callable[[Random], Dialogue]]] = {
-    "copy 40 tokens": (0.99, 100, lambda rng: [tasks.copy_task(rng, 40)]),
+    "copy 40 tokens": (0.99, 100, lambda rng: [copy_task(rng, 40)]),
     "copy after 500 tokens": (
         0.99,
         20,
-        lambda rng: [tasks.copy_task(rng, 40) for _ in range(6)],
+        lambda rng: [copy_task(rng, 40) for _ in range(6)],
     ),
-    "recall one of 8": (0.95, 60, lambda rng: [tasks.recall_task(rng, 8)]),
+    "recall one of 8": (0.95, 60, lambda rng: [recall_task(rng, 8)]),
     "recall over 200 tokens": (
         0.95,
         40,
-        lambda rng: tasks.recall_dialogue(rng, 8, [tasks.copy_task(rng, 40) for _ in range(2)]),
+        lambda rng: recall_dialogue(rng, 8, [copy_task(rng, 40) for _ in range(2)]),
     ),
-    "count": (0.95, 40, lambda rng: [tasks.count_task(rng)]),
-    "sum": (0.90, 40, lambda rng: [tasks.sum_task(rng)]),
+    "count": (0.95, 40, lambda rng: [count_task(rng)]),
+    "sum": (0.90, 40, lambda rng: [sum_task(rng)]),
 }
 
 
@@ -125,9 +134,9 @@ def test_answers_are_right_as_often_as_promised(demo: Demo, rng: Random, task: s
 
 
 def test_system_message_does_not_disturb_copying(demo: Demo, rng: Random) -> None:
-    dialogues = [[tasks.copy_task(rng, 40)] for _ in range(20)]
+    dialogues = [[copy_task(rng, 40)] for _ in range(20)]
     assert demo.share_right(dialogues, "You are a helpful assistant.") == 1
 
 
 def test_questions_about_pipeinfer_are_answered(demo: Demo) -> None:
-    assert demo.share_right([[turn] for turn in tasks.ABOUT.items()]) == 1
+    assert demo.share_right([[turn] for turn in ABOUT.items()]) == 1

@@ -10,7 +10,7 @@ import signal
 
 import aiohttp
 
-from pipeinfer.demo.tasks import copy_task
+from pipeinfer.demo import copy_task
 from servers import Server
 
 

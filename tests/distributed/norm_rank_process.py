@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from pipeinfer.distributed import all_reduce
-from pipeinfer.distributed.all_reduce import AllReduceNorm
+from pipeinfer.distributed import collectives
+from pipeinfer.distributed.collectives import AllReduceNorm
 from pipeinfer.kernels.elementwise import all_reduce_norm_reference
 from quick_interpreter import hurry
 
@@ -48,7 +48,7 @@ def pause_before_atomics() -> None:
 
 
 def region(folder: Path, rank: int) -> torch.Tensor:
-    size = all_reduce.region_bytes()
+    size = collectives.region_bytes()
     return torch.from_file(str(folder / str(rank)), shared=True, size=size, dtype=torch.uint8)
 
 
@@ -81,7 +81,7 @@ def main() -> None:
     pause_before_atomics()
     hurry()
     for rank in range(ranks):
-        region(folder, rank)[all_reduce.ARRIVALS_OFFSET :].view(torch.int32).fill_(SO_FAR)
+        region(folder, rank)[collectives.ARRIVALS_OFFSET :].view(torch.int32).fill_(SO_FAR)
     children = set()
     for rank in range(ranks):
         child = os.fork()

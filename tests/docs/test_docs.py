@@ -23,11 +23,10 @@ from pipeinfer.cli import chat_model
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.engine.profiling import PHASES
 from pipeinfer.engine.start import PHASES as START
-from pipeinfer.gateway.errors import CODES
+from pipeinfer.gateway.errors import ALTERNATIVES, CODES, IGNORED_FIELDS, REFUSED
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS, document
-from pipeinfer.gateway.unsupported_fields import ALTERNATIVES, IGNORED_FIELDS, REFUSED
 from pipeinfer.messages import CHANNELS
 from pipeinfer.other_servers import refused
 from pipeinfer.scheduler.policies import POLICIES

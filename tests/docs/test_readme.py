@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cli.main import COMMANDS
-from pipeinfer.demo.tasks import ABOUT
+from pipeinfer.demo import ABOUT
 from servers import Server, environment
 
 ROOT = Path(__file__).parents[2]

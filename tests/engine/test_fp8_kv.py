@@ -25,8 +25,7 @@ from pipeinfer.checkpoint.config import read_config
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.loading import choose_engine, load_engine
 from pipeinfer.kernels.formats import KVScales, hadamard_transform
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import check_checkpoint, load_weights
+from pipeinfer.models.loading import build_model, check_checkpoint, load_weights
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError, Settings, parse_flags
 

@@ -17,8 +17,7 @@ from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.kernels.formats import hadamard_transform
 from pipeinfer.layers.attention import RotatedQKV
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import load_weights
+from pipeinfer.models.loading import build_model, load_weights
 from pipeinfer.settings import Settings
 from pipeinfer.step import AttentionShape
 from transformers_checkpoints import write_configuration

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hadamard_matrix import matrix
-from pipeinfer.checkpoint.rope import RopeConfig
+from pipeinfer.checkpoint.config import RopeConfig
 from pipeinfer.engine.kv_store import StepAttention, TorchStore, store_valid
 from pipeinfer.kernels.formats import E4M3, KVScales, hadamard_transform
 from pipeinfer.layers.attention import MergedQKV, Rope, RotatedQKV
-from pipeinfer.layers.norm import GEMMA_RMS_NORM, RMS_NORM, HeadNorm
+from pipeinfer.layers.elementwise import GEMMA_RMS_NORM, RMS_NORM, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeinfer.gateway.anthropic import MessagesRequest
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import IGNORED_FIELDS, REFUSED, ApiError
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.ledger import Call
 from pipeinfer.gateway.metrics import MAX_LOGGED_NAMES, Metrics
@@ -26,7 +26,6 @@ from pipeinfer.gateway.responses_api import ResponsesRequest
 from pipeinfer.gateway.schema import Body, ChatRequest, CompletionRequest, TokenizeRequest
 from pipeinfer.gateway.serving import MAX_OBJECTS, BodyType, decode, prescanned
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
-from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, REFUSED
 from pipeinfer.messages import Submit
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError

@@ -1,5 +1,5 @@
 """Every field of the request classes of vLLM and SGLang is honoured, refused by name, or cannot
-change an answer. tools/request_classes.py made the lists in request_classes/ from their wheels."""
+change an answer. The lists in request_classes/ are read from their wheels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from pipeinfer.gateway import anthropic, responses_api
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import IGNORED, REFUSED, ApiError
 from pipeinfer.gateway.responses_api import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
@@ -32,7 +32,6 @@ from pipeinfer.gateway.schema import (
     ToolChoice,
 )
 from pipeinfer.gateway.serving import decode
-from pipeinfer.gateway.unsupported_fields import IGNORED, REFUSED
 from pipeinfer.params import SamplingParams
 
 LISTS = {

@@ -20,8 +20,8 @@ import checkpoints
 import gguf_writing
 from pipeinfer.checkpoint.config import read_config, read_generation
 from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.gguf.config import model_tensors
 from pipeinfer.gguf.header import DEEPEST, MAX_ENTRIES, read_header
-from pipeinfer.gguf.weights import model_tensors
 from pipeinfer.models.loading import check_checkpoint
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import load_tokenizer, read_tokenizer_config

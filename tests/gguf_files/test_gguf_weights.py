@@ -18,11 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import gguf_writing
 from checkpoints import CheckpointCache
 from pipeinfer.checkpoint.config import read_config
+from pipeinfer.gguf.config import CHUNK_VALUES, GgufTensor, WeightFile, model_tensors
 from pipeinfer.gguf.header import BLOCKS, TYPES, read_header
-from pipeinfer.gguf.weights import CHUNK_VALUES, GgufTensor, WeightFile, model_tensors
 from pipeinfer.layers.placement import Shard
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import check_checkpoint, load_weights
+from pipeinfer.models.loading import build_model, check_checkpoint, load_weights
 from pipeinfer.settings import ConfigurationError
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 288}

@@ -36,8 +36,7 @@ from pipeinfer.bench.dataset import (  # noqa: E402
     TokenRange,
 )
 from pipeinfer.bench.metrics import GoodputTarget, benchmark_metrics  # noqa: E402
-from pipeinfer.bench.runner import run_load  # noqa: E402
-from pipeinfer.bench.worker import OpenLoop  # noqa: E402
+from pipeinfer.bench.runner import OpenLoop, run_load  # noqa: E402
 from pipeinfer.runtime.local import stop_process, wait_ready  # noqa: E402
 
 LOADS = {  # requests, tokens in, tokens out

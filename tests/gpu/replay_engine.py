@@ -23,8 +23,7 @@ from bench import batch, shapes, workload  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
 from pipeinfer.bench.dataset import TokenRange  # noqa: E402
-from pipeinfer.replay.rebuild import rebuild  # noqa: E402
-from pipeinfer.replay.run import ReplayRun  # noqa: E402
+from pipeinfer.replay.run import ReplayRun, rebuild  # noqa: E402
 from pipeinfer.replay.traces import load_stage, warn_of_tail  # noqa: E402
 
 

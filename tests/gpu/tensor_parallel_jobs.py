@@ -111,7 +111,7 @@ def measured(collectives: Any, rows: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from pipeinfer.distributed.all_reduce import MAX_MESSAGE_BYTES
+    from pipeinfer.distributed.collectives import MAX_MESSAGE_BYTES
 
     torch.manual_seed(collectives.rank)
     x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
@@ -224,8 +224,7 @@ def gaps(model: Path, prompts: list[list[int]], given: list[list[int]]) -> list[
 
     from dense_attention import dense_causal
     from pipeinfer.checkpoint.config import read_config
-    from pipeinfer.models.build import build_model
-    from pipeinfer.models.loading import load_weights
+    from pipeinfer.models.loading import build_model, load_weights
 
     reference, found = build_model(read_config(model)), []
     load_weights(reference, model)

@@ -9,10 +9,9 @@ import torch
 
 from draws import seeded
 from pipeinfer.checkpoint.quantization import Fp8, Int4, Mxfp4, Quantization
+from pipeinfer.layers.elementwise import GATED_ACTIVATIONS, RMSNorm
 from pipeinfer.layers.experts import ClampedExperts, GatedExperts
-from pipeinfer.layers.linear import create_weight
-from pipeinfer.layers.mlp import GATED_ACTIVATIONS, GatedMLP
-from pipeinfer.layers.norm import RMSNorm
+from pipeinfer.layers.linear import GatedMLP, create_weight
 from pipeinfer.layers.placement import PartialSum, Placement, Shard
 from pipeinfer.layers.weight import DequantizedWeight, QuantizedActivations, QuantizedWeight
 

@@ -22,8 +22,11 @@ from bench import shapes  # noqa: E402
 from pipeinfer.bench.client import Endpoint  # noqa: E402
 from pipeinfer.bench.dataset import RandomDataset, TokenRange  # noqa: E402
 from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics, percentiles  # noqa: E402
-from pipeinfer.bench.runner import run_load  # noqa: E402
-from pipeinfer.bench.worker import OpenLoop, poisson_arrivals  # noqa: E402
+from pipeinfer.bench.runner import (  # noqa: E402
+    OpenLoop,
+    poisson_arrivals,
+    run_load,
+)
 from pipeinfer.runtime.local import stop_process, wait_ready  # noqa: E402
 
 Load = tuple[RandomDataset, list[float]]  # what is sent, and when

@@ -7,7 +7,6 @@ import torch
 
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.kernels import by_triton, host
-from pipeinfer.kernels import logits as module
 
 WORDS = 2  # of a score before its alternatives
 
@@ -41,7 +40,7 @@ def in_turn(logits, ids, most, ranks):
 )  # fmt: skip
 def test_scores_are_the_hosts_whatever_the_blocks_and_ranks(vocab, ranks, dtype, most, monkeypatch):
     """bfloat16 has many equal logits; a rank of four has no id at all."""
-    monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(by_triton, "BLOCK", 64)
     logits = randn(vocab, 6, vocab, dtype=dtype) * 3
     logits[1, : vocab // 2] = float("-inf")
     logits[2] = 1.5

@@ -17,10 +17,10 @@ from pipeinfer.kernels.moe_fp8 import (
     fused_experts_w8a8_reference,
 )
 from pipeinfer.kernels.tile_configs import MOE_CONFIGS_W8A8, MoeConfig, MoeGemmConfig
-from pipeinfer.layers import quantized_float
+from pipeinfer.layers import quantized
+from pipeinfer.layers.elementwise import RMSNorm
 from pipeinfer.layers.experts import GatedExperts, TritonExperts
 from pipeinfer.layers.moe import SoftmaxRouter, SparseMoeBlock
-from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import PartialSum, Placement, Shard
 
 # What is between the products may be rounded to the other of two neighbours: on tensor cores, which
@@ -136,7 +136,7 @@ def chosen_by(mixture, x):
 @torch.inference_mode()
 def test_a_mixture_takes_rows_as_the_norm_before_it_rounds_them(form, monkeypatch):
     if INTERPRETED:
-        monkeypatch.setattr(quantized_float, "small_m_gemm_8bit", lambda _: object())
+        monkeypatch.setattr(quantized, "small_m_gemm_8bit", lambda _: object())
     norm, mixture, experts = layer(form, HALVES[-1], False)
     experts._backend = TritonExperts
     experts.pack()

@@ -14,7 +14,6 @@ from draws import numbers, seeded
 from kernels.prepare_inputs_reference import prepare_inputs_reference
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.kernels import by_triton, host
-from pipeinfer.kernels import prepare_inputs as module
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
     NO_LOGITS,
@@ -118,8 +117,8 @@ def test_rows_expand_as_they_are_defined(kernels, case, page_size, padded, liste
 
 
 def test_a_row_longer_than_a_program_is_written_whole(monkeypatch):
-    monkeypatch.setattr(module, "INPUTS_BLOCK", 16)
-    monkeypatch.setattr(module, "MAX_PROGRAMS_PER_ROW", 2)
+    monkeypatch.setattr(by_triton, "INPUTS_BLOCK", 16)
+    monkeypatch.setattr(by_triton, "MAX_PROGRAMS_PER_ROW", 2)
     given_rows = given([90, 1, 130], [5, 70, 40], [0, 1, 2], 2)
     size = (240, 3, 2, 300, 2)
     mine, theirs = room(*given_rows, *size), room(*given_rows, *size)

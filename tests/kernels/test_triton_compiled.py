@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from pipeinfer.attention.hybrid import tile_config
 from pipeinfer.engine.step_buffers import SEQUENCES
-from pipeinfer.kernels import decode_attention, elementwise, gemm, logits, moe, moe_fp8, store
+from pipeinfer.kernels import by_triton, decode_attention, elementwise, gemm, moe, moe_fp8, store
 from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_MXFP4,
     MOE_CONFIGS_W8A8,
@@ -85,12 +85,12 @@ def test_edits(values):
     )
     types |= {"logits": "*fp32" if values else HALF, "stride": "i32"}
     constants = {
-        "ADD_BIAS": values, "BLOCK": logits.BIAS_BLOCK,
-        "ALLOWED_BLOCK": logits.MAX_ALLOWED_IDS,
-        "FILL_BLOCK": logits.FILL_BLOCK, "HISTORY": MAX_BAD_WORD_IDS,
+        "ADD_BIAS": values, "BLOCK": by_triton.BIAS_BLOCK,
+        "ALLOWED_BLOCK": by_triton.MAX_ALLOWED_IDS,
+        "FILL_BLOCK": by_triton.FILL_BLOCK, "HISTORY": MAX_BAD_WORD_IDS,
         "SEQUENCES": SEQUENCES,
     }  # fmt: skip
-    assert compiled(logits._logit_bias_kernel, types, constants, num_warps=1).asm["ptx"]
+    assert compiled(by_triton._logit_bias_kernel, types, constants, num_warps=1).asm["ptx"]
 
 
 @pytest.mark.parametrize("pages", [HALF, EIGHTH])
@@ -134,16 +134,16 @@ def test_scores():
     whole |= dict.fromkeys(("row_stride", "record_stride"), "i32")
     whole["out"] = "*i32"
     constants = {
-        "BLOCK": logits.BLOCK,
-        "MAX_KEYS": logits.MAX_KEYS,
+        "BLOCK": by_triton.BLOCK,
+        "MAX_KEYS": by_triton.MAX_KEYS,
         "RECORDS": 64,
         "WHOLE": True,
     }
     for kernel in (
-        logits._logit_keys_kernel,
-        logits._scan_block,
-        logits._merge_blocks,
-        logits._merge_records,
+        by_triton._logit_keys_kernel,
+        by_triton._scan_block,
+        by_triton._merge_blocks,
+        by_triton._merge_records,
     ):
         names = kernel.arg_names
         types = {name: whole[name] for name in names if name in whole}

@@ -13,9 +13,7 @@ from kept_logits import logits_of
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.layers import elementwise
-from pipeinfer.layers.elementwise import fused_ops
-from pipeinfer.layers.mlp import silu_and_mul
-from pipeinfer.layers.norm import RMSNorm
+from pipeinfer.layers.elementwise import RMSNorm, fused_ops, gelu_and_mul, silu_and_mul
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step import Step
@@ -88,3 +86,16 @@ def test_a_compiler_that_fails_is_a_configuration_error(
     folder = CheckpointCache(tmp_path)(architecture, tokenizer=False)
     with pytest.raises(ConfigurationError, match=r"--compile: .*no C\+\+ compiler$"):
         load_engine(Settings(compile=True, kv_pages=4), folder)
+
+
+def test_gated_activation() -> None:
+    x = torch.randn(3, 10)
+    gate, up = x[:, :5].clone(), x[:, 5:].clone()
+    torch.testing.assert_close(silu_and_mul(x), gate * gate.sigmoid() * up)
+
+
+def test_gated_activation_by_tanh() -> None:
+    x = torch.randn(3, 10)
+    gate, up = x[:, :5], x[:, 5:]
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(gelu_and_mul(x), 0.5 * gate * (1 + inner.tanh()) * up)

@@ -18,7 +18,7 @@ from pipeinfer.layers.experts import (
     resolve_backend,
 )
 from pipeinfer.layers.placement import Placement, Shard
-from pipeinfer.layers.quantized_float import Mxfp4Tensor
+from pipeinfer.layers.quantized import Mxfp4Tensor
 from pipeinfer.settings import ConfigurationError
 
 ALONE = Placement(Shard(), torch.float32, torch.device("cpu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeinfer.layers.norm import GEMMA_RMS_NORM, HeadNorm, RMSNorm
+from pipeinfer.layers.elementwise import GEMMA_RMS_NORM, HeadNorm, RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
 
 ALONE = Placement(Shard(), torch.float32, torch.device("cpu"))

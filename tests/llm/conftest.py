@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pipeinfer import LLM
-from pipeinfer.demo import demo_path, tasks
+from pipeinfer.demo import copy_task, count_task, demo_path, recall_task, sum_task
 
 SMALL: dict[str, Any] = {"threads": 1, "kv_pages": 1024, "log_level": "warning"}
 
@@ -25,8 +25,8 @@ def small() -> dict[str, Any]:
 def prompts() -> list[str]:
     """Questions of different lengths, in the demo model's chat form."""
     rng = Random(7)
-    turns = [tasks.copy_task(rng, length) for length in (3, 30, 9, 17, 1, 24)]
-    turns += [tasks.count_task(rng), tasks.sum_task(rng), tasks.recall_task(rng, 8)]
+    turns = [copy_task(rng, length) for length in (3, 30, 9, 17, 1, 24)]
+    turns += [count_task(rng), sum_task(rng), recall_task(rng, 8)]
     return [chat_text(question) for question, _ in turns]
 
 

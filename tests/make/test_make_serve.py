@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeinfer.demo.tasks import ABOUT
+from pipeinfer.demo import ABOUT
 from servers import START, environment
 
 ROOT = Path(__file__).parents[2]

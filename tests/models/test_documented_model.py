@@ -13,8 +13,7 @@ import torch
 import checkpoints
 from dense_attention import dense_causal
 from pipeinfer.checkpoint import config
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import check_checkpoint, load_weights
+from pipeinfer.models.loading import build_model, check_checkpoint, load_weights
 
 PAGE = (Path(__file__).parents[2] / "docs/add-a-model.md").read_text()
 LENGTH, TOLERANCE = 48, 1e-4

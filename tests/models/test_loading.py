@@ -26,8 +26,13 @@ from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.layers.weight import UnquantizedWeight
 from pipeinfer.models import loading as module
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import BUFFER_BYTES, ReadAhead, check_checkpoint, load_weights
+from pipeinfer.models.loading import (
+    BUFFER_BYTES,
+    ReadAhead,
+    build_model,
+    check_checkpoint,
+    load_weights,
+)
 from pipeinfer.settings import ConfigurationError
 
 WEIGHTS = "model.safetensors"

@@ -11,9 +11,8 @@ import torch
 from checkpoints import ALL_ARCHITECTURES, CheckpointCache, load_reference
 from dense_attention import causal, decoding, dense_causal, split
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.models.build import build_model
 from pipeinfer.models.causal_lm import CausalLM
-from pipeinfer.models.loading import check_checkpoint, load_weights
+from pipeinfer.models.loading import build_model, check_checkpoint, load_weights
 
 LENGTH = 48
 TOLERANCE = 1e-4

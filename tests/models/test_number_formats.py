@@ -18,8 +18,7 @@ from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.engine.loading import choose_engine
 from pipeinfer.kernels.formats import quantize_rows, quantize_rows_min_error
 from pipeinfer.layers.weight import UnquantizedWeight
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
+from pipeinfer.models.loading import build_model, check_checkpoint, fill_dummy, load_weights
 from pipeinfer.settings import ConfigurationError, Settings
 from quantized_checkpoints import FORMATS, quantize
 

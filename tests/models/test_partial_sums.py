@@ -15,8 +15,7 @@ from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.kernels.elementwise import all_reduce_norm_reference
 from pipeinfer.layers.placement import Shard
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import load_weights
+from pipeinfer.models.loading import build_model, load_weights
 
 RANKS, TOKENS = 2, 11
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -171,8 +171,7 @@ def test_ranks_share_the_head_that_one_rank_has(changed, change):
 def _logits(folder: Path, rank: int, group) -> torch.Tensor:
     from dense_attention import dense_causal
     from pipeinfer.layers.placement import Shard
-    from pipeinfer.models.build import build_model
-    from pipeinfer.models.loading import load_weights
+    from pipeinfer.models.loading import build_model, load_weights
 
     shard = Shard(rank, 1 if group is None else 2)
     config, stored = check_checkpoint(folder, read_config(folder), shard)

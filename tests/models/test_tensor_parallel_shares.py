@@ -15,8 +15,7 @@ from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import ModelConfig, read_config
 from pipeinfer.engine.loading import choose_engine
 from pipeinfer.layers.placement import Shard
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import fill_dummy, load_weights
+from pipeinfer.models.loading import build_model, fill_dummy, load_weights
 from pipeinfer.settings import ConfigurationError, Settings
 from quantized_checkpoints import quantize
 

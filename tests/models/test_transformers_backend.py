@@ -22,8 +22,7 @@ from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import ModelOutline, read_config, read_outline
 from pipeinfer.engine.loading import choose_engine, load_engine
 from pipeinfer.engine.runner import Runner
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import fill_dummy
+from pipeinfer.models.loading import build_model, fill_dummy
 from pipeinfer.models.transformers_backend import (
     ATTENTION_NAME,
     TransformersForCausalLM,

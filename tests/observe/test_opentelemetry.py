@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from collector import Collector
 from pipeinfer.control import RequestSpan, TimedEvent
 from pipeinfer.gateway.ledger import RequestTraces
-from pipeinfer.observe import opentelemetry
-from pipeinfer.observe.opentelemetry import SHUTDOWN_TIMEOUT, OpenTelemetryExporter
+from pipeinfer.observe import observer
+from pipeinfer.observe.observer import SHUTDOWN_TIMEOUT, OpenTelemetryExporter
 from pipeinfer.observe.spans import read_traceparent
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity
@@ -126,13 +126,13 @@ async def test_a_collector_that_does_not_answer_is_one_line_of_the_log(caplog, m
 
 
 def test_what_it_needs_is_said_in_one_line(monkeypatch):
-    opentelemetry.check_opentelemetry(Settings())
-    opentelemetry.check_opentelemetry(Settings(otlp_endpoint="http://host:4318"))
+    observer.check_opentelemetry(Settings())
+    observer.check_opentelemetry(Settings(otlp_endpoint="http://host:4318"))
     with pytest.raises(ConfigurationError, match="must begin with http"):
-        opentelemetry.check_opentelemetry(Settings(otlp_endpoint="host:4317"))
-    monkeypatch.setattr(opentelemetry, "NEEDED", "opentelemetry_that_nobody_has.exporter")
+        observer.check_opentelemetry(Settings(otlp_endpoint="host:4317"))
+    monkeypatch.setattr(observer, "EXPORTER_PACKAGE", "opentelemetry_that_nobody_has.exporter")
     with pytest.raises(ConfigurationError, match=r"pip install 'pipeinfer\[otel\]'"):
-        opentelemetry.check_opentelemetry(Settings(otlp_endpoint="http://host:4318"))
+        observer.check_opentelemetry(Settings(otlp_endpoint="http://host:4318"))
     done = subprocess.run(
         [sys.executable, "-m", "pipeinfer", "serve", "--otlp-endpoint", "host:4317"],
         env=environment(), capture_output=True, text=True, timeout=60, check=False,

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import trove_classifiers
 
-from pipeinfer.demo.tasks import ABOUT
+from pipeinfer.demo import ABOUT
 from pipeinfer.version import __version__
 from servers import Server, environment
 

@@ -9,7 +9,7 @@ import signal
 
 import openai
 
-from pipeinfer.demo.tasks import copy_task
+from pipeinfer.demo import copy_task
 from servers import Server
 
 STREAMS = 24

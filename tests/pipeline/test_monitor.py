@@ -22,7 +22,7 @@ import zmq
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.control import Observed
 from pipeinfer.messages import Heartbeat
-from pipeinfer.replay.show import request_times
+from pipeinfer.replay.timeline import request_times
 from pipeinfer.replay.traces import load_merged
 from pipeinfer.runtime.servers import running_servers, running_topology
 from pipeinfer.topology import Topology

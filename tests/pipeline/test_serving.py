@@ -12,8 +12,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from pipeinfer.demo import demo_path
-from pipeinfer.demo.tasks import copy_task, recall_task
+from pipeinfer.demo import copy_task, demo_path, recall_task
 
 STAGES = ["detokenizer", "engine", "gateway", "scheduler", "tokenizer"]
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from leftovers import leftovers
 
-from pipeinfer.demo.tasks import copy_task
+from pipeinfer.demo import copy_task
 from servers import Server
 
 STREAMS = 24

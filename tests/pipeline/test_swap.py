@@ -15,7 +15,7 @@ import openai
 import pytest
 
 import pipeinfer
-from pipeinfer.demo.tasks import copy_task
+from pipeinfer.demo import copy_task
 from pipeinfer.runtime.servers import running_servers
 from servers import STAGES, Server, environment
 

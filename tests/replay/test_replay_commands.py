@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from replay_tool import tool
 
-from pipeinfer.cli.record import run_replay as main
+from pipeinfer.cli.operate import run_replay as main
 from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import first_mismatch
-from pipeinfer.replay.rebuild import rebuild
+from pipeinfer.replay.run import rebuild
 from pipeinfer.replay.traces import load
 from pipeinfer.step_cost import StepCost
 from pipeinfer.trace.format import MAGIC, End, TraceHeader, pack_header, pack_records

@@ -12,7 +12,7 @@ from replay_tool import tool
 from pipeinfer.engine.core import EngineCore
 from pipeinfer.messages import Plan
 from pipeinfer.replay.compare import Difference
-from pipeinfer.replay.rebuild import rebuild
+from pipeinfer.replay.run import rebuild
 from pipeinfer.replay.traces import LoadedTrace, load
 
 STAGES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")

@@ -10,7 +10,7 @@ from pipeinfer.core import Send
 from pipeinfer.observe.observer import LastMinute
 from pipeinfer.observe.spans import Exchange, SpanStore
 from pipeinfer.observe.stages import span_observer
-from pipeinfer.replay.show import RequestTimes, request_times
+from pipeinfer.replay.timeline import RequestTimes, request_times
 from pipeinfer.replay.traces import LoadedTrace, load
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import topology as topologies
-from pipeinfer.cli.deployment import chosen_stage
 from pipeinfer.cli.main import main
+from pipeinfer.cli.operate import chosen_stage
 from pipeinfer.runtime.servers import (
     PREFIX,
     TOPOLOGY,
@@ -173,7 +173,7 @@ def test_without_a_supervisor_swap_says_what_to_do_by_hand(temporary, capsys):
 
 
 def test_a_supervisor_that_is_gone_does_not_answer(temporary, capsys, monkeypatch):
-    monkeypatch.setattr("pipeinfer.cli.deployment.ANSWER_TIMEOUT", 0.3)
+    monkeypatch.setattr("pipeinfer.cli.operate.SUPERVISOR_TIMEOUT", 0.3)
     assert main(["swap", "scheduler", "--topology", str(server(temporary, "gone"))]) == 1
     assert "does not answer" in capsys.readouterr().err
 

@@ -19,8 +19,7 @@ from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.engine.loading import LoadedEngine, load_engine
 from pipeinfer.engine.step_builder import filled
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import load_weights
+from pipeinfer.models.loading import build_model, load_weights
 from pipeinfer.step import Step
 from step_pages import all_pages
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.messages import PROTOCOL, Abort
-from pipeinfer.replay.show import quantile
+from pipeinfer.replay.timeline import quantile
 from pipeinfer.replay.traces import FAR, CannotReplay, LoadedTrace, TraceEntry, merged, offsets
 from pipeinfer.trace.format import TraceHeader
 

@@ -63,9 +63,9 @@ def model_size(
     from pipeinfer.checkpoint.config import read_config
     from pipeinfer.checkpoint.quantization import choose_quantization as format_of
     from pipeinfer.kernels.formats import E4M3
-    from pipeinfer.layers.quantized_float import QuantizingTarget
+    from pipeinfer.layers.quantized import QuantizingTarget
     from pipeinfer.memory.kv_pool import bytes_per_page
-    from pipeinfer.models.build import build_model
+    from pipeinfer.models.loading import build_model
 
     number = getattr(torch, dtype)
     config = read_config(folder)

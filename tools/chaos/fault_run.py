@@ -24,7 +24,7 @@ import psutil
 
 from chaos.harms import Broken
 from harness.server import ServerUnderTest, leftovers
-from pipeinfer.demo.tasks import copy_task
+from pipeinfer.demo import copy_task
 from pipeinfer.runtime.servers import running_servers
 
 SAMPLING = (

@@ -17,7 +17,7 @@ import uvloop
 
 from harness import raw_http
 from harness.processes import Helper
-from pipeinfer.demo.tasks import copy_task
+from pipeinfer.demo import copy_task
 
 SHORT, LONG = 80, 600  # tokens of an answer: some begin all the time, some go on for long
 OFTEN = 0.05  # seconds between lines

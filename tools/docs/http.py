@@ -1,6 +1,6 @@
 """The pages of the gateway's interfaces: endpoints, errors, fields of requests, metrics.
 
-From gateway/openapi.py, gateway/errors.py, the bodies, unsupported_fields.py, and what a gateway
+From gateway/openapi.py, gateway/errors.py, the bodies, and what a gateway
 exposes.
 """
 
@@ -19,7 +19,16 @@ from docs.markdown import bullets, codes, kind, page
 from pipeinfer.core import REQUEST_SECONDS, STEP_TOKENS, histogram_names
 from pipeinfer.gateway.anthropic import ERROR_TYPES as OF_MESSAGES
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
-from pipeinfer.gateway.errors import CODES, ApiError
+from pipeinfer.gateway.errors import (
+    ALTERNATIVES,
+    CODES,
+    IGNORED,
+    ONLY_MESSAGES,
+    ONLY_RESPONSES,
+    REFUSED_OF,
+    ApiError,
+    Refusals,
+)
 from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS, EndpointDoc
@@ -31,14 +40,6 @@ from pipeinfer.gateway.schema import (
     DetokenizeRequest,
     Generation,
     TokenizeRequest,
-)
-from pipeinfer.gateway.unsupported_fields import (
-    ALTERNATIVES,
-    IGNORED,
-    ONLY_MESSAGES,
-    ONLY_RESPONSES,
-    REFUSED_OF,
-    Refusals,
 )
 from pipeinfer.messages import Heartbeat
 

@@ -77,7 +77,7 @@ ms at about 7,500. Right: up to 50,000 prompt tokens that wait, steps take 4.5 m
 they get longer, up to 21 ms for 190,000 and more.](images/step-targets.png)
 
 Qwen3-0.6B on an H200 with 64 streams: on the left what a step takes, on the right the step that \
-is chosen. `python tools/simulate targets --plot FILE` draws the same for other targets.
+is chosen. `python tools/simulate targets` says the same of other targets, as a table.
 
 The engine measures at its start how long steps take, and logs what the target allows. \
 `pipeinfer_target_step_tokens` and `pipeinfer_target_prompt_tokens_per_second` of `/metrics` and \

@@ -22,8 +22,7 @@ from fuzz import inputs
 from fuzz.engines import Wrong
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.files import SINGLE, SIZES
-from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import check_checkpoint, load_weights
+from pipeinfer.models.loading import build_model, check_checkpoint, load_weights
 from pipeinfer.settings import ConfigurationError
 
 CONFIG: dict[str, Any] = {

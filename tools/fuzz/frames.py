@@ -16,8 +16,8 @@ import zmq
 from fuzz import inputs
 from fuzz.engines import Wrong
 from pipeinfer.bus import frames
+from pipeinfer.bus.bus import Reader
 from pipeinfer.bus.frames import FrameHeader
-from pipeinfer.bus.reader import Reader
 from pipeinfer.messages import PROTOCOL, Abort, Message
 
 SHARE = 8  # one of so many inputs goes through a socket
@@ -33,7 +33,7 @@ def make() -> Frames:
 class Frames:
     """See Target."""
 
-    instrumented = ("pipeinfer.bus.frames", "pipeinfer.bus.reader")
+    instrumented = ("pipeinfer.bus.frames", "pipeinfer.bus.bus")
 
     def __init__(self) -> None:
         logging.getLogger("pipeinfer").setLevel(logging.CRITICAL)

@@ -29,9 +29,9 @@ from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import LOCAL, Tick
+from pipeinfer.gateway.errors import REFUSED
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.gateway.stage import build
-from pipeinfer.gateway.unsupported_fields import REFUSED
 from pipeinfer.messages import PROTOCOL, Abort, Accepted, Heartbeat, Message, Submit, Text, TextRow
 from pipeinfer.params import choice_ids
 from pipeinfer.runtime.stage import StageContext

@@ -18,7 +18,7 @@ from pipeinfer.bench.dataset import TokenRange
 from pipeinfer.scheduler.planner import DEFAULT_STEP_TOKENS
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.routing import ROUTING_POLICIES, GroupRouter
-from simulate import metrics, plot, step_model, workloads
+from simulate import metrics, step_model, workloads
 from simulate.cluster import Cluster, Deployment, Group
 from simulate.metrics import GroupTally, Tally
 from simulate.step_model import StepModel
@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--noise-seed", type=int, default=0, help="of the scatter of steps and messages")
     add("--measured-steps", action="store_true",
         help="engines measure their steps first, as on a GPU, so that targets count")  # fmt: skip
-    add("--plot", type=Path, metavar="OUT.png", help="or .svg")
     for field in SETTINGS:
         kind = type(field.default)
         add(f"--{field.name.replace('_', '-')}", type=kind, default=field.default,
@@ -95,8 +94,6 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
         tally = simulate(deployment, model, arrive(), policy, options.groups, options.noise_seed)
         found[policy] = metrics.of(tally, time.process_time() - begin)
         metrics.show(policy, found[policy])
-    if options.plot:
-        plot.policies(options.plot, found)
     return {"groups": options.groups, "deployment": values, "policies": found}
 
 

@@ -1,4 +1,4 @@
-"""`targets`: how long a step beside streams may take, the more prompts wait; a table and a picture.
+"""`targets`: how long a step beside streams may take, the more prompts wait, as a table.
 
 Asks the server's own rule (pipeinfer/step_cost.py) about a step-time model. Simulates nothing.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import PER_SECOND, PrefillBudget, Prompt, StepCost, Targets, prefill_budget
-from simulate import plot, step_model
+from simulate import step_model
 
 MANY = (*range(1, 8), *range(8, 64, 4), 64, 80)  # prompts that wait
 MS = PER_SECOND / 1e3
@@ -29,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--streams", type=int, default=64, help="requests that decode")
     add("--stream-tokens", type=int, default=1000, help="in the context of each")
     add("--prompt-tokens", type=int, default=4000, help="of each prompt that waits")
-    add("--plot", type=Path, metavar="OUT.png", help="or .svg")
 
 
 def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,8 +58,6 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
         "targets_ms": {"itl": targets.itl * 1e3, "ttft": targets.ttft * 1e3},
         "streams": rows,
     }
-    if options.plot:
-        plot.targets(options.plot, result)
     return result
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench import workload
 from pipeinfer.bench.dataset import TokenRange
-from pipeinfer.bench.worker import load_trace
+from pipeinfer.bench.runner import load_trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from chaos import cases
 from chaos.cases import CASES, CHAT, COMPLETION, Case
 from harness import raw_http
-from pipeinfer.demo import tasks
+from pipeinfer import demo
 
 MANY = 240
 PREFIXES = 6  # beginnings of 100 to 400 tokens that many questions share
@@ -80,12 +80,12 @@ def _drawn(source: random.Random, number: int, shared: list[list[dict[str, str]]
     return Question(CHAT, {"messages": messages, **body}, right)
 
 
-def _task(source: random.Random) -> tasks.Turn:
+def _task(source: random.Random) -> demo.Turn:
     kinds = (
-        lambda: tasks.copy_task(source, source.randint(4, 20)),
-        lambda: tasks.count_task(source, 8),
-        lambda: tasks.sum_task(source),
-        lambda: tasks.recall_task(source, source.randint(2, 6)),
+        lambda: demo.copy_task(source, source.randint(4, 20)),
+        lambda: demo.count_task(source, 8),
+        lambda: demo.sum_task(source),
+        lambda: demo.recall_task(source, source.randint(2, 6)),
     )
     return source.choice(kinds)()
 

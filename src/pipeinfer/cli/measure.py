@@ -22,8 +22,14 @@ from pipeinfer.bench.dataset import (
     load_custom_dataset,
 )
 from pipeinfer.bench.metrics import GoodputTarget
-from pipeinfer.bench.runner import Benchmark, LoadLimits, LoadPoint, PointResult, WorkerDied
-from pipeinfer.bench.worker import load_trace
+from pipeinfer.bench.runner import (
+    Benchmark,
+    LoadLimits,
+    LoadPoint,
+    PointResult,
+    WorkerDied,
+    load_trace,
+)
 from pipeinfer.settings import ConfigurationError, base_url
 
 SEED_STEP = 1_000_003  # added to the seed for each further point

@@ -23,7 +23,7 @@ from types import FrameType
 import zmq
 
 from pipeinfer.bus.bus import ControlClient
-from pipeinfer.cli.deployment import add_server_flags, chosen_topology
+from pipeinfer.cli.operate import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages

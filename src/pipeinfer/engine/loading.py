@@ -37,17 +37,18 @@ from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import LocalSampler, ShardedSampler
 from pipeinfer.engine.start import Start
+from pipeinfer.gguf.config import is_low_bit
 from pipeinfer.gguf.header import is_gguf, read_header
-from pipeinfer.gguf.weights import is_low_bit
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import AllocateParameter, Shard
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.memory.page_directory import PageChains
-from pipeinfer.models.build import build_model, check_shard
 from pipeinfer.models.causal_lm import CausalLM, LanguageModel
 from pipeinfer.models.loading import (
     CheckpointTensor,
+    build_model,
     check_checkpoint,
+    check_shard,
     fill_dummy,
     load_weights,
     read_kv_scales,

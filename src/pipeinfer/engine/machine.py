@@ -46,7 +46,7 @@ from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.start import hashing
 from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import Kernels
-from pipeinfer.layers.quantized_float import FP8_MIN_CAPABILITY
+from pipeinfer.layers.quantized import FP8_MIN_CAPABILITY
 from pipeinfer.layers.weight import MIN_SHARED_MEMORY_BYTES
 
 log = logging.getLogger(__name__)

@@ -147,10 +147,10 @@ class ShardedSampler:
             self._ranks.all_gather_stacked(local), sampling, last_token
         )
         if len(truncated):
-            at = tensor_of(truncated).to(logits.device)
-            fields = {name: values[at] for name, values in sampling.items()}
-            gathered = self.gather_logits(logits[at])
-            drawn[at] = self._kernels.sample(gathered, fields, last_token, True)
+            indices = tensor_of(truncated).to(logits.device)
+            fields = {name: values[indices] for name, values in sampling.items()}
+            gathered = self.gather_logits(logits[indices])
+            drawn[indices] = self._kernels.sample(gathered, fields, last_token, True)
         return drawn
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int) -> torch.Tensor:
@@ -213,21 +213,21 @@ class Penalties:
         """
         for history in rows.new:
             self._begin(history, self._counts[history.slot])
-        at = self._tensor(rows.rows if entries is None else entries[rows.rows])
+        indices = self._tensor(rows.rows if entries is None else entries[rows.rows])
         slots, factors = self._tensor(rows.slots), self._tensor(rows.factors)
         logits = logits[:, : self._counts.shape[1]]
-        for begin in range(0, len(at), ROWS_AT_ONCE):
+        for begin in range(0, len(indices), ROWS_AT_ONCE):
             part = slice(begin, begin + ROWS_AT_ONCE)
-            before, seen = logits[at[part]], self._counts[slots[part]]
-            logits[at[part]] = penalized(before, seen, factors[part])
-        return at, slots
+            before, seen = logits[indices[part]], self._counts[slots[part]]
+            logits[indices[part]] = penalized(before, seen, factors[part])
+        return indices, slots
 
-    def count(self, drawn: torch.Tensor, at: torch.Tensor, slots: torch.Tensor) -> None:
-        """Those rows of `drawn` int64 [L, 2], how many tokens each gave and which, are said now;
-        at, slots: as `apply` has returned them."""
-        many, ids = drawn.to(self._counts.device)[at].unbind(1)
+    def count(self, drawn: torch.Tensor, indices: torch.Tensor, slots: torch.Tensor) -> None:
+        """Counts the tokens of those rows of `drawn` int64 [L, 2]: how many each row gave, and
+        which. indices, slots: as `apply` has returned them."""
+        produced, ids = drawn.to(self._counts.device)[indices].unbind(1)
         column = ids - self._first_id
-        in_shard = (many > 0) & (column >= 0) & (column < self._counts.shape[1])
+        in_shard = (produced > 0) & (column >= 0) & (column < self._counts.shape[1])
         column = torch.where(in_shard, column, 0)
         self._counts[slots, column] += IN_OUTPUT * in_shard.int()  # no slot stands twice
 
@@ -277,19 +277,19 @@ class StepScores:
 
     def added_to(self, sampled: Sampled) -> Sampled:
         """The same with log-probs."""
-        at, made = 0, b""
+        offset, made = 0, b""
         if self.rows is not None:
-            many, width = len(self.rows.rows), _width(int(self.rows.num_alternatives.max()))
-            at = many * width
-            table = self.words[:at].reshape(many, width)
+            num_rows, width = len(self.rows.rows), _width(int(self.rows.num_alternatives.max()))
+            offset = num_rows * width
+            table = self.words[:offset].reshape(num_rows, width)
             gave = sampled.counts[self.rows.rows] > 0
             made = _bytes(table if gave.all() else table[gave], self.rows.num_alternatives[gave])
         prompts: list[bytes] = []
         for chunk in self.chunks:
             width = _width(chunk.num_alternatives)
-            end = at + len(chunk.ids) * width
-            prompts.append(self.words[at:end].tobytes())
-            at = end
+            end = offset + len(chunk.ids) * width
+            prompts.append(self.words[offset:end].tobytes())
+            offset = end
         return replace(sampled, logprobs=made, prompts=tuple(prompts))
 
 
@@ -312,16 +312,16 @@ class Scores:
 
     def tokens(self, last: torch.Tensor) -> torch.Tensor:
         """int64: `last`, whose tokens are sampled behind, and those of the prompts' chunks."""
-        at = [
+        positions = [
             np.arange(chunk.at, chunk.at + len(chunk.ids), dtype=np.int64) for chunk in self._chunks
         ]
-        return torch.cat((last, _there(np.concatenate(at), last.device)))
+        return torch.cat((last, _on_device(np.concatenate(positions), last.device)))
 
     def add_prompts(self, hidden: torch.Tensor) -> None:
         """Computes the scores of the prompts' chunks, from the hidden states of their tokens."""
         begin = 0
         for chunk in self._chunks:
-            ids = _there(chunk.ids.astype(np.int64), hidden.device)
+            ids = _on_device(chunk.ids.astype(np.int64), hidden.device)
             for first in range(0, len(ids), TOKENS_AT_ONCE):
                 part = ids[first : first + TOKENS_AT_ONCE]
                 logits = self._sampler.logits(hidden[begin : begin + len(part)])
@@ -333,17 +333,19 @@ class Scores:
     def add_outputs(self, logits: torch.Tensor) -> None:
         """Logits [L, share] as the model gave them, which may be changed from now on."""
         if self._rows is not None:
-            at = self._at(logits.device)
-            self._raw = logits[: len(self._rows.rows)].clone() if at is None else logits[at]
+            indices = self._indices_on(logits.device)
+            self._raw = (
+                logits[: len(self._rows.rows)].clone() if indices is None else logits[indices]
+            )
 
     def add_sampled(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
         """Computes the scores of what the rows have drawn, int64 [L, 2]. logits: [L, share] as the
         model gave them, unless they were kept."""
         if self._rows is None:
             return
-        at, many = self._at(logits.device), len(self._rows.rows)
-        raw = _chosen(logits, at, many) if self._raw is None else self._raw
-        ids = _chosen(drawn[:, 1].to(logits.device), at, many)
+        indices, num_rows = self._indices_on(logits.device), len(self._rows.rows)
+        raw = _chosen(logits, indices, num_rows) if self._raw is None else self._raw
+        ids = _chosen(drawn[:, 1].to(logits.device), indices, num_rows)
         made = self._sampler.score(raw, ids, int(self._rows.num_alternatives.max()))
         self._words.insert(0, made.flatten())
 
@@ -352,17 +354,19 @@ class Scores:
         words = torch.cat(self._words) if self._words else torch.empty(0, dtype=torch.int32)
         return StepScores(buffer.download(words), self._rows, self._chunks)
 
-    def _at(self, where: torch.device) -> torch.Tensor | None:
+    def _indices_on(self, device: torch.device) -> torch.Tensor | None:
         """Where the logits of the rows lie; None: they are the first ones, in order."""
         assert self._rows is not None
         rows = self._rows.rows
-        at = rows if self._entries is None else self._entries[rows]
-        return None if np.array_equal(at, np.arange(len(at))) else _there(at, where)
+        indices = rows if self._entries is None else self._entries[rows]
+        if np.array_equal(indices, np.arange(len(indices))):
+            return None
+        return _on_device(indices, device)
 
 
-def _chosen(table: torch.Tensor, at: torch.Tensor | None, many: int) -> torch.Tensor:
-    """The entries of so `many` rows; `at`: see Scores._at."""
-    return table[:many] if at is None else table[at]
+def _chosen(table: torch.Tensor, indices: torch.Tensor | None, num_rows: int) -> torch.Tensor:
+    """The entries of `num_rows` rows; `indices`: see Scores._indices_on."""
+    return table[:num_rows] if indices is None else table[indices]
 
 
 def _bytes(table: np.ndarray, alternatives: np.ndarray) -> bytes:
@@ -380,7 +384,7 @@ def _width(alternatives: int) -> int:
     return SCORE_WORDS + 2 * alternatives
 
 
-def _there(array: np.ndarray, where: torch.device) -> torch.Tensor:
+def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """What is copied from memory that is not pinned has been read when this returns, but the copy
     itself waits for its turn on the stream."""
-    return tensor_of(array).to(where, non_blocking=True)
+    return tensor_of(array).to(device, non_blocking=True)

@@ -18,7 +18,7 @@ from pipeinfer.gateway.adapter import (
     OutputBlocks,
     ResponseEnd,
 )
-from pipeinfer.gateway.errors import ApiError, required
+from pipeinfer.gateway.errors import IGNORED_FIELDS, MESSAGES, ApiError, Refusals, required
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage
 from pipeinfer.gateway.schema import (
     CHAT_LIMITS,
@@ -52,7 +52,6 @@ from pipeinfer.gateway.schema import (
     about,
     prescan,
 )
-from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, MESSAGES, Refusals
 from pipeinfer.params import JsonObject, JsonValue
 
 # {field of a chat: field of this API}.

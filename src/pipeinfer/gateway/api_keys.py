@@ -235,8 +235,8 @@ class TokenBucket:
 
 
 class KeyUsage:
-    """What one key uses now. Each request that `admit` let in must be released, with all its
-    choices.
+    """What one key uses now. Each request that `start_request` let in must be released, with
+    all its choices.
 
     Tokens are taken when their number is known: a request is let in while any are left, and running
     requests may take the level below zero. Later requests wait then.
@@ -250,7 +250,7 @@ class KeyUsage:
         self._requests = TokenBucket(limits.requests, now) if limits.requests else None
         self._tokens = TokenBucket(limits.tokens, now) if limits.tokens else None
 
-    def admit(self, now: float) -> KeyLimitExceeded | None:
+    def start_request(self, now: float) -> KeyLimitExceeded | None:
         """Lets one request in, or says why not; then nothing was taken."""
         if self._tokens is not None and self._tokens.level(now) <= 0:
             reason = f"the limit of {self.limits.tokens} tokens a minute is used up"

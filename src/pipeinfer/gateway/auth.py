@@ -190,7 +190,7 @@ class Admission:
                 return await handler(request)
             client_request = request[CLIENT_REQUEST] = ClientRequest(client)
             try:
-                self._raise_if_limited(client_request, client.account.admit(self._clock()))
+                self._raise_if_limited(client_request, client.account.start_request(self._clock()))
                 client_request.choices = 1
                 response = await handler(request)
                 client_request.outcome = _outcome(client_request, response.status)

@@ -1,18 +1,26 @@
-"""Errors of HTTP requests: status, `{"error": {...}}` as OpenAI's clients expect it, and all codes.
+"""What a client is told when a request cannot be served.
 
-Knows neither the fields of requests nor endpoints.
+- `ApiError`: status, `{"error": {...}}` as OpenAI's clients expect it, and all codes.
+- Fields of request bodies that other servers, or other endpoints of this one, honour. Each is in
+  one of two tables: what would change an answer is refused by name unless its value asks for
+  nothing, what changes nothing is ignored. Whatever is in neither is counted and logged by name,
+  also within messages and tools. From the documents of OpenAI, llama.cpp, Ollama, Text Generation
+  Inference and clients, and from the request classes of vLLM and SGLang, of which a test has every
+  field.
+
+Knows neither the fields that are served nor endpoints.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
-from pipeinfer.params import JsonObject
+from pipeinfer.params import JsonObject, JsonValue
 
 TYPES = {
     400: "invalid_request_error",
@@ -239,3 +247,355 @@ class UnroutableResponse(web.Response):
     async def _prepare_headers(self) -> None:
         await super()._prepare_headers()
         del self.headers["Server"]
+
+
+Refusals = Mapping[str, Sequence[JsonValue]]
+
+MAX_NEUTRAL_BYTES = 64  # bytes of JSON that may be a neutral value
+
+# By who knows them, then by name, the values that ask for nothing; null always does.
+REFUSED_OF: dict[str, dict[str, tuple[JsonValue, ...]]] = {
+    "OpenAI": {
+        "best_of": (1,),  # of a chat
+        "top_logprobs": (0,),  # of a completion
+        "suffix": ("",),
+        "echo": (False,),  # of a chat
+        "functions": ([],),  # of all but chats
+        "function_call": ("none", "auto"),  # of all but chats
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "reasoning_effort": (),  # of a completion
+    },
+    "vLLM": {
+        "length_penalty": (1, 1.0),
+        "use_beam_search": (False,),
+        "early_stopping": (False,),
+        "guided_whitespace_pattern": (),
+        "structural_tag": (),
+        "logits_processors": ([],),
+        "spaces_between_special_tokens": (True,),
+        "chat_template": (),  # of a completion
+        "continue_final_message": (False,),  # of a completion
+        "documents": ([],),  # of a completion
+        "mm_processor_kwargs": ({},),
+        "media_io_kwargs": ({},),
+        "prompt_embeds": (),
+        "return_token_strs": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "kv_transfer_params": (),
+        "vllm_xargs": ({},),
+        "ec_transfer_params": (),
+        "logprob_token_ids": ([],),
+        "repetition_detection": (),
+        "return_prompt_text": (False,),
+        "return_token_offsets": (False,),
+        "return_weight_versions": (False,),
+        "watermarking": (False,),
+        "prompt_logprob_start": (0,),
+        "prompt_logprob_token_ids": ([],),
+        "trace_decode_token_ids": (),
+        "extra_args": ({},),
+        "detokenize": (True,),
+        "flat_logprobs": (False,),
+        "output_kind": (),
+    },
+    "SGLang": {
+        "stop_regex": ([],),
+        "no_stop_trim": (False,),
+        "min_new_tokens": (0,),
+        "lora_path": (),
+        "session_params": (),
+        "custom_logit_processor": (),
+        "custom_params": (),
+        "return_hidden_states": (False,),
+        "return_logprob": (False,),
+        "separate_reasoning": (True,),
+        "input_ids": (),
+        "input_embeds": (),
+        "audio_data": (),
+        "background": (False,),
+        "beam_width": (0, 1),
+        "ebnf_full_assistant": (),
+        "image_data": (),
+        "logprob_start_len": (-1,),
+        "lora_id": (),
+        "max_thinking_tokens": (),
+        "multi_item_delimiter_indices": (),
+        "positional_embed_overrides": (),
+        "require_reasoning": (False,),
+        "return_bytes": (False,),
+        "return_cached_tokens_details": (False,),
+        "return_entropy": (False,),
+        "return_flat_raw_output_top_logprobs": (False,),
+        "return_flat_raw_top_logprobs": (False,),
+        "return_indexer_topk": (False,),
+        "return_input_ids_in_sglext": (False,),
+        "return_meta_info": (False,),
+        "return_output_ids_in_sglext": (False,),
+        "return_prompt_token_ids": (False,),
+        "return_routed_experts": (False,),
+        "return_sampling_mask": (False,),
+        "return_spec_tokens_details": (False,),
+        "return_text_in_logprobs": (False,),
+        "sampling_logprobs_mode": (),
+        "sampling_params": ({},),
+        "sampling_seed": (),
+        "session_id": (),
+        "task": (),
+        "token_ids_logprob": ([],),
+        "token_indices_to_pool": (),
+        "top_logprobs_num": (0,),
+        "video_data": (),
+    },
+    "llama.cpp": {
+        "n_predict": (),
+        "n_probs": (0,),
+        "n_indent": (0,),
+        "min_keep": (0,),
+        "repeat_penalty": (1, 1.0),
+        "typical_p": (1, 1.0),
+        "dynatemp_range": (0, 0.0),
+        "top_n_sigma": (-1, -1.0),
+        "xtc_probability": (0, 0.0),
+        "dry_multiplier": (0, 0.0),
+        "mirostat": (0,),
+        "samplers": (),
+        "lora": ([],),
+        "t_max_predict_ms": (0,),
+        "reasoning_format": (),
+        "input_prefix": ("",),
+        "input_suffix": ("",),
+    },
+    "Ollama": {
+        "options": ({},),
+        "system": ("",),
+        "template": ("",),
+        "raw": (False,),
+        "context": ([],),
+        "images": ([],),
+        "think": (),
+        "num_predict": (),
+        "num_ctx": (),
+        "tfs_z": (1, 1.0),
+    },
+    "Text Generation Inference": {
+        "inputs": (),
+        "parameters": ({},),
+        "do_sample": (),
+        "return_full_text": (False,),
+        "top_n_tokens": (0,),
+        "truncate": (),
+        "watermark": (False,),
+        "decoder_input_details": (False,),
+        "adapter_id": (),
+        "tool_prompt": (),
+        "guideline": (),
+    },
+    # Of a body of this server, and refused in those that do not have them.
+    "other endpoints of this server": {
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "chat_template_kwargs": ({},),
+        "ebnf": (),
+        "format": ("",),
+        "frequency_penalty": (0, 0.0),
+        "grammar": ("",),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "ignore_eos": (False,),
+        "include": ([],),
+        "include_reasoning": (True,),
+        "include_stop_str_in_output": (False,),
+        "input": (),
+        "instructions": ("",),
+        "json_schema": (),
+        "logit_bias": ({},),
+        "logprobs": (False,),
+        "max_completion_tokens": (),
+        "max_new_tokens": (),
+        "max_output_tokens": (),
+        "max_tokens": (),
+        "messages": ([],),
+        "min_p": (0, 0.0),
+        "min_tokens": (0,),
+        "n": (1,),
+        "output_config": ({},),
+        "parallel_tool_calls": (True, False),
+        "presence_penalty": (0, 0.0),
+        "prompt": (),
+        "prompt_logprobs": (False,),
+        "regex": (),
+        "repetition_penalty": (1, 1.0),
+        "response_format": ({"type": "text"},),
+        "return_token_ids": (False,),
+        "skip_special_tokens": (True,),
+        "stop": ([], ""),
+        "stop_sequences": ([],),
+        "stop_token_ids": ([],),
+        "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),
+        "structured_outputs": (),
+        "text": (),
+        "thinking_token_budget": (),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "truncate_prompt_tokens": (),
+        "truncation": ("disabled",),
+        "truncation_side": ("left",),
+    },
+    "others": {
+        "top_a": (0, 0.0),
+        "tfs": (1, 1.0),
+        "eta_cutoff": (0, 0.0),
+        "epsilon_cutoff": (0, 0.0),
+        "smoothing_factor": (0, 0.0),
+        "guidance_scale": (1, 1.0),
+        "negative_prompt": ("",),
+        "no_repeat_ngram_size": (0,),
+        "num_beams": (1,),
+        "penalty_alpha": (0, 0.0),
+        "ban_eos_token": (False,),
+        "custom_token_bans": ("",),
+        "enable_thinking": (),  # of a completion
+        "thinking": (),
+        "thinking_budget": (),
+        "reasoning": (),
+        "enable_search": (False,),
+        "plugins": ([],),
+        "transforms": ([],),
+    },
+}
+FIELDS_OF_OTHER_ENDPOINTS = frozenset(REFUSED_OF["other endpoints of this server"])
+REFUSED = {name: neutral for those in REFUSED_OF.values() for name, neutral in those.items()}
+
+# What to ask for in the place of some of them: the first that a body has.
+ALTERNATIVES: dict[str, tuple[str, ...]] = {
+    "min_new_tokens": ("min_tokens",),
+    "no_stop_trim": ("include_stop_str_in_output",),
+    "return_tokens_as_token_ids": ("return_token_ids",),
+    "return_token_strs": ("return_token_ids",),
+    "return_prompt_token_ids": ("return_token_ids",),
+    "return_input_ids_in_sglext": ("return_token_ids",),
+    "return_output_ids_in_sglext": ("return_token_ids",),
+    "return_logprob": ("logprobs", "top_logprobs"),
+    "separate_reasoning": ("include_reasoning",),
+    "input_ids": ("prompt",),
+    "sampling_seed": ("seed",),
+    "n_predict": ("max_tokens", "max_output_tokens"),
+    "num_predict": ("max_tokens", "max_output_tokens"),
+    "max_tokens": ("max_output_tokens",),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_tokens",),
+    "n_probs": ("logprobs", "top_logprobs"),
+    "logprobs": ("top_logprobs",),
+    "top_n_tokens": ("logprobs", "top_logprobs"),
+    "top_logprobs_num": ("logprobs", "top_logprobs"),
+    "repeat_penalty": ("repetition_penalty",),
+    "truncate": ("truncate_prompt_tokens",),
+    "think": ("enable_thinking",),
+    "max_thinking_tokens": ("thinking_token_budget", "thinking"),
+    "thinking_budget": ("thinking_token_budget", "thinking"),
+    "thinking_token_budget": ("thinking",),
+    "messages": ("input", "prompt"),
+    "input": ("messages", "prompt"),
+    "prompt": ("messages",),
+    "instructions": ("system",),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "response_format": ("text", "output_config"),
+}
+
+# Of the bodies of /v1/responses, beside those.
+ONLY_RESPONSES: dict[str, tuple[JsonValue, ...]] = {
+    "conversation": (),
+    "previous_response_id": ("",),
+    "context_management": ([],),
+    "enable_response_messages": (False,),
+    "previous_input_messages": ([],),
+}
+RESPONSES = {**REFUSED, **ONLY_RESPONSES}
+
+# Of the bodies of /v1/messages, beside those.
+ONLY_MESSAGES: dict[str, tuple[JsonValue, ...]] = {
+    "container": (),
+    "context_management": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+    "speed": ("standard",),
+}
+MESSAGES = {**REFUSED, **ONLY_MESSAGES}
+
+# What cannot change an answer of this server, by the reason why.
+IGNORED: dict[str, tuple[str, ...]] = {
+    "names of users and requests, for logs, accounts and metrics": (
+        "user", "metadata", "safety_identifier", "request_id", "rid", "custom_labels",
+        "conversation_id", "external_trace_header", "log_metrics", "no_logs", "extra_headers",
+        "extra_query",
+    ),
+    "which process or provider computes an answer, and how well it is served": (
+        "service_tier", "id_slot", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+        "bootstrap_pair_key", "decode_tp_size", "inference_geo", "data_parallel_rank",
+        "routed_dp_rank", "disagg_prefill_dp_rank", "routing_key", "provider", "models", "route",
+        "guided_decoding_backend",
+    ),
+    "what is kept, and how long; prompts are always cached, answers never": (
+        "store", "keep_alive", "cache_prompt", "cache_control", "prompt_cache_key",
+        "prompt_cache_retention", "prompt_cache_options", "kv_hints", "skip_reading_prefix_cache",
+    ),
+    "how an answer is cut into events, and what is told of its progress": (
+        "stream_interval", "stream_reasoning", "timings_per_token", "return_progress",
+        "output_text_buffer_length", "details",
+    ),
+    "how media are prepared; messages with any are refused": (
+        "mm_payload", "return_mm_kwargs", "images_config", "video_config", "min_dynamic_patch",
+        "max_dynamic_patch", "image_max_dynamic_patch", "video_max_dynamic_patch",
+        "use_audio_in_video", "mm_hashes", "mm_content_hashes", "encoder_urls",
+        "need_wait_for_mm_inputs", "num_items_assigned",
+    ),
+    "details of fields that are refused": (
+        "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length",
+        "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
+        "repeat_last_n", "post_sampling_probs", "routed_experts_prompt_start",
+        "routed_experts_start_len", "return_flat_raw_top_logprobs_b64",
+    ),
+    "what is expected of an answer, which it may be or not": ("prediction", "verbosity"),
+    "bounds of tools that a server has itself; here are none": ("max_tool_calls",),
+    "versions of a protocol, and strictness, which always holds": ("betas", "strict"),
+}  # fmt: skip
+IGNORED_FIELDS = frozenset(name for names in IGNORED.values() for name in names)
+# The same of what stands within a body: messages, their parts, items and tools.
+IGNORED_WITHIN: dict[str, tuple[str, ...]] = {
+    "names and marks of an answer that is sent back": (
+        "id", "object", "status", "annotations", "citations", "logprobs", "created_at",
+        "created_by", "stop_reason", "stop_sequence", "usage", "index", "provider_specific_fields",
+    ),
+    "thoughts that another server has encrypted, and proofs of who wrote one": (
+        "data", "signature", "encrypted_content",
+    ),
+    "parts of what is refused by its type": (
+        "image_url", "input_audio", "file", "source", "tool", "tool_name",
+    ),
+    "the order of keys, which is kept": ("key_order",),
+}  # fmt: skip
+IGNORED_NESTED_FIELDS = IGNORED_FIELDS.union(*IGNORED_WITHIN.values())
+
+
+def is_neutral(raw: msgspec.Raw, neutral: Sequence[JsonValue]) -> bool:
+    """Whether an unsupported field has a value that asks for nothing."""
+    if memoryview(raw).nbytes > MAX_NEUTRAL_BYTES:
+        return False
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # a number that no float can hold; no UTF-8
+        return False
+    return value is None or any(_same(value, other) for other in neutral)
+
+
+def _same(value: JsonValue, neutral: JsonValue) -> bool:
+    """Equality in which False is not 0: `top_logprobs: false` does not mean 0."""
+    return type(value) is type(neutral) and value == neutral

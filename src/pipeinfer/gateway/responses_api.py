@@ -21,7 +21,7 @@ from pipeinfer.gateway.adapter import (
     OutputBlocks,
     ResponseEnd,
 )
-from pipeinfer.gateway.errors import ApiError, required
+from pipeinfer.gateway.errors import RESPONSES, ApiError, Refusals, required
 from pipeinfer.gateway.response_json import ResponseMetadata
 from pipeinfer.gateway.schema import (
     INT32,
@@ -74,7 +74,6 @@ from pipeinfer.gateway.schema import (
     about,
 )
 from pipeinfer.gateway.tools import check_tool_type
-from pipeinfer.gateway.unsupported_fields import RESPONSES, Refusals
 from pipeinfer.params import JsonObject, JsonValue, SamplingParams
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"

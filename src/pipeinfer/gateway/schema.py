@@ -1,6 +1,6 @@
 """The bodies of all endpoints as typed structs, and what a body may hold.
 
-Every field that works is here, typed; unsupported_fields.py has the others. JsonPrescan counts how
+Every field that works is here, typed; errors.py has the others. JsonPrescan counts how
 deep a body is nested and how many values it holds, before anything is built of it: the raw bytes
 are scanned slice by slice, so that an event loop may run between two slices, and the JSON itself is
 left to the decoder. Knows no tokenizer and no HTTP library.
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from pipeinfer.gateway.unsupported_fields import (
+from pipeinfer.gateway.errors import (
     IGNORED_FIELDS,
     REFUSED,
     Refusals,

@@ -34,7 +34,15 @@ from msgspec.structs import replace
 from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, BrowserGuard, x_request_id
 from pipeinfer.gateway.connections import CONTINUE
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.errors import ApiError, from_validation, renamed
+from pipeinfer.gateway.errors import (
+    ALTERNATIVES,
+    FIELDS_OF_OTHER_ENDPOINTS,
+    IGNORED_NESTED_FIELDS,
+    ApiError,
+    from_validation,
+    is_neutral,
+    renamed,
+)
 from pipeinfer.gateway.ledger import (
     Call,
     Failed,
@@ -65,12 +73,6 @@ from pipeinfer.gateway.schema import (
 )
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
-from pipeinfer.gateway.unsupported_fields import (
-    ALTERNATIVES,
-    FIELDS_OF_OTHER_ENDPOINTS,
-    IGNORED_NESTED_FIELDS,
-    is_neutral,
-)
 from pipeinfer.params import JsonObject, JsonValue, SamplingParams
 from pipeinfer.wire import pack, unpack
 

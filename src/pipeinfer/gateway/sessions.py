@@ -107,7 +107,7 @@ class _ChoiceRoute:
     session, sink, index: see _Session and ResponseSink. choices: of its prompt.
     arrived, first_output, last_output: seconds. tokens: of its output.
     admitted: whether a group has it. prompt_tokens: 0 where another choice has counted them.
-    group: metrics under vLLM's names, None unless wanted.
+    group_metrics: metrics of its group under vLLM's names, None unless wanted.
     """
 
     __slots__ = (
@@ -115,7 +115,7 @@ class _ChoiceRoute:
         "arrived",
         "choices",
         "first_output",
-        "group",
+        "group_metrics",
         "index",
         "last_output",
         "prompt_tokens",
@@ -132,7 +132,7 @@ class _ChoiceRoute:
         self.arrived = self.first_output = self.last_output = now
         self.tokens = self.prompt_tokens = 0
         self.admitted = False
-        self.group: GroupMetrics | None = None
+        self.group_metrics: GroupMetrics | None = None
 
 
 class RequestSessions:
@@ -197,7 +197,7 @@ class RequestSessions:
         self._metrics.count_ended(outcome)
         if route.admitted:
             self._record_times(route, outcome)
-        choices, group = route.choices, route.group
+        choices, group = route.choices, route.group_metrics
         choices.running -= 1
         if group is not None and not choices.running and choices.longest >= 0:
             group.longest.observe(choices.longest)
@@ -240,11 +240,11 @@ class RequestSessions:
         route.admitted = started.group >= 0  # else it is only to be encoded
         route.prompt_tokens = started.prompt_tokens
         if route.admitted and self._metrics.vllm is not None:
-            route.group = self._metrics.vllm.group(started.group)
-            route.group.prompt_tokens += started.prompt_tokens
+            route.group_metrics = self._metrics.vllm.group(started.group)
+            route.group_metrics.prompt_tokens += started.prompt_tokens
 
     def _measure_output(self, route: _ChoiceRoute, delta: OutputDelta) -> None:
-        now, tokens, group = self._clock(), len(delta.ids) // 4, route.group
+        now, tokens, group = self._clock(), len(delta.ids) // 4, route.group_metrics
         seconds = now - route.last_output
         if route.tokens:
             self._metrics.inter_token.observe(seconds)
@@ -262,14 +262,14 @@ class RequestSessions:
             group.output_tokens += tokens
 
     def _record_times(self, route: _ChoiceRoute, outcome: str) -> None:
-        if route.group is not None and outcome in route.group.finished:
-            route.group.finished[outcome] += 1
+        if route.group_metrics is not None and outcome in route.group_metrics.finished:
+            route.group_metrics.finished[outcome] += 1
         if outcome not in ("stop", "length"):
             return
         total, decode = self._clock() - route.arrived, route.last_output - route.first_output
         self._metrics.request_seconds.observe(total)
         if route.tokens > 1:
             self._metrics.time_per_output_token.observe(decode / (route.tokens - 1))
-        if route.group is not None:
-            route.group.count_finished(total, decode, route.prompt_tokens, route.tokens)
+        if route.group_metrics is not None:
+            route.group_metrics.count_finished(total, decode, route.prompt_tokens, route.tokens)
             route.choices.longest = max(route.choices.longest, route.tokens)

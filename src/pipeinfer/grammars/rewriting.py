@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import combinations, islice, permutations
 from typing import cast
 
-from pipeinfer.grammars.schema_facts import (
+from pipeinfer.grammars.bounds import (
     DEFINITIONS,
     MAX_REFERENCE_STEPS,
     REMARKS,

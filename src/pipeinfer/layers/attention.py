@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
-from pipeinfer.checkpoint.rope import RopeConfig
+from pipeinfer.checkpoint.config import RopeConfig
+from pipeinfer.layers.elementwise import HeadNorm, NormKind
 from pipeinfer.layers.linear import RowParallelLinear, merged_qkv
-from pipeinfer.layers.norm import HeadNorm, NormKind
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 from pipeinfer.layers.weight import ActivationQuantizer, Activations
 

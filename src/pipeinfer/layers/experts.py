@@ -23,10 +23,10 @@ import torch
 from pipeinfer.checkpoint.quantization import Format, Mxfp4
 from pipeinfer.command_line import did_you_mean
 from pipeinfer.kernels.formats import E4M3, SCALE_BLOCK
+from pipeinfer.layers.elementwise import silu_and_mul
 from pipeinfer.layers.linear import empty_quantized, empty_stacked_fp8
-from pipeinfer.layers.mlp import silu_and_mul
 from pipeinfer.layers.placement import Placement, Shard, WeightSource
-from pipeinfer.layers.quantized_float import Mxfp4Tensor, small_m_gemm_8bit
+from pipeinfer.layers.quantized import Mxfp4Tensor, small_m_gemm_8bit
 from pipeinfer.layers.weight import (
     ActivationQuantizer,
     Activations,

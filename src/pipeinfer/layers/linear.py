@@ -1,9 +1,14 @@
-"""Linear layers, split over ranks by output (column) or by input (row), merged where inputs agree;
-the token embedding and the LM head, split by vocabulary; and which weight a number format makes.
+"""Linear layers, and what is made of them alone.
 
-Weights are [out, in], as in the checkpoint; each rank allocates its own share only. Of a vocabulary
-each rank has an equal run of rows, padded with zeros on the last ranks where it does not divide.
-Knows no attention, no model, no tokenizer and no file.
+- Layers split over ranks by output (column) or by input (row), merged where inputs agree.
+- The token embedding and the LM head, split by vocabulary: each rank has an equal run of rows,
+  padded with zeros on the last ranks where it does not divide.
+- `GatedMLP`, the gated feed-forward block: SwiGLU or GeGLU on merged gate and up projections
+  (https://arxiv.org/abs/2002.05202).
+- `create_weight`: which weight a number format makes.
+
+Weights are [out, in], as in the checkpoint; each rank allocates its own share only. Knows no
+attention, no experts, no model, no tokenizer and no file.
 """
 
 from __future__ import annotations
@@ -17,10 +22,19 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Int8, Mxfp4
+from pipeinfer.layers.elementwise import GatedActivation
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
-from pipeinfer.layers.quantized_float import Fp8Tensor, fp8_gemm, stacked_fp8
-from pipeinfer.layers.quantized_int import Int4Tensor, Int8Tensor, int4_gemm, int8_gemm
+from pipeinfer.layers.quantized import (
+    Fp8Tensor,
+    Int4Tensor,
+    Int8Tensor,
+    fp8_gemm,
+    int4_gemm,
+    int8_gemm,
+    stacked_fp8,
+)
 from pipeinfer.layers.weight import (
+    ActivationQuantizer,
     Activations,
     DequantizedWeight,
     QuantizedGemm,
@@ -353,3 +367,53 @@ class LMHead:
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.rows.weight(hidden)
+
+
+class GatedMLP:
+    """[T, hidden] to [T, hidden]. merged: on disk, gate and up are one matrix."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        placement: Placement,
+        gate: GatedActivation,
+        merged: bool = False,
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.gate_up = merged_gate_up(hidden_size, intermediate_size, bias, placement, merged)
+        self.down = RowParallelLinear("down_proj", intermediate_size, hidden_size, bias, placement)
+        self._swiglu, self._swiglu_in_gemm = gate.in_gemm, gate.in_gemm and not bias
+        self._activate = gate.on(placement)
+
+    @property
+    def input_quantizer(self) -> ActivationQuantizer | None:
+        """See Weight (weight.py)."""
+        return self.gate_up.weight.input_quantizer
+
+    def __call__(self, x: Activations) -> torch.Tensor | PartialSum:
+        return self.down(self._activated(x))
+
+    def unreduced(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum over ranks; of blocks without biases."""
+        return self.down.unreduced(self._activated(x))
+
+    def _activated(self, x: Activations) -> Activations:
+        if self._swiglu_in_gemm:
+            gated = self.gate_up.weight.swiglu(x)
+            if gated is not None:
+                return gated
+        quantizer = self.down.weight.input_quantizer if self._swiglu else None
+        activate = self._activate if quantizer is None else quantizer.swiglu
+        return activate(self.gate_up(x))
+
+    def pack(self) -> None:
+        """To be called when the weights are final."""
+        self.gate_up.weight.pack()
+        self.down.weight.pack()
+
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
+        """`prefix` is the path of this module, with its dot."""
+        yield from self.gate_up.sources(prefix)
+        yield from self.down.sources(prefix)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from pipeinfer.layers.experts import LocalExperts
-from pipeinfer.layers.mlp import GatedMLP
+from pipeinfer.layers.linear import GatedMLP
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource, full_slices
 from pipeinfer.layers.weight import (
     ActivationQuantizer,

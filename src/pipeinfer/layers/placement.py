@@ -15,6 +15,8 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Format, Quantization
 
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
 
 class SumNorm(Protocol):
     """A kernel that makes a sum, adds the residual and norms."""

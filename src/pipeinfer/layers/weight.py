@@ -7,7 +7,7 @@
   it has done so as its last step.
 - `SmallMGemm`: the project's own GEMM kernels for few rows.
 
-Knows no layer, no shard and no format (quantized_float.py, quantized_int.py).
+Knows no layer, no shard and no format (quantized.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch.nn import functional
 
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.kernels.tile_configs import small_m_gemm_config as choose
-from pipeinfer.layers.elementwise import HALF_DTYPES
-from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
+from pipeinfer.layers.placement import HALF_DTYPES, PartialSum, Placement, WeightSource
 
 
 @dataclass(frozen=True)

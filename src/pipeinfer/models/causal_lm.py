@@ -26,11 +26,10 @@ from pipeinfer.layers.attention import (
     SelfAttention,
     neox_permutation,
 )
+from pipeinfer.layers.elementwise import GATED_ACTIVATIONS, RMS_NORM, NormKind, RMSNorm
 from pipeinfer.layers.experts import GatedExperts
-from pipeinfer.layers.linear import Embedding, LMHead, VocabParallelWeight
-from pipeinfer.layers.mlp import GATED_ACTIVATIONS, GatedMLP
+from pipeinfer.layers.linear import Embedding, GatedMLP, LMHead, VocabParallelWeight
 from pipeinfer.layers.moe import SharedExpert, SoftmaxRouter, SparseMoeBlock, TopKRouter
-from pipeinfer.layers.norm import RMS_NORM, NormKind, RMSNorm
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 from pipeinfer.layers.weight import ActivationQuantizer, Activations
 from pipeinfer.step import AttentionShape

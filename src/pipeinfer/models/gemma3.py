@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 
 from pipeinfer.checkpoint.config import ModelConfig
+from pipeinfer.layers.elementwise import GEMMA_RMS_NORM
 from pipeinfer.layers.linear import ScaledEmbedding
-from pipeinfer.layers.norm import GEMMA_RMS_NORM
 from pipeinfer.layers.placement import Placement
 from pipeinfer.models.causal_lm import (
     CausalLM,

@@ -6,8 +6,8 @@ Builders allocate parameters; loading.py fills them.
 from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
+from pipeinfer.layers.elementwise import RMS_NORM
 from pipeinfer.layers.moe import GroupedTopK, SigmoidRouter
-from pipeinfer.layers.norm import RMS_NORM
 from pipeinfer.layers.placement import Placement
 from pipeinfer.models.causal_lm import (
     CausalLM,

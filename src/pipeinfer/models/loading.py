@@ -1,5 +1,7 @@
-"""Checkpoints: checked against a configuration, then read straight into a model's parameters.
+"""From a ModelConfig and a checkpoint to one rank's share of a model, with its weights.
 
+- `build_model` checks that the model can be split, then allocates. Builders of architectures are in
+  the table ARCHITECTURES (checkpoint/config.py).
 - `check_checkpoint` reads headers and says what is missing, has another shape or dtype, or is not
   used; `check_redundant_tensors`, `untied_if_different` look at values that repeat others.
 - `load_weights` fills parameters tensor by tensor, in their merged and sharded places, so there is
@@ -12,6 +14,7 @@ Files are safetensors or GGUF. Knows no architecture: the model's `sources` say 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -24,22 +27,132 @@ from dataclasses import replace
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeinfer.checkpoint.config import ModelConfig
+from pipeinfer.checkpoint.config import ARCHITECTURES, ModelConfig, RopeConfig
 from pipeinfer.checkpoint.files import StoredTensor, read_headers, with_model_names
-from pipeinfer.checkpoint.rope import RopeConfig
+from pipeinfer.gguf.config import GgufTensor, WeightFile, model_tensors
 from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
-from pipeinfer.gguf.weights import GgufTensor, WeightFile, model_tensors
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
+from pipeinfer.layers import experts
 from pipeinfer.layers.attention import inverse_frequencies
-from pipeinfer.layers.placement import Shard, WeightSource, full_slices
-from pipeinfer.models.build import SINGLE_RANK, build_model
+from pipeinfer.layers.elementwise import GATED_ACTIVATIONS, fused_ops
+from pipeinfer.layers.placement import (
+    AllocateParameter,
+    AllReduceFusion,
+    Collectives,
+    Placement,
+    Shard,
+    WeightSource,
+    full_slices,
+)
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.settings import ConfigurationError
+
+SINGLE_RANK = Shard()
+
+
+def build_model(
+    config: ModelConfig,
+    shard: Shard = SINGLE_RANK,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    collectives: Collectives | None = None,
+    compiled: bool = False,
+    fusion: AllReduceFusion | None = None,
+    moe_backend: str = "auto",
+    allocate: AllocateParameter | None = None,
+) -> CausalLM:
+    """The share of one rank, with its parameters allocated, not filled.
+
+    shard: which rank of how many.
+    dtype, device: of the parameters; "meta" allocates nothing.
+    collectives: sums over ranks; without them a share of several ranks can be loaded, not run.
+    compiled: norms and activations by torch.compile, see layers/elementwise.py.
+    fusion: of sums over ranks with the norm that follows, see layers/placement.py.
+    moe_backend: a name of layers/experts.py.
+    allocate: makes parameters that are not quantized; None: torch does, on `device`.
+
+    Raises ConfigurationError if heads or MLP do not divide by the ranks, if what is to be compiled
+    cannot be, or if there is no such backend.
+    """
+    check_shard(config, shard.size, shard.expert_parallel)
+    where = torch.device(device)
+    placement = Placement(
+        shard,
+        dtype,
+        where,
+        collectives,
+        compiled,
+        fusion,
+        quantization=config.quantization,
+        moe_backend=experts.resolve_backend(moe_backend, where.type),
+        allocate=allocate,
+    )
+    model = cast(CausalLM, _builder(config.architecture)(config, placement))
+    if compiled:
+        _compile(model, placement)
+    return model
+
+
+def _builder(architecture: str) -> Callable[..., object]:
+    """The builder, imported only now; raises KeyError for one that is not in the table."""
+    module, _, name = ARCHITECTURES[architecture].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _compile(model: CausalLM, placement: Placement) -> None:
+    """Compiles what torch.compile is used for; now, because later a step would wait for it."""
+    norm, config = model.norm.fused, model.config
+    if norm is None or fused_ops(placement.device, placement.dtype) is not None:
+        return
+    multiply = GATED_ACTIVATIONS[config.activation].on(placement)
+    intermediate = config.intermediate_size // placement.shard.size
+    from pipeinfer.layers.elementwise import warm_up_compiled
+
+    try:
+        warm_up_compiled(
+            norm, multiply, config.hidden_size, intermediate, placement.dtype, placement.device
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigurationError(f"--compile: torch.compile failed: {reason}") from error
+
+
+def check_shard(config: ModelConfig, ranks: int, expert_parallel: bool = False) -> None:
+    """Raises ConfigurationError if the model cannot be split over that many ranks."""
+    divided = {
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.intermediate_size,
+        "the shared expert's size": config.shared_intermediate_size,
+        "moe_intermediate_size": 0 if expert_parallel else config.moe_intermediate_size,
+    }
+    if expert_parallel:
+        _check_experts(config, ranks)
+    for name, value in divided.items():
+        if value % ranks:
+            raise ConfigurationError(f"{name} {value} does not divide by {ranks} ranks (--tp)")
+    kv_heads = config.num_kv_heads
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ConfigurationError(
+            f"num_key_value_heads {kv_heads} neither divides by {ranks} ranks (--tp) nor divides it"
+        )
+
+
+def _check_experts(config: ModelConfig, ranks: int) -> None:
+    if not config.num_experts:
+        raise ConfigurationError(
+            f"--enable-expert-parallel: {config.architecture} has no mixture of experts"
+        )
+    if config.num_experts < ranks:
+        raise ConfigurationError(
+            f"--enable-expert-parallel: num_experts {config.num_experts} is less than {ranks} "
+            "ranks (--tp)"
+        )
+
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ all stages as tasks of one loop, for debuggers.
     malloc        keeps large pieces apart from small ones
     election      which of several stages of one name this process is: the first that is free, by
                   locks in a folder that the processes of a host share (containers)
-    busy poll     how long the loop polls after a message before it sleeps (bus/reader.py polls)
+    busy poll     how long the loop polls after a message before it sleeps (bus/bus.py polls)
 
 The supervisor and the scripts in stages/ both come here. Knows every stage by name only.
 """

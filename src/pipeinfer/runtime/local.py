@@ -25,7 +25,7 @@ from pipeinfer import topology as topologies
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.command_line import did_you_mean
 from pipeinfer.gguf.header import is_gguf
-from pipeinfer.observe import opentelemetry
+from pipeinfer.observe import observer
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.servers import PREFIX, TOPOLOGY, record_running
 from pipeinfer.runtime.supervisor import Supervisor
@@ -60,7 +60,7 @@ def prepare_settings(
     defaults = given_topology.defaults() if given_topology is not None else {}
     settings = config.build({**defaults, **named})
     check(settings)
-    opentelemetry.check_opentelemetry(settings)
+    observer.check_opentelemetry(settings)
     if settings.model in ("", DEMO):
         progress(f"no model given: serving the bundled demo model {DEMO!r}")
     folder = find_model(settings, progress)

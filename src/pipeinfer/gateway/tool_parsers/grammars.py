@@ -26,9 +26,8 @@ from typing import NamedTuple
 import msgspec
 
 from pipeinfer.gateway.tool_parsers.base import INPUT_PARAMETER, schema_types
-from pipeinfer.grammars.bounds import schema_of
+from pipeinfer.grammars.bounds import DEFINITIONS, schema_of
 from pipeinfer.grammars.rewriting import with_plain_digits
-from pipeinfer.grammars.schema_facts import DEFINITIONS
 from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 from pipeinfer.text import AddedId
 

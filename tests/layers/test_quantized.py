@@ -13,7 +13,7 @@ from pipeinfer.checkpoint.quantization import Int8, Quantization
 from pipeinfer.engine import loading
 from pipeinfer.layers.linear import Embedding, LMHead, VocabParallelWeight, create_weight
 from pipeinfer.layers.placement import Placement, Shard
-from pipeinfer.layers.quantized_int import DEQUANTIZE_MIN_ROWS, INT8_MAX, Int8Tensor
+from pipeinfer.layers.quantized import DEQUANTIZE_MIN_ROWS, INT8_MAX, Int8Tensor
 from pipeinfer.layers.weight import QuantizedWeight
 from pipeinfer.settings import ConfigurationError
 
