@@ -5,16 +5,21 @@ The tests run several at a time on few cores, and torch's threads wait for each 
 two of them on one busy core are tens of times slower than one. A shell's background jobs ignore
 SIGINT, and so would every process that a test starts and then interrupts. Python writes bytecode,
 also where the environment says otherwise: each of some hundred processes that tests start would
-compile all that it imports.
+compile all that it imports. Each client of httpx, and so of openai and anthropic, reads the
+certificates of the web: 20 ms of processor time, for a thousand clients whose server is at http:.
+They share what one has read.
 """
 
+import functools
 import gc
 import os
 import signal
+import ssl
 import sys
 import tempfile
 from pathlib import Path
 
+import certifi
 import pytest
 
 from quick_rule import is_quick
@@ -30,6 +35,19 @@ sys.dont_write_bytecode = False
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), "pipeinfer-tests-state"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_context = ssl.create_default_context
+_context_of = functools.cache(lambda file: _context(cafile=file))
+
+
+def _context_read_once(*args, **kwargs) -> ssl.SSLContext:
+    of_the_web = (certifi.where(), os.environ.get("SSL_CERT_FILE"))
+    if args or kwargs.keys() != {"cafile"} or kwargs["cafile"] not in of_the_web:
+        return _context(*args, **kwargs)
+    return _context_of(kwargs["cafile"])
+
+
+ssl.create_default_context = _context_read_once
 
 
 def pytest_addoption(parser):
