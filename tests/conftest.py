@@ -58,9 +58,17 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Left out before they are imported: torch alone takes seconds."""
-    module = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
-    return True if config.getoption("quick") and module and not is_quick(collection_path) else None
+    """Left out before they are imported: torch alone takes seconds. And so is a folder without
+    quick modules, whose conftest.py may import it."""
+    if not config.getoption("quick"):
+        return None
+    if collection_path.is_dir():
+        modules = collection_path.rglob("test_*.py")
+    elif collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        modules = [collection_path]
+    else:
+        return None
+    return None if any(map(is_quick, modules)) else True
 
 
 @pytest.hookimpl(wrapper=True)
