@@ -27,6 +27,10 @@ from quick_rule import is_quick
 DRAW = ("gpu", "kernels", "layers")  # their tests draw numbers, as draws.py says
 # Their tests share a server, or a model of transformers that takes long to load.
 TOGETHER = ("blackbox", "smollm2")
+SHARE_A_SERVER = (  # of the folder pipeline, that of its conftest.py
+    "test_choices_served.py", "test_grammars_served.py", "test_logprobs_served.py",
+    "test_serving.py",
+)  # fmt: skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -102,21 +106,27 @@ def pytest_pyfunc_call(pyfuncitem):
 def pytest_collection_modifyitems(items):
     """The long ones first: what is left at the end is little, and no worker waits for another."""
     seen = {item.path for item in items}
-    places = {path: (path.parent.name not in TOGETHER, is_quick(path)) for path in seen}
+    places = {path: (not _scope(path), is_quick(path)) for path in seen}
     items.sort(key=lambda item: places[item.path])
+
+
+def _scope(path: Path) -> str:
+    """Of those that one worker runs all; "" for the others."""
+    if path.parent.name == "pipeline" and path.name in SHARE_A_SERVER:
+        return "pipeline, served"
+    return path.parent.name if path.parent.name in TOGETHER else ""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """As --dist loadfile, but a folder of TOGETHER goes to one worker whole."""
+    """As --dist loadfile, but what shares something goes to one worker whole."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class ByFileOrFolder(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder, _, _ = nodeid.partition("::")[0].rpartition("/")
-            return folder if Path(folder).name in TOGETHER else super()._split_scope(nodeid)
+            return _scope(Path(nodeid.partition("::")[0])) or super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False  # in the order of their collection
     return ByFileOrFolder(config, log)
