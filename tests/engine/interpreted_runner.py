@@ -3,15 +3,14 @@
 A program, because Triton's interpreter is chosen when triton is imported. A graph runs its body
 again there, and attention is plain torch over the index arrays.
 `TRITON_INTERPRET=1 python tests/engine/interpreted_runner.py FOLDER` prints tokens by way of
-running and more, or only what is named behind it; with ADDRESS RANK SIZE behind it, it is one of
-several ranks.
+running and more, with the word tokens behind it those of four ways alone; with ADDRESS RANK SIZE
+behind it, it is one of several ranks.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -228,29 +227,35 @@ def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
     return {"graphs": good_ones(done), "scores": {"graphs": scores(done)}, "step cost": cost}
 
 
-def found_in(folder: str, named: list[str]) -> dict[str, Any]:
-    """All that is told of a model, or what is named: tokens by way of running, and more."""
-    replayed, eager = served(folder), served(folder, no_cuda_graph=True)
-    parts: dict[str, Callable[[], Any]] = {
-        "graphs": lambda: good_ones(replayed),
-        "no graphs": lambda: good_ones(eager),
-        "pages listed, lengths on the host": lambda: good_ones(
+def ways(folder: str, replayed: GpuCores, eager: GpuCores) -> dict[str, dict[str, list[int]]]:
+    """Tokens by way of running, of which two were run before."""
+    return {
+        "graphs": good_ones(replayed),
+        "no graphs": good_ones(eager),
+        "pages listed, lengths on the host": good_ones(
             served(folder, reads="flashinfer", late=True)
         ),
-        "all pages gathered": lambda: good_ones(served(folder, reads="fa3")),
-        "torch backend": lambda: good_ones(served(folder, reads="torch")),
-        "scores": lambda: {"graphs": scores(replayed), "no graphs": scores(eager)},
-        "late graphs": lambda: GRAPHS["flashinfer"],
-        "alike": lambda: alike(folder),
-        "alike, no graphs": lambda: alike(folder, no_cuda_graph=True),
-        "step cost": lambda: msgspec.to_builtins(replayed.loaded.step_cost),
-        "step cost without graphs": lambda: msgspec.to_builtins(eager.loaded.step_cost),
+        "all pages gathered": good_ones(served(folder, reads="fa3")),
     }
-    return {name: parts[name]() for name in named or parts}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder, *further = sys.argv[1:]
-    one_of_many = further and "://" in further[0]
-    print(json.dumps(rank(folder, *further) if one_of_many else found_in(folder, further)))
+    if len(sys.argv) > 3:
+        print(json.dumps(rank(*sys.argv[1:])))
+        sys.exit()
+    folder = sys.argv[1]
+    replayed = served(folder)
+    eager = served(folder, no_cuda_graph=True)
+    found: dict[str, Any] = ways(folder, replayed, eager)
+    if sys.argv[2:] != ["tokens"]:
+        found |= {
+            "torch backend": good_ones(served(folder, reads="torch")),
+            "scores": {"graphs": scores(replayed), "no graphs": scores(eager)},
+            "late graphs": GRAPHS["flashinfer"],
+            "alike": alike(folder),
+            "alike, no graphs": alike(folder, no_cuda_graph=True),
+            "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
+            "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
+        }
+    print(json.dumps(found))

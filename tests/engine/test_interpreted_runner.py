@@ -50,16 +50,6 @@ WAYS = (
     "graphs", "no graphs", "pages listed, lengths on the host", "all pages gathered",
     "torch backend",
 )  # fmt: skip
-ALIKE = "alike", "alike, no graphs"
-# Windows have no part in those: what they read is what other ways of the same model read.
-LEFT_OUT = {"qwen3": (), "gemma3": ("torch backend", "alike, no graphs")}
-MORE = "scores", "late graphs", "step cost", "step cost without graphs"
-
-
-def of_models(ways: tuple[str, ...]):
-    """A test of each of these ways for each model."""
-    cases = [(name, way) for name in MODELS for way in ways if way not in LEFT_OUT[name]]
-    return pytest.mark.parametrize(("folder", "way"), cases, indirect=["folder"])
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -69,17 +59,10 @@ def folder(checkpoint, request):
 
 
 @pytest.fixture(scope="module")
-def named(folder) -> list[str]:
-    """What is asked of the model."""
-    [model] = [name for name, (architecture, _) in MODELS.items() if architecture in folder.name]
-    return [way for way in (*WAYS, *ALIKE, *MORE) if way not in LEFT_OUT[model]]
-
-
-@pytest.fixture(scope="module")
-def found(folder, named) -> dict[str, Any]:
+def found(folder) -> dict[str, Any]:
     """Tokens by request, by way of running; and what steps were measured to take."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), str(folder), *named]
+    command = [sys.executable, str(PROGRAM), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().rpartition("\n")[2])
@@ -139,12 +122,12 @@ def test_two_ranks_that_exchange_their_best_candidates_measure_and_give_the_same
         assert [size[0] for size in told["step cost"][1]] == [4]
 
 
-@of_models(WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_running_a_step_gives_the_same_tokens(found, expected, way):
     assert found[way] == expected
 
 
-@of_models(ALIKE)
+@pytest.mark.parametrize("way", ["alike", "alike, no graphs"])
 def test_what_rows_begin_with_in_common_is_read_once_to_the_same_tokens(found, folder, way):
     from cores import Cores
 
