@@ -19,7 +19,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import certifi
 import pytest
 
 from quick_rule import is_quick
@@ -40,18 +39,25 @@ os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), "pipeinfer-tests-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_context = ssl.create_default_context
-_context_of = functools.cache(lambda file: _context(cafile=file))
+try:  # who tests on a GPU, or clients, may have neither
+    import certifi
+    import hypothesis
+except ImportError:
+    pass
+else:
+    # No test fails because others use the machine.
+    hypothesis.settings.register_profile("tests", deadline=None)
+    hypothesis.settings.load_profile("tests")
+    _context = ssl.create_default_context
+    _context_of = functools.cache(lambda file: _context(cafile=file))
 
+    def _context_read_once(*args, **kwargs) -> ssl.SSLContext:
+        of_the_web = (certifi.where(), os.environ.get("SSL_CERT_FILE"))
+        if args or kwargs.keys() != {"cafile"} or kwargs["cafile"] not in of_the_web:
+            return _context(*args, **kwargs)
+        return _context_of(kwargs["cafile"])
 
-def _context_read_once(*args, **kwargs) -> ssl.SSLContext:
-    of_the_web = (certifi.where(), os.environ.get("SSL_CERT_FILE"))
-    if args or kwargs.keys() != {"cafile"} or kwargs["cafile"] not in of_the_web:
-        return _context(*args, **kwargs)
-    return _context_of(kwargs["cafile"])
-
-
-ssl.create_default_context = _context_read_once
+    ssl.create_default_context = _context_read_once
 
 
 def pytest_addoption(parser):
