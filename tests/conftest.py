@@ -5,12 +5,16 @@ The tests run several at a time on few cores, and torch's threads wait for each 
 two of them on one busy core are tens of times slower than one. A shell's background jobs ignore
 SIGINT, and so would every process that a test starts and then interrupts. Python writes bytecode,
 also where the environment says otherwise: each of some hundred processes that tests start would
-compile all that it imports.
+compile all that it imports. Each client of httpx, and so of openai and anthropic, reads the
+certificates of the web: 20 ms of processor time, for a thousand clients whose server is at http:.
+They share what one has read.
 """
 
+import functools
 import gc
 import os
 import signal
+import ssl
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +26,10 @@ from quick_rule import is_quick
 DRAW = ("gpu", "kernels", "layers")  # their tests draw numbers, as draws.py says
 # Their tests share a server, or a model of transformers that takes long to load.
 TOGETHER = ("blackbox", "smollm2")
+SHARE_A_SERVER = (  # of the folder pipeline, that of its conftest.py
+    "test_choices_served.py", "test_grammars_served.py", "test_logprobs_served.py",
+    "test_serving.py",
+)  # fmt: skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -30,6 +38,26 @@ sys.dont_write_bytecode = False
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), "pipeinfer-tests-state"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+try:  # who tests on a GPU, or clients, may have neither
+    import certifi
+    import hypothesis
+except ImportError:
+    pass
+else:
+    # No test fails because others use the machine.
+    hypothesis.settings.register_profile("tests", deadline=None)
+    hypothesis.settings.load_profile("tests")
+    _context = ssl.create_default_context
+    _context_of = functools.cache(lambda file: _context(cafile=file))
+
+    def _context_read_once(*args, **kwargs) -> ssl.SSLContext:
+        of_the_web = (certifi.where(), os.environ.get("SSL_CERT_FILE"))
+        if args or kwargs.keys() != {"cafile"} or kwargs["cafile"] not in of_the_web:
+            return _context(*args, **kwargs)
+        return _context_of(kwargs["cafile"])
+
+    ssl.create_default_context = _context_read_once
 
 
 def pytest_addoption(parser):
@@ -40,9 +68,17 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Left out before they are imported: torch alone takes seconds."""
-    module = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
-    return True if config.getoption("quick") and module and not is_quick(collection_path) else None
+    """Left out before they are imported: torch alone takes seconds. And so is a folder without
+    quick modules, whose conftest.py may import it."""
+    if not config.getoption("quick"):
+        return None
+    if collection_path.is_dir():
+        modules = collection_path.rglob("test_*.py")
+    elif collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        modules = [collection_path]
+    else:
+        return None
+    return None if any(map(is_quick, modules)) else True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -76,21 +112,27 @@ def pytest_pyfunc_call(pyfuncitem):
 def pytest_collection_modifyitems(items):
     """The long ones first: what is left at the end is little, and no worker waits for another."""
     seen = {item.path for item in items}
-    places = {path: (path.parent.name not in TOGETHER, is_quick(path)) for path in seen}
+    places = {path: (not _scope(path), is_quick(path)) for path in seen}
     items.sort(key=lambda item: places[item.path])
+
+
+def _scope(path: Path) -> str:
+    """Of those that one worker runs all; "" for the others."""
+    if path.parent.name == "pipeline" and path.name in SHARE_A_SERVER:
+        return "pipeline, served"
+    return path.parent.name if path.parent.name in TOGETHER else ""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """As --dist loadfile, but a folder of TOGETHER goes to one worker whole."""
+    """As --dist loadfile, but what shares something goes to one worker whole."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class ByFileOrFolder(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder, _, _ = nodeid.partition("::")[0].rpartition("/")
-            return folder if Path(folder).name in TOGETHER else super()._split_scope(nodeid)
+            return _scope(Path(nodeid.partition("::")[0])) or super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False  # in the order of their collection
     return ByFileOrFolder(config, log)

@@ -45,6 +45,9 @@ OVERRIDES = {
     # Of those put together from parts, the one with most of them.
     "Glm4MoeForCausalLM": {"merged": True},
 }
+# Their parts are shared out to four ranks in others, too: a window in Gemma's, norms of heads in
+# those of Qwen3's mixture.
+TWO_RANKS_ONLY = ("MistralForCausalLM", "Qwen3ForCausalLM")
 # Keys and values in 8 bits; experts split over the ranks one by one, and dealt out whole.
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 WAYS = {
@@ -109,7 +112,8 @@ def test_every_architecture_gives_the_same_tokens_on_several_ranks(
     work, tmp_path, short_path, size
 ):
     plan = tmp_path / "work.json"
-    jobs = [(name, changes) for name in work for changes in WAYS.get(name, ({},))]
+    names = [name for name in work if size == 2 or name not in TWO_RANKS_ONLY]
+    jobs = [(name, changes) for name in names for changes in WAYS.get(name, ({},))]
     plan.write_text(
         json.dumps([(str(work[name].folder), work[name].asked, changes) for name, changes in jobs])
     )

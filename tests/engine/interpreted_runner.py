@@ -3,7 +3,8 @@
 A program, because Triton's interpreter is chosen when triton is imported. A graph runs its body
 again there, and attention is plain torch over the index arrays.
 `TRITON_INTERPRET=1 python tests/engine/interpreted_runner.py FOLDER` prints tokens by way of
-running; with ADDRESS RANK SIZE behind it, it is one of several ranks.
+running and more, with the word tokens behind it those of four ways alone; with ADDRESS RANK SIZE
+behind it, it is one of several ranks.
 """
 
 from __future__ import annotations
@@ -226,27 +227,35 @@ def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
     return {"graphs": good_ones(done), "scores": {"graphs": scores(done)}, "step cost": cost}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if len(sys.argv) > 2:
-        print(json.dumps(rank(*sys.argv[1:])))
-        sys.exit()
-    folder = sys.argv[1]
-    replayed = served(folder)
-    eager = served(folder, no_cuda_graph=True)
-    found = {
+def ways(folder: str, replayed: GpuCores, eager: GpuCores) -> dict[str, dict[str, list[int]]]:
+    """Tokens by way of running, of which two were run before."""
+    return {
         "graphs": good_ones(replayed),
         "no graphs": good_ones(eager),
         "pages listed, lengths on the host": good_ones(
             served(folder, reads="flashinfer", late=True)
         ),
         "all pages gathered": good_ones(served(folder, reads="fa3")),
-        "torch backend": good_ones(served(folder, reads="torch")),
-        "scores": {"graphs": scores(replayed), "no graphs": scores(eager)},
-        "late graphs": GRAPHS["flashinfer"],
-        "alike": alike(folder),
-        "alike, no graphs": alike(folder, no_cuda_graph=True),
-        "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
-        "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
     }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if len(sys.argv) > 3:
+        print(json.dumps(rank(*sys.argv[1:])))
+        sys.exit()
+    folder = sys.argv[1]
+    replayed = served(folder)
+    eager = served(folder, no_cuda_graph=True)
+    found: dict[str, Any] = ways(folder, replayed, eager)
+    if sys.argv[2:] != ["tokens"]:
+        found |= {
+            "torch backend": good_ones(served(folder, reads="torch")),
+            "scores": {"graphs": scores(replayed), "no graphs": scores(eager)},
+            "late graphs": GRAPHS["flashinfer"],
+            "alike": alike(folder),
+            "alike, no graphs": alike(folder, no_cuda_graph=True),
+            "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
+            "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
+        }
     print(json.dumps(found))

@@ -40,7 +40,7 @@ def test_every_way_of_running_a_step_of_transformers_gives_the_tokens_of_the_cpu
     from cores import Cores
 
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), str(folder)]
+    command = [sys.executable, str(PROGRAM), str(folder), "tokens"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().rpartition("\n")[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,16 @@ ELEMENTS = tuple(
 )
 
 
+@lru_cache(maxsize=4)
+def compiled(grammar: str) -> Grammar:
+    """Of which each text gets a matcher of its own."""
+    return Grammar(VOCABULARY, StructuredOutputs(grammar=grammar))
+
+
 def allows(grammar: str, text: str) -> bool:
     """Whether all of `text` is allowed, and may be the end."""
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
-    matcher = Grammar(VOCABULARY, StructuredOutputs(grammar=grammar)).matcher()
+    matcher = compiled(grammar).matcher()
     return matcher.validate_tokens(ids) == len(ids) and (
         matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
     )

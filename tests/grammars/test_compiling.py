@@ -192,7 +192,8 @@ def test_grammars_that_nobody_uses_go_when_bytes_run_short_the_oldest_first():
             if n == 20:
                 assert store.grammar(distinct(0)) is used, "it is in use"
             store.grammar(distinct(n))
-            gc.collect()
+            if store.bytes > 4 * one + one // 2 + before.bytes:
+                gc.collect()  # some may be in circles
             assert store.bytes <= 4 * one + one // 2 + before.bytes
         assert store.grammar(distinct(0)) is used
         assert store.grammar(distinct(2)) is not before

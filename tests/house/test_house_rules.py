@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,16 @@ FLAGS = {
     "memory_fraction", "attention", "cuda_graph_max_batch", "no_cuda_graph", "seed",
     "record", "topology", "in_process", "log_level",
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_no_garbage():
+    """A million objects, which nobody need look through, now or in later tests."""
+    gc.disable()
+    yield
+    for cached in (tree, walked, classes):
+        cached.cache_clear()
+    gc.enable()
 
 
 @cache

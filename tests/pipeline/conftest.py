@@ -1,11 +1,12 @@
-"""One server on the demo model for all tests of a module that do not hurt it."""
+"""One server on the demo model for all tests that do not hurt it: of which modules, the conftest.py
+above this one says, so that one worker runs them all."""
 
 import pytest
 
 from servers import Server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server():
     with Server() as running:
         yield running

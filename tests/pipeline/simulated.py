@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 
 import msgspec
@@ -202,6 +203,7 @@ class Process:
     shown: object = None  # the state that its latest heartbeat told
 
 
+@cache
 def host_of(stage: str) -> str:
     """Each group has one."""
     name, group = stage.split()[0].split("-")[:2]

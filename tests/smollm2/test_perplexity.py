@@ -1,4 +1,4 @@
-"""How likely the model finds 10,000 tokens of text is what transformers says, token by token.
+"""How likely the model finds 5,000 tokens of text is what transformers says, token by token.
 
 The windows lie all over pages of a documentation, so that prose, tables and commands are among
 them.
@@ -24,7 +24,8 @@ from pipeinfer.step import Step
 from step_pages import all_pages
 
 WINDOW, WINDOWS = 1_024, 10
-NARROW = (0, 3, 7)  # windows that are read with numbers of 8 bits
+EXACT = (0, 3, 5, 7, 9)  # windows that are read in float32
+NARROW = (0, 3, 7)  # and with numbers of 8 bits
 STEP = 512  # tokens of a step: the second reads from pages what the first wrote
 PAGE = 16
 
@@ -104,12 +105,12 @@ def test_the_pages_mean_something_to_the_model(references):
 
 
 def test_stored_references_are_what_transformers_says(theirs, references, expected, windows):
-    """Of one window and of five prompts; all took it half a minute."""
+    """Of one window and of two prompts; all took it half a minute."""
     assert (theirs.likelihoods(windows[-1]) - references[-1]).abs().max() < 1e-3
-    assert theirs.greedy(list(PROMPTS[::10]), TOKENS) == expected["greedy"][::10]
+    assert theirs.greedy(list(PROMPTS[::25]), TOKENS) == expected["greedy"][::25]
 
 
-@pytest.mark.parametrize("number", range(WINDOWS))
+@pytest.mark.parametrize("number", EXACT)
 def test_text_is_as_likely_as_in_transformers(references, engine, windows, number):
     ours = likelihoods(engine, windows[number], number * WINDOW)
     reference = references[number]

@@ -64,7 +64,7 @@ from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens
 from pipeinfer.topology import Identity, Topology
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # some seconds, which only get_tokenizer pays
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,10 @@ log = logging.getLogger(__name__)
 
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
     """`folder`: of a checkpoint, or a GGUF file."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    # Some seconds, which only who asks for a tokenizer pays. By their modules: all names of the
+    # package at once cost the type checker a quarter of its time.
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     if not is_gguf(folder):
         return AutoTokenizer.from_pretrained(str(folder))

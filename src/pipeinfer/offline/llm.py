@@ -153,7 +153,7 @@ class ProgressBar:
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Params = AnyParams | Sequence[AnyParams] | None
 NO_TARGETS = {"itl_target": 0.0, "ttft_target": 0.0}
