@@ -351,16 +351,18 @@ class Hello(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The rank is empty and hears plans: those of `epoch` may come.
+    """The rank holds no request and hears plans: those of `epoch` may come.
 
     Attributes:
     - steps: that its device has made so far
+    - kept_pages: in its prefix cache, computed before this epoch
     """
 
     epoch: int
     rank: Number
     incarnation: int
     steps: Count = 0
+    kept_pages: Count = 0
 
 
 class Prepared(Message, frozen=True):

@@ -318,7 +318,11 @@ class EngineCore:
         return [
             self._to_scheduler(
                 Ready(
-                    epoch=begin.epoch, rank=hello.rank, incarnation=hello.incarnation, steps=steps
+                    epoch=begin.epoch,
+                    rank=hello.rank,
+                    incarnation=hello.incarnation,
+                    steps=steps,
+                    kept_pages=self.memory.num_evictable,
                 )
             )
         ]

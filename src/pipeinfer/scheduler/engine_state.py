@@ -180,8 +180,7 @@ class Slots:
         """The epoch is over; returns the requests that held slots, in order of admission."""
         lost = list(self.running.values())
         for request in lost:
-            request.free_slot()
-            request.move("lost")
+            request.on_epoch_lost()
         self.running.clear()
         self.knowing_ahead.clear()
         self._releases.clear()
@@ -343,6 +342,7 @@ class StepsInFlight:
         self._late_after = LATE_SECONDS
         self._newest = -1  # number of the last plan of this epoch
         self.deferred = 0  # rows, over all epochs
+        self.recomputed = 0  # tokens, over all epochs, that a lost engine had computed
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -399,6 +399,7 @@ class StepsInFlight:
                 request.first_cache_hit < 0
             ):  # also if it was taken back since: then its next hit is its own
                 request.first_cache_hit = cached
+            self.recomputed += request.take_recomputed(cached)
             if request.slot == slot and request.admission == admission:
                 projected_before, request.cache_hit = request.projected, cached
                 request.rebase(cached)
