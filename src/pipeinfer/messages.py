@@ -202,8 +202,8 @@ class HandOver(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """A new epoch: forget all slots and the whole prefix tree, then answer Ready(epoch). Plan
-    numbers start at 0 again.
+    """A new epoch: forget all slots, then answer Ready(epoch). The prefix tree holds what the
+    directory of kept pages says, else nothing. Plan numbers start at 0 again.
 
     Attributes:
     - incarnations: of the processes that take part; others say Hello

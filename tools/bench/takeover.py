@@ -1,5 +1,5 @@
-"""`takeover`: an engine is killed (-9) under streams; what the next one computes again, and how long
-streams wait.
+"""`takeover`: an engine is killed (-9) under streams; what the next one computes again, and how
+long streams wait.
 
 Clients ask seeded questions again and again; each answer is compared with the first one, which
 nothing disturbed. Between two kills the memory holder is killed as well: its successor knows of no
@@ -34,7 +34,7 @@ from pipeinfer.bench.dataset import SampleRequest
 from pipeinfer.core import TAKEOVER_PHASES
 
 LOOK = 0.02  # seconds between two looks
-PATIENCE = 900.0  # seconds until all streams go on
+PATIENCE = 3600.0  # seconds until all streams go on
 HOLDER_SECONDS = 4.0  # for the next memory holder to start, and to get what the engine keeps
 VARIANTS = ("keep", "no-keep")
 MAX_BROKEN = 20  # promises; then it is over
@@ -127,7 +127,8 @@ class Client:
 
 @dataclass(frozen=True)
 class Kill:
-    """gap: seconds, the longest of any stream. recomputed: tokens of all streams. phases: seconds."""
+    """gap: seconds, the longest of any stream. recomputed: tokens of all streams together. phases:
+    seconds of each of TAKEOVER_PHASES."""
 
     gap: float
     recomputed: float

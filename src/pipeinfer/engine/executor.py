@@ -21,14 +21,24 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from pipeinfer.core import Compiled, GraphDue, StepDone
-from pipeinfer.engine.core import Capture, Compile, Compute, FillPages, FoundPages, StepFailed
+from pipeinfer.engine.core import (
+    Capture,
+    ClaimPages,
+    Compile,
+    Compute,
+    DistrustPages,
+    FillPages,
+    FindPages,
+    FoundPages,
+    StepFailed,
+)
 from pipeinfer.engine.device import FailedEvent, StepEvent
 from pipeinfer.engine.profiling import Phases
 from pipeinfer.messages import Message
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.step import Sampled, Step
-from pipeinfer.wire import pack
+from pipeinfer.wire import pack, unpack
 
 if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
     from pipeinfer.engine.kept_memory import KeptMemory
@@ -231,8 +241,6 @@ class DeviceDriver:
         self._executor = self._begin(self._done, self._failed)
         if self._kept is not None and self._kept.opened is not None:
             self._kept.watch(asyncio.get_running_loop())
-            if self._kept.opened.found is not None:
-                feed(FoundPages.of(self._kept.opened.found))
         if self._background is not None:
             self._background.start(self._quiet, lambda: feed(GraphDue()))
 
@@ -252,11 +260,25 @@ class DeviceDriver:
             case FillPages():
                 assert self._directory is not None
                 self._directory.validate(message.chains)
+            case ClaimPages():
+                assert self._directory is not None
+                self._directory.invalidate(unpack(message.pages))
+            case DistrustPages():
+                assert self._directory is not None
+                self._directory.make_unusable()
+            case FindPages():
+                self._find_pages()
             case Capture():
                 assert self._background is not None
                 self._background.capture()
             case _:
                 raise TypeError(f"a device takes no {type(message).__name__}")
+
+    def _find_pages(self) -> None:
+        assert self._kept is not None and self._directory is not None
+        if not self._directory.belongs_to(self._kept.key):  # an error was found: begin anew
+            self._directory.begin(self._kept.key)
+        self._feed_event(FoundPages.of(self._directory.read().believed()))
 
     def _compile(self, message: Compile) -> None:
         loop = asyncio.get_running_loop()

@@ -243,10 +243,9 @@ class SchedulerCore:
             self._drop(request, "handed_over")
 
     def _on_reset_cache(self, reset: ResetCache, _now: float) -> None:
-        """Work that comes later is admitted by the plan that resets, or by one behind it. Engines
-        of a next epoch begin with nothing."""
-        if self._epochs.running:
-            self._engine.slots.reset_cache()
+        """Work that comes later is admitted by the plan that resets, or by one behind it; without
+        an engine that is the first plan of the next one, which may begin with kept pages."""
+        self._engine.slots.reset_cache()
         done = CacheReset(name=reset.name, gateway=reset.gateway, group=self.group)
         self._outbox.send("tokens", f"detokenizer-{reset.detokenizer}", done)
 

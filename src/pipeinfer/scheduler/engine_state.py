@@ -167,6 +167,7 @@ class Slots:
         self._free: list[int] = []
         self._releases: list[Release] = []
         self._resets = False
+        self._reset_plan: int | None = None  # that no engine has said to have applied
         # Share of the outputs they might have had that requests had lately.
         self._mean_output_fraction = 1.0
 
@@ -174,7 +175,6 @@ class Slots:
         """An epoch begins with `count` empty slots."""
         self._free = list(range(count))
         self.credits, self.evicted = credits, 0
-        self._resets = False  # its cache is empty
 
     def on_epoch_lost(self) -> list[Request]:
         """The epoch is over; returns the requests that held slots, in order of admission."""
@@ -185,12 +185,16 @@ class Slots:
         self.knowing_ahead.clear()
         self._releases.clear()
         self.released_pages = self.evicted = 0
+        if self._reset_plan is not None:  # the next engine may find what it should have forgotten
+            self._resets, self._reset_plan = True, None
         return lost
 
     def on_page_counts(self, counts: Admitted | Result) -> None:
         """The engine's pages, as reported after one of the plans; the latest plan's counts."""
         if self.credits.on_page_counts(counts.number, counts.free, counts.evictable):
             self.evicted = counts.evicted
+        if self._reset_plan is not None and counts.number > self._reset_plan:
+            self._reset_plan = None  # an engine writes its page directory after it has reported
 
     @property
     def free(self) -> int:
@@ -203,13 +207,16 @@ class Slots:
         return bool(self._releases) or self._resets
 
     def reset_cache(self) -> None:
-        """The next plan forgets cached prefixes that no request uses."""
+        """The next plan forgets cached prefixes that no request uses; of the next epoch, if none
+        runs, or if the engine is lost before it has applied the plan."""
         self._resets = True
 
-    def take_reset(self) -> bool:
-        """Whether the plan that is written now forgets cached prefixes, as `reset_cache` asked;
-        False until it is asked again."""
+    def take_reset(self, number: int) -> bool:
+        """Whether plan `number`, which is written now, forgets cached prefixes, as `reset_cache`
+        asked; False until it is asked again."""
         resets, self._resets = self._resets, False
+        if resets:
+            self._reset_plan = number
         return resets
 
     def remaining_steps(self, rows: Iterable[PlannedRow]) -> int:

@@ -55,8 +55,8 @@ class Planner:
         self._number = 0
 
     def begin(self, shape: Hello, incarnations: Sequence[int], kept_pages: int = 0) -> None:
-        """An epoch begins, on engines of this `shape`, of which these are the processes. kept_pages:
-        in their prefix cache already."""
+        """An epoch begins, on engines of this `shape`, of which these are the processes.
+        kept_pages: in their prefix cache already."""
         self._keeps_pages = kept_pages > 0
         self._queue.begin(incarnations, self._options.prefix_block_size(shape.page_size))
         self._max_tokens = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
@@ -76,9 +76,9 @@ class Planner:
         """The epoch is over: all `requests` had slots; those that were `flying` may have ended it,
         unless they are `blameless`. Returns a request that must fail because of it.
 
-        Every other one goes back to the queue with the tokens it has. After a first loss all do, and
-        resume together; those that were in flight at another loss before, and have had no token
-        since, are suspects, which wait apart.
+        Every other one goes back to the queue with the tokens it has. After a first loss all do,
+        and resume together; those that were in flight at another loss before, and have had no
+        token since, are suspects, which wait apart.
         """
         candidates = [r for r in flying if r.phase == "lost" and not blameless]
         culprit = self._quarantine.on_epoch_lost(candidates)
@@ -140,8 +140,8 @@ class Planner:
         return len(self._quarantine)
 
     def lone_crashes(self, request: Request) -> int:
-        """Of engines that ran `request` alone; -1 if it did nothing that another group would have to
-        be careful of."""
+        """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
+        token since."""
         return self._quarantine.lone_crashes(request)
 
     def clear(self, request: Request) -> None:
@@ -275,7 +275,7 @@ class Planner:
             admits=admits,
             slots=slots,
             counts=counts,
-            reset=self._slots.take_reset(),
+            reset=self._slots.take_reset(number),
             extends=extends,
             cache_slots=prefix_sources,
         )
@@ -325,8 +325,8 @@ LONE_CRASHES = 3  # not the first: an engine may be killed from outside while a 
 class Quarantine:
     """Requests whose steps gave no result before two engines were lost, tried one at a time.
 
-    An engine may be lost for any reason, so a request is a suspect only when it was in flight at two
-    losses and had no token in between. Requests that lost their slot without being suspects are
+    An engine may be lost for any reason, so a request is a suspect only when it was in flight at
+    two losses and had no token in between. Requests that lost their slot without being suspects are
     resumed first (Planner._compose). Then
     each candidate runs alone until it has produced a token, which clears it. One that is alone in
     too many crashes is the culprit and fails by itself. under_test: the candidate that is tried
@@ -366,8 +366,9 @@ class Quarantine:
         self._candidates.append(request)
 
     def lone_crashes(self, request: Request) -> int:
-        """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a token
-        since. Another group tries one of those that were alone at once: its engine still runs."""
+        """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
+        token since. A group that takes it over tries it alone even after a first loss: its engine
+        serves others."""
         return request.lone_crashes if request.lost_in_flight else -1
 
     def next(self) -> Request | None:

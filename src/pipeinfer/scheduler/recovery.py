@@ -180,7 +180,8 @@ class RecoveryRecords:
 
 
 class TakeoverTimes:
-    """From the loss of an engine under requests to their next tokens. Times are seconds of one clock.
+    """From the loss of an engine under requests to their next tokens, by core.TAKEOVER_PHASES.
+    Times are seconds of one clock.
 
     count: takeovers in which all requests have gone on. waiting: ids of requests that have had no
     token since the loss.

@@ -214,9 +214,9 @@ class Request:
         self.projected = computed
 
     def admit(self, hit: int = 0, expected: int = 0) -> None:
-        """It will be admitted with all its tokens; its slot is given when the plan is written. Until
-        the engine has said what the prefix cache has, `hit` of them are counted on for pages, and
-        `expected` for the tokens of the next rows."""
+        """It will be admitted with all its tokens; its slot is given when the plan is written.
+        Until the engine has said what the prefix cache has, `hit` of them are counted on for pages,
+        and `expected` for the tokens of the next rows."""
         self.admission += 1
         self.admitted_len = self.known_len = self.length
         self.cache_hit = hit
