@@ -207,11 +207,26 @@ class KeptMemory:
         loop.call_later(RECONNECT, self._reconnect, loop)
 
     def _reconnect(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Asks the next holder, which may take its time to start. Asked twice, it would give
+        everything to the first link, and wait for the end of this process."""
         if self._link is None:
             return
         try:
-            self._link = HolderLink(self._address, RECONNECT)
-            self._link.attach()
+            self._link = HolderLink(self._address)
+            self._link.ask()
+        except OSError:
+            loop.call_later(RECONNECT, self._reconnect, loop)
+        else:
+            loop.add_reader(self._link.fileno(), self._answered, loop)
+
+    def _answered(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._link is None:
+            return
+        loop.remove_reader(self._link.fileno())
+        try:
+            _, descriptors = self._link.answer()
+            for descriptor in descriptors:  # of a holder that kept them over
+                os.close(descriptor)
             self._keep_all()
         except OSError:
             loop.call_later(RECONNECT, self._reconnect, loop)

@@ -326,7 +326,15 @@ class HolderLink:
     def attach(self) -> tuple[Attached, list[int]]:
         """What is kept, and its descriptors, which are the caller's; waits until the process that
         had it before has ended."""
+        self.ask()
+        return self.answer()
+
+    def ask(self) -> None:
+        """Asks for what is kept; `fileno` is readable when `answer` has come."""
         self._send(Attach())
+
+    def answer(self) -> tuple[Attached, list[int]]:
+        """What `attach` returns, after `ask`."""
         raw, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_DESCRIPTORS)
         if not raw:
             raise ConnectionResetError("the memory holder has ended")
