@@ -158,10 +158,10 @@ class Run:
                 await asyncio.gather(*(self._first(client, api) for client in self._clients))
             streams = [asyncio.create_task(self._stream(one, api)) for one in self._clients]
             try:
-                for _ in range(self._options.kills):
+                for number in range(self._options.kills):
                     if time.monotonic() > until or len(self.broken) >= MAX_BROKEN:
                         break
-                    await self._kill(server, api)
+                    await self._kill(server, api, first=not number)
             finally:
                 self._over = True
                 for stream in streams:
@@ -184,11 +184,13 @@ class Run:
                 if not self._options.any_text:
                     self.broken.append(f"client {client.number} got another text")
 
-    async def _kill(self, server: ServerUnderTest, api: aiohttp.ClientSession) -> None:
-        """One kill, when all streams run, and what came of it."""
+    async def _kill(self, server: ServerUnderTest, api: aiohttp.ClientSession, first: bool) -> None:
+        """One kill, when all streams run, and what came of it. first: of this server."""
         await self._all_move(time.monotonic())
-        forget_losses(server.process.pid)
-        await asyncio.sleep(HOLDER_SECONDS + self._random.random() * self._options.wait)
+        if not first:
+            forget_losses(server.process.pid)
+            await asyncio.sleep(HOLDER_SECONDS)
+        await asyncio.sleep(self._random.random() * self._options.wait)
         before = await self._metrics(api)
         at = time.monotonic()
         os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
