@@ -22,7 +22,7 @@ import heapq
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from pipeinfer.messages import Message, Recover, Recovered, State
 
@@ -537,3 +537,23 @@ def read_histogram(
         return None
     counts = (statistics.get(one, 0.0) for one in (*buckets, count))
     return list(zip((*bounds, float("inf")), counts, strict=True)), statistics.get(total, 0.0)
+
+
+# Of a takeover, one after the other, since the scheduler heard that an engine was lost. restart:
+# until the next engine says Hello. begin: until its epoch runs, with the pages that it found.
+# first_token: until a request has a token. last_token: until every request that lost its slot has
+# had one, or has ended.
+TakeoverPhase = Literal["restart", "begin", "first_token", "last_token"]
+TAKEOVER_PHASES: tuple[TakeoverPhase, ...] = get_args(TakeoverPhase)
+
+
+def takeover_statistic(phase: TakeoverPhase) -> str:
+    """The name of a scheduler's statistic: seconds of that phase of the last takeover."""
+    return f"takeover_{phase}_seconds"
+
+
+def takeover_seconds(statistics: Mapping[str, float]) -> dict[TakeoverPhase, float]:
+    """The last takeover in a scheduler's statistics, by phase; empty where there was none."""
+    if not statistics.get("takeovers_total"):
+        return {}
+    return {phase: statistics[takeover_statistic(phase)] for phase in TAKEOVER_PHASES}

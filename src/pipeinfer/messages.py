@@ -202,8 +202,8 @@ class HandOver(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """A new epoch: forget all slots and the whole prefix tree, then answer Ready(epoch). Plan
-    numbers start at 0 again.
+    """A new epoch: forget all slots, then answer Ready(epoch). The prefix tree holds what the
+    directory of kept pages says, else nothing. Plan numbers start at 0 again.
 
     Attributes:
     - incarnations: of the processes that take part; others say Hello
@@ -351,16 +351,18 @@ class Hello(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The rank is empty and hears plans: those of `epoch` may come.
+    """The rank holds no request and hears plans: those of `epoch` may come.
 
     Attributes:
     - steps: that its device has made so far
+    - kept_pages: in its prefix cache, computed before this epoch
     """
 
     epoch: int
     rank: Number
     incarnation: int
     steps: Count = 0
+    kept_pages: Count = 0
 
 
 class Prepared(Message, frozen=True):

@@ -11,7 +11,15 @@ from edits_by_slot import Edited
 
 from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Drain, Leave, Send, StepDone, Tick
-from pipeinfer.engine.core import ClaimPages, Compute, EngineCore, FillPages, FoundPages
+from pipeinfer.engine.core import (
+    ClaimPages,
+    Compute,
+    DistrustPages,
+    EngineCore,
+    FillPages,
+    FindPages,
+    FoundPages,
+)
 from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.memory.manager import MemoryManager
@@ -68,9 +76,11 @@ class Engine:
         self.sent += new
         return new
 
-    def plan(self, rows: dict[int, int], admits=(), releases=(), epoch: int = 1) -> list:
+    def plan(
+        self, rows: dict[int, int], admits=(), releases=(), epoch: int = 1, reset: bool = False
+    ) -> list:
         slots, counts = pack(list(rows)), pack(list(rows.values()))
-        plan = Plan(epoch, self.number, tuple(releases), tuple(admits), slots, counts)
+        plan = Plan(epoch, self.number, tuple(releases), tuple(admits), slots, counts, reset)
         self.number += 1
         return self.handle(plan)
 
@@ -112,11 +122,6 @@ class KeptEngine(Engine):
         memory = MemoryManager(PAGES, SIZE, SLOTS, LIMIT, chains=chains)
         self.core = EngineCore(hello, "scheduler-0", memory)
         self.device, self.queue, self.number, self.sent = device, [], 0, []
-        if self.directory.belongs_to(b"model"):
-            found = self.directory.read().believed()
-            assert self.core.handle(FoundPages.of(found), 0.0) == []
-        else:
-            self.directory.begin(b"model")
         for _ in range(2):  # a scheduler says it again where it hears no answer
             self.handle(Begin(1, (ME,)))
         self.sent.clear()
@@ -131,6 +136,14 @@ class KeptEngine(Engine):
                     self.queue.append(message.step)
                 case FillPages():
                     self.directory.validate(message.chains)
+                case ClaimPages():
+                    self.directory.invalidate(unpack(message.pages))
+                case DistrustPages():
+                    self.directory.make_unusable()
+                case FindPages():
+                    if not self.directory.belongs_to(b"model"):
+                        self.directory.begin(b"model")
+                    new += self.handle(FoundPages.of(self.directory.read().believed()))
                 case _:
                     assert channel == "result"
                     new.append(message)
@@ -162,18 +175,62 @@ def test_a_successor_computes_again_what_fills_no_page_and_nothing_else():
     assert unpack(result.token_ids).tolist() == continuation(prompt, 0, 7)[-1:]
 
 
-@pytest.mark.parametrize("reset", [False, True])
-def test_a_cache_that_was_reset_while_no_request_ran_stays_forgotten(reset):
-    buffer = memoryview(bytearray(directory_bytes(PAGES, SIZE)))
-    engine = KeptEngine(buffer, HashDevice(PAGES, SIZE, SLOTS))
-    engine.plan({0: 9}, [admit(0, list(range(9)))])
+def kept_engine() -> tuple[KeptEngine, memoryview, HashDevice]:
+    """One that has filled the two pages of the prompt 1, 2, 3, 0, 1, 2, 3, 0, and has one token
+    more of it."""
+    buffer, device = (
+        memoryview(bytearray(directory_bytes(PAGES, SIZE))),
+        HashDevice(PAGES, SIZE, SLOTS),
+    )
+    engine = KeptEngine(buffer, device)
+    engine.plan({0: 9}, [admit(0, KEPT)])
     engine.work()
-    engine.plan({}, releases=[Release(0, True)])
-    if reset:
-        engine.handle(Plan(1, engine.number, (), (), b"", b"", reset=True))
-    assert engine.queue == [], "the device is told of no step"
-    found = engine.directory.read().believed()
-    assert len(found) == (0 if reset else 2)
+    return engine, buffer, device
+
+
+KEPT = [1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+def test_the_same_process_finds_its_pages_in_its_next_epoch_and_computes_them_with_no_step():
+    engine, _, _ = kept_engine()
+    assert engine.handle(Begin(2, (ME,))) == [Ready(2, 0, ME, 1, kept_pages=2)]
+    assert engine.handle(Begin(2, (ME,))) == [Ready(2, 0, ME, 1, kept_pages=2)]
+    engine.number = 0
+    engine.sent.clear()
+    tokens = KEPT + continuation(KEPT, 0, 1)
+    engine.plan({0: 99}, [admit(0, tokens, len(KEPT))], epoch=2)
+    [told] = [one for one in engine.sent if type(one) is Admitted]
+    assert unpack(told.cached).tolist() == [8]
+    [result] = engine.work()
+    assert unpack(result.token_ids).tolist() == continuation(KEPT, 0, 2)[-1:]
+
+
+def test_an_epoch_that_is_called_off_while_it_looks_for_pages_does_not_begin():
+    core = kept_engine()[0].core
+    [asked] = core.handle(Begin(2, (ME,)), 0.0)
+    assert isinstance(asked.message, FindPages)
+    assert core.handle(Begin(3, ()), 0.0) == [], "a scheduler that asks who is there"
+    nothing = PageDirectory(memoryview(bytearray(directory_bytes(PAGES, SIZE))), PAGES, SIZE)
+    assert core.handle(FoundPages.of(nothing.read()), 0.0) == []
+    assert core.state()[0] == "waiting"
+
+
+@pytest.mark.parametrize("how", ["reset", "forget"])
+def test_what_an_idle_engine_forgets_its_successor_does_not_find(how):
+    engine, buffer, device = kept_engine()
+    release = Release(0, how == "reset", b"", how == "forget")
+    engine.plan({}, releases=(release,), reset=how == "reset")
+    assert not engine.queue, "no step says it"
+    successor = KeptEngine(buffer, device)
+    assert successor.core.memory.num_evictable == 0
+
+
+def test_an_engine_that_finds_an_error_of_its_own_leaves_nothing_that_is_believed():
+    engine, buffer, device = kept_engine()
+    [fault] = engine.plan({}, releases=(Release(5, True),))  # of an empty slot
+    assert isinstance(fault, Fault)
+    assert not engine.directory.belongs_to(b"model")
+    assert KeptEngine(buffer, device).core.memory.num_evictable == 0
 
 
 def test_pages_of_a_request_with_bad_logits_are_never_believed():

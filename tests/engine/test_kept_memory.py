@@ -118,6 +118,36 @@ def test_without_a_holder_an_engine_goes_on_alone(caplog):
     assert KeptMemory.from_environment({}) is None
 
 
+async def test_a_holder_that_starts_late_still_gets_what_the_engine_keeps(monkeypatch):
+    """Meanwhile the loop goes on: an engine that waited would let its streams wait."""
+    monkeypatch.setattr("pipeinfer.engine.kept_memory.RECONNECT", 0.01)
+    where = f"@pipeinfer-test-{secrets.token_hex(8)}"
+    listener = listen(where)
+    first = MemoryHolder(listener.dup())
+    thread = threading.Thread(target=first.run)
+    thread.start()
+    kept = KeptMemory(where)
+    kept.key = b"model"
+    kept.open(PAGES, SIZE, PAGES * PAGE_BYTES)
+    kept.watch(asyncio.get_running_loop())
+    first.stop()
+    thread.join()
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert not kept.connected
+    late = MemoryHolder(listener)
+    thread = threading.Thread(target=late.run)
+    thread.start()
+    try:
+        async with asyncio.timeout(20):
+            while not kept.connected:
+                await asyncio.sleep(0.01)
+    finally:
+        kept.close()
+        late.stop()
+        thread.join()
+
+
 async def test_the_next_holder_gets_what_the_one_before_kept():
     address = f"@pipeinfer-test-{secrets.token_hex(8)}"
     listener = listen(address)

@@ -88,6 +88,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.finished: list[list[int]] = []
         self.forgotten: list[tuple[Sequence, list[int]]] = []  # by the plan that is drawn
         self.flights: list[tuple[Step, list[Sequence], Rows, np.ndarray]] = []
+        self.written: list[list[int]] = []  # pages that each of these steps writes
 
     # ------------------------------------------------------------------------------- what to plan
 
@@ -194,7 +195,30 @@ class MemoryMachine(RuleBasedStateMachine):
         counts = [data.draw(st.sampled_from([0, 1, 1, 2, most, 99999]), "n") for _ in slots]
         rows = pack(slots), pack(counts)
         changes = tuple(releases), tuple(admits)
-        self.apply(Plan(1, self.number, *changes, *rows, extends=extends, cache_slots=shares))
+        reset = data.draw(st.integers(0, 9).map(lambda n: n == 9), "reset")
+        self.apply(
+            Plan(1, self.number, *changes, *rows, reset, extends=extends, cache_slots=shares)
+        )
+
+    @precondition(lambda self: len(self.live) + 3 <= SLOTS and not self.flights)
+    @rule(data=st.data())
+    def twins(self, data: st.DataObject):
+        """Two compute one prompt, and the pages of one go to a third while that step is under way:
+        what the step fills there is not what the page will hold."""
+        first, second, third = [slot for slot in range(SLOTS) if slot not in self.live][:3]
+        prompt = self.draw_prompt(data)[: 3 * self.page_size]
+        for slot in (first, second):
+            self.live[slot] = Sequence(prompt, [], 2, "", 0)
+        admits = tuple(self.admit(slot, self.live[slot]) for slot in (first, second))
+        rows = pack([first, second]), pack([99999, 99999])
+        self.apply(Plan(1, self.number, (), admits, *rows))
+        other = [3] + [2] * data.draw(st.integers(0, self.limit - 4), "length")
+        self.live[third] = Sequence(other, [], 2, "", 0)
+        shares = pack(data.draw(st.permutations([first, second]), "whose pages stay"))
+        admits = (self.admit(third, self.live[third]),)
+        rows = pack([third]), pack([99999])
+        self.apply(Plan(1, self.number, (), admits, *rows, cache_slots=shares))
+        self.run_step()
 
     @precondition(lambda self: self.flights == [] and len(self.live) > 0)
     @rule()
@@ -208,6 +232,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule()
     def run_step(self):
         step, sequences, rows, plan_rows = self.flights.pop(0)
+        self.written.pop(0)
         self.device.slots.apply(step.delta)
         table = self.device.slots.pages(step, self.page_size)
         for row, sequence in enumerate(sequences):
@@ -252,8 +277,15 @@ class MemoryMachine(RuleBasedStateMachine):
             assert pages[:used].tolist() == held[:used].tolist() and pages[:used].all()
         self.check_shared_prefixes(step)
         self.directory.invalidate(rows.claimed)
+        if plan.reset:
+            assert not len(self.directory.read().believed()), "a reset has left pages to believe"
         sequences = [self.live[slot] for slot in step.slots.tolist()]
         self.flights.append((step, sequences, rows, plan_rows))
+        size, written = self.page_size, list[int]()
+        for slot, start, count in zip(step.slots, step.starts, step.counts, strict=True):
+            pages = self.memory.table.pages_of(int(slot))
+            written += pages[start // size : -(-(start + count) // size)].tolist()
+        self.written.append(written)
 
     def is_flying(self, sequence: Sequence) -> bool:
         return any(sequence in sequences for _, sequences, _, _ in self.flights)
@@ -265,6 +297,9 @@ class MemoryMachine(RuleBasedStateMachine):
         filled = self.memory.chains.filled(rows.fills, sampled)
         if filled is not None:
             self.directory.validate(filled)
+        valid = set(self.directory.read().pages.tolist())
+        for written in self.written:
+            assert valid.isdisjoint(written), "a step under way may write a valid page"
 
     @rule(data=st.data())
     def kill(self, data: st.DataObject):
@@ -279,6 +314,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert kv == chain(tokens.tolist()), "a page is believed that does not hold its chain"
             event("pages outlive an engine")
         self.flights.clear()
+        self.written.clear()
         size = self.page_size
         chains = ChainTracker(self.pages, size, SLOTS)
         self.memory = MemoryManager(self.pages, size, SLOTS, self.limit, self.cache, chains)

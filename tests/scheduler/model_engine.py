@@ -121,6 +121,7 @@ class ModelEngine:
         self._grammars: set[StructuredOutputs] = set()  # of this process
         self.deferred = 0
         self.prefilled = 0  # tokens
+        self._kept: set[tuple[int, ...]] = set()  # prefixes that the process before has left
         self.jumped = 0  # times that a request was told what it need not sample
         self._forget(0)
 
@@ -137,8 +138,17 @@ class ModelEngine:
             self.max_slots, 10_000, "none", step_cost=self.step_cost,
         )  # fmt: skip
 
-    def crash(self) -> None:
-        """A new process that knows nothing."""
+    def crash(self, keeps: Callable[[tuple[int, ...]], bool] = lambda prefix: False) -> None:
+        """A new process that knows nothing, but finds those pages in its first epoch of which
+        `keeps(prefix)` is true, and that of all pages before them."""
+        filled = [*self.cache]
+        for slot in self.slots.values():
+            filled += self._prefixes(slot.tokens, min(slot.computed, len(slot.tokens)))
+        self._kept.clear()
+        for prefix in sorted(set(filled) if self.caching else (), key=len):
+            before = prefix[: -self.page_size]
+            if (not before or before in self._kept) and keeps(prefix):
+                self._kept.add(prefix)
         self.incarnation += 1
         self._grammars.clear()
         self._forget(0)
@@ -148,7 +158,9 @@ class ModelEngine:
         if isinstance(message, Begin):
             if self.incarnation in message.incarnations:
                 self._forget(message.epoch)
-                self.outbox.append(Ready(message.epoch, 0, self.incarnation))
+                self.cache = dict.fromkeys(self._kept, 0)
+                kept = len(self.cache)
+                self.outbox.append(Ready(message.epoch, 0, self.incarnation, kept_pages=kept))
             else:
                 self._forget(0)
                 self.outbox.append(self.hello())
@@ -172,6 +184,10 @@ class ModelEngine:
         if plan.number != self.expected:
             raise Panic(f"plan {plan.number} came, {self.expected} was expected")
         self.expected += 1
+        self._kept.clear()
+        if plan.reset:
+            for prefix in [one for one, locks in self.cache.items() if locks == 0]:
+                del self.cache[prefix]
         for release in plan.releases:
             self._release(release)
         for number in self.done[0] if self.caching else ():

@@ -120,11 +120,16 @@ def test_a_suspect_runs_alone_and_a_token_clears_it():
     assert plan is not None and len(plan.slots) == 2 * len(plan.admits) * 4
 
 
-def test_who_lost_its_epoch_returns_to_the_queue_and_those_in_flight_are_suspects():
+def test_who_lost_its_epoch_returns_to_the_queue_and_those_in_flight_twice_are_suspects():
     group = Group()
     flying, idle = group.enqueue("flying"), group.enqueue("idle")
-    group.plan()
-    lost, _ = group.aboard.on_epoch_lost()
+    for loss in range(2):
+        group.planner.begin(SHAPE, (loss,))
+        group.plan()
+        lost, _ = group.aboard.on_epoch_lost()
+        if not loss:
+            assert group.planner.on_epoch_lost(lost, [flying], blameless=False) is None
+            assert (flying.phase, idle.phase) == ("waiting", "waiting")
     assert group.planner.on_epoch_lost(lost, [flying], blameless=False) is None
     assert (flying.phase, idle.phase, group.planner.quarantined) == ("quarantined", "waiting", 1)
     blameless = Group()

@@ -217,6 +217,7 @@ def test_nobody_waits_while_the_grammar_of_a_suspect_is_compiled_anew():
     suspect = p.submit([5] * 6, 30, grammar="a")
     while not p.clients[suspect].outputs:
         p.deliver()
+    p.core._live[suspect].lost_in_flight = True
     killed(p)
     others = [p.submit([6 + n] * 6, 9) for n in range(3)]
     receive = p.engine.receive
@@ -240,6 +241,7 @@ def test_a_suspect_whose_grammar_a_new_engine_cannot_have_fails_alone():
     other = p.submit([6] * 6, 30)
     while not p.clients[suspect].outputs:
         p.deliver()
+    p.core._live[suspect].lost_in_flight = True
     killed(p)
     receive = p.engine.receive
     p.engine.receive = lambda event: None if isinstance(event, Prepare) else receive(event)

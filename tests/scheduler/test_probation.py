@@ -11,8 +11,9 @@ from pipeinfer.scheduler.request import Request, request_of
 
 
 def lost(name: str) -> Request:
+    """It was in flight when an engine was lost before, and has had no token since."""
     request = request_of(work(name, 3), 1, 0.0)
-    request.phase = "lost"
+    request.phase, request.lost_in_flight = "lost", True
     return request
 
 
@@ -32,6 +33,20 @@ def test_a_request_that_crashes_engines_alone_is_guilty_and_no_earlier():
     assert probation.next() is request
     assert crash(probation, request) is request
     assert len(probation) == 0 and probation.next() is None
+
+
+def test_after_a_first_loss_nobody_is_a_suspect_and_after_a_second_who_had_no_token_between():
+    quarantine, silent, spoke = Quarantine(), lost("silent"), lost("spoke")
+    silent.lost_in_flight = spoke.lost_in_flight = False
+    assert crash(quarantine, silent, spoke) is None
+    assert (silent.phase, spoke.phase, len(quarantine)) == ("lost", "lost", 0)
+    assert quarantine.lone_crashes(silent) == 0, "another group is careful of it at once"
+    silent.phase = spoke.phase = "running"
+    quarantine.clear(spoke)
+    assert quarantine.lone_crashes(spoke) == -1
+    assert crash(quarantine, silent, spoke) is None
+    assert (silent.phase, spoke.phase, len(quarantine)) == ("quarantined", "lost", 1)
+    assert quarantine.next() is silent
 
 
 def test_a_token_clears_and_crashes_count_from_the_beginning():
@@ -106,6 +121,7 @@ def test_who_had_no_step_in_flight_is_resumed_before_any_suspect():
     p.deliver()
     p.deliver()
     stream, prompt = p.clients
+    p.core._live[prompt].lost_in_flight = True
     assert [a.request_id for plan in plans for a in plan.admits] == [stream, prompt]
     p.engine.crash()
     plans.clear()
@@ -129,6 +145,7 @@ def test_a_suspect_does_not_wait_for_all_who_come_later():
     p.deliver()
     p.deliver()
     assert admitted == [suspect]
+    p.core._live[suspect].lost_in_flight = True
     p.engine.crash()
     p.deliver()
     others = [p.submit([20 + n] * 3, 12) for n in range(8)]

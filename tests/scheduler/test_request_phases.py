@@ -59,6 +59,8 @@ def an_engine_is_lost_and_a_suspect_leaves() -> None:
     names = [p.submit([30 + n] * 6, 30) for n in range(3)]
     for _ in range(5):
         p.deliver()
+    for request in p.core._live:
+        request.lost_in_flight = True  # when another engine was lost before
     p.engine.crash()
     p.deliver()
     gone(p, names[1])

@@ -59,11 +59,28 @@ def test_a_busy_group_resets_with_a_plan_that_no_later_work_comes_before(depth: 
     assert before <= reset <= came
 
 
-def test_without_engines_it_is_said_and_waits_for_the_first_plan():
-    """The next engine may begin with pages that an engine before has left."""
+def test_without_engines_the_first_plan_of_the_next_one_resets():
+    """It may begin with pages that an engine before has left."""
     pipeline = Watched()
     pipeline.feed(ASKED)
     assert not pipeline.plans and len(pipeline.told) == 1
     pipeline.settle()
-    assert [plan.reset for plan in pipeline.plans][:1] == [True]
-    assert not any(plan.reset for plan in pipeline.plans[1:])
+    assert [plan.reset for plan in pipeline.plans] == [True]
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_reset_whose_engine_is_lost_is_repeated_unless_it_was_applied(applied: bool):
+    pipeline = Watched()
+    pipeline.settle()
+    pipeline.submit([1] * 9, 4)
+    pipeline.settle()
+    pipeline.plans.clear()
+    pipeline.feed(ASKED)
+    if applied:
+        pipeline.submit([2] * 9, 4)
+        pipeline.settle()
+    pipeline.engine.crash(lambda prefix: True)
+    pipeline.submit([1] * 9, 4)
+    pipeline.settle()
+    epochs = [plan.epoch for plan in pipeline.plans if plan.reset]
+    assert epochs == [1] if applied else [1, 2]

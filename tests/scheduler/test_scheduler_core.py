@@ -200,9 +200,10 @@ class Machine(RuleBasedStateMachine):
             client.cut = data.draw(st.integers(1, len(client.outputs)))
             self.p.feed(StopHit(name, 1, client.cut))
 
-    @rule()
-    def engine_crash(self):
-        self.p.engine.crash()
+    @rule(kept=st.sampled_from([0, 1, 2, 7]))
+    def engine_crash(self, kept):
+        """kept: of 7 prefixes that many are found by the next engine, 7: all."""
+        self.p.engine.crash(lambda prefix: sum(prefix) % 7 < kept)
 
     @invariant()
     def memory_is_sane(self):

@@ -11,6 +11,7 @@ import pytest
 
 import servers
 from bench.shapes import SHAPES
+from pipeinfer.core import TAKEOVER_PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {"gateway", "tokenizer", "scheduler", "engine", "detokenizer"}
@@ -88,6 +89,19 @@ def test_startup_is_ready_before_the_first_token(bench):
     [engine] = metrics["engine_seconds"].values()
     assert engine["imports"] > 0 and engine["weights"] > 0
     assert sum(engine.values()) < metrics["ready_seconds"]
+
+
+def test_takeover_counts_what_the_next_engine_computes_again(bench):
+    metrics, _ = bench(
+        "takeover", "--streams", "3", "--context", "100", "--tokens", "150", "--kills", "1",
+        "--wait", "0", "--threads", "1", "--dtype", "float32",
+    )  # fmt: skip
+    assert metrics["broken"] == []
+    keep = metrics["keep"]
+    assert (keep["kills"], keep["other_texts"]) == (1, 0)
+    assert keep["recomputed"]["max"] < 3 * 16, "less than a page of each stream"
+    phases = [keep[f"{phase}_seconds"]["max"] for phase in TAKEOVER_PHASES]
+    assert 0 < phases[0] <= sum(phases) < keep["gap_seconds"]["max"] + 1
 
 
 def test_online_measures_each_rate(bench):

@@ -385,11 +385,12 @@ def _check_steps(settings: Settings) -> Finding:
 
 def _running_targets(topology: Topology) -> Iterator[Finding]:
     """What the targets for steps allow the groups of a running server, as their engines measured
-    at their start; nothing of those that still start, or have ended."""
+    at their start, and how their last engine took over; nothing of those that still start, or have
+    ended."""
     import zmq
 
     from pipeinfer.bus.bus import ControlClient
-    from pipeinfer.cli.top import listen
+    from pipeinfer.cli.top import describe_takeover, listen
     from pipeinfer.gateway.health import ExpectedStage, Health
 
     health = Health([ExpectedStage(stage, "scheduler") for stage in topology.ids("scheduler")])
@@ -402,6 +403,8 @@ def _running_targets(topology: Topology) -> Iterator[Finding]:
         if _measured(row):
             tokens, rate = row.stats["target_step_tokens"], row.stats["target_prompt_rate"]
             yield "note", "targets", f"{row.stage}: {describe_rate(tokens, rate)}"
+            if takeover := describe_takeover(row.stats):
+                yield "note", "takeover", f"{row.stage}: {takeover}"
 
 
 def _measured(row: StageStatus) -> bool:

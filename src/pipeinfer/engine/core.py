@@ -109,9 +109,18 @@ class FillPages(Message, frozen=True):
         return PagesNote(len(self.chains))
 
 
+class DistrustPages(Message, frozen=True):
+    """To the device: this engine has found an error of its own, so nobody is to believe the page
+    directory until the next epoch begins it anew."""
+
+
+class FindPages(Message, frozen=True):
+    """To the device: an epoch begins; it answers FoundPages with what the page directory says."""
+
+
 class FoundPages(Message, frozen=True):
-    """From the device, before the first epoch: pages that an earlier process has left, and that
-    all ranks believe. See PageChains.
+    """From the device: pages that were computed before the epoch that begins, by this process or by
+    an earlier one, and that all ranks believe. See PageChains.
 
     pages, depths, ids: int32 bytes. digests, parents, salts: 16 bytes of each page.
     """
@@ -224,7 +233,7 @@ class EngineCore:
         self._requests = RequestTable(hello.max_slots)
         self._steps = StepBuilder(memory, self._requests, shares)
         self._epoch: _Epoch | None = None  # None: waiting for a Begin that lists this incarnation
-        self._found: FoundPages | None = None
+        self._beginning: int | None = None  # an epoch that waits for FoundPages
         self._reason = "waiting for the scheduler"
         self._draining = self._leaving = False
         self._unchecked = False  # plans came since memory was last checked in full
@@ -266,8 +275,7 @@ class EngineCore:
             case Begin():
                 return self._begin(event)
             case FoundPages():
-                self._found = event
-                return []
+                return self._on_found_pages(event)
             case Tick():
                 return self._tick()
             case Drain():
@@ -325,18 +333,38 @@ class EngineCore:
             self._stop(f"epoch {begin.epoch} began without this engine")
             return []
         epoch = self._epoch
-        if epoch is not None and begin.epoch == epoch.number and epoch.expected > 0:
-            return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
+        if epoch is not None and begin.epoch == epoch.number:
+            if epoch.expected > 0:
+                return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
+            return self._ready(epoch)
         self._stop("")
-        found = self._found
-        self.memory.reset(None if found is None else found.chains(self.memory.page_size))
+        if self.memory.chains is None:
+            return self._begin_with(begin.epoch, None)
+        self._beginning = begin.epoch
+        return [Send(LOCAL, "", FindPages())]
+
+    def _on_found_pages(self, found: FoundPages) -> list[Send]:
+        if self._beginning is None:
+            return []  # the epoch was called off meanwhile
+        return self._begin_with(self._beginning, found.chains(self.memory.page_size))
+
+    def _begin_with(self, number: int, found: PageChains | None) -> list[Send]:
+        self._beginning = None
+        self.memory.reset(found)
         self._requests.drop_all_grammars()
-        self._epoch = _Epoch(begin.epoch)
+        self._epoch = _Epoch(number)
+        return self._ready(self._epoch)
+
+    def _ready(self, epoch: _Epoch) -> list[Send]:
         hello, steps = self.hello, self._totals["steps_total"]
         return [
             self._to_scheduler(
                 Ready(
-                    epoch=begin.epoch, rank=hello.rank, incarnation=hello.incarnation, steps=steps
+                    epoch=epoch.number,
+                    rank=hello.rank,
+                    incarnation=hello.incarnation,
+                    steps=steps,
+                    kept_pages=self.memory.num_evictable,
                 )
             )
         ]
@@ -352,19 +380,21 @@ class EngineCore:
             try:
                 self.memory.check_integrity()
             except IntegrityError as error:
-                return self._fault(f"found when idle: {error}")
+                return self._fault(f"found when idle: {error}", distrust=True)
         return []
 
     def _stop(self, reason: str) -> None:
         """Leaves the epoch. Steps on the device go on; their StepDone is dropped by its epoch, and
         what they write is ordered before all that a later epoch computes."""
-        self._epoch = None
+        self._epoch = self._beginning = None
         self._reason = reason
 
-    def _fault(self, reason: str, orderly: bool = False) -> list[Send]:
-        """Leaves the epoch, and sends Fault."""
+    def _fault(self, reason: str, orderly: bool = False, distrust: bool = False) -> list[Send]:
+        """Leaves the epoch, and sends Fault. distrust: what is in the pages is unknown."""
         message = self._fault_message(reason, orderly)
         self._stop(reason)
+        if distrust and self.memory.chains is not None:
+            return [Send(LOCAL, "", DistrustPages()), message]
         return [message]
 
     def _fault_message(self, reason: str, orderly: bool) -> Send:
@@ -421,12 +451,11 @@ class EngineCore:
             gap = f"plan {plan.number} came where {epoch.expected} was expected"
             return self._fault(gap, orderly=self.hello.tp == 1)  # of several, others went on
         epoch.expected += 1
-        self._found = None  # its pages may go to requests from now on
         self._unchecked = True
         try:
             rows = self.memory.apply(plan)
         except (ProtocolError, IntegrityError) as error:
-            return self._fault(f"plan {plan.number}: {error}")
+            return self._fault(f"plan {plan.number}: {error}", distrust=True)
         if plan.releases:
             self._requests.drop_grammars(release.slot for release in plan.releases)
         for admit in plan.admits:
@@ -505,18 +534,21 @@ class EngineCore:
         waiting = next((one for one in epoch.in_flight if one.done is None), None)
         if waiting is None or waiting.rows.number != done.number:
             expected = "none" if waiting is None else str(waiting.rows.number)
-            return self._fault(f"step {done.number} ended where {expected} was expected")
+            reason = f"step {done.number} ended where {expected} was expected"
+            return self._fault(reason, distrust=True)
         counts, ids = unpack(done.counts), len(done.token_ids) // 4
         if (len(counts), ids) != (len(waiting.plan_rows), int(counts.sum())):
             return self._fault(
                 f"step {done.number} sampled {ids} ids and said it of {len(counts)} rows, "
-                f"where {len(waiting.plan_rows)} sample"
+                f"where {len(waiting.plan_rows)} sample",
+                distrust=True,
             )
         if any(not 0 <= row < len(counts) or counts[row] for row in done.refused):
-            return self._fault(f"step {done.number} refused rows that sampled, or that it has not")
+            reason = f"step {done.number} refused rows that sampled, or that it has not"
+            return self._fault(reason, distrust=True)
         trouble = _scores_error(waiting, counts, done)
         if trouble:
-            return self._fault(f"step {done.number} {trouble}")
+            return self._fault(f"step {done.number} {trouble}", distrust=True)
         self._totals["sampled_tokens_total"] += ids
         self._totals["bad_rows_total"] += len(done.bad) // 4
         self._totals["refused_rows_total"] += len(done.refused)

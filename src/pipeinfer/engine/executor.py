@@ -26,12 +26,15 @@ from pipeinfer.engine.core import (
     ClaimPages,
     Compile,
     Compute,
+    DistrustPages,
     FillPages,
+    FindPages,
     FoundPages,
     StepFailed,
 )
 from pipeinfer.engine.device import FailedEvent, StepEvent
 from pipeinfer.engine.profiling import Phases
+from pipeinfer.memory.page_directory import PageChains
 from pipeinfer.messages import Message
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.runtime.logs import DETAILS
@@ -224,6 +227,7 @@ class DeviceDriver:
     ) -> None:
         self._kept = kept
         self._directory = None if kept is None or kept.opened is None else kept.opened.directory
+        self._untouched = True  # no plan has given any page to a request
         self._begin = begin
         self._phases = phases
         self._prepare = prepare
@@ -239,8 +243,6 @@ class DeviceDriver:
         self._executor = self._begin(self._done, self._failed)
         if self._kept is not None and self._kept.opened is not None:
             self._kept.watch(asyncio.get_running_loop())
-            if len(self._kept.opened.found):
-                feed(FoundPages.of(self._kept.opened.found))
         if self._background is not None:
             self._background.start(self._quiet, lambda: feed(GraphDue()))
 
@@ -257,15 +259,36 @@ class DeviceDriver:
                 self._compute(message)
             case ClaimPages():
                 assert self._directory is not None
+                self._untouched = False
                 self._directory.invalidate(message.pages)
             case FillPages():
                 assert self._directory is not None
                 self._directory.validate(message.chains)
+            case DistrustPages():
+                assert self._directory is not None
+                self._directory.make_unusable()
+            case FindPages():
+                self._find_pages()
             case Capture():
                 assert self._background is not None
                 self._background.capture()
             case _:
                 raise TypeError(f"a device takes no {type(message).__name__}")
+
+    def _find_pages(self) -> None:
+        """Several ranks have agreed on what they found before any plan; what they have computed
+        since is not agreed on, and a new epoch of the same processes forgets it."""
+        assert self._kept is not None and self._directory is not None
+        opened = self._kept.opened
+        assert opened is not None
+        if not self._directory.belongs_to(self._kept.key):  # an error was found: begin anew
+            self._directory.begin(self._kept.key)
+            self._untouched = False
+        if opened.agreed is None:
+            found = self._directory.read().believed()
+        else:
+            found = opened.agreed if self._untouched else PageChains.none(self._directory.page_size)
+        self._feed_event(FoundPages.of(found))
 
     def _compile(self, message: Compile) -> None:
         loop = asyncio.get_running_loop()

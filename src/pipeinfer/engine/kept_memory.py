@@ -74,11 +74,13 @@ class KeptPool:
     memory: of the pool, zero where nobody wrote.
     directory: what its pages hold.
     found: pages that an earlier process left, and that are believed.
+    agreed: the same, if several ranks have agreed on them; None of a single rank.
     """
 
     memory: DeviceMemory
     directory: PageDirectory
     found: PageChains
+    agreed: PageChains | None = None
 
 
 class KeptMemory:
@@ -86,6 +88,7 @@ class KeptMemory:
     for another one is given back.
 
     losses: deaths of engines shortly before this one began.
+    key: what this process finds and leaves belongs to it (see model_key); b"" before `begin`.
     taken: names of what an engine before has left, and this one uses.
     opened: the pool of this process, once it is there.
     """
@@ -102,7 +105,7 @@ class KeptMemory:
             for entry, descriptor in zip(kept.entries, descriptors, strict=True)
         }
         self._kept: dict[str, tuple[Keep, int]] = {}
-        self._key = b""
+        self.key = b""
         self.taken: list[str] = []
         self.opened: KeptPool | None = None
         self._has_all = True
@@ -121,7 +124,7 @@ class KeptMemory:
 
     def begin(self, key: bytes) -> None:
         """What this process finds and leaves belongs to `key` (see model_key)."""
-        self._key = key
+        self.key = key
         self.discard(*(name for name, (entry, _) in self._found.items() if entry.key != key))
 
     def note(self, name: str) -> bytes | None:
@@ -138,7 +141,7 @@ class KeptMemory:
 
     def keep(self, name: str, kind: Kind, note: bytes, descriptor: int) -> None:
         """Leaves the memory of `descriptor`, which stays open as long as this process lives."""
-        self._kept[name] = Keep(name, kind, note, self._key), descriptor
+        self._kept[name] = Keep(name, kind, note, self.key), descriptor
         self._send(name)
 
     def discard(self, *names: str) -> None:
@@ -209,10 +212,10 @@ class KeptMemory:
             os.ftruncate(descriptor, length)
         directory = PageDirectory(memoryview(mmap.mmap(descriptor, length)), pages, page_size)
         found = PageChains.none(page_size)
-        if left and directory.belongs_to(self._key):
+        if left and directory.belongs_to(self.key):
             found = directory.read().believed()
         else:
-            directory.begin(self._key)
+            directory.begin(self.key)
         if not left:
             raw = msgspec.msgpack.encode(note)
             self.keep(POOL, "pages", raw, memory.descriptor)
@@ -250,11 +253,26 @@ class KeptMemory:
         loop.call_later(RECONNECT, self._reconnect, loop)
 
     def _reconnect(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Asks the next holder, which may take its time to start. Asked twice, it would give
+        everything to the first link, and wait for the end of this process."""
         if self._link is None:
             return
         try:
-            self._link = HolderLink(self._address, RECONNECT)
-            self._link.attach()
+            self._link = HolderLink(self._address)
+            self._link.ask()
+        except OSError:
+            loop.call_later(RECONNECT, self._reconnect, loop)
+        else:
+            loop.add_reader(self._link.fileno(), self._answered, loop)
+
+    def _answered(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._link is None:
+            return
+        loop.remove_reader(self._link.fileno())
+        try:
+            _, descriptors = self._link.answer()
+            for descriptor in descriptors:  # of a holder that kept them over
+                os.close(descriptor)
         except OSError:
             loop.call_later(RECONNECT, self._reconnect, loop)
         else:

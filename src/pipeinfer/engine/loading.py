@@ -562,8 +562,9 @@ def build_runner(
             found = opened.found
         if collectives is not None:
             found = found.agreed(pages, collectives.all_gather_host)
+            if kept is not None and kept.opened is not None:
+                kept.opened.agreed = found
         if kept is not None and kept.opened is not None and POOL in kept.taken:
-            kept.opened.found = found
             others, zero = unbelieved(pages, found.pages), kept.opened.memory.zero_pages
             machine.device.run(lambda: zero(runner.pool, others))
     if not settings.no_cuda_graph:

@@ -31,7 +31,13 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
-from pipeinfer.core import REQUEST_SECONDS, STEP_TOKENS, Histogram, read_histogram
+from pipeinfer.core import (
+    REQUEST_SECONDS,
+    STEP_TOKENS,
+    Histogram,
+    read_histogram,
+    takeover_seconds,
+)
 from pipeinfer.gateway.health import Health, StageStatus, kv_usage
 from pipeinfer.step_cost import NO_TARGETS, Targets
 
@@ -340,6 +346,7 @@ class _StageCollector(Collector):
             yield self._histogram(f"{name}_seconds", text, "scheduler", REQUEST_SECONDS)
         text = "Tokens that a step computed, of prompts and outputs together."
         yield self._histogram("step_tokens", text, "engine", STEP_TOKENS)
+        yield from self._takeovers()
 
     def _histogram(
         self, name: str, text: str, stage: str, bounds: Sequence[float]
@@ -351,6 +358,33 @@ class _StageCollector(Collector):
             if histogram is not None:
                 add_histogram(family, [str(row.group)], *histogram)
         return family
+
+    def _takeovers(self) -> Iterator[Metric]:
+        recomputed = CounterMetricFamily(
+            "pipeinfer_recomputed_tokens",
+            "Tokens computed again because the engine that had computed them was lost: of each "
+            "request that had gone on, those that the next engine did not find in kept pages.",
+            labels=["group"],
+        )
+        takeovers = CounterMetricFamily(
+            "pipeinfer_takeovers",
+            "Engines that went on with the requests of a lost one, until each had a token.",
+            labels=["group"],
+        )
+        seconds = GaugeMetricFamily(
+            "pipeinfer_takeover_seconds",
+            "The group's last takeover, phase after phase. restart: until the next engine spoke; "
+            "begin: until it had its pages and took plans; first_token: until a request had a "
+            "token; last_token: until all had one.",
+            labels=["group", "phase"],
+        )
+        for row in self._health.one_per_group("scheduler"):
+            group, stats = str(row.group), row.stats
+            recomputed.add_metric([group], stats.get("recomputed_tokens_total", 0.0))
+            takeovers.add_metric([group], stats.get("takeovers_total", 0.0))
+            for phase, took in takeover_seconds(stats).items():
+                seconds.add_metric([group, phase], took)
+        yield from (recomputed, takeovers, seconds)
 
     def _each_stage(self) -> Iterator[Metric]:
         up = GaugeMetricFamily(

@@ -127,9 +127,11 @@ class MemoryManager:
 
     def reset(self, found: PageChains | None = None) -> None:
         """An epoch begins: slots are empty, the digest is 0, and the cache has the pages `found`,
-        which are `PageChains.believed`; all others are free."""
+        which are `PageChains.believed`, from whichever epoch; all others are free."""
+        kept = _NONE if found is None else found.pages
         self._unverified += [
-            self.table.owned_pages(slot) for slot in np.flatnonzero(self.slots.active).tolist()
+            np.setdiff1d(self.table.owned_pages(slot), kept)
+            for slot in np.flatnonzero(self.slots.active).tolist()
         ]
         self.allocator.reset()
         self.cache.reset()

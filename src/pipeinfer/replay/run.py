@@ -103,6 +103,7 @@ def rebuild(
     rebuilt = Rebuilt(stage, warnings=warnings)
     if recording.header.name == "engine":
         _compare_device(recording, rebuilt)
+        _track_pages(recording, rebuilt)
     return rebuilt
 
 
@@ -169,6 +170,16 @@ def _engine_core(recording: LoadedTrace, settings: Settings) -> Stage:
     except KeyError as error:
         raise CannotReplay(USAGE, f"the header does not say the engine's {error}") from None
     return Stage(EngineCore(hello, f"scheduler-{header.group}", memory))
+
+
+def _track_pages(recording: LoadedTrace, rebuilt: Rebuilt) -> None:
+    """No memory outlives a replay's process, but the recording says which pages were found."""
+    from pipeinfer.memory.page_directory import ChainTracker
+
+    facts = recording.header.facts
+    if facts.get("keeps_pages"):
+        sizes = facts["pages"], facts["page_size"], facts["max_slots"]
+        rebuilt.stage.core.memory.chains = ChainTracker(*sizes)  # type: ignore[attr-defined]
 
 
 def _compare_device(recording: LoadedTrace, rebuilt: Rebuilt) -> None:

@@ -95,6 +95,10 @@ class EngineRole:
         self._hello = _replaced(_last(recording, Hello), incarnation=incarnation)
         self._scheduler = f"scheduler-{recording.header.group}"
         self._answers = _longest_epoch(recording)
+        recorded = {one.plan.epoch for one in self._answers}
+        messages = (entry.message for entry in recording.entries)
+        begun = [one for one in messages if isinstance(one, Ready) and one.epoch in recorded]
+        self._kept_pages = begun[-1].kept_pages if begun else 0  # by which the scheduler plans
         self._epoch: int | None = None
         self._next = 0
         self.finished = False
@@ -119,7 +123,10 @@ class EngineRole:
             self._say(
                 0.0,
                 Ready(
-                    epoch=begin.epoch, rank=self._hello.rank, incarnation=self._hello.incarnation
+                    epoch=begin.epoch,
+                    rank=self._hello.rank,
+                    incarnation=self._hello.incarnation,
+                    kept_pages=self._kept_pages,
                 ),
             )
         ]

@@ -335,7 +335,15 @@ class HolderLink:
     def attach(self) -> tuple[Attached, list[int]]:
         """What is kept, and its descriptors, which are the caller's; waits until the process that
         had it before has ended."""
+        self.ask()
+        return self.answer()
+
+    def ask(self) -> None:
+        """Asks for what is kept; `fileno` is readable when `answer` has come."""
         self._send(Attach())
+
+    def answer(self) -> tuple[Attached, list[int]]:
+        """What `attach` returns, after `ask`."""
         answer, descriptors = self._answer()
         assert isinstance(answer, Attached)
         for descriptor in descriptors:

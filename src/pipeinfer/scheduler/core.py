@@ -67,6 +67,7 @@ from pipeinfer.scheduler.planner import Planner, SchedulerOptions
 from pipeinfer.scheduler.recovery import (
     Outbox,
     RecoveryRecords,
+    TakeoverTimes,
     detokenizer_of,
     last_row,
     next_row,
@@ -99,7 +100,7 @@ class SchedulerCore:
         self._epochs = Epochs(options.tp, incarnation)
         self._live = LiveRequests()
         self._suspend_aware_clock = SuspendAwareClock()
-        self._now = 0.0
+        self._now = self._clock_time = 0.0  # the latter of the clock above
         self._drain_state: DrainState = "serving"
         recovering_stages = (*tokenizers, *detokenizers)
         self._roll_call = RollCall(f"scheduler-{group}", incarnation, recovering_stages)
@@ -107,6 +108,7 @@ class SchedulerCore:
             tokenizers, detokenizers, FORGET_FACTOR * options.host_loss, group
         )
         self._outbox = Outbox(group)
+        self._takeover = TakeoverTimes()
         self._prefill_times = Histogram()
         self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(FINISH_KINDS, 0))
 
@@ -129,6 +131,7 @@ class SchedulerCore:
         if isinstance(event, Tick):
             self._suspend_aware_clock.tick(now)
         self._now, clock_time = now, self._suspend_aware_clock.at(now)
+        self._clock_time = clock_time
         handler(self, event, clock_time)
         if self._roll_call.complete and self._drain_state != "left":
             self._publish_plans(clock_time)
@@ -179,12 +182,14 @@ class SchedulerCore:
             "orphans": self._records.orphans,
             "in_flight": len(steps),
             "deferred_total": steps.deferred,
+            "recomputed_tokens_total": steps.recomputed,
             "agreed_plans": self._engine.agreed_plans,
             "target_step_tokens": step_tokens,
             "target_prompt_rate": prompt_rate,
             **{f"{name}_total": count for name, count in self.counts.items()},
             **self._planner.queue_times.statistics("queue_seconds"),
             **self._prefill_times.statistics("prefill_seconds"),
+            **self._takeover.statistics(),
         }
 
     def idle(self) -> bool:
@@ -238,9 +243,8 @@ class SchedulerCore:
             self._drop(request, "handed_over")
 
     def _on_reset_cache(self, reset: ResetCache, _now: float) -> None:
-        """Work that comes later is admitted by the plan that resets, or by one behind it. Engines
-        of a next epoch may begin with pages that their predecessors left, so it also waits for
-        the first plan of one."""
+        """Work that comes later is admitted by the plan that resets, or by one behind it; without
+        an engine that is the first plan of the next one, which may begin with kept pages."""
         self._engine.slots.reset_cache()
         done = CacheReset(name=reset.name, gateway=reset.gateway, group=self.group)
         self._outbox.send("tokens", f"detokenizer-{reset.detokenizer}", done)
@@ -299,6 +303,7 @@ class SchedulerCore:
         self.counts[kind] += 1
         self._live.remove(request)
         self._planner.drop(request)
+        self._takeover.on_finished(request, self._clock_time)
 
     # -------------------------------------------------------------------------------- recovery
 
@@ -343,6 +348,7 @@ class SchedulerCore:
     def _on_hello(self, hello: Hello, now: float) -> None:
         if self._epochs.hello(hello):
             self._on_epoch_lost()
+        self._takeover.reached("restart", now)
         self._begin(now)
 
     def _begin(self, now: float) -> None:
@@ -358,7 +364,8 @@ class SchedulerCore:
             self._restart_ranks(str(error), now)
             return
         self._engine.begin()
-        self._planner.begin(self._epochs.shape, self._epochs.incarnations)
+        self._planner.begin(self._epochs.shape, self._epochs.incarnations, self._epochs.kept_pages)
+        self._takeover.reached("begin", now)
         self.counts["epochs"] += 1
         for request in list(self._live):
             self._fix_max_total(request)
@@ -428,6 +435,7 @@ class SchedulerCore:
 
     def _on_epoch_lost(self, blameless: bool = False) -> None:
         lost, flying = self._engine.on_epoch_lost()
+        self._takeover.begin(lost, self._clock_time)
         culprit = self._planner.on_epoch_lost(lost, flying, blameless)
         if culprit is not None:
             self._fail(culprit, "error", "the engine crashed repeatedly on this request")
@@ -498,6 +506,8 @@ class SchedulerCore:
         offset = len(request.outputs)
         finish, stop_token = request.append(tokens, logprobs)
         self._planner.clear(request)
+        if request.id in self._takeover.waiting:
+            self._takeover.on_token(request, self._clock_time)
         if request.known_ahead > 1 and finish is None:
             self._planner.on_known_ids(request)
         row = next_row(request, offset, finish, stop_token)

@@ -167,6 +167,7 @@ class Slots:
         self._free: list[int] = []
         self._releases: list[Release] = []
         self._resets = False
+        self._reset_plan: int | None = None  # that no engine has said to have applied
         # Share of the outputs they might have had that requests had lately.
         self._mean_output_fraction = 1.0
 
@@ -179,18 +180,21 @@ class Slots:
         """The epoch is over; returns the requests that held slots, in order of admission."""
         lost = list(self.running.values())
         for request in lost:
-            request.free_slot()
-            request.move("lost")
+            request.on_epoch_lost()
         self.running.clear()
         self.knowing_ahead.clear()
         self._releases.clear()
         self.released_pages = self.evicted = 0
+        if self._reset_plan is not None:  # the next engine may find what it should have forgotten
+            self._resets, self._reset_plan = True, None
         return lost
 
     def on_page_counts(self, counts: Admitted | Result) -> None:
         """The engine's pages, as reported after one of the plans; the latest plan's counts."""
         if self.credits.on_page_counts(counts.number, counts.free, counts.evictable):
             self.evicted = counts.evicted
+        if self._reset_plan is not None and counts.number > self._reset_plan:
+            self._reset_plan = None  # an engine writes its page directory after it has reported
 
     @property
     def free(self) -> int:
@@ -203,13 +207,16 @@ class Slots:
         return bool(self._releases) or self._resets
 
     def reset_cache(self) -> None:
-        """The next plan forgets cached prefixes that no request uses."""
+        """The next plan forgets cached prefixes that no request uses; of the next epoch, if none
+        runs, or if the engine is lost before it has applied the plan."""
         self._resets = True
 
-    def take_reset(self) -> bool:
-        """Whether the plan that is written now forgets cached prefixes, as `reset_cache` asked;
-        False until it is asked again."""
+    def take_reset(self, number: int) -> bool:
+        """Whether plan `number`, which is written now, forgets cached prefixes, as `reset_cache`
+        asked; False until it is asked again."""
         resets, self._resets = self._resets, False
+        if resets:
+            self._reset_plan = number
         return resets
 
     def remaining_steps(self, rows: Iterable[PlannedRow]) -> int:
@@ -342,6 +349,7 @@ class StepsInFlight:
         self._late_after = LATE_SECONDS
         self._newest = -1  # number of the last plan of this epoch
         self.deferred = 0  # rows, over all epochs
+        self.recomputed = 0  # tokens, over all epochs, that a lost engine had computed
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -398,6 +406,7 @@ class StepsInFlight:
                 request.first_cache_hit < 0
             ):  # also if it was taken back since: then its next hit is its own
                 request.first_cache_hit = cached
+            self.recomputed += request.take_recomputed(cached)
             if request.slot == slot and request.admission == admission:
                 projected_before, request.cache_hit = request.projected, cached
                 request.rebase(cached)

@@ -53,6 +53,7 @@ class Epochs:
         self.tp = tp
         self.epoch = first
         self.running = False
+        self.kept_pages = 0  # that the epoch began with, as a rank said; the ranks agree on them
         self.last_shape: Hello | None = None  # of the epoch that runs, or ran last
         self.reason = "no engine yet"
         self._hellos: dict[int, Hello] = {}
@@ -140,6 +141,7 @@ class Epochs:
         ):
             return False
         self._steps[ready.rank] = ready.steps
+        self.kept_pages = ready.kept_pages
         if len(self._steps) < self.tp:
             return False
         if len(set(self._steps.values())) > 1:

@@ -44,6 +44,7 @@ class Planner:
         self._options = options
         self._policy = policies.create(options.policy)
         self._max_tokens = 0  # tokens of a step, known when an epoch begins, as is the next
+        self._keeps_pages = False  # whether the epoch began with pages that were computed before it
         self._prefill_budget = PrefillBudget(0)
         self.prefill_allowed = (0, 0.0)
         self._queue = WaitingQueue(options.tp)
@@ -53,8 +54,10 @@ class Planner:
         )
         self._number = 0
 
-    def begin(self, shape: Hello, incarnations: Sequence[int]) -> None:
-        """An epoch begins, on engines of this `shape`, of which these are the processes."""
+    def begin(self, shape: Hello, incarnations: Sequence[int], kept_pages: int = 0) -> None:
+        """An epoch begins, on engines of this `shape`, of which these are the processes.
+        kept_pages: in their prefix cache already."""
+        self._keeps_pages = kept_pages > 0
         self._queue.begin(incarnations, self._options.prefix_block_size(shape.page_size))
         self._max_tokens = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
         step_tokens = self._options.mixed_step_tokens
@@ -70,10 +73,12 @@ class Planner:
     def on_epoch_lost(
         self, requests: Sequence[Request], flying: Sequence[Request], blameless: bool
     ) -> Request | None:
-        """The epoch is over: all `requests` had slots; those that were `flying` are suspects,
+        """The epoch is over: all `requests` had slots; those that were `flying` may have ended it,
         unless they are `blameless`. Returns a request that must fail because of it.
 
-        Every other one goes back to the queue with the tokens it has; suspects wait apart.
+        Every other one goes back to the queue with the tokens it has. After a first loss all do,
+        and resume together; those that were in flight at another loss before, and have had no
+        token since, are suspects, which wait apart.
         """
         candidates = [r for r in flying if r.phase == "lost" and not blameless]
         culprit = self._quarantine.on_epoch_lost(candidates)
@@ -135,7 +140,8 @@ class Planner:
         return len(self._quarantine)
 
     def lone_crashes(self, request: Request) -> int:
-        """Of engines that ran `request` alone; -1 if it is no suspect."""
+        """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
+        token since."""
         return self._quarantine.lone_crashes(request)
 
     def clear(self, request: Request) -> None:
@@ -169,6 +175,7 @@ class Planner:
             prefill_budget=self._prefill_budget,
             now=now,
             nothing_in_flight=not len(self._steps_in_flight),
+            keeps_pages=self._keeps_pages,
         )
         if not self._compose(composer):
             return None
@@ -268,7 +275,7 @@ class Planner:
             admits=admits,
             slots=slots,
             counts=counts,
-            reset=self._slots.take_reset(),
+            reset=self._slots.take_reset(number),
             extends=extends,
             cache_slots=prefix_sources,
         )
@@ -316,9 +323,11 @@ LONE_CRASHES = 3  # not the first: an engine may be killed from outside while a 
 
 
 class Quarantine:
-    """Requests whose step gave no result before an engine was lost, tried one at a time.
+    """Requests whose steps gave no result before two engines were lost, tried one at a time.
 
-    Requests that lost their slot without being suspects are resumed first (Planner._compose). Then
+    An engine may be lost for any reason, so a request is a suspect only when it was in flight at
+    two losses and had no token in between. Requests that lost their slot without being suspects are
+    resumed first (Planner._compose). Then
     each candidate runs alone until it has produced a token, which clears it. One that is alone in
     too many crashes is the culprit and fails by itself. under_test: the candidate that is tried
     now.
@@ -329,7 +338,8 @@ class Quarantine:
         self.under_test: Request | None = None
 
     def on_epoch_lost(self, requests: list[Request]) -> Request | None:
-        """The engine was lost while `requests` were in flight; returns one that must fail."""
+        """The engine was lost while `requests` were in flight; returns one that must fail. Those
+        that are no suspects stay "lost"."""
         culprit = None
         tested, self.under_test = self.under_test, None
         if tested in requests:
@@ -342,20 +352,24 @@ class Quarantine:
                 tested.move("quarantined")
             self._candidates.appendleft(tested)  # it had no step in flight: not its doing
         for request in requests:
-            request.move("quarantined")
-        self._candidates += requests
+            if request.lost_in_flight:
+                request.move("quarantined")
+                self._candidates.append(request)
+            request.lost_in_flight = True
         return culprit
 
     def add(self, request: Request, crashes: int) -> None:
         """Another group lost its engine to it, or to others; `crashes` with it alone."""
         request.move("quarantined")
+        request.lost_in_flight = True
         request.lone_crashes = crashes
         self._candidates.append(request)
 
     def lone_crashes(self, request: Request) -> int:
-        """Of engines that ran `request` alone; -1 if it is no suspect."""
-        suspected = request is self.under_test or request.phase == "quarantined"
-        return request.lone_crashes if suspected else -1
+        """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
+        token since. A group that takes it over tries it alone even after a first loss: its engine
+        serves others."""
+        return request.lone_crashes if request.lost_in_flight else -1
 
     def next(self) -> Request | None:
         """The request to run alone now; None without suspects."""
@@ -368,6 +382,7 @@ class Quarantine:
 
     def clear(self, request: Request) -> None:
         """`request` produced a token."""
+        request.lost_in_flight = False
         if request is self.under_test:
             request.lone_crashes = 0
             self.under_test = None

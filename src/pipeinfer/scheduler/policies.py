@@ -39,8 +39,10 @@ class StepComposer:
         prefill_budget: PrefillBudget,
         now: float = 0.0,
         nothing_in_flight: bool = False,
+        keeps_pages: bool = False,
     ) -> None:
-        """max_tokens: of the step. now: seconds, by the clock of Request.arrived_at."""
+        """max_tokens: of the step. now: seconds, by the clock of Request.arrived_at. keeps_pages:
+        the epoch began with pages that were computed before it."""
         self.rows: list[PlannedRow] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
@@ -53,6 +55,7 @@ class StepComposer:
         self._prefill_budget = prefill_budget
         self._now = now
         self._nothing_in_flight = nothing_in_flight
+        self._keeps_pages = keeps_pages
         self._prompts = [r for r in self._running if r.projected < r.known_len]  # half-computed
         between = self.pages.between
         self._reserved = sum([between(r.projected, r.known_len) for r in self._prompts])  # pages
@@ -208,13 +211,21 @@ class StepComposer:
         size = self.pages.page_size
         return request.prefix_tokens // size * size
 
+    def _expected_cache_hit(self, request: Request) -> int:
+        """Tokens that are probably in kept pages, so that many requests that lost their engine are
+        admitted in one step. Being wrong costs a short row, and no more than that."""
+        if not self._keeps_pages or request.score_from >= 0:
+            return 0
+        size = self.pages.page_size
+        return min(request.lost_tokens, request.length - 1) // size * size
+
     def _admit(self, request: Request) -> None:
-        request.admit(self._known_cache_hit(request))
+        request.admit(self._known_cache_hit(request), self._expected_cache_hit(request))
         self.admitted.append(request)
         self._free_slots -= 1
         pages = self.pages.between(request.cache_hit, request.known_len)
         self.pages.take(pages)
-        self._row(request, min(self._tokens_left, request.known_len - request.cache_hit))
+        self._row(request, min(self._tokens_left, request.known_len - request.projected))
 
     def _chunk(self, request: Request) -> None:
         count = min(self._tokens_left, request.known_len - request.projected)

@@ -1,18 +1,26 @@
 """What a scheduler keeps and sends so that a lost stage costs no request.
 
 RecoveryRecords: requests that it does not run, because they have ended or are not known yet.
+TakeoverTimes: how long requests waited for the engine after a lost one.
 Outbox: messages for detokenizers: openings, rows of new tokens, refusals, and all of it again.
 Knows requests and messages; no bus and no engine.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
 import msgspec
 
-from pipeinfer.core import RecentTable, Send
+from pipeinfer.core import (
+    TAKEOVER_PHASES,
+    RecentTable,
+    Send,
+    TakeoverPhase,
+    takeover_statistic,
+)
 from pipeinfer.messages import (
     Abort,
     Delivered,
@@ -169,6 +177,56 @@ class RecoveryRecords:
         return [
             Delivered(request_id=r.id, attempt=r.work.attempt, ids=b"", ended=True) for r in aged
         ]
+
+
+class TakeoverTimes:
+    """From the loss of an engine under requests to their next tokens, by core.TAKEOVER_PHASES.
+    Times are seconds of one clock.
+
+    count: takeovers in which all requests have gone on. waiting: ids of requests that have had no
+    token since the loss.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.waiting: set[str] = set()
+        self._seconds = dict.fromkeys(TAKEOVER_PHASES, 0.0)  # of the last one
+        self._next: deque[TakeoverPhase] = deque()  # phases that have not ended
+        self._since = 0.0
+
+    def begin(self, requests: Iterable[Request], now: float) -> None:
+        """An epoch was lost, and with it the slots of `requests`."""
+        if not self._next or self._next[0] != "restart":  # else no engine has come since
+            self._since = now
+        self.waiting.update(request.id for request in requests)
+        self._next.clear()
+        if self.waiting:
+            self._next.extend(TAKEOVER_PHASES)
+
+    def reached(self, phase: TakeoverPhase, now: float) -> None:
+        """The end of `phase`, if that is the one under way."""
+        if self._next and self._next[0] == phase:
+            self._next.popleft()
+            self._seconds[phase], self._since = now - self._since, now
+            self.count += phase == TAKEOVER_PHASES[-1]
+
+    def on_token(self, request: Request, now: float) -> None:
+        """One of `waiting` has a token."""
+        self.reached("first_token", now)
+        self.on_finished(request, now)
+
+    def on_finished(self, request: Request, now: float) -> None:
+        """`request` waits for nothing any more."""
+        if request.id in self.waiting:
+            self.waiting.remove(request.id)
+            if not self.waiting:
+                self.reached("last_token", now)
+                self._next.clear()
+
+    def statistics(self) -> dict[str, float]:
+        """How many, and the seconds of each phase of the last one."""
+        seconds = {takeover_statistic(phase): took for phase, took in self._seconds.items()}
+        return {"takeovers_total": self.count, **seconds}
 
 
 CONTEXT_TOKENS = 16  # of the prompt, so that the decoder knows what the first output follows

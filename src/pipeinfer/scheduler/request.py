@@ -44,8 +44,11 @@ class Request:
     first_cache_hit: tokens that the prefix cache had at its first admission, -1 until known.
         cache_hit: at its last admission.
     deferrals: steps in a row in which the engine had no page for it.
-    lone_crashes: of engines that ran it alone. bad_logits: its logits were not finite, so that
-        nobody may reuse what was computed of it.
+    lone_crashes: of engines that ran it alone. lost_in_flight: a step of it was in flight when an
+        engine was lost, and it has had no token since. bad_logits: its logits were not finite, so
+        that nobody may reuse what was computed of it.
+    lost_tokens: those that an engine had computed that was lost; 0 once another one has said how
+        many of them it found in kept pages.
     queued_tokens: those to be computed, as which it counts while it waits.
     prefix_source: the request that has computed its prompt, or, if shared_len is not 0, so many
         first tokens of it.
@@ -74,6 +77,8 @@ class Request:
     cache_hit: int = 0
     deferrals: int = 0
     lone_crashes: int = 0
+    lost_in_flight: bool = False
+    lost_tokens: int = 0
     queued_tokens: int = 0
     phase: Phase = "new"
     bad_logits: bool = False
@@ -208,12 +213,14 @@ class Request:
                 computed += 1
         self.projected = computed
 
-    def admit(self, hit: int = 0) -> None:
-        """It will be admitted with all its tokens; its slot is given when the plan is written. The
-        prefix cache should have `hit` of them, until the engine has said what it has."""
+    def admit(self, hit: int = 0, expected: int = 0) -> None:
+        """It will be admitted with all its tokens; its slot is given when the plan is written.
+        Until the engine has said what the prefix cache has, `hit` of them are counted on for pages,
+        and `expected` for the tokens of the next rows."""
         self.admission += 1
         self.admitted_len = self.known_len = self.length
-        self.computed = self.projected = self.cache_hit = hit
+        self.cache_hit = hit
+        self.computed = self.projected = max(hit, expected)
         self.deferrals = 0
         self.counts_in_flight.clear()
 
@@ -238,6 +245,7 @@ class Request:
             _fill(self.logprobs, len(self.outputs) * self.score_size)
             _fill(self.prompt_logprobs, self.prompt_len * self.prompt_score_size)
         self.first_cache_hit = 0
+        self.lost_tokens = self.length - 1 if self.outputs else 0
         self.arrival -= RESUMED
 
     def truncate(self, length: int) -> None:
@@ -283,6 +291,18 @@ class Request:
             if len(outputs) >= max_outputs:
                 return "length", None
         return None, None
+
+    def on_epoch_lost(self) -> None:
+        """Its slot went with the epoch, and what was computed of it may be lost."""
+        self.move("lost")
+        self.free_slot()
+        self.lost_tokens = max(self.lost_tokens, self.computed)
+
+    def take_recomputed(self, found: int) -> int:
+        """An engine that admits it has `found` tokens in its pages. Returns how many are computed
+        anew that a lost engine had computed; counted once."""
+        lost, self.lost_tokens = self.lost_tokens, 0
+        return max(lost - found, 0)
 
     def free_slot(self) -> None:
         """It has no slot any more; rows in flight still report."""

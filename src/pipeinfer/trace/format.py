@@ -299,7 +299,10 @@ LOCAL_OUT = {
         "pipeinfer.tokenizer.core:EncodeNext",
         "pipeinfer.tokenizer.core:ValidateGrammar",
     ),
-    "engine": ("pipeinfer.engine.core:Compile", "pipeinfer.engine.core:Capture"),
+    "engine": tuple(
+        f"pipeinfer.engine.core:{name}"
+        for name in ("Compile", "Capture", "DistrustPages", "FindPages")
+    ),
 }
 
 

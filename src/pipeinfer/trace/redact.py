@@ -195,7 +195,7 @@ UNCHANGED_MESSAGES = {
     "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
-    "EncodeNext", "ValidateGrammar",
+    "EncodeNext", "ValidateGrammar", "DistrustPages", "FindPages",
     "StepFailed", "Hangup", "StatusChanged", "StepNote", "PagesNote", "Unencoded",
     "Crash", "End",
 }  # fmt: skip

@@ -1,0 +1,265 @@
+"""`takeover`: an engine is killed (-9) under streams; what the next one computes again, and how
+long streams wait.
+
+Clients ask seeded questions again and again; each answer is compared with the first one, which
+nothing disturbed. Between two kills the memory holder is killed as well: its successor knows of no
+loss, so that every loss is a first one. Knows HTTP, /metrics and processes; no engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench import shapes
+from harness.server import ServerUnderTest
+from pipeinfer.bench.client import Endpoint
+from pipeinfer.bench.dataset import SampleRequest
+from pipeinfer.core import TAKEOVER_PHASES
+
+LOOK = 0.02  # seconds between two looks
+PATIENCE = 3600.0  # seconds until all streams go on
+HOLDER_SECONDS = 4.0  # for the next memory holder to start, and to get what the engine keeps
+VARIANTS = ("keep", "no-keep")
+MAX_BROKEN = 20  # promises; then it is over
+HOLDER_MODULE = "pipeinfer.runtime.memory_holder"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command; MODEL is a setting."""
+    add = parser.add_argument
+    add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
+    add("--streams", type=int, default=64)
+    add("--context", type=int, default=1000, help="tokens of each stream's prompt")
+    add("--tokens", type=int, default=400, help="of each answer")
+    add("--kills", type=int, default=10, help="of each variant, in each round")
+    add("--rounds", type=int, default=1, help="each starts a server of each variant, in turns")
+    add("--variants", default="keep", help=f"of {', '.join(VARIANTS)}; no-keep: --no-keep-memory")
+    add("--wait", type=float, default=3.0, metavar="S", help="before a kill, at most; drawn")
+    add("--seconds", type=float, default=float("inf"), help="no kill begins later")
+    add("--storm-seed", type=int, default=0)
+    add("--any-text", action="store_true", help="other texts are counted, and break no promise")
+
+
+def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics, and what was broken."""
+    with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
+        if options.config:
+            shapes.write_folder(Path(temporary), shapes.shape(options.config))
+            settings = {"load_format": "dummy", **settings, "model": temporary}
+        highest = shapes.highest_id(dict(settings))
+        source = random.Random(options.storm_seed)
+        clients = [
+            Client(number, [source.randint(0, highest) for _ in range(options.context)])
+            for number in range(options.streams)
+        ]
+        runs = {name: Run(options, clients, source) for name in options.variants.split(",")}
+        until = time.monotonic() + options.seconds
+        for _ in range(options.rounds):
+            for name, one in runs.items():
+                changed = {"no_keep_memory": True} if name == "no-keep" else {}
+                with ServerUnderTest({**settings, **changed}) as server:
+                    asyncio.run(one.serve(server, until))
+    return {
+        "streams": options.streams,
+        "context": options.context,
+        **{name: one.metrics() for name, one in runs.items()},
+        "broken": [f"{name}: {what}" for name, one in runs.items() for what in one.broken],
+    }
+
+
+@dataclass
+class Client:
+    """Asks one question again and again.
+
+    number: also its seed. prompt: token ids.
+    moved: when pieces came, in monotonic seconds. reference: its first answer.
+    """
+
+    number: int
+    prompt: list[int]
+    moved: list[float] = field(default_factory=list[float])
+    reference: str | None = None
+
+    async def ask(self, api: aiohttp.ClientSession, url: str, tokens: int) -> str:
+        """The text of one answer; RuntimeError for anything but a stream that ends well."""
+        extra = {"seed": self.number, "skip_special_tokens": False}
+        endpoint = Endpoint(url, temperature=0.8, include_usage=False, extra_body=extra)
+        body = endpoint.encode(SampleRequest(tokens, prompt_ids=self.prompt)).body
+        text, finish = "", None
+        async with api.post(endpoint.api_url, data=body, headers=endpoint.headers) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"status {answer.status}: {await answer.text()}")
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    data = msgspec.json.decode(line[len("data: ") :])
+                    if "error" in data:
+                        raise RuntimeError(str(data["error"]))
+                    for choice in data["choices"]:
+                        text += choice["text"]
+                        finish = choice["finish_reason"] or finish
+                        self.moved.append(time.monotonic())
+        if finish is None:
+            raise RuntimeError(f"a stream was cut after {len(text)} characters")
+        return text
+
+    def gap(self, since: float, until: float) -> float:
+        """Seconds of the longest pause between two pieces that touches this time."""
+        pairs = ((a, b) for a, b in pairwise(self.moved) if b > since and a < until)
+        return max((b - a for a, b in pairs), default=0.0)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """gap: seconds, the longest of any stream. recomputed: tokens of all streams together. phases:
+    seconds of each of TAKEOVER_PHASES."""
+
+    gap: float
+    recomputed: float
+    phases: dict[str, float]
+
+
+class Run:
+    """One variant: its kills so far, and promises that did not hold."""
+
+    def __init__(
+        self, options: argparse.Namespace, clients: Sequence[Client], source: random.Random
+    ) -> None:
+        self._options, self._clients, self._random = options, clients, source
+        self._url = ""
+        self._over = False
+        self._kills: list[Kill] = []
+        self._answers = self._other_texts = 0
+        self.broken: list[str] = []
+
+    async def serve(self, server: ServerUnderTest, until: float) -> None:
+        """Kills the engine of `server` again and again under streams; none after `until`."""
+        self._url, self._over = server.url, False
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as api:
+            if self._clients[0].reference is None:
+                await asyncio.gather(*(self._first(client, api) for client in self._clients))
+            streams = [asyncio.create_task(self._stream(one, api)) for one in self._clients]
+            try:
+                for number in range(self._options.kills):
+                    if time.monotonic() > until or len(self.broken) >= MAX_BROKEN:
+                        break
+                    await self._kill(server, api, first=not number)
+            finally:
+                self._over = True
+                for stream in streams:
+                    stream.cancel()
+                await asyncio.gather(*streams, return_exceptions=True)
+
+    async def _first(self, client: Client, api: aiohttp.ClientSession) -> None:
+        client.reference = await client.ask(api, self._url, self._options.tokens)
+
+    async def _stream(self, client: Client, api: aiohttp.ClientSession) -> None:
+        while not self._over:
+            try:
+                text = await client.ask(api, self._url, self._options.tokens)
+            except (OSError, RuntimeError, aiohttp.ClientError) as error:
+                self.broken.append(f"client {client.number}: {error!r}")
+                return
+            self._answers += 1
+            if text != client.reference:
+                self._other_texts += 1
+                if not self._options.any_text:
+                    self.broken.append(f"client {client.number} got another text")
+
+    async def _kill(self, server: ServerUnderTest, api: aiohttp.ClientSession, first: bool) -> None:
+        """One kill, when all streams run, and what came of it. first: of this server."""
+        await self._all_move(time.monotonic())
+        if not first:
+            forget_losses(server.process.pid)
+            await asyncio.sleep(HOLDER_SECONDS)
+        await asyncio.sleep(self._random.random() * self._options.wait)
+        before = await self._metrics(api)
+        at = time.monotonic()
+        os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
+        count = "pipeinfer_takeovers_total"
+        await self._all_move(at)
+        deadline = time.monotonic() + PATIENCE
+        while (after := await self._metrics(api))[count] <= before[count]:
+            if time.monotonic() > deadline:
+                raise TimeoutError("no takeover was counted")
+            await asyncio.sleep(0.2)
+        name = "pipeinfer_recomputed_tokens_total"
+        end = time.monotonic()
+        kill = Kill(
+            max(client.gap(at, end) for client in self._clients),
+            after[name] - before[name],
+            {phase: after[f"pipeinfer_takeover_seconds/{phase}"] for phase in TAKEOVER_PHASES},
+        )
+        self._kills.append(kill)
+        print(f"{len(self._kills)}: {kill}", flush=True)
+
+    async def _all_move(self, since: float) -> None:
+        """Returns when every stream has moved since."""
+        deadline = time.monotonic() + PATIENCE
+        while any(not one.moved or one.moved[-1] <= since for one in self._clients):
+            if time.monotonic() > deadline:
+                raise TimeoutError("a stream stands still")
+            await asyncio.sleep(LOOK)
+
+    async def _metrics(self, api: aiohttp.ClientSession) -> dict[str, float]:
+        """By name, of all groups; of a takeover's phases by name/phase."""
+        async with api.get(f"{self._url}/metrics") as answer:
+            text = await answer.text()
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                phase = sample.labels.get("phase")
+                key = sample.name if phase is None else f"{sample.name}/{phase}"
+                found[key] = found.get(key, 0.0) + sample.value
+        return found
+
+    def metrics(self) -> dict[str, Any]:
+        """recomputed: tokens of all streams, by kill."""
+        gaps = [kill.gap for kill in self._kills]
+        return {
+            "kills": len(self._kills),
+            "answers": self._answers,
+            "other_texts": self._other_texts,
+            "gap_seconds": _spread(gaps),
+            "recomputed": _spread([kill.recomputed for kill in self._kills]),
+            "recomputed_of_a_stream": _spread(
+                [kill.recomputed / len(self._clients) for kill in self._kills]
+            ),
+            **{
+                f"{phase}_seconds": _spread([kill.phases[phase] for kill in self._kills])
+                for phase in TAKEOVER_PHASES
+            },
+        }
+
+
+def forget_losses(supervisor: int) -> None:
+    """Kills the memory holders of a server whose supervisor is process `supervisor`. It starts new
+    ones, to which the engines give what they keep, and which know of no loss."""
+    for child in psutil.Process(supervisor).children():
+        if HOLDER_MODULE in child.cmdline():
+            child.kill()
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    middle = statistics.median(values)
+    return {"min": min(values), "p50": round(middle, 3), "max": round(max(values), 3)}
