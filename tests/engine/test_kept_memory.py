@@ -127,8 +127,8 @@ async def test_a_holder_that_starts_late_still_gets_what_the_engine_keeps(monkey
     thread = threading.Thread(target=first.run)
     thread.start()
     kept = KeptMemory(where)
-    kept.key = b"model"
-    kept.open(PAGES, SIZE, PAGES * PAGE_BYTES)
+    kept.begin(b"model")
+    kept.open(PAGES, SIZE, PAGES * PAGE_BYTES, HostMemory)
     kept.watch(asyncio.get_running_loop())
     first.stop()
     thread.join()
