@@ -285,11 +285,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "largest decode step that is a CUDA graph; 0: none",
         "With the backend `hybrid`, steps with prompts are graphs, too. No effect on a CPU.")] = 256
     no_keep_memory: Annotated[bool, about("",
-        "let pages of keys and values end with their engine",
-        "Without this flag they outlive an engine that is killed or swapped, on a CPU and with "
-        "`--tp 1`: its successor computes again what the last steps computed, and nothing else. "
-        "Prompts stay in memory as long as the server runs either way.",
-        unset="pages outlive their engine")] = False
+        "let pages of keys and values, and a GPU's weights, end with their engine",
+        "Without this flag they outlive an engine that is killed or swapped: its successor "
+        "computes again what the last steps computed, and nothing else. Quantized weights do not "
+        "outlive it yet. Prompts stay in memory as long as the server runs either way.",
+        unset="pages and weights outlive their engine")] = False
     no_cuda_graph: Annotated[bool, about("", "launch every step kernel by kernel",
         "No effect on a CPU.", unset="CUDA graphs are used")] = False
     all_graphs_first: Annotated[bool, about("",

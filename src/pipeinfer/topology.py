@@ -5,9 +5,9 @@ containers get them from an orchestrator. A stage has one address. A stage binds
 whose addresses follow from the stage's:
 
 - inbox (PULL): every stage.
-- telemetry: every stage.
+- telemetry (PUB): every stage.
 - plan (PUB): a scheduler.
-- group (REP): rank 0 of a group of several ranks, where the ranks meet.
+- group (REP): rank 0, if its group has several ranks, which meet there.
 
 With `tcp` the sockets take four ports in a row, with `ipc` and `inproc` four names. This module
 opens no socket and reads no key. docs/topology.md has the file's format.

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoints import make_checkpoint
 from pipeinfer.engine.device_memory import HostMemory
 from pipeinfer.engine.kept_memory import KeptMemory, model_key, unbelieved
 from pipeinfer.memory.kv_pool import KVPool
@@ -39,6 +40,21 @@ print("written", flush=True)
 sys.stdin.read()
 if sys.argv[2:]:
     kept.close()
+"""
+
+
+FP8_ENGINE = """
+import sys
+from pathlib import Path
+from pipeinfer.engine.kept_memory import KeptMemory
+from pipeinfer.engine.loading import load_engine
+from pipeinfer.settings import Settings
+kept = KeptMemory(sys.argv[1])
+settings = Settings(kv_pages=16, max_running=2, kv_cache_dtype="fp8_e4m3", threads=1)
+engine = load_engine(settings, Path(sys.argv[2]), kept=kept)
+centers = [one for one in engine.runner.pool.key_centers if one is not None]
+print(sorted(kept.taken), len(centers), float(sum(one.abs().sum() for one in centers)), flush=True)
+sys.stdin.read()
 """
 
 
@@ -100,6 +116,22 @@ def test_a_pool_that_was_made_for_something_else_is_not_taken(address, key, page
     pool = kept.open(pages, SIZE, pages * PAGE_BYTES, HostMemory)
     assert not len(pool.found) and not pool.memory.array.any()
     kept.close()
+
+
+def test_pages_in_fp8_are_left_with_what_their_keys_are_stored_less(address, tmp_path):
+    make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    lines = []
+    for _ in range(2):
+        engine = subprocess.Popen(
+            [sys.executable, "-c", FP8_ENGINE, address, str(tmp_path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        lines.append(engine.stdout.readline())
+        engine.send_signal(signal.SIGKILL)
+        engine.communicate()
+    first, second = (line.split("] ") for line in lines)
+    assert first[0] == "[" and second[0] == "['directory', 'key centers', 'pool'"
+    assert first[1] == second[1] and not first[1].startswith("0 ")
 
 
 def test_an_engine_that_saw_a_fault_leaves_nothing_to_believe(address):

@@ -223,13 +223,24 @@ def test_refusal_and_error_reach_the_client_and_need_no_abort() -> None:
     harness.do(Call("r", PARAMS, text="x"))
     assert harness.do(Refused("r", 0, 0, 400, "of another attempt")) == []
     failed, done = harness.do(Refused("r", 1, 0, 400, "too long", "prompt", "code"))
-    assert failed.message == Failed("r", 400, "too long", "prompt", "code")
+    assert failed.message == Failed("r", 400, "too long", "prompt", "code", never_ran=True)
     assert done == Send("requests", "tokenizer-0", Done(("r",)))
     harness.running("r")
     failed, done = harness.do(Text((TextRow("r", 1, "", 0, 0, b"", "error", error="boom"),)))
     assert failed.message == Failed("r", 500, "boom", None, "request_failed")
     assert done.message == Done(("r",))
     assert harness.core.idle()
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"), [(400, "refused"), (503, "refused"), (500, "error")]
+)
+def test_what_never_ran_is_refused_and_no_error(status: int, outcome: str) -> None:
+    harness = Harness()
+    harness.do(Call("r", PARAMS, text="x"))
+    failed, _ = harness.do(Refused("r", 1, 0, status, "why"))
+    assert isinstance(failed.message, Failed) and failed.message.outcome == outcome
+    assert Failed("r", 503, "its host is lost", code="host_lost").outcome == "error"
 
 
 def test_text_that_comes_together_with_an_error_is_delivered_before_it() -> None:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import mmap
 import os
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POOL, DIRECTORY, STEP_COST = "pool", "directory", "step cost"
+POOL, DIRECTORY, KEY_CENTERS, STEP_COST = "pool", "directory", "key centers", "step cost"
 HOLDER_TIMEOUT = 60.0  # seconds that the process before may take to end
 RECONNECT = 1.0  # seconds between two attempts to reach a holder that has ended
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights, evenly spaced
@@ -127,6 +127,11 @@ class KeptMemory:
         self.key = key
         self.discard(*(name for name, (entry, _) in self._found.items() if entry.key != key))
 
+    @property
+    def left(self) -> Set[str]:
+        """Names of what was left and is not taken."""
+        return self._found.keys()
+
     def note(self, name: str) -> bytes | None:
         """Of what was left under that name; None: nothing was."""
         return self._found[name][0].note if name in self._found else None
@@ -167,7 +172,7 @@ class KeptMemory:
     def read(self, name: str, note: bytes) -> bytes | None:
         """What `write` left under that name, with that note."""
         if self.note(name) != note:
-            self.discard(*({name} & self._found.keys()))
+            self.discard(*({name} & self.left))
             return None
         descriptor = self.take(name)
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
@@ -184,7 +189,7 @@ class KeptMemory:
         note = self._found_note()
         if note is not None and note.page_size == page_size and wanted in (0, note.pages):
             return note.pages
-        self.discard(*({POOL, DIRECTORY} & self._found.keys()))
+        self.discard(*({POOL, DIRECTORY} & self.left))
         return 0
 
     def _found_note(self) -> PoolNote | None:
@@ -202,7 +207,7 @@ class KeptMemory:
         note = PoolNote(pages, page_size, size)
         left = self._found_note() == note
         if not left:
-            self.discard(*({POOL, DIRECTORY} & self._found.keys()))
+            self.discard(*({POOL, DIRECTORY} & self.left))
         memory = allocate(size, self.take(POOL) if left else None)
         length = directory_bytes(pages, page_size)
         if left:

@@ -100,7 +100,7 @@ class FusedStore:
         self._rotate_and_store = rotate_and_store
 
     def __call__(self, layer: int, heads: LayerQKV, slot_mapping: torch.Tensor) -> Stored:
-        """See Store. AttentionHeads that are ready are stored by torch operations."""
+        """See Store. A LayerQKV whose heads are ready is stored by torch operations."""
         merged, pool = heads.merged, self._pool
         if merged is None:
             return store_valid(pool, layer, heads, slot_mapping)

@@ -25,6 +25,7 @@ from pipeinfer.distributed.collectives import TorchCollectives
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kept_memory import (
     DIRECTORY,
+    KEY_CENTERS,
     POOL,
     STEP_COST,
     KeptMemory,
@@ -536,7 +537,7 @@ def build_runner(
     with start.phase("attention"):
         backend = registry.create(shape.attention, layers, machine.where)
 
-    key_centers = _key_centers(model, shape, machine)
+    key_centers = _key_centers(model, shape, machine, collectives, kept)
 
     def pool(pages: int, memory: torch.Tensor | None = None) -> KVPool:
         size = (pages, shape.page_size)
@@ -615,11 +616,39 @@ def _measure(
 
 
 def _key_centers(
-    model: LanguageModel, shape: EngineShape, machine: Machine
+    model: LanguageModel,
+    shape: EngineShape,
+    machine: Machine,
+    collectives: TorchCollectives | None,
+    kept: KeptMemory | None,
 ) -> tuple[KeyCenter, ...] | None:
-    """What each layer's keys are stored less, if pages hold e4m3."""
+    """What each layer's keys are stored less, if pages hold e4m3. Pages that were left are of use
+    with the centers that they were stored with, and with no others."""
     if shape.scales is None:
         return None
+    raw = None if kept is None else kept.read(KEY_CENTERS, b"")
+    least = int if collectives is None else collectives.all_reduce_min
+    if least(raw is not None):
+        stored = msgspec.msgpack.decode(raw or b"", type=list[bytes | None])
+        return tuple(
+            None
+            if one is None
+            else torch.frombuffer(bytearray(one), dtype=torch.float32)
+            .view(layer.num_kv_heads, layer.head_dim)
+            .to(machine.where)
+            for one, layer in zip(stored, model.attention_shapes(), strict=True)
+        )
+    centers = _find_key_centers(model, shape, machine)
+    if kept is not None:
+        kept.discard(*({POOL, DIRECTORY} & kept.left))
+        numbers = [None if one is None else one.cpu().numpy().tobytes() for one in centers]
+        kept.write(KEY_CENTERS, "pages", b"", msgspec.msgpack.encode(numbers))
+    return centers
+
+
+def _find_key_centers(
+    model: LanguageModel, shape: EngineShape, machine: Machine
+) -> tuple[KeyCenter, ...]:
     found: list[tuple[KeyCenter, ...]] = []
     machine.device.run(
         lambda: found.append(find_key_centers(model, shape.max_model_len, machine.where))

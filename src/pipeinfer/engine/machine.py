@@ -470,7 +470,7 @@ class GpuKind:
 
     @property
     def int4_weights(self) -> str:
-        """In which format FP8 weights are computed: their own, or plain."""
+        """In which format 4-bit weights are computed: their own, or plain."""
         return YES if self.shared_bytes >= MIN_SHARED_MEMORY_BYTES else PLAIN
 
     @property
@@ -480,7 +480,7 @@ class GpuKind:
         return ", ".join(names)
 
     def cells(self) -> tuple[str, ...]:
-        """A row of the table, under HEAD."""
+        """A row of the table, under TABLE_HEAD."""
         groups: dict[tuple[int, ...], list[str]] = {}
         for name, dims in self.backends.items():
             groups.setdefault(dims, []).append(name)

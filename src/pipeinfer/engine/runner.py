@@ -496,14 +496,12 @@ class Runner:
         """
         if not self._backend.traits.captures_decode:
             return
-        largest, frame = (
-            self.largest,
-            calibrate.PageGeometry(self.largest.pages, self.pool.page_size),
-        )
+        largest = self.largest
+        geometry = calibrate.PageGeometry(largest.pages, self.pool.page_size)
         cost = known or calibrate.measured(
             self._graphs,
             (largest.rows, largest.tokens),
-            frame,
+            geometry,
             self.pool.num_pages,
             self._replayed,
             self._seconds,

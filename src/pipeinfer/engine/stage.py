@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeinfer.distributed.collectives import TorchCollectives
     from pipeinfer.engine.executor import DeviceDriver
     from pipeinfer.engine.kept_memory import KeptMemory
-    from pipeinfer.engine.loading import EngineChoices, LoadedEngine
+    from pipeinfer.engine.loading import LoadedEngine
     from pipeinfer.engine.masks import Masks
     from pipeinfer.engine.profiling import StepProfile
     from pipeinfer.memory.prefix_cache import PrefixCache
@@ -71,7 +71,7 @@ def build(context: StageContext) -> Stage:
     state = "loading"
     with start.phase("ranks"):
         collectives = _collectives(context, choices.device, ordinal)
-    kept = _kept_memory(settings, choices)
+    kept = _kept_memory(settings)
     loaded = load_engine(
         settings, folder, start.read, identity.rank, start, collectives, choices, kept
     )
@@ -119,13 +119,11 @@ def build(context: StageContext) -> Stage:
     )
 
 
-def _kept_memory(settings: Settings, choices: EngineChoices) -> KeptMemory | None:
-    """Where memory outlives this process: with pages as the model computes them."""
+def _kept_memory(settings: Settings) -> KeptMemory | None:
+    """Where memory outlives this process."""
     from pipeinfer.engine.kept_memory import KeptMemory
 
-    if choices.kv_scales is not None or not keeps_memory(settings):
-        return None
-    return KeptMemory.from_environment(os.environ)
+    return KeptMemory.from_environment(os.environ) if keeps_memory(settings) else None
 
 
 def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:

@@ -260,7 +260,13 @@ class GatewayCore:
         self._complete(record, now)
         retry = RETRY_SOON if refused.status in (429, 503) else 0
         failed = Failed(
-            refused.request_id, refused.status, refused.message, refused.param, refused.code, retry
+            request_id=refused.request_id,
+            status=refused.status,
+            message=refused.message,
+            param=refused.param,
+            code=refused.code,
+            retry_after=retry,
+            never_ran=True,
         )
         return [local(failed)]
 

@@ -145,13 +145,15 @@ class Failed(Message, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after: int = 0
+    never_ran: bool = False
 
     @property
     def outcome(self) -> str:
         """Its label in metrics: "abort", "refused" (it never ran) or "error"."""
         if self.status == 408:
             return "abort"
-        refused = self.status < 500 or self.code in ("starting", "draining")
+        busy = self.never_ran and self.status == 503
+        refused = self.status < 500 or busy or self.code in ("starting", "draining")
         return "refused" if refused else "error"
 
 

@@ -56,7 +56,7 @@ class Rope:
         device: torch.device,
         max_positions: int,
     ) -> None:
-        """`longest`: positions that the table has."""
+        """`max_positions`: that the table has."""
         self._config = config
         self._dtype = dtype
         self._max_positions = max_positions
@@ -76,7 +76,7 @@ class Rope:
 
     @cached_property
     def cos_sin_table(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin float32 [longest, head_dim / 2]: megabytes, which stay."""
+        """cos, sin float32 [max_positions, head_dim / 2]: megabytes, which stay."""
         cos, sin = self._cos_sin(torch.arange(self._max_positions, device=self._inverse.device))
         return cos[:, 0], sin[:, 0]
 
@@ -194,7 +194,7 @@ class LayerQKV(Protocol):
 
 
 class RotatedQKV(NamedTuple):
-    """`LayerHeads` that their model has split, normed and rotated."""
+    """`LayerQKV` that their model has split, normed and rotated."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -206,7 +206,7 @@ class RotatedQKV(NamedTuple):
         return None
 
     def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See LayerHeads."""
+        """See LayerQKV."""
         return self.queries, self.keys, self.values
 
 

@@ -1,7 +1,7 @@
 """The span observers: what the messages of each kind of stage say of its requests.
 
     stage        a span lasts
-    gateway      from a client's Call to the Delta or Failed that ends the choice
+    gateway      from a client's Call to the OutputDelta or Failed that ends the choice
     tokenizer    from Submit until the request is passed on
     scheduler    from Work to the request's last row
     engine       from Admit to Release

@@ -1,8 +1,8 @@
 """Starts the stages of one host as child processes, starts again what dies, and swaps stages.
 
 Knows processes and when they are ready, no request: that none is lost is the stages' own doing
-(events.Leave, and recovery from their neighbours). All ranks of a group go down together, because a
-rank that tasks inside a collective cannot be talked to.
+(core.Leave, and recovery from their neighbours). All ranks of a group go down together, because a
+rank that hangs inside a collective cannot be talked to.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class EngineState:
         return self._agreement.compared
 
     def begin(self) -> None:
-        """A new epoch: all memories are empty."""
+        """A new epoch: no plan was compared yet."""
         self._agreement.begin()
 
     def on_admitted(self, admitted: Admitted) -> None:

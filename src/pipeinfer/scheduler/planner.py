@@ -49,7 +49,7 @@ class Planner:
         self.prefill_allowed = (0, 0.0)
         self._queue = WaitingQueue(options.tp)
         self._quarantine = Quarantine()
-        self._last_without_candidate = (
+        self._last_was_for_others = (
             False  # whether the last step was one of those who are no suspects
         )
         self._number = 0
@@ -80,8 +80,8 @@ class Planner:
         and resume together; those that were in flight at another loss before, and have had no
         token since, are suspects, which wait apart.
         """
-        candidates = [r for r in flying if r.phase == "lost" and not blameless]
-        culprit = self._quarantine.on_epoch_lost(candidates)
+        suspects = [r for r in flying if r.phase == "lost" and not blameless]
+        culprit = self._quarantine.on_epoch_lost(suspects)
         for request in requests:
             # The one that was being tried may have had a slot and no part in the last step.
             if request is not culprit and request.phase == "lost":
@@ -205,35 +205,35 @@ class Planner:
         if self._quarantine.under_test or (
             self._quarantine and (head is None or not head.admission)
         ):
-            candidate = self._quarantine.next()
-            if candidate is not None and not self._waits_for_grammar(candidate):
+            suspect = self._quarantine.next()
+            if suspect is not None and not self._waits_for_grammar(suspect):
                 if len(self._steps_in_flight):
                     return False  # it runs alone, at depth 1
-                self._compose_under_test(candidate, composer)
+                self._compose_under_test(suspect, composer)
                 return True
         self._compose_all(composer)
         return True
 
-    def _waits_for_grammar(self, candidate: Request) -> bool:
+    def _waits_for_grammar(self, suspect: Request) -> bool:
         """Whether engines have still to compile its grammar, which they are asked for; the others
         go on meanwhile."""
         grammars = self._queue.grammars
-        return candidate.phase == "quarantined" and not grammars.ensure_grammar(candidate)
+        return suspect.phase == "quarantined" and not grammars.ensure_grammar(suspect)
 
-    def _compose_under_test(self, candidate: Request, composer: StepComposer) -> None:
+    def _compose_under_test(self, suspect: Request, composer: StepComposer) -> None:
         """The suspect alone, in turn with those who run: they do not wait for its prompt.
 
         When pages run short it comes first, and those who hold them have to give way.
         """
         short = any(request.deferrals for request in self._slots.running.values())
-        self._last_without_candidate = not (self._last_without_candidate or short)
-        if candidate.deferrals:
-            composer.preempt_for(candidate)
-        if self._last_without_candidate:
-            composer.leave_out(candidate)
+        self._last_was_for_others = not (self._last_was_for_others or short)
+        if suspect.deferrals:
+            composer.preempt_for(suspect)
+        if self._last_was_for_others:
+            composer.leave_out(suspect)
             self._compose_all(composer)
         if not composer.rows:
-            composer.run_alone(candidate)
+            composer.run_alone(suspect)
 
     def _compose_all(self, composer: StepComposer) -> None:
         """A step of all that run, as the policy likes it."""
@@ -328,13 +328,13 @@ class Quarantine:
     An engine may be lost for any reason, so a request is a suspect only when it was in flight at
     two losses and had no token in between. Requests that lost their slot without being suspects are
     resumed first (Planner._compose). Then
-    each candidate runs alone until it has produced a token, which clears it. One that is alone in
-    too many crashes is the culprit and fails by itself. under_test: the candidate that is tried
+    each suspect runs alone until it has produced a token, which clears it. One that is alone in
+    too many crashes is the culprit and fails by itself. under_test: the suspect that is tried
     now.
     """
 
     def __init__(self) -> None:
-        self._candidates: deque[Request] = deque()
+        self._suspects: deque[Request] = deque()
         self.under_test: Request | None = None
 
     def on_epoch_lost(self, requests: list[Request]) -> Request | None:
@@ -350,11 +350,11 @@ class Quarantine:
         elif tested is not None and tested.phase != "finished":
             if tested.phase == "lost":
                 tested.move("quarantined")
-            self._candidates.appendleft(tested)  # it had no step in flight: not its doing
+            self._suspects.appendleft(tested)  # it had no step in flight: not its doing
         for request in requests:
             if request.lost_in_flight:
                 request.move("quarantined")
-                self._candidates.append(request)
+                self._suspects.append(request)
             request.lost_in_flight = True
         return culprit
 
@@ -363,7 +363,7 @@ class Quarantine:
         request.move("quarantined")
         request.lost_in_flight = True
         request.lone_crashes = crashes
-        self._candidates.append(request)
+        self._suspects.append(request)
 
     def lone_crashes(self, request: Request) -> int:
         """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
@@ -374,10 +374,10 @@ class Quarantine:
     def next(self) -> Request | None:
         """The request to run alone now; None without suspects."""
         while self.under_test is None or self.under_test.phase == "finished":
-            if not self._candidates:
+            if not self._suspects:
                 self.under_test = None
                 return None
-            self.under_test = self._candidates.popleft()
+            self.under_test = self._suspects.popleft()
         return self.under_test
 
     def clear(self, request: Request) -> None:
@@ -389,7 +389,7 @@ class Quarantine:
 
     def remove(self, request: Request) -> None:
         """`request` is over: it is no suspect any more."""
-        self._candidates = deque(one for one in self._candidates if one is not request)
+        self._suspects = deque(one for one in self._suspects if one is not request)
 
     def __len__(self) -> int:
-        return len(self._candidates) + (self.under_test is not None)
+        return len(self._suspects) + (self.under_test is not None)
