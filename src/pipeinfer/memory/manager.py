@@ -204,7 +204,7 @@ class MemoryManager:
             self._release(release, plan.number)
         self._cache_finished_prompts(plan.number)
         # Prompts that are half computed, and whose prefix a request of this plan will match.
-        for slot in _ids(plan.cache_slots, f"shares of plan {plan.number}").tolist():
+        for slot in _ids(plan.cache_slots, f"cache_slots of plan {plan.number}").tolist():
             self._cache_unfinished_prompt(slot, plan.number)
         if plan.reset:  # of the prefix cache
             self._evict(self.num_evictable)
