@@ -377,7 +377,7 @@ def test_given_generation_defaults_have_the_names_of_sampling_parameters() -> No
 
 
 def test_reading_a_configuration_imports_no_torch() -> None:
-    modules = "config", "rope", "source", "quantization", "files"
+    modules = "config", "source", "quantization", "files"
     imports = ";".join(f"import pipeinfer.checkpoint.{module}" for module in modules)
     check = "import sys; assert not {'torch', 'transformers'} & set(sys.modules), 'imported'"
     subprocess.run([sys.executable, "-c", f"{imports};{check}"], check=True, timeout=60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from model_engine import Panic
 from test_scheduler_core import pipeline
@@ -80,3 +82,15 @@ def test_who_is_asked_nothing_has_nothing_to_say():
     p.deliver()
     p.deliver()
     assert plans(p, 60) == []
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_epoch_that_ends_for_nobodys_fault_blames_nobody_of_several_ranks_either(
+    tp: int, monkeypatch
+):
+    p = running()
+    p.core.options = replace(p.core.options, tp=tp)
+    heard: list[bool] = []
+    monkeypatch.setattr(p.core._planner, "on_epoch_lost", lambda *lost: heard.append(lost[2]))
+    p.core._end_epoch("a result is lost", 1.0, blameless=True)
+    assert heard == [True]

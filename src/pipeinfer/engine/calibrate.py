@@ -268,6 +268,26 @@ def dummy_step(
     )
 
 
+def page_step(ids: np.ndarray, pages: np.ndarray, start: int) -> Step:
+    """Computes `ids` int32 [n] at positions start .. start + n - 1 of the pages `pages` int32, in
+    the first slot. What it samples is nobody's."""
+    usual, slot = filled(1, **USUAL), np.zeros(1, dtype=np.int32)
+    columns = np.arange(len(pages), dtype=np.int32)
+    where = np.zeros(len(pages), dtype=np.int32)
+    return Step(
+        epoch=0,
+        number=0,
+        decodes=int(len(ids) == 1),
+        slots=slot,
+        starts=np.full(1, start, dtype=np.int32),
+        counts=np.full(1, len(ids), dtype=np.int32),
+        samples=np.ones(1, dtype=bool),
+        tokens=ids.astype(np.int32),
+        fields=usual,
+        delta=StepDelta(where, columns, pages.astype(np.int32), admitted=slot, fields=usual),
+    )
+
+
 def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
     """All rows and all tokens; everything lies in the dummy page. Every row samples, and asks for
     all that sampling can be asked for: so its kernels are loaded then, and its memory is known. To

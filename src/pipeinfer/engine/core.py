@@ -333,10 +333,8 @@ class EngineCore:
             self._stop(f"epoch {begin.epoch} began without this engine")
             return []
         epoch = self._epoch
-        if epoch is not None and begin.epoch == epoch.number:
-            if epoch.expected > 0:
-                return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
-            return self._ready(epoch)
+        if epoch is not None and begin.epoch == epoch.number and epoch.expected > 0:
+            return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
         self._stop("")
         if self.memory.chains is None:
             return self._begin_with(begin.epoch, None)

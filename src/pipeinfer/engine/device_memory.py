@@ -157,7 +157,7 @@ class CudaMemory:
                 self._driver.release(handle)
         self.protect(writable=True)
 
-    def _map(self, address: int, size: int, handle: Any) -> None:
+    def _map(self, address: int, size: int, handle: object) -> None:
         self._driver.map(address, size, handle)
         self._mapped.append((address, size))
 
@@ -201,23 +201,23 @@ class Driver:
         """An address with `size` bytes behind it for `map`."""
         return int(self._call("cuMemAddressReserve", size, 0, 0, 0))
 
-    def create(self, size: int) -> Any:
+    def create(self, size: int) -> object:
         """A handle of new memory, to be released."""
         return self._call("cuMemCreate", size, self._wanted, 0)
 
-    def export(self, handle: Any) -> int:
+    def export(self, handle: object) -> int:
         """A descriptor of its memory, to be closed."""
         return int(self._call("cuMemExportToShareableHandle", handle, self._descriptors, 0))
 
-    def take(self, descriptor: int) -> Any:
+    def take(self, descriptor: int) -> object:
         """A handle of the memory of `descriptor`, to be released."""
         return self._call("cuMemImportFromShareableHandle", descriptor, self._descriptors)
 
-    def release(self, handle: Any) -> None:
+    def release(self, handle: object) -> None:
         """Of `create` or `take`."""
         self._call("cuMemRelease", handle)
 
-    def map(self, address: int, size: int, handle: Any) -> None:
+    def map(self, address: int, size: int, handle: object) -> None:
         """Puts the first `size` bytes of its memory at `address`; `set_access` is to follow."""
         self._call("cuMemMap", address, size, 0, handle, 0)
 

@@ -31,8 +31,9 @@ import numpy as np
 
 from pipeinfer import settings as config
 from pipeinfer.core import LOCAL, Core, GraphDue, Send, StepDone
-from pipeinfer.engine.core import Compute, StepFailed
-from pipeinfer.messages import Message, Result, State
+from pipeinfer.engine.core import ClaimPages, Compute, FillPages, FoundPages, StepFailed
+from pipeinfer.memory.page_directory import PageChains
+from pipeinfer.messages import Hello, Message, Result, State
 from pipeinfer.replay.compare import (
     Difference,
     Skips,
@@ -305,7 +306,8 @@ class ReplayPace:
 
 
 Deliver = Callable[[Any], None]
-DEVICE = ("Compute", "Capture")  # what a device does whose steps are played
+# What a device does, or hears of its pages, whose steps are played.
+DEVICE = ("Compute", "Capture", "ClaimPages", "FillPages")
 
 
 class CorePlayer:
@@ -376,17 +378,57 @@ def play_core(
 class DevicePlayback:
     """Plays an engine with its driver. `player` must have been given `deliver` of this object."""
 
-    def __init__(self, driver: Driver, counts: ReplayCounts) -> None:
-        self._driver, self._counts = driver, counts
+    def __init__(self, driver: Driver, counts: ReplayCounts, hello: Hello) -> None:
+        """hello: of the engine's core."""
+        self._driver, self._counts, self._hello = driver, counts, hello
         self._reports: asyncio.Queue[Message] = asyncio.Queue()
         self._submitted: set[tuple[int, int]] = set()
+        self._held: dict[int, bytes] = {}  # by page, the digest of what this device has there
         self.steps = 0
 
     def deliver(self, message: Message) -> None:
-        """A step for the device, or a graph to capture."""
-        if isinstance(message, Compute):
-            self._submitted.add((message.step.epoch, message.step.number))
-        self._driver.deliver(message)
+        """A step for the device, a graph to capture, or what becomes of pages: a replay keeps no
+        directory of them, but remembers which ones its device has filled."""
+        match message:
+            case ClaimPages():
+                for page in message.pages.tolist():
+                    self._held.pop(page, None)
+            case FillPages():
+                self._hold(message.chains)
+            case Compute():
+                self._submitted.add((message.step.epoch, message.step.number))
+                self._driver.deliver(message)
+            case _:
+                self._driver.deliver(message)
+
+    def _hold(self, chains: PageChains) -> None:
+        digests = (digest.tobytes() for digest in chains.digests)
+        self._held |= dict(zip(chains.pages.tolist(), digests, strict=True))
+
+    async def _fill(self, found: FoundPages) -> None:
+        """Computes the pages that the recorded engine found, unless this device has filled them."""
+        from pipeinfer.engine.calibrate import page_step
+
+        size = self._hello.page_size
+        chains = found.chains(size)
+        digests = [digest.tobytes() for digest in chains.digests]
+        missing = {
+            page
+            for page, digest in zip(chains.pages.tolist(), digests, strict=True)
+            if self._held.get(page) != digest
+        }
+        for _, ids, pages in chains.sequences():
+            first = next((at for at, page in enumerate(pages.tolist()) if page in missing), None)
+            if first is None:
+                continue
+            chunk = max(self._hello.step_tokens // size, 1)
+            for begin in range(first, len(pages), chunk):
+                end = min(begin + chunk, len(pages))
+                part = ids[begin * size : end * size]
+                self._driver.deliver(Compute(page_step(part, pages[:end], begin * size)))
+                await asyncio.wait_for(self._reports.get(), STEP_SECONDS)
+            missing -= set(pages.tolist())
+        self._hold(chains)
 
     def _on_event(self, message: Message) -> None:
         """When graphs are captured is recorded, too."""
@@ -403,6 +445,8 @@ class DevicePlayback:
                 if (seconds := pace.wait(exchange.input.time)) > 0:
                     await asyncio.sleep(seconds)
                 self._counts.follow(exchange)
+                if isinstance(exchange.input.message, FoundPages):
+                    await self._fill(exchange.input.message)
                 difference = await self._await_device(exchange)
                 self._counts.add(difference)
                 if not self._counts.over:
@@ -491,7 +535,8 @@ class ReplayRun:
         self.counts, self.seconds = ReplayCounts(keep_going=options.all), 0.0
         self._device = None
         if recording.header.name == "engine" and driver is not None:
-            self._device = DevicePlayback(driver, self.counts)
+            hello = rebuilt.stage.core.hello  # type: ignore[attr-defined]
+            self._device = DevicePlayback(driver, self.counts, hello)
         self._player = CorePlayer(
             rebuilt.stage.core,
             partial(ignored_fields, other_device=rebuilt.other_device),

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 
@@ -57,6 +57,8 @@ DROPPED: tuple[tuple[int, frozenset[Kind]], ...] = (
 class Attach(msgspec.Struct, tag=True):
     """Engine to holder: hand over what is kept when nobody else writes it."""
 
+    is_answered: ClassVar[bool] = False
+
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
         """Changes the state, as process `number` asks; returns the descriptors to be closed.
 
@@ -73,6 +75,8 @@ class Keep(msgspec.Struct, tag=True):
     it holds, and what it belongs to.
     """
 
+    is_answered: ClassVar[bool] = False
+
     name: str
     kind: Kind
     note: bytes = b""
@@ -86,6 +90,8 @@ class Keep(msgspec.Struct, tag=True):
 class Drop(msgspec.Struct, tag=True):
     """Engine to holder: close what has that name, and answer Dropped."""
 
+    is_answered: ClassVar[bool] = True
+
     name: str
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
@@ -95,6 +101,8 @@ class Drop(msgspec.Struct, tag=True):
 
 class Leaving(msgspec.Struct, tag=True):
     """Engine to holder: it ends in good order, so that its end is no loss."""
+
+    is_answered: ClassVar[bool] = False
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
         """See Attach."""
@@ -117,7 +125,8 @@ class Dropped(msgspec.Struct, tag=True):
 
 
 _requests = msgspec.msgpack.Decoder(Attach | Keep | Drop | Leaving)
-_answers = msgspec.msgpack.Decoder(Attached | Dropped)
+_attached = msgspec.msgpack.Decoder(Attached)
+_dropped = msgspec.msgpack.Decoder(Dropped)
 
 
 @dataclass
@@ -271,7 +280,7 @@ class MemoryHolder:
             descriptors = []
         _close(message.apply(self._state, number, descriptors))
         _close(descriptors)
-        if isinstance(message, Drop):
+        if message.is_answered:
             with suppress(OSError):  # it has ended, which its pidfd will say
                 link.send(msgspec.msgpack.encode(Dropped()))
         return True
@@ -344,8 +353,8 @@ class HolderLink:
 
     def answer(self) -> tuple[Attached, list[int]]:
         """What `attach` returns, after `ask`."""
-        answer, descriptors = self._answer()
-        assert isinstance(answer, Attached)
+        raw, descriptors = self._receive()
+        answer = _attached.decode(raw)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         return answer, descriptors
@@ -357,7 +366,7 @@ class HolderLink:
     def drop(self, name: str) -> None:
         """Returns when the holder has closed its descriptor."""
         self._send(Drop(name))
-        self._answer()
+        _dropped.decode(self._receive()[0])
 
     def leaving(self) -> None:
         """To be called before an end in good order."""
@@ -370,11 +379,11 @@ class HolderLink:
     def close(self) -> None:
         self._socket.close()
 
-    def _answer(self) -> tuple[Attached | Dropped, list[int]]:
+    def _receive(self) -> tuple[bytes, list[int]]:
         raw, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_DESCRIPTORS)
         if not raw:
             raise ConnectionResetError("the memory holder has ended")
-        return _answers.decode(raw), descriptors
+        return raw, descriptors
 
     def _send(self, message: msgspec.Struct) -> None:
         self._socket.send(msgspec.msgpack.encode(message))

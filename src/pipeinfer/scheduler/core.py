@@ -419,14 +419,14 @@ class SchedulerCore:
     def _end_epoch(self, reason: str, now: float, blameless: bool = False) -> None:
         """Of several ranks one may be inside a collective for which the others never come."""
         if self.options.tp > 1:
-            self._restart_ranks(reason, now)
+            self._restart_ranks(reason, now, blameless)
             return
         self._epochs.end(reason)
         self._on_epoch_lost(blameless)
 
-    def _restart_ranks(self, reason: str, now: float) -> None:
+    def _restart_ranks(self, reason: str, now: float, blameless: bool = False) -> None:
         self._epochs.restart_ranks(reason, now, self._announcer.ranks.alive())
-        self._on_epoch_lost()
+        self._on_epoch_lost(blameless)
         self._publish_fault(reason)
 
     def _publish_fault(self, reason: str) -> None:

@@ -168,7 +168,7 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
               "cache_salt": "salt", "bad_word_ids": "each some", "thoughts": "struct"},
     "PromptLogprobs": {"logprobs": "zeros"},
     "Result": {"token_ids": "ids", "logprobs": "zeros"},
-    "FoundPages": {"ids": "ids"},
+    "FoundPages": {"ids": "ids", "digests": "zeros", "parents": "zeros", "salts": "zeros"},
     "StepDone": {"token_ids": "ids", "logprobs": "zeros", "prompts": "all zeros"},
     "Open": {"params": "params", "context_ids": "ids"},
     "Tokens": {"rows": "nested"},
