@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import make_checkpoint
-from pipeinfer.engine.device_memory import HostMemory
+from pipeinfer.engine.device_memory import HostMemory, cuda_obstacle
 from pipeinfer.engine.kept_memory import KeptMemory, model_key, unbelieved
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, MemoryHolder, listen
@@ -148,6 +148,11 @@ def test_without_a_holder_an_engine_goes_on_alone(caplog):
     assert KeptMemory.from_environment(environ) is None and environ == {}
     assert "memory will not outlive this engine" in caplog.text
     assert KeptMemory.from_environment({}) is None
+
+
+def test_where_a_gpus_memory_cannot_outlive_a_process_it_is_said_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda", None)  # as without the package
+    assert "cuda" in cuda_obstacle()
 
 
 async def test_a_holder_that_starts_late_still_gets_what_the_engine_keeps(monkeypatch):

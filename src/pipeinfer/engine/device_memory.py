@@ -162,6 +162,16 @@ class CudaMemory:
         self._mapped.append((address, size))
 
 
+def cuda_obstacle() -> str:
+    """Why there can be no CudaMemory here, such as a driver that exports no descriptors; "" where
+    there can."""
+    try:
+        CudaMemory(GRANULARITY).unmap()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
 class _Bytes:
     """What torch makes a uint8 tensor of."""
 

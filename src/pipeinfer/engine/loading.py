@@ -22,6 +22,7 @@ from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
 from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.distributed.collectives import TorchCollectives
+from pipeinfer.engine.device_memory import cuda_obstacle
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kept_memory import (
     DIRECTORY,
@@ -212,10 +213,13 @@ def load_engine(
     of the process stands in the machines' docstrings.
     """
     choices, start = choices or choose_engine(settings, folder, rank), start or Start()
-    if kept is not None:
-        kept.begin(_memory_key(settings, folder, choices))
     with start.phase("weights"):
         chosen = machine(choices.device, settings, choices.ordinal)
+    if kept is not None and choices.device == "cuda" and (why := cuda_obstacle()):
+        log.warning("memory will not outlive this engine: %s", why)
+        kept = None
+    if kept is not None:
+        kept.begin(_memory_key(settings, folder, choices))
     kernels = registry.import_packages(choices.attention)  # while weights are read
 
     def build() -> Runner:
