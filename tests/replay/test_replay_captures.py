@@ -63,9 +63,10 @@ async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(
     driver = DeviceDriver(
         lambda *reports: Executor(runner, *reports), Phases(), background=BackgroundCapture(runner)
     )
-    device = DevicePlayback(driver, tally)
+    played = core()
+    device = DevicePlayback(driver, tally, played.hello)
     await device.play(
-        CorePlayer(core(), ignored_fields, device.deliver), recorded(), ReplayPace(True, 0.0)
+        CorePlayer(played, ignored_fields, device.deliver), recorded(), ReplayPace(True, 0.0)
     )
     assert tally.first is None
     assert (runner.graphs, runner.graphs_deferred) == (2 + min(left, 2), max(left - 2, 0))
