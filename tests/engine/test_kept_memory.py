@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import make_checkpoint
+from memory_holders import running_holder
 from pipeinfer.engine.device_memory import HostMemory, cuda_obstacle
 from pipeinfer.engine.kept_memory import KeptMemory, model_key, unbelieved
 from pipeinfer.memory.kv_pool import KVPool
@@ -71,13 +72,8 @@ except TimeoutError:
 @pytest.fixture
 def address():
     """Of a holder on a thread."""
-    where = f"@pipeinfer-test-{secrets.token_hex(8)}"
-    made = MemoryHolder(listen(where))
-    thread = threading.Thread(target=made.run)
-    thread.start()
-    yield where
-    made.stop()
-    thread.join()
+    with running_holder() as where:
+        yield where
 
 
 def leave_pool(address):

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import threading
+from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
 import torch
 
-from bench.shapes import make_tokenizer
-from harness.server import ServerUnderTest
+from memory_holders import running_holder
 from pipeinfer.engine.device_memory import GRANULARITY, CudaMemory
 from pipeinfer.memory.kv_pool import KVPool
-from pipeinfer.runtime.memory_holder import HolderLink, Keep, MemoryHolder, listen
+from pipeinfer.runtime.memory_holder import HolderLink, Keep
 from pipeinfer.step import AttentionShape
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))  # what serves a test is there
+from bench.shapes import make_tokenizer
+from harness.server import ServerUnderTest
 
 pytestmark = pytest.mark.gpu
 
@@ -47,13 +49,8 @@ sys.stdin.read()
 @pytest.fixture
 def address():
     """Of a holder on a thread."""
-    where = f"@pipeinfer-test-{secrets.token_hex(8)}"
-    made = MemoryHolder(listen(where))
-    thread = threading.Thread(target=made.run)
-    thread.start()
-    yield where
-    made.stop()
-    thread.join()
+    with running_holder() as where:
+        yield where
 
 
 def test_what_a_killed_process_wrote_is_there(address):

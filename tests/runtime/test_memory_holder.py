@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
@@ -17,13 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memory_holders import running_holder
 from pipeinfer.runtime.memory_holder import (
     LOSS_WINDOW,
     HolderLink,
     HolderState,
     Keep,
-    MemoryHolder,
-    listen,
     socket_address,
 )
 
@@ -58,14 +56,9 @@ class Clock:
 @pytest.fixture
 def holder():
     """A holder on a thread, its address and its clock."""
-    address = f"@pipeinfer-test-{secrets.token_hex(8)}"
     clock = Clock()
-    made = MemoryHolder(listen(address), clock)
-    thread = threading.Thread(target=made.run)
-    thread.start()
-    yield address, clock
-    made.stop()
-    thread.join()
+    with running_holder(clock) as address:
+        yield address, clock
 
 
 def engine(address, *words):
