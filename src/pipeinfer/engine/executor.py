@@ -284,10 +284,12 @@ class DeviceDriver:
         if not self._directory.belongs_to(self._kept.key):  # an error was found: begin anew
             self._directory.begin(self._kept.key)
             self._untouched = False
-        if opened.agreed is None:
+        if self._untouched:
+            found = opened.found
+        elif opened.single_rank:
             found = self._directory.read().believed()
         else:
-            found = opened.agreed if self._untouched else PageChains.none(self._directory.page_size)
+            found = PageChains.none(self._directory.page_size)
         self._feed_event(FoundPages.of(found))
 
     def _compile(self, message: Compile) -> None:

@@ -73,14 +73,14 @@ class KeptPool:
 
     memory: of the pool, zero where nobody wrote.
     directory: what its pages hold.
-    found: pages that an earlier process left, and that are believed.
-    agreed: the same, if several ranks have agreed on them; None of a single rank.
+    found: pages that an earlier process left, and that are believed, by all ranks.
+    single_rank: nobody else need agree on what its pages hold.
     """
 
     memory: DeviceMemory
     directory: PageDirectory
     found: PageChains
-    agreed: PageChains | None = None
+    single_rank: bool = True
 
 
 class KeptMemory:

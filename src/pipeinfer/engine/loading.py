@@ -568,7 +568,7 @@ def build_runner(
         if collectives is not None:
             found = found.agreed(pages, collectives.all_gather_host)
             if kept is not None and kept.opened is not None:
-                kept.opened.agreed = found
+                kept.opened.found, kept.opened.single_rank = found, False
         if kept is not None and kept.opened is not None and POOL in kept.taken:
             others, zero = unbelieved(pages, found.pages), kept.opened.memory.zero_pages
             machine.device.run(lambda: zero(runner.pool, others))
@@ -580,6 +580,11 @@ def build_runner(
     if runner.step_cost is not None:
         _log_step_cost(runner.step_cost, settings, tokens)
     return runner
+
+
+def _least(collectives: TorchCollectives | None) -> Callable[[int], int]:
+    """From a number of this rank to the least of all ranks, which all call it."""
+    return int if collectives is None else collectives.all_reduce_min
 
 
 def _pool_pages(
@@ -594,7 +599,7 @@ def _pool_pages(
     the same on all ranks; else as `--kv-pages` says, or as fit on each of them."""
     wanted = settings.kv_pages + 1 if settings.kv_pages else 0
     found = 0 if kept is None else kept.found_pages(shape.page_size, wanted)
-    least = int if collectives is None else collectives.all_reduce_min
+    least = _least(collectives)
     if least(found) == -least(-found) != 0:
         return found
     if kept is not None and found:
@@ -610,7 +615,7 @@ def _measure(
     kept: KeptMemory | None,
 ) -> None:
     """What steps take; an engine that another one follows leaves it what it has measured."""
-    least = int if collectives is None else collectives.all_reduce_min
+    least = _least(collectives)
     note = repr((runner.largest, runner.graph_sizes, runner.pool.num_pages)).encode()
     raw = None if kept is None else kept.read(STEP_COST, note)
     known = None if raw is None else msgspec.msgpack.decode(raw, type=StepCost)
@@ -631,7 +636,7 @@ def _key_centers(
     if shape.scales is None:
         return None
     raw = None if kept is None else kept.read(KEY_CENTERS, b"")
-    least = int if collectives is None else collectives.all_reduce_min
+    least = _least(collectives)
     if least(raw is not None):
         stored = msgspec.msgpack.decode(raw or b"", type=list[bytes | None])
         return tuple(
