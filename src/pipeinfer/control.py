@@ -164,14 +164,14 @@ class Observed(Message, frozen=True):
     """What `stage` saw since its last Observed.
 
     Attributes:
-    - passages: spans that have begun, changed or ended
+    - spans: spans that have begun, changed or ended
     - steps: whose results have come
     - past: sums of steps before those, of a minute
     """
 
     stage: str
     incarnation: int
-    passages: tuple[RequestSpan, ...] = ()
+    spans: tuple[RequestSpan, ...] = ()
     steps: tuple[StepMade, ...] = ()
     past: tuple[StepMade, ...] = ()
 
@@ -195,14 +195,14 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
     - tokens: its length
-    - ends: cached sequences that begin with it
-    - held: requests that use it now
+    - sequences: cached sequences that begin with it
+    - locks: requests that use it now
     - first: its first ids, int32 bytes; empty for a salted one
     """
 
     tokens: int
-    ends: int
-    held: int
+    sequences: int
+    locks: int
     first: Int32s
 
 

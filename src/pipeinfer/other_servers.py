@@ -52,29 +52,29 @@ class RefusedFlag(NamedTuple):
       here is like it
     - names: by server
     - ours: flags in their place
-    - said: a sentence for the user
+    - advice: a sentence for the user
     """
 
     kind: Literal["instead", "always", "none"]
     names: dict[str, tuple[str, ...]]
     ours: tuple[str, ...]
-    said: str
+    advice: str
 
 
 def _names(vllm: str, sglang: str) -> dict[str, tuple[str, ...]]:
     return {"vLLM": tuple(vllm.split()), "SGLang": tuple(sglang.split())}
 
 
-def _instead(vllm: str, sglang: str, ours: str, said: str) -> RefusedFlag:
-    return RefusedFlag("instead", _names(vllm, sglang), tuple(ours.split()), said)
+def _instead(vllm: str, sglang: str, ours: str, advice: str) -> RefusedFlag:
+    return RefusedFlag("instead", _names(vllm, sglang), tuple(ours.split()), advice)
 
 
-def _always(vllm: str, sglang: str, said: str) -> RefusedFlag:
-    return RefusedFlag("always", _names(vllm, sglang), (), said)
+def _always(vllm: str, sglang: str, advice: str) -> RefusedFlag:
+    return RefusedFlag("always", _names(vllm, sglang), (), advice)
 
 
-def _none(vllm: str, sglang: str, said: str) -> RefusedFlag:
-    return RefusedFlag("none", _names(vllm, sglang), (), said)
+def _none(vllm: str, sglang: str, advice: str) -> RefusedFlag:
+    return RefusedFlag("none", _names(vllm, sglang), (), advice)
 
 
 NO_ADAPTERS = "No adapters are served. Merge them into the checkpoint."
@@ -277,7 +277,7 @@ def refused() -> Mapping[str, str]:
     for name, flag in refused_flags().items():
         servers = [server for server, names in flag.names.items() if name in names]
         use = f"Use {' and '.join(flag.ours)}. " if flag.ours else ""
-        text = flag.said.replace("`", "")
+        text = flag.advice.replace("`", "")
         said[name] = f"{name} is a flag of {' and '.join(servers)}, not of pipeinfer. {use}{text}"
     return said
 

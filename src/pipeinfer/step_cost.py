@@ -237,7 +237,7 @@ class PrefillBudget:
         in_time = self._in_time(self.cost, rows, context, waiting)
         return max(unnoticed, in_time - rows)
 
-    def cheapest_prompt_tokens(
+    def best_rate_prompt_tokens(
         self, rows: int, context: int, waiting: Sequence[Prompt], steps_left: int
     ) -> int:
         """The number of tokens of prompts that cost least each, at least MIN_PROMPT_TOKENS if there
@@ -257,10 +257,10 @@ class PrefillBudget:
             return self.prompt_tokens(rows, context, waiting)
         sizes = [(tokens - rows, time) for tokens, time in self.cost.mixed_steps(rows, 0, waiting)]
         total, decode_time = sum([prompt.tokens for prompt in waiting]), self.cost.decode_time(rows)
-        found = _cheapest(sizes, total, decode_time)
+        found = _best_rate(sizes, total, decode_time)
         if total > found * steps_left:
             most_rows, time = self.cost.decodes[-1]
-            found = _cheapest(sizes, total, min(rows * time // most_rows, decode_time))
+            found = _best_rate(sizes, total, min(rows * time // most_rows, decode_time))
         return found
 
     def within_itl_target(
@@ -350,7 +350,7 @@ def _unnoticed_prompt_tokens(cost: StepCost, rows: int, context: int, prior_toke
     return cost.best_size(max_tokens, rows, MIN_PROMPT_ROWS, TOKEN_WORTH_PERCENT) - rows
 
 
-def _cheapest(sizes: Sequence[tuple[int, int]], total: int, decode_worth: int) -> int:
+def _best_rate(sizes: Sequence[tuple[int, int]], total: int, decode_worth: int) -> int:
     """The number of prompt tokens, of those in `sizes` (tokens of prompts, time), whose tokens cost
     least each; `total` tokens of prompts wait."""
     enough = [size for size in sizes if size[0] >= min(MIN_PROMPT_TOKENS, total)]

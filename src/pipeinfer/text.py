@@ -370,14 +370,14 @@ def tokenizer_info(config: JsonObject, templates: Mapping[str, str], context_len
 
     All names of NAMED_TOKENS are there, as texts; null: the tokenizer has no such token.
     """
-    told: JsonObject = {name: value for name, value in config.items() if name not in OF_FILES}
-    told |= dict.fromkeys(NAMED_TOKENS) | special_tokens(config)
-    told["tokenizer_class"] = config.get("tokenizer_class") or "PreTrainedTokenizerFast"
-    told["chat_template"] = templates.get("default")
+    fields: JsonObject = {name: value for name, value in config.items() if name not in OF_FILES}
+    fields |= dict.fromkeys(NAMED_TOKENS) | special_tokens(config)
+    fields["tokenizer_class"] = config.get("tokenizer_class") or "PreTrainedTokenizerFast"
+    fields["chat_template"] = templates.get("default")
     most = config.get("model_max_length")
     if not isinstance(most, int) or not 0 < most <= LONGEST:
-        told["model_max_length"] = context_length or None
-    return json.dumps(told).encode()
+        fields["model_max_length"] = context_length or None
+    return json.dumps(fields).encode()
 
 
 def load_tokenizer(folder: Path, config: JsonObject) -> Tokenizer | None:
@@ -434,7 +434,7 @@ def read_end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) 
     if token is not None:
         ids[token] = None
     if tokenizer is not None:
-        ids |= dict.fromkeys(_harmony_ends(tokenizer))
+        ids |= dict.fromkeys(_harmony_end_ids(tokenizer))
     return tuple(ids)
 
 
@@ -447,34 +447,34 @@ def grammar_setup(folder: Path, model_impl: str = "auto") -> VocabularySetup:
     """
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
-    ends = read_end_ids(folder, tokenizer, config)
-    return vocabulary_setup(tokenizer, read_outline(folder, model_impl).vocab_size, ends)
+    end_ids = read_end_ids(folder, tokenizer, config)
+    return vocabulary_setup(tokenizer, read_outline(folder, model_impl).vocab_size, end_ids)
 
 
 def vocabulary_setup(
-    tokenizer: Tokenizer | None, width: int, ends: Sequence[int]
+    tokenizer: Tokenizer | None, width: int, end_ids: Sequence[int]
 ) -> VocabularySetup:
     """What a GrammarVocabulary of a model is built from.
 
     width: the model's vocabulary size, the width of its logits.
-    ends: ids that end a request; those outside of the vocabulary are dropped.
+    end_ids: ids that end a request; those outside of the vocabulary are dropped.
 
     Raises ConfigurationError without a tokenizer or an end token.
     """
     if tokenizer is None:
         raise ConfigurationError("the checkpoint has no tokenizer")
-    ends = tuple(i for i in ends if 0 <= i < width)
-    if not ends:
+    end_ids = tuple(i for i in end_ids if 0 <= i < width)
+    if not end_ids:
         raise ConfigurationError("the checkpoint names no token that ends a text")
     return VocabularySetup(
         tokenizer=tokenizer.to_str(),
         width=width,
-        end_ids=ends,
+        end_ids=end_ids,
         known_ids=tuple(sorted(tokenizer.get_vocab().values())),
     )
 
 
-def _harmony_ends(tokenizer: Tokenizer) -> list[int]:
+def _harmony_end_ids(tokenizer: Tokenizer) -> list[int]:
     """Ids of HARMONY_ENDS if the tokenizer has HARMONY_TOKENS as special tokens, else none. Needed
     because some checkpoints name only one of them as end token, or another token.
     """

@@ -15,8 +15,8 @@ from pipeinfer.gateway.ledger import (
     MAX_STALE,
     Backlog,
     Call,
+    ClientDisconnected,
     Failed,
-    Hangup,
     OutputDelta,
     Started,
     StatusChanged,
@@ -97,7 +97,7 @@ class Harness:
         return [send.message for send in told]
 
     def is_live(self, name: str = "r") -> bool:
-        return any(s.channel == "requests" for s in self.do(Hangup(name)))
+        return any(s.channel == "requests" for s in self.do(ClientDisconnected(name)))
 
 
 def test_nothing_is_accepted_before_every_stage_was_ready() -> None:
@@ -202,10 +202,10 @@ def test_a_repeat_that_cuts_a_character_fails_instead_of_showing_half() -> None:
 def test_hangup_aborts_once_and_late_rows_are_dropped() -> None:
     harness = Harness()
     harness.running()
-    assert harness.do(Hangup("r", "client")) == [
+    assert harness.do(ClientDisconnected("r", "client")) == [
         Send("requests", "tokenizer-0", Abort("r", 1, "client"))
     ]
-    assert harness.do(Hangup("r")) == []
+    assert harness.do(ClientDisconnected("r")) == []
     assert harness.do(Text((row("a", 0, 0),))) == []
     assert harness.core.stats()["late_rows"] == 1 and harness.core.idle()
 
@@ -296,7 +296,7 @@ def test_requests_whose_deadlines_came_late_or_early_all_end_in_time() -> None:
         harness.running(name, timeout=timeout)
     for n in range(MAX_STALE + 10):
         harness.do(Call(str(n), PARAMS, text="x", timeout=100.0))
-        harness.do(Hangup(str(n)))
+        harness.do(ClientDisconnected(str(n)))
     assert len(harness.core._deadlines) > MAX_STALE
     assert harness.upstream(Tick()) == []
     assert len(harness.core._deadlines) == 3
@@ -338,7 +338,7 @@ def test_the_end_is_told_again_to_the_tokenizer_that_had_the_request_or_to_all()
     for name in ("first", "r"):
         [submit] = core.handle(Call(name, PARAMS, text="x"), 0.0)
     assert submit.to == "tokenizer-1"
-    core.handle(Hangup("r", "disconnect"), 0.0)
+    core.handle(ClientDisconnected("r", "disconnect"), 0.0)
     [again] = core.handle(Text((row("late", 0, 0),)), 60.0)
     assert (again.to, again.message) == ("tokenizer-1", Abort("r", 1, "disconnect"))
     stray = TextRow("stray", 3, "x", 0, 0, b"")
@@ -380,7 +380,7 @@ def test_queue_limit_counts_the_prompt_tokens_that_wait() -> None:
     assert harness.core.refusal(1) is None
     assert isinstance(harness.do(Call("t", PARAMS, text="x" * 230))[0].message, Submit)
     assert isinstance(harness.local(Call("u", PARAMS, text="x" * 10))[0], Failed)
-    harness.do(Hangup("s"))
+    harness.do(ClientDisconnected("s"))
     assert isinstance(harness.do(Call("u", PARAMS, text="x" * 10))[0].message, Submit)
 
 
@@ -395,7 +395,7 @@ def test_a_prompt_counts_as_many_tokens_as_it_turned_out_to_have() -> None:
     assert 880 < after - before < 900, "few tokens do not make a long text small"
     assert isinstance(harness.local(Call("t", PARAMS, text="x" * 400))[0], Failed)
     for name in "rs":
-        harness.do(Hangup(name))
+        harness.do(ClientDisconnected(name))
     assert harness.core.stats()["waiting_tokens"] == 0
 
 
@@ -482,9 +482,9 @@ def test_a_restarted_tokenizer_hears_again_of_the_ends_of_the_last_minute() -> N
     harness = Harness()
     for name in ("old", "hung up", "done"):
         harness.running(name)
-    harness.do(Hangup("old"))
+    harness.do(ClientDisconnected("old"))
     harness.now += 59.0
-    harness.do(Hangup("hung up"))
+    harness.do(ClientDisconnected("hung up"))
     harness.do(Text((TextRow("done", 1, "a", 0, 0, pack([1]), "stop"),)))
     harness.now += 2.0
     assert harness.recovered() == [Done(("done",)), Abort("hung up", 1, "client")]
@@ -745,7 +745,7 @@ def test_choices_are_one_submit_and_told_again_as_one() -> None:
     started = harness.local(Accepted("r", 1, 0, 7, choices=(0, 1, 2)))
     assert [s.request_id for s in started if isinstance(s, Started)] == NAMES
     assert [s.prompt_tokens for s in started if isinstance(s, Started)] == [7, 0, 0]
-    assert harness.upstream(Hangup("r/1")) == [Abort("r/1", 1, "client")]
+    assert harness.upstream(ClientDisconnected("r/1")) == [Abort("r/1", 1, "client")]
     again, *ended = harness.recovered()
     assert isinstance(again, Submit) and (again.choices, again.group) == ((0, 2), 0)
     assert ended == [Abort("r/1", 1, "client")]
@@ -778,7 +778,7 @@ def test_each_choice_fails_where_none_is_taken() -> None:
 def test_what_cannot_be_sent_fails_all_choices_that_live() -> None:
     harness = Harness()
     harness.do(Call("r", THREE, text="x"))
-    harness.do(Hangup("r/1"))
+    harness.do(ClientDisconnected("r/1"))
     failed = harness.local(Unsent("r", 1, "too odd"))
     assert [one.request_id for one in failed if isinstance(one, Failed)] == ["r", "r/2"]
     assert harness.core.idle()

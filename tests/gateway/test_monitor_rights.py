@@ -98,7 +98,7 @@ def feed(http: httpx.AsyncClient, gateway: Gateway, key: str | None):
 
 
 def without_text(told: list[dict]) -> bool:
-    return [set(one) for one in told] == [{"tokens", "ends", "held"}] * 2
+    return [set(one) for one in told] == [{"tokens", "sequences", "locks"}] * 2
 
 
 async def test_texts_of_prefixes_are_told_on_loopback_without_keys_and_salted_ones_never(
@@ -108,7 +108,7 @@ async def test_texts_of_prefixes_are_told_on_loopback_without_keys_and_salted_on
     cached(gateway)
     told, salted = await prefixes(gateway)
     assert told["ids"] == [7, 8] and "text" in told
-    assert salted == {"tokens": 48, "ends": 1, "held": 0}
+    assert salted == {"tokens": 48, "sequences": 1, "locks": 0}
     for name in ("X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"):
         assert without_text(await prefixes(gateway, **{name: "x"})), "a proxy's client is elsewhere"
     network = await start_gateway(host="0.0.0.0")

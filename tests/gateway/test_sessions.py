@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipeinfer.gateway.health import Health
-from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta, Started
+from pipeinfer.gateway.ledger import Call, ClientDisconnected, Failed, OutputDelta, Started
 from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.gateway.sessions import CALLS_AT_ONCE, RequestSessions
 from pipeinfer.messages import Message
@@ -30,7 +30,7 @@ class Fed:
         self.refuse = ""
 
     def take(self, message: Message) -> None:
-        if isinstance(message, Hangup):
+        if isinstance(message, ClientDisconnected):
             self.hung_up.append(message.request_id)
             return
         assert isinstance(message, Call)

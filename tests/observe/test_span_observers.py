@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.control import RequestSpan, StepMade
 from pipeinfer.core import LOCAL, Send, StepDone
-from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta
+from pipeinfer.gateway.ledger import Call, ClientDisconnected, Failed, OutputDelta
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -112,7 +112,7 @@ def test_each_choice_has_its_own_passage_through_the_gateway():
     assert streamed == {"r": {"output_tokens": 2}, "r/1": {"output_tokens": 2}}
     last = OutputDelta("r", "c", pack([1]), 2, 2, "stop", None, 5, 3, 4)
     one.saw(Text(()), last)
-    one.saw(Hangup("r/1"), ("tokenizer-0", Abort("r/1", 1)))
+    one.saw(ClientDisconnected("r/1"), ("tokenizer-0", Abort("r/1", 1)))
     first, second = one.over("r"), one.over("r/1")
     assert names(first) == ["submitted", "accepted", "first_text", "finished"]
     assert (first.outcome, first.trace, first.began) == ("stop", TRACE, 100.0)

@@ -56,7 +56,7 @@ def timeline(name: str, began: float) -> dict[str, object]:
     decodes = [
         (0.018 + 0.04 * n, "step", {"tokens": 1 + 9 * n, "decodes": 30}) for n in range(1, 10)
     ]
-    return {"id": name, "passages": [
+    return {"id": name, "spans": [
         passage("gateway-0", 0.0, 0.412, "stop", (0.033, "first_text", {"tokens": 1})),
         passage("tokenizer-0", 0.001, 0.006, "accepted", (0.003, "rendered", {"letters": 812}),
                 (0.005, "encoded", {"tokens": 214})),
@@ -72,7 +72,7 @@ def timeline(name: str, began: float) -> dict[str, object]:
 def prefixes() -> dict[str, object]:
     """What the tree of one group holds."""
     listed = [
-        {"tokens": size, "held": held, "ids": list(range(64)), "text": text}
+        {"tokens": size, "locks": held, "ids": list(range(64)), "text": text}
         for size, held, text in zip((1536, 640, 208), (3, 1, 0), WORDS, strict=True)
     ]
     return {"groups": [{"group": 0, "prefixes": listed}]}

@@ -350,7 +350,7 @@ def counted(server) -> str:
         until = time.monotonic() + 3
         while time.monotonic() < until:
             with contextlib.suppress(urllib.error.HTTPError):  # 404: no stage has told of it yet
-                if len(fetched(server, f"/monitor/requests/{name}")["passages"]) == 5:
+                if len(fetched(server, f"/monitor/requests/{name}")["spans"]) == 5:
                     return name
             time.sleep(0.05)
     raise AssertionError("stages are not looked at")

@@ -26,7 +26,7 @@ from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.engine.core import Compile
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import ExpectedStage
-from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta
+from pipeinfer.gateway.ledger import Call, ClientDisconnected, Failed, OutputDelta
 from pipeinfer.messages import (
     PROTOCOL,
     Ended,
@@ -471,7 +471,7 @@ class Simulation:
 
     def hang_up(self, name: str) -> None:
         self.clients[name].gone = True
-        self.feed("gateway-0", Hangup(name))
+        self.feed("gateway-0", ClientDisconnected(name))
 
     # ------------------------------------------------------------------------------------- the end
 

@@ -149,11 +149,11 @@ def test_figures_say_what_runs(server):
         server.wait(lambda: sum(step["decodes"] for step in steps()) >= 59, "all its steps")
         assert sum(step["prompt_tokens"] for step in steps()) >= len("What is pipeinfer?")
         way = server.wait(lambda: whole(server, told["id"]), "five passages that have ended")
-        took = {one["stage"]: 1e3 * (one["ended"] - one["began"]) for one in way["passages"]}
+        took = {one["stage"]: 1e3 * (one["ended"] - one["began"]) for one in way["spans"]}
         passages = [
             one
             for name in [*names, told["id"]]
-            for one in asked(server, f"/monitor/requests/{name}")["passages"]
+            for one in asked(server, f"/monitor/requests/{name}")["spans"]
         ]
         tokenized = [
             1e3 * (one["ended"] - one["began"])
@@ -188,9 +188,9 @@ def test_a_request_passes_all_stages_as_a_recording_says(server, traces):
             lambda event: any(r["id"] == name and r["ended"] for r in event["requests"]), "its end"
         )
         way = server.wait(lambda: whole(server, name), "five passages that have ended")
-    passages = {one["stage"]: one for one in way["passages"]}
+    passages = {one["stage"]: one for one in way["spans"]}
     assert sorted(passages) == sorted(STAGES)
-    for one in way["passages"]:
+    for one in way["spans"]:
         assert one["began"] <= one["ended"]
         times = [moment["at"] for moment in one["moments"]]
         assert times == sorted(times)
@@ -203,7 +203,7 @@ def test_a_request_passes_all_stages_as_a_recording_says(server, traces):
 
 def whole(server: Server, name: str) -> dict | None:
     way = asked(server, f"/monitor/requests/{name}")
-    ended = len(way["passages"]) == len(STAGES) and all(one["ended"] for one in way["passages"])
+    ended = len(way["spans"]) == len(STAGES) and all(one["ended"] for one in way["passages"])
     return way if ended else None
 
 
@@ -227,7 +227,7 @@ def test_the_largest_prefixes_are_told_with_their_text(server):
         complete(server, shared + end + "." * 40)
     (group,) = asked(server, "/monitor/prefixes")["groups"]
     first = group["prefixes"][0]
-    assert first["ends"] >= 3 and first["held"] == 0
+    assert first["sequences"] >= 3 and first["locks"] == 0
     assert shared.startswith(first["text"][:40])
     assert first["tokens"] // 16 == len(shared) // 16
 
@@ -239,7 +239,7 @@ def test_prompts_are_told_to_no_other_key_and_salted_ones_to_nobody(server):
     for key in (KEY, OTHER):
         (group,) = asked(server, "/monitor/prefixes", key=key)["groups"]
         longest = max(group["prefixes"], key=lambda one: one["tokens"])
-        assert longest["tokens"] >= 400 and set(longest) == {"tokens", "ends", "held"}
+        assert longest["tokens"] >= 400 and set(longest) == {"tokens", "sequences", "locks"}
         shown = [one for one in group["prefixes"] if "text" in one]
         assert bool(shown) == (key == KEY)
         assert "secret" not in json.dumps(group)

@@ -24,7 +24,9 @@ def kinds(recording: LoadedTrace) -> Counter:
 
 def test_session_has_every_kind_of_request(session):
     gateway, scheduler = kinds(load(session["gateway"])), load(session["scheduler"])
-    assert gateway["in", "Hangup"] and gateway["in", "Refused"] and gateway["out", "Abort"]
+    assert (
+        gateway["in", "ClientDisconnected"] and gateway["in", "Refused"] and gateway["out", "Abort"]
+    )
     assert scheduler.header.settings["overlap_depth"] == 2
     assert scheduler.header.settings["policy"] == "mixed"
     assert kinds(scheduler)["in", "StopHit"]

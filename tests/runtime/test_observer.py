@@ -86,8 +86,8 @@ class Watched:
         return self.shell._observer.active
 
     @property
-    def passages(self) -> list:
-        return [passage for one in self.heard for passage in one.passages]
+    def spans(self) -> list:
+        return [passage for one in self.heard for passage in one.spans]
 
 
 @asynccontextmanager
@@ -113,18 +113,18 @@ async def test_what_passes_is_told_while_somebody_looks(monkeypatch):
         one.watch(30.0)
         await until(lambda: one.active)
         await one.submitted("a")
-        await until(lambda: one.passages)
-        (going,) = one.passages
+        await until(lambda: one.spans)
+        (going,) = one.spans
         assert (going.request_id, going.ended, going.trace) == ("a", 0.0, "t")
         one.submit("go")
-        await until(lambda: len(one.passages) > 1)
-        await until(lambda: {"a", "go"} <= {p.request_id for p in one.passages if p.ended})
-        over = next(p for p in one.passages if p.request_id == "a" and p.ended)
+        await until(lambda: len(one.spans) > 1)
+        await until(lambda: {"a", "go"} <= {p.request_id for p in one.spans if p.ended})
+        over = next(p for p in one.spans if p.request_id == "a" and p.ended)
         assert [moment.name for moment in over.moments] == ["routed"]
         assert going.began == over.began < over.ended
         assert one.heard[0].incarnation == one.shell.incarnation
         assert one.heard[0].stage == "tokenizer-0"
-        assert "before" not in {p.request_id for p in one.passages}
+        assert "before" not in {p.request_id for p in one.spans}
 
 
 async def test_it_ends_by_itself_and_says_nothing_where_there_is_nothing(monkeypatch):
@@ -137,8 +137,8 @@ async def test_it_ends_by_itself_and_says_nothing_where_there_is_nothing(monkeyp
         one.watch(30.0)
         await until(lambda: one.active)
         one.submit("go")
-        await until(lambda: one.passages)
-        assert [p.request_id for p in one.passages] == ["go"]
+        await until(lambda: one.spans)
+        assert [p.request_id for p in one.spans] == ["go"]
         assert len(one.heard) == 1, "while nothing happened nothing was said"
 
 
@@ -181,6 +181,6 @@ async def test_an_answer_is_bounded_and_the_rest_follows(monkeypatch):
         for number in range(many):
             one.submit(f"r{number}")
         one.submit("go")
-        await until(lambda: sum(p.ended > 0 for p in one.passages) == many + 1)
-        assert all(len(told.passages) <= observing.MAX_SPANS for told in one.heard)
-        assert {p.request_id for p in one.passages} >= {f"r{n}" for n in range(many)}
+        await until(lambda: sum(p.ended > 0 for p in one.spans) == many + 1)
+        assert all(len(told.spans) <= observing.MAX_SPANS for told in one.heard)
+        assert {p.request_id for p in one.spans} >= {f"r{n}" for n in range(many)}

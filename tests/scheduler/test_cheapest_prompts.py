@@ -53,7 +53,7 @@ def test_a_token_of_a_prompt_costs_as_little_as_in_any_size(cost, rows, context,
         close = len(prompts) * most_more + 1e-9 * max(map(abs, known.values()))
         return found in known and known[found] <= min(known.values()) + close
 
-    found = prefill_budget(0, 8192, cost).cheapest_prompt_tokens(rows, context, prompts, left)
+    found = prefill_budget(0, 8192, cost).best_rate_prompt_tokens(rows, context, prompts, left)
     beside = cheapest(found, alone) and every <= found * left
     assert beside or cheapest(found, min(alone, rows * full / most))
 
@@ -70,7 +70,7 @@ def test_a_token_of_a_prompt_costs_as_little_as_in_any_size(cost, rows, context,
     ],
 )  # fmt: skip
 def test_prompts_of_a_large_model_go_where_weights_are_read_anyway(rows, left, prompts):
-    found = prefill_budget(0, 8192, LARGE).cheapest_prompt_tokens(
+    found = prefill_budget(0, 8192, LARGE).best_rate_prompt_tokens(
         rows, rows * 700, [Prompt(500)] * 40, left
     )
     assert found == prompts
@@ -80,16 +80,16 @@ def test_what_does_not_fit_into_the_steps_that_are_left_is_computed_in_full_ones
     budget = prefill_budget(0, 8192, LARGE)
     prompts = [Prompt(500)] * 40
     assert (
-        budget.cheapest_prompt_tokens(128, 0, prompts, steps_left=157) == 128
+        budget.best_rate_prompt_tokens(128, 0, prompts, steps_left=157) == 128
     )  # 20,096 tokens beside them
-    assert budget.cheapest_prompt_tokens(128, 0, prompts, steps_left=156) == 768 - 128
+    assert budget.best_rate_prompt_tokens(128, 0, prompts, steps_left=156) == 768 - 128
 
 
 def test_where_nothing_was_measured_it_is_as_many_as_ever():
     for asked, cost in ((0, None), (300, SMALL)):
         budget = prefill_budget(asked, 2048, cost)
         one = budget.prompt_tokens(7, 700, [Prompt(1000)])
-        assert budget.cheapest_prompt_tokens(7, 700, [Prompt(1000)], 100) == one
+        assert budget.best_rate_prompt_tokens(7, 700, [Prompt(1000)], 100) == one
 
 
 def batch(policy: str, slots: int, requests: int, prompt: int, outputs: int) -> list[Composed]:

@@ -26,7 +26,7 @@ class Spare(PrefillBudget):
         self.asked.append(asked)
         return self.spare
 
-    def cheapest_prompt_tokens(self, *asked):
+    def best_rate_prompt_tokens(self, *asked):
         self.asked.append(asked)
         return self.least
 
@@ -110,7 +110,7 @@ def test_prompts_get_what_costs_least_where_that_is_asked_for():
         spare = Spare(5, cheapest=7)
         step = composer([decode, prompt], spare=spare, queue=waiting(9), free=free)
         step.decode_all()
-        step.limit_prefill(cheapest_rate=True)
+        step.limit_prefill(best_rate=True)
         step.continue_prompts()
         assert step.rows == [(decode, 1), (prompt, 7)]
         assert spare.asked == [(1, 8, [Prompt(180, 20), Prompt(9)], left)]

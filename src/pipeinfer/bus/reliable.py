@@ -42,16 +42,21 @@ LINK = Union[Received, Retained]
 
 
 class OutgoingLink:
-    """What one process sends to one inbox: frames from `first` on are kept, `next` is to come.
-    `max_marks`: how often it is asked what is due before a frame is kept no longer; the receiver is
-    on a host that does not come back, and that is not waited for any more."""
+    """What one process sends to one inbox, until it is acknowledged.
 
-    def __init__(self, max_marks: int = 1 << 30) -> None:
+    Attributes:
+    - first: number of the oldest frame that is kept
+    - next: number of the next frame to be sent
+    - max_expiries: calls of `expire` that a frame outlives without being acknowledged; then it is
+      dropped, because the receiver's host does not come back
+    """
+
+    def __init__(self, max_expiries: int = 1 << 30) -> None:
         self.first = self.next = 1
         self._frames: deque[list[bytes]] = deque()
         self._first_before = 0  # where they began when it was asked last what is due
-        self._max_marks = max_marks
-        self._marks: deque[int] = deque()  # what was to come when it was asked so often
+        self._max_expiries = max_expiries
+        self._next_numbers: deque[int] = deque()  # what was to come when it was asked so often
 
     def append(self, parts: list[bytes]) -> None:
         """The next frame, which was sent."""
@@ -67,13 +72,13 @@ class OutgoingLink:
     def expire(self) -> bool:
         """To be called regularly: whether frames were dropped that nobody acknowledged."""
         if not self._frames:
-            self._marks.clear()
+            self._next_numbers.clear()
             return False
-        self._marks.append(self.next)
-        if len(self._marks) <= self._max_marks:
+        self._next_numbers.append(self.next)
+        if len(self._next_numbers) <= self._max_expiries:
             return False
         first = self.first
-        self.on_received(self._marks.popleft())
+        self.on_received(self._next_numbers.popleft())
         return self.first > first
 
     def frames(self) -> list[list[bytes]]:
@@ -147,7 +152,7 @@ class ReliableLinks:
     any of `stages`.
 
     `send(stage, message)` sends a message of this channel, `push(stage, parts)` a frame once more;
-    `drop(stage)` is called when frames of a stage are dropped, after so much `max_marks`
+    `drop(stage)` is called when frames of a stage are dropped, after so much `max_expiries`
     (Outgoing). repeated: how many frames were pushed.
     """
 

@@ -354,7 +354,7 @@ class _File:
         self._snapshot, self._file = snapshot, file
         self._transfer, self._halt = transfer, halt
         self._size = snapshot.sizes[file]
-        self._kept = False  # whether the bytes received so far remain when this process ends
+        self._persistent = False  # whether the bytes received so far remain when this process ends
 
     def fetch(self) -> None:
         """Downloads the file to the cache, with retries. Raises ConfigurationError after TRIES
@@ -395,7 +395,7 @@ class _File:
                 if blob.exists() and blob.stat().st_size != about.size:
                     blob.unlink()  # truncated on disk; the client would take it for complete
                 if not by_chunks and not blob.exists():
-                    self._kept = True
+                    self._persistent = True
                     self._by_range(url, blob)
         hf_hub_download(name, self._file, revision=revision, tqdm_class=self._counter())
 
@@ -514,7 +514,7 @@ class _File:
 
     def _gave_up(self, error: Exception) -> ConfigurationError:
         here = self._transfer.of(self._file)
-        kept = "it" if self._kept else "what is complete of the model"
+        kept = "it" if self._persistent else "what is complete of the model"
         return ConfigurationError(
             f"model {self._snapshot.name!r}: {size(here)} of {size(self._size)} of {self._file} "
             f"came, then nothing in {TRIES} tries: {_reason(error)}. The same command goes on from "
@@ -558,10 +558,10 @@ def _refusal(
     at = f" at revision {revision!r}" if revision else ""
     given = f"the token of {TOKEN}" if get_token() else f"no token is given as {TOKEN}"
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    nowhere = f"model {name!r}: there is no such folder, and "
+    not_found = f"model {name!r}: there is no such folder, and "
     match error:
         case errors.OfflineModeIsEnabled():
-            return ConfigurationError(_offline(name, at, nowhere, local))
+            return ConfigurationError(_offline(name, at, not_found, local))
         case errors.GatedRepoError():
             why = f"{given} has no access" if get_token() else given
             return ConfigurationError(
@@ -572,25 +572,26 @@ def _refusal(
             return ConfigurationError(f"model {name!r} of the hub has no revision {revision!r}")
         case errors.RepositoryNotFoundError():
             return ConfigurationError(
-                f"{nowhere}the hub at {_hub()} has no model of that name, or a private one: {given}"
+                f"{not_found}the hub at {_hub()} has no model of that name, or a private one: "
+                f"{given}"
             )
         case errors.HFValidationError():
-            return ConfigurationError(f"{nowhere}no model of the hub is called so")
+            return ConfigurationError(f"{not_found}no model of the hub is called so")
         case _ if status in (401, 403):
             why = f"does not accept {given}" if get_token() else f"wants a token: {given}"
             return ConfigurationError(f"model {name!r}: the hub at {_hub()} {why}")
         case _ if local is not None:
             return ConfigurationError(
-                f"{nowhere}the hub at {_hub()} cannot be asked for it{at}: "
+                f"{not_found}the hub at {_hub()} cannot be asked for it{at}: "
                 f"{_reason(error)}; in {_cache()} {_lacking(name, local)}"
             )
         case _:
             return ConfigurationError(f"model {name!r}{at}: {_reason(error)}")
 
 
-def _offline(name: str, at: str, nowhere: str, local: Exception | None) -> str:
+def _offline(name: str, at: str, not_found: str, local: Exception | None) -> str:
     assert local is not None
-    return f"{nowhere}HF_HUB_OFFLINE is set, and in {_cache()}{at} {_lacking(name, local)}"
+    return f"{not_found}HF_HUB_OFFLINE is set, and in {_cache()}{at} {_lacking(name, local)}"
 
 
 def _lacking(name: str, local: Exception) -> str:

@@ -163,7 +163,7 @@ def listen(
                 if enough(message):
                     return
             elif isinstance(message, Observed) and observed is not None:
-                for span in message.passages:
+                for span in message.spans:
                     observed.on_span(span)
 
 

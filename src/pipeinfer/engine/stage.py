@@ -148,8 +148,8 @@ def _prefixes(cache: PrefixCache, count: int, ids: int) -> tuple[Prefix, ...]:
     return tuple(
         Prefix(
             tokens=one.num_tokens,
-            ends=one.num_sequences,
-            held=one.num_locks,
+            sequences=one.num_sequences,
+            locks=one.num_locks,
             first=pack(one.first_ids),
         )
         for one in cache.largest(count, ids)

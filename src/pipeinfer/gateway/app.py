@@ -670,7 +670,7 @@ class MonitorHandlers:
         return _struct_response(CachedPrefixes(groups))
 
     async def _prefix(self, prefix: Prefix, with_text: bool) -> CachedPrefix:
-        cached = CachedPrefix(prefix.tokens, prefix.ends, prefix.held)
+        cached = CachedPrefix(prefix.tokens, prefix.sequences, prefix.locks)
         if not with_text or not prefix.first:
             return cached
         ids = unpack(prefix.first).tolist()

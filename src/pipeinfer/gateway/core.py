@@ -30,10 +30,10 @@ from pipeinfer.gateway.health import ExpectedStage, Health, StageStatus
 from pipeinfer.gateway.ledger import (
     Backlog,
     Call,
+    ClientDisconnected,
     EndedRequest,
     EndedRequests,
     Failed,
-    Hangup,
     OutputDelta,
     OutputDiverged,
     RequestDeadlines,
@@ -196,9 +196,9 @@ class GatewayCore:
             return Failed(name, 429, reason, code="queue_full", retry_after=RETRY_SOON)
         return None
 
-    def _on_hangup(self, hangup: Hangup, now: float) -> list[Send]:
-        record = self._records.get(hangup.request_id)
-        return [] if record is None else [self._abort(record, hangup.reason, now)]
+    def _on_disconnect(self, message: ClientDisconnected, now: float) -> list[Send]:
+        record = self._records.get(message.request_id)
+        return [] if record is None else [self._abort(record, message.reason, now)]
 
     def _on_reset_cache(self, reset: ResetCache, _now: float) -> list[Send]:
         """One tokenizer passes the request to reset on to all groups."""
@@ -479,7 +479,7 @@ class GatewayCore:
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
         Text: _on_text,
         Call: _on_call,
-        Hangup: _on_hangup,
+        ClientDisconnected: _on_disconnect,
         ResetCache: _on_reset_cache,
         CacheReset: _on_cache_reset,
         Accepted: _on_accepted,

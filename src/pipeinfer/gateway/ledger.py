@@ -1,7 +1,7 @@
 """The gateway's requests: local events in and out, and the record of each live request.
 
-- Call, Hangup; Started, OutputDelta, Failed, StatusChanged: events between the core and its driver,
-  which is the HTTP side or an offline class. They never travel on the bus.
+- Call, ClientDisconnected; Started, OutputDelta, Failed, StatusChanged: events between the core and
+  its driver, which is the HTTP side or an offline class. They never travel on the bus.
 - token_scores: log-probs as answers show them, from the packed scores that text rows carry.
 - RequestRecord: what was delivered of a request, and what of a row is new.
 - EndedRequests: which ends a restarted tokenizer may have missed.
@@ -78,7 +78,7 @@ class Call(Message, frozen=True):
     return_token_strs: bool = False
 
 
-class Hangup(Message, frozen=True):
+class ClientDisconnected(Message, frozen=True):
     """The client of a request is gone: nothing more is delivered. An unknown id is no error."""
 
     request_id: str

@@ -48,16 +48,22 @@ class RequestSpans(msgspec.Struct, frozen=True):
     """A request's spans in all stages, by when it came to each."""
 
     id: str
-    passages: list[StageSpan]
+    spans: list[StageSpan]
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A cached prefix of so many `tokens`. `ends`: cached sequences that begin with it; `locked`:
-    requests that use it now. `ids` (the first) and their `text`: for an operator, if not salted."""
+    """A cached prefix.
+
+    Attributes:
+    - tokens: its length
+    - sequences: cached sequences that begin with it
+    - locks: requests that use it now
+    - ids: its first ids, and text: theirs; for an operator, if it is not salted
+    """
 
     tokens: int
-    ends: int
-    locked: int = msgspec.field(name="held")
+    sequences: int
+    locks: int
     ids: list[int] | None = None
     text: str | None = None
 
@@ -430,7 +436,7 @@ class PipelineMonitor:
             if waiting is not None:
                 waiting.put_nowait(message)
         elif self._watchers:
-            for span in message.passages:
+            for span in message.spans:
                 self._add_span(span)
             if message.past:
                 self._add_past_steps(message.stage, message.past)

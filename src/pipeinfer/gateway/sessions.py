@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
 from pipeinfer.gateway.health import StageStatus
-from pipeinfer.gateway.ledger import Call, Failed, Hangup, OutputDelta, Started
+from pipeinfer.gateway.ledger import Call, ClientDisconnected, Failed, OutputDelta, Started
 from pipeinfer.gateway.metrics import GroupMetrics, Metrics
 from pipeinfer.messages import CacheReset, Message, ResetCache
 from pipeinfer.params import choice_ids
@@ -189,7 +189,7 @@ class RequestSessions:
         assert self._feed is not None
         for request_id in list(session.live):
             self._close(request_id, "abort")
-            self._feed(Hangup(request_id))
+            self._feed(ClientDisconnected(request_id))
 
     def _close(self, request_id: str, outcome: str) -> None:
         route = self._routes.pop(request_id)

@@ -132,13 +132,13 @@ def _templates(metadata: Metadata) -> dict[str, str]:
 
 def _byte_level(metadata: Metadata, vocabulary: GgufVocabulary) -> Json:
     rule = read_pre_tokenizer(metadata)
-    ends = _added_ids(metadata, vocabulary, rule.add_bos)
+    added = _added_ids(metadata, vocabulary, rule.add_bos)
     model = _bpe(vocabulary, listed_merges(metadata, vocabulary))
     model["ignore_merges"] = rule.whole_words
     return _tokenizer(
         model,
         _added(vocabulary, replaced=False),
-        _template(vocabulary, ends),
+        _template(vocabulary, added),
         normalizer={"type": "NFC"} if rule.nfc else None,
         pre_tokenizer=_splits(rule),
         decoder=_BYTES,
@@ -162,7 +162,7 @@ def _splits(rule: PreTokenizer) -> Json:
 def _sentence_piece(metadata: Metadata, vocabulary: GgufVocabulary) -> Json:
     prefix = read_flag(metadata, PREFIX, True)
     trim = read_flag(metadata, TRIM, False)
-    ends = _added_ids(metadata, vocabulary, add_bos=True)
+    added = _added_ids(metadata, vocabulary, add_bos=True)
     _check_bytes(vocabulary)
     model = _bpe(vocabulary, scored_merges(metadata, vocabulary))
     model |= {"byte_fallback": True, "fuse_unk": True}
@@ -172,7 +172,7 @@ def _sentence_piece(metadata: Metadata, vocabulary: GgufVocabulary) -> Json:
         model,
         # With a prefix, normalizing the tokens would put the prefix in front of each of them.
         _added(vocabulary, replaced=not prefix),
-        _template(vocabulary, ends),
+        _template(vocabulary, added),
         normalizer={"type": "Sequence", "normalizers": _normalizers(prefix, trim)},
         pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": _decoders(prefix)},
@@ -293,13 +293,13 @@ def _added_id(
     return None
 
 
-def _template(vocabulary: GgufVocabulary, ends: _AddedIds) -> Json | None:
-    """The post-processor that puts `ends` around a prompt; None: there is nothing to put."""
-    if ends.bos is None and ends.eos is None:
+def _template(vocabulary: GgufVocabulary, added: _AddedIds) -> Json | None:
+    """The post-processor that puts `added` around a prompt; None: there is nothing to put."""
+    if added.bos is None and added.eos is None:
         return None
     sequence: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    single = _special(ends.bos) + sequence + _special(ends.eos)
-    texts = {text for text in ends if text is not None}
+    single = _special(added.bos) + sequence + _special(added.eos)
+    texts = {text for text in added if text is not None}
     return {
         "type": "TemplateProcessing",
         "single": single,

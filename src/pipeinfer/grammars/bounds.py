@@ -155,7 +155,7 @@ MAX_SCHEMAS_VISITED = 20_000  # for one root; each visit takes 3 microseconds
 Schema = JsonValue
 
 
-def listed(schema: JsonObject, key: str) -> list[JsonValue]:
+def list_at(schema: JsonObject, key: str) -> list[JsonValue]:
     """The list at `key`; [] if there is none."""
     found = schema.get(key)
     return found if isinstance(found, list) else []
@@ -217,7 +217,7 @@ def exactly(schema: Schema) -> list[JsonValue] | None:
     """
     for key in ALTERNATIVES:
         if isinstance(schema, dict) and key in schema and set(schema) <= REMARKS | {key}:
-            each = [exactly(part) for part in listed(schema, key)]
+            each = [exactly(part) for part in list_at(schema, key)]
             return None if None in each else [value for some in each for value in some or ()]
     some = values(schema)
     if some is None or not isinstance(schema, dict) or not set(schema) <= VALUES:
@@ -227,22 +227,22 @@ def exactly(schema: Schema) -> list[JsonValue] | None:
 
 
 def split(
-    some: list[JsonValue], others: list[JsonValue]
+    values: list[JsonValue], others: list[JsonValue]
 ) -> tuple[list[JsonValue], list[JsonValue]]:
-    """(values of `some` that are in `others`, the rest), by JSON's equality: true is not 1,
+    """(values of `values` that are in `others`, the rest), by JSON's equality: true is not 1,
     1.0 is.
     """
     texts = set(map(_text, others))
     inside: list[JsonValue] = []
     outside: list[JsonValue] = []
-    for value in some:
+    for value in values:
         (inside if _text(value) in texts else outside).append(value)
     return inside, outside
 
 
-def different(some: list[JsonValue]) -> list[JsonValue]:
-    """The distinct values of `some`, by JSON's equality."""
-    return list({_text(value): value for value in some}.values())
+def different(values: list[JsonValue]) -> list[JsonValue]:
+    """The distinct values of `values`, by JSON's equality."""
+    return list({_text(value): value for value in values}.values())
 
 
 def _text(value: JsonValue) -> str:
@@ -327,7 +327,7 @@ class SchemaFacts:
         schema = self.resolved(schema)
         if isinstance(schema, dict) and level < MAX_REFERENCE_STEPS:
             yield schema
-            for part in listed(schema, "allOf"):
+            for part in list_at(schema, "allOf"):
                 yield from self.all_of(part, level + 1)
             if "$ref" in schema:
                 yield from self.all_of({"$ref": schema["$ref"]}, level + 1)
@@ -350,7 +350,7 @@ class SchemaFacts:
 
     def required(self, schema: Schema) -> set[str]:
         """The names of required properties."""
-        each = (name for part in self.all_of(schema) for name in listed(part, "required"))
+        each = (name for part in self.all_of(schema) for name in list_at(part, "required"))
         return {name for name in each if isinstance(name, str)}
 
     def types(self, schema: Schema) -> set[str]:
@@ -427,7 +427,7 @@ class SchemaFacts:
         yield from own
         beside = bool(own) or "allOf" in schema
         for key in ("allOf", *ALTERNATIVES) if level or beside else ():
-            for part in listed(schema, key):
+            for part in list_at(schema, key):
                 yield from self._names(part, level + 1)
         if "$ref" in schema and (level or beside):
             yield from self._names({"$ref": schema["$ref"]}, level + 1)

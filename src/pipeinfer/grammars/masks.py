@@ -249,13 +249,13 @@ class ThinkingBudgetSource:
     def __init__(
         self,
         vocabulary: GrammarVocabulary,
-        behind: MaskSource,
+        answer: MaskSource,
         budget: int,
         thoughts: Thoughts,
         output: Sequence[int] = (),
     ) -> None:
         self._closing = vocabulary.tokens_of_text(thoughts.closing)
-        self._inner = behind
+        self._inner = answer
         self._thoughts = ThoughtTracker(vocabulary, thoughts)
         self._budget_left = budget
         self._closing_tokens = 0  # tokens of the closing tag since the budget was used up

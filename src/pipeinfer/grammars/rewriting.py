@@ -28,7 +28,7 @@ from pipeinfer.grammars.bounds import (
     different,
     exactly,
     fits,
-    listed,
+    list_at,
     malformed,
     named,
     normalized,
@@ -167,7 +167,7 @@ class _SchemaRewriter:
         self._reference(made, at)
         made = {key: value for key, value in made.items() if key in _SUPPORTED}
         if more:
-            made["allOf"] = [*listed(made, "allOf"), *more]
+            made["allOf"] = [*list_at(made, "allOf"), *more]
         self._inner(made, at, within)
         return made
 
@@ -187,7 +187,7 @@ class _SchemaRewriter:
             if isinstance(made.get(key), list):
                 made[key] = [
                     self.schema(part, _at(at, key, str(i)), same)
-                    for i, part in enumerate(listed(made, key))
+                    for i, part in enumerate(list_at(made, key))
                 ]
 
     def _note_unsupported(self, key: str, at: str) -> None:
@@ -284,17 +284,17 @@ class _SchemaRewriter:
         elif set(no) - REMARKS == {"type"}:
             kinds, mine = types(no), types(made) or _TYPES
             if options is not None:
-                _list(made, [one for one in options if not fits(one, kinds)])
+                _allow_only(made, [one for one in options if not fits(one, kinds)])
                 del made["not"]
             elif "integer" not in kinds or "number" not in mine:
                 gone = kinds | {"integer"} if "number" in kinds else kinds
                 made["type"] = cast(JsonValue, sorted(mine - gone))
                 del made["not"]
         elif options is not None and (never := exactly(no)) is not None:
-            _list(made, split(options, never)[1])
+            _allow_only(made, split(options, never)[1])
             del made["not"]
         elif set(no) <= {"required", "type"} and types(made) == {"object"}:
-            names = listed(no, "required")
+            names = list_at(no, "required")
             if len(names) == 1:
                 made["properties"] = {**named(made, "properties"), str(names[0]): False}
                 del made["not"]
@@ -305,7 +305,7 @@ class _SchemaRewriter:
         """Replaces oneOf by anyOf, where no value fits two branches. If a property tells the
         branches apart, the property becomes required in all of them.
         """
-        branches: list[Schema] = listed(made, "oneOf")
+        branches: list[Schema] = list_at(made, "oneOf")
         if "oneOf" not in made:
             return
         closed = self._closed and not within and "properties" not in made
@@ -329,24 +329,24 @@ class _SchemaRewriter:
         """Replaces if, then and else, of the schema and of its allOf, by branches for the values of
         a property.
         """
-        parts = listed(made, "allOf")
+        parts = list_at(made, "allOf")
         if "if" in made:
             parts = [*parts, {key: made[key] for key in _CONDITION if key in made}]
-        kept: list[Schema] = []
+        remaining: list[Schema] = []
         for part in parts:
             if not isinstance(part, dict) or "if" not in part:
-                kept.append(part)
+                remaining.append(part)
                 continue
             rest = {key: value for key, value in part.items() if key not in _CONDITION}
             branches = self._branches(made, part)
             if branches is None:
                 self._note_unsupported("if", at)
             elif branches:
-                rest["allOf"] = [*listed(rest, "allOf"), {"anyOf": branches}]
+                rest["allOf"] = [*list_at(rest, "allOf"), {"anyOf": branches}]
             if rest:
-                kept.append(rest)
-        if kept:
-            made["allOf"] = kept
+                remaining.append(rest)
+        if remaining:
+            made["allOf"] = remaining
         else:
             made.pop("allOf", None)
 
@@ -363,7 +363,7 @@ class _SchemaRewriter:
             return [then if condition else other]
         if not isinstance(condition, dict) or types(made) != {"object"}:
             return None
-        asked, required = named(condition, "properties"), listed(condition, "required")
+        asked, required = named(condition, "properties"), list_at(condition, "required")
         strange = set(condition) - {"properties", "required", "type"} - REMARKS
         if strange or len(asked) != 1 or required not in ([], list(asked)):
             return None
@@ -398,7 +398,7 @@ class _SchemaRewriter:
         if arrays is not None:
             for key in ("uniqueItems", "items", "minItems", "maxItems"):
                 made.pop(key, None)
-            _list(made, arrays)
+            _allow_only(made, arrays)
 
     def _contains(self, made: JsonObject, at: str) -> None:
         """Replaces contains by prefixItems: the items that must be there come first."""
@@ -448,7 +448,7 @@ class _SchemaRewriter:
         """Removes minProperties and maxProperties where the compiler cannot count: it can only if
         all named properties are required.
         """
-        known, required = named(made, "properties"), set(listed(made, "required"))
+        known, required = named(made, "properties"), set(list_at(made, "required"))
         if not known or set(known) <= required:
             return
         shut = made.get("additionalProperties") is False and "patternProperties" not in made
@@ -505,12 +505,12 @@ class _SchemaRewriter:
         own = named(made, "properties")
         made["properties"] = {**own, **{name: True for name in names if name not in own}}
         made["additionalProperties"] = False
-        parts = [*listed(made, "allOf"), *([{"$ref": made.pop("$ref")}] if "$ref" in made else [])]
+        parts = [*list_at(made, "allOf"), *([{"$ref": made.pop("$ref")}] if "$ref" in made else [])]
         if parts:
             made["allOf"] = [self._written_out(part) for part in parts]
         for key in ("anyOf", "oneOf"):
             if key in made:
-                made[key] = [self._written_out(part) for part in listed(made, key)]
+                made[key] = [self._written_out(part) for part in list_at(made, key)]
 
     def _written_out(self, part: Schema, level: int = 0) -> Schema:
         """`part` with its references replaced by their targets: a definition on its own would be
@@ -522,7 +522,7 @@ class _SchemaRewriter:
         made = {key: value for key, value in target.items() if key not in DEFINITIONS}
         for key in ("allOf", "anyOf", "oneOf"):
             if key in made:
-                made[key] = [self._written_out(one, level + 1) for one in listed(made, key)]
+                made[key] = [self._written_out(one, level + 1) for one in list_at(made, key)]
         return made
 
 
@@ -534,11 +534,11 @@ def _both(one: Schema, other: Schema) -> Schema:
     return {"allOf": [one, other]}
 
 
-def _list(made: JsonObject, some: list[JsonValue]) -> None:
-    """Makes `made` allow the values in `some` alone."""
+def _allow_only(made: JsonObject, values: list[JsonValue]) -> None:
+    """Makes `made` allow the values in `values` alone."""
     made.pop("const", None)
     made.pop("type", None)
-    made["enum"] = some
+    made["enum"] = values
 
 
 def _patterns(pattern: str) -> tuple[list[str], bool]:
@@ -559,11 +559,11 @@ def _rounded(value: JsonValue) -> bool:
     return abs(value) > LARGEST_INT64 or int(float(value)) != value
 
 
-def _arrays(some: list[JsonValue], least: int, most: int) -> list[JsonValue] | None:
-    """All arrays of distinct values in `some`, with `least` to `most` items. If they are more than
-    MAX_SET_ARRAYS, those in the order of `some` alone; None if these are too many, too.
+def _arrays(values: list[JsonValue], least: int, most: int) -> list[JsonValue] | None:
+    """All arrays of distinct values in `values`, with `least` to `most` items. If they are more
+    than MAX_SET_ARRAYS, those in the order of `values` alone; None if these are too many, too.
     """
-    unique = different(some)
+    unique = different(values)
     for ways in (permutations, combinations):
         many = range(least, min(most, len(unique)) + 1)
         every = (list(array) for count in many for array in ways(unique, count))

@@ -272,19 +272,21 @@ def main() -> None:
     del setup  # as large as the tokenizer's file
     pipes.write(answers, b"")
 
-    def tried(spec: StructuredOutputs, outcome: list[str]) -> None:
-        said = "it does not compile"  # stays so after a panic of the compiler, which is not caught
+    def validate(spec: StructuredOutputs, outcome: list[str]) -> None:
+        error_text = (
+            "it does not compile"  # stays so after a panic of the compiler, which is not caught
+        )
         try:
             # A fork has none of its parent's threads, so the executor is made here.
-            said = sample_walk(Grammar(vocabulary, spec), LLExecutor(1))
+            error_text = sample_walk(Grammar(vocabulary, spec), LLExecutor(1))
         except (GrammarError, ValueError) as error:
-            said = str(error) or said
+            error_text = str(error) or error_text
         finally:
-            outcome.append(said)
+            outcome.append(error_text)
 
     def with_stack(spec: StructuredOutputs) -> str:
         outcome: list[str] = []
-        thread = threading.Thread(target=tried, args=(spec, outcome))
+        thread = threading.Thread(target=validate, args=(spec, outcome))
         thread.start()
         thread.join()
         return outcome[0]

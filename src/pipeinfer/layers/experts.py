@@ -154,24 +154,24 @@ class TorchExperts:
         elsewhere = (pairs < 0) | (pairs >= stack.count)
         pairs = torch.where(elsewhere, stack.count, pairs)  # behind those of this rank
         ordered, order = pairs.sort(stable=True)
-        ends = torch.searchsorted(
+        offsets = torch.searchsorted(
             ordered, torch.arange(stack.count, device=ordered.device), right=True
         ).to(torch.int32)
-        out = self._products(cast(torch.Tensor, x)[order // top_k], ordered, ends)
+        out = self._products(cast(torch.Tensor, x)[order // top_k], ordered, offsets)
         by_pair = torch.zeros(len(pairs), out.shape[1], dtype=torch.float32, device=out.device)
         by_pair[order] = out.float()
         by_pair.masked_fill_(elsewhere[:, None], 0.0)  # grouped_mm leaves rows behind all groups
         return (by_pair.view(*experts.shape, -1) * weights[..., None]).sum(1).to(out.dtype)
 
     def _products(
-        self, rows: torch.Tensor, expert: torch.Tensor, ends: torch.Tensor
+        self, rows: torch.Tensor, expert: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:
-        """rows [pairs, hidden] of `expert` [pairs], whose groups end at `ends` [experts]."""
+        """rows [pairs, hidden] of `expert` [pairs], whose groups end at `offsets` [experts]."""
         stack, grouped_mm = self._stack, torch.nn.functional.grouped_mm
-        hidden = grouped_mm(rows, stack.gate_up[0].transpose(1, 2), offs=ends)
+        hidden = grouped_mm(rows, stack.gate_up[0].transpose(1, 2), offs=offsets)
         bounded = stack.bounded
         if bounded is None:
-            return grouped_mm(silu_and_mul(hidden), stack.down[0].transpose(1, 2), offs=ends)
+            return grouped_mm(silu_and_mul(hidden), stack.down[0].transpose(1, 2), offs=offsets)
         held = expert.clamp(
             max=stack.count - 1
         )  # pairs of other ranks take any: their rows are not read
@@ -179,7 +179,7 @@ class TorchExperts:
         gate = gate.clamp(max=bounded.limit)
         up = up.clamp(min=-bounded.limit, max=bounded.limit)
         activated = (up + 1.0) * gate * torch.sigmoid(gate * bounded.slope)
-        out = grouped_mm(activated, stack.down[0].transpose(1, 2), offs=ends)
+        out = grouped_mm(activated, stack.down[0].transpose(1, 2), offs=offsets)
         return out if bounded.down_bias is None else out + bounded.down_bias[held]
 
 

@@ -169,10 +169,10 @@ class _Layout:
             *[DIGEST_BYTES * pages] * 3,
             4 * page_size * pages,
         ]
-        self.begins: list[int] = []
+        self.offsets: list[int] = []
         self.total = 0
         for size in sizes:
-            self.begins.append(self.total)
+            self.offsets.append(self.total)
             self.total += -(-size // 64) * 64
 
 
@@ -196,10 +196,10 @@ class PageDirectory:
         self.pages = pages
         self.page_size = page_size
         whole = np.frombuffer(buffer, dtype=np.uint8)
-        self._header = whole[: layout.begins[1]]
+        self._header = whole[: layout.offsets[1]]
 
         def array(index: int, count: int) -> np.ndarray:
-            return whole[layout.begins[index] : layout.begins[index] + count]
+            return whole[layout.offsets[index] : layout.offsets[index] + count]
 
         self._valid = array(1, pages)
         self._depths = array(2, 4 * pages).view("<i4")

@@ -344,7 +344,7 @@ class StageObserver:
             observed = Observed(
                 stage=self._identity.id,
                 incarnation=self._incarnation,
-                passages=tuple(spans),
+                spans=tuple(spans),
                 steps=tuple(self._steps),
                 past=past,
             )

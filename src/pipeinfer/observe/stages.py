@@ -147,7 +147,7 @@ class GatewayObserver:
     _on_input: ClassVar[dict[str, Callable[[Any, Any, float], None]]] = {
         "Call": _call,
         "Accepted": _accepted,
-        "Hangup": _hangup,
+        "ClientDisconnected": _hangup,
     }
     _on_output: ClassVar[dict[str, Callable[[Any, Any, float], None]]] = {
         "Submit": _submit,

@@ -24,8 +24,8 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import StageStatus, expected_stages
 from pipeinfer.gateway.ledger import (
     Call,
+    ClientDisconnected,
     Failed,
-    Hangup,
     OutputDelta,
     RequestTraces,
     Started,
@@ -308,7 +308,7 @@ class OfflineDriver:
     def hang_up(self, request_id: str) -> None:
         """Aborts the request if it still runs; its sink gets nothing more."""
         if self._sinks.pop(request_id, None) is not None and self._feed is not None:
-            self._feed(Hangup(request_id))
+            self._feed(ClientDisconnected(request_id))
 
     async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
         """Groups of `stages` that were asked to forget what is cached, and have not said so."""

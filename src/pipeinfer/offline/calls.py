@@ -381,12 +381,12 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
             what = f"{given!r:.60}" if isinstance(given, str) else type(given).__name__
             message = f"structured_outputs is StructuredOutputsParams or a dict, not {what}"
             raise RequestError(message, "structured_outputs")
-        said: dict[str, Any] = {str(name): value for name, value in given.items()}
-        if unknown := [name for name in said if name not in cls.__struct_fields__]:
+        values: dict[str, Any] = {str(name): value for name, value in given.items()}
+        if unknown := [name for name in values if name not in cls.__struct_fields__]:
             known = ", ".join(cls.__struct_fields__)
             message = f"structured_outputs has no {', '.join(unknown)}; its fields are {known}"
             raise RequestError(message, "structured_outputs")
-        return cls(**said)
+        return cls(**values)
 
     def __post_init__(self) -> None:
         if wrong := _wrong_types(self):
@@ -483,12 +483,12 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     @classmethod
     def from_optional(cls, **given: object) -> SamplingParams:
         """None counts as not given, but for max_tokens, which is without limit then."""
-        kept: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: value
             for name, value in given.items()
             if value is not None or name == "max_tokens"
         }
-        return cls(**kept)
+        return cls(**values)
 
     def clone(self) -> SamplingParams:
         """A copy of its own."""
@@ -500,11 +500,11 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         if self.stop and not self.detokenize:
             raise RequestError("stop looks at the text, which detokenize=False leaves out", "stop")
         names = params.SamplingParams.__struct_fields__
-        kept: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
         make = getattr(self.structured_outputs, "plain", None)  # else it is as stages know it
         if make is not None:
-            kept["structured_outputs"] = make()
-        return params.SamplingParams(**kept)
+            values["structured_outputs"] = make()
+        return params.SamplingParams(**values)
 
 
 class BeamSearchParams:

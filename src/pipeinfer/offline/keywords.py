@@ -170,14 +170,14 @@ def settings_of(given: Mapping[str, object]) -> dict[str, object]:
     None is what is not given. Left out is what asks for nothing. Raises ConfigurationError, which
     names all keywords that ask for something else, with what to use instead.
     """
-    kept: dict[str, object] = {}
+    accepted: dict[str, object] = {}
     wrong: list[str] = []
     foreign = other_servers.refused_flags()
     for name, value in given.items():
         if is_setting(name):
             if value is not None:
-                kept[name] = _worth(name, value)
-                wrong += _unfit(name, kept[name])
+                accepted[name] = _worth(name, value)
+                wrong += _unfit(name, accepted[name])
         elif (
             name not in VLLM_KEYWORDS
             and name not in NEUTRAL_VALUES
@@ -189,7 +189,7 @@ def settings_of(given: Mapping[str, object]) -> dict[str, object]:
     if wrong:
         raise ConfigurationError("\n".join(wrong))
     try:
-        return other_servers.translated(kept)
+        return other_servers.translated(accepted)
     except other_servers.NamedTwice as error:
         raise ConfigurationError(str(error)) from None
 
@@ -222,7 +222,7 @@ def instead_of(name: str) -> str:
     if flag is None:
         return NOT_AVAILABLE
     use = f"Use {' and '.join(flag.ours)}. " if flag.ours else ""
-    text = f"{use}{flag.said}".replace("`", "")
+    text = f"{use}{flag.advice}".replace("`", "")
     return re.sub(r"--([a-z][a-z-]+)", lambda found: found[1].replace("-", "_"), text)
 
 

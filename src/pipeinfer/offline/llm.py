@@ -584,23 +584,23 @@ async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
 def _sampling(given: Given, scores: _Scores) -> SamplingParams:
     """From SGLang's names. RequestError names all that there are not."""
     known = SamplingParams.__struct_fields__
-    kept: dict[str, Any] = {"max_tokens": MAX_NEW_TOKENS}
-    rest: dict[str, Any] = {}
+    fields: dict[str, Any] = {"max_tokens": MAX_NEW_TOKENS}
+    unknown: dict[str, Any] = {}
     form: dict[str, Any] = {}
     for name, value in given.items():
         if name in FORMS:
             form |= {} if value is None else {FORMS[name]: value}
         elif NAMES.get(name, name) in known:
-            kept[NAMES.get(name, name)] = value
+            fields[NAMES.get(name, name)] = value
         else:
-            rest[name] = value
-    _refuse("sampling_params", rest, NOT_SAMPLING)
+            unknown[name] = value
+    _refuse("sampling_params", unknown, NOT_SAMPLING)
     if form:
-        kept["structured_outputs"] = StructuredOutputsParams(**form)
+        fields["structured_outputs"] = StructuredOutputsParams(**form)
     if scores.of:
-        kept["logprobs"] = scores.others
-        kept["prompt_logprobs"] = scores.others if scores.start >= 0 else None
-    return SamplingParams(**kept)
+        fields["logprobs"] = scores.others
+        fields["prompt_logprobs"] = scores.others if scores.start >= 0 else None
+    return SamplingParams(**fields)
 
 
 def _scores(options: dict[str, Any], stream: bool) -> _Scores:

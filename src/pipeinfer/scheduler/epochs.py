@@ -179,7 +179,7 @@ class Epochs:
         met = incarnations if self.running else {}
         to_kill = {r: i for r, i in {**dict(alive), **incarnations}.items() if i <= until} | met
         self.end(reason)
-        self.fenced.add(to_kill, now, fence=self.tp > 1)
+        self.fenced.add(to_kill, now, fenced=self.tp > 1)
         for rank in to_kill.keys() & incarnations.keys():
             del self._hellos[rank]
 
@@ -203,11 +203,11 @@ class FencedRanks:
         """Whether no epoch may begin with it."""
         return incarnation in self._fenced
 
-    def add(self, processes: Mapping[int, int], now: float, fence: bool) -> None:
-        """These must end, incarnations by rank, in the place of those before. `fence`: they cannot
+    def add(self, processes: Mapping[int, int], now: float, fenced: bool) -> None:
+        """These must end, incarnations by rank, in the place of those before. `fenced`: they cannot
         go on even if they answer again."""
         self._to_kill = dict(processes)
-        if fence:
+        if fenced:
             self._fenced.update(processes.values())
         self._requested_at = now
 

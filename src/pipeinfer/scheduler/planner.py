@@ -214,26 +214,26 @@ class Planner:
         self._compose_all(composer)
         return True
 
-    def _waits_for_grammar(self, suspect: Request) -> bool:
+    def _waits_for_grammar(self, candidate: Request) -> bool:
         """Whether engines have still to compile its grammar, which they are asked for; the others
         go on meanwhile."""
         grammars = self._queue.grammars
-        return suspect.phase == "quarantined" and not grammars.ensure_grammar(suspect)
+        return candidate.phase == "quarantined" and not grammars.ensure_grammar(candidate)
 
-    def _compose_under_test(self, suspect: Request, composer: StepComposer) -> None:
-        """The suspect alone, in turn with those who run: they do not wait for its prompt.
+    def _compose_under_test(self, candidate: Request, composer: StepComposer) -> None:
+        """The candidate alone, in turn with those who run: they do not wait for its prompt.
 
         When pages run short it comes first, and those who hold them have to give way.
         """
         short = any(request.deferrals for request in self._slots.running.values())
         self._last_was_for_others = not (self._last_was_for_others or short)
-        if suspect.deferrals:
-            composer.preempt_for(suspect)
+        if candidate.deferrals:
+            composer.preempt_for(candidate)
         if self._last_was_for_others:
-            composer.leave_out(suspect)
+            composer.leave_out(candidate)
             self._compose_all(composer)
         if not composer.rows:
-            composer.run_alone(suspect)
+            composer.run_alone(candidate)
 
     def _compose_all(self, composer: StepComposer) -> None:
         """A step of all that run, as the policy likes it."""

@@ -88,7 +88,7 @@ class StepComposer:
     def _jump(self) -> None:
         """Rows of requests whose next ids are known already compute those ids, as far as the other
         decodes can bear it. A request that gets no more than one token decodes on meanwhile."""
-        prefill_tokens = min(self._tokens_left, self._prefill_tokens(cheapest_rate=False))
+        prefill_tokens = min(self._tokens_left, self._prefill_tokens(best_rate=False))
         jump_tokens = (
             prefill_tokens // JUMPS_PART if self._prompts or self._admissible() else prefill_tokens
         )
@@ -113,17 +113,17 @@ class StepComposer:
         """Whether a row of so many tokens has some that the engine has not got."""
         return count > 1 and request.projected >= request.known_len
 
-    def limit_prefill(self, cheapest_rate: bool = False) -> None:
+    def limit_prefill(self, best_rate: bool = False) -> None:
         """After decode_all: prompts get as many tokens as the decodes can bear, at least 1, however
-        many requests run. cheapest_rate: as many as cost least each, however long the decodes then
+        many requests run. best_rate: as many as cost least each, however long the decodes then
         take. See step_cost.py.
         """
         if self.rows and (self._prompts or self._admissible()):
             jumped = sum([count for _, count in self.rows]) - len(self.rows)
-            prefill_tokens = self._prefill_tokens(cheapest_rate)
+            prefill_tokens = self._prefill_tokens(best_rate)
             self._tokens_left = min(self._tokens_left, max(prefill_tokens - jumped, 1))
 
-    def _prefill_tokens(self, cheapest_rate: bool) -> int:
+    def _prefill_tokens(self, best_rate: bool) -> int:
         """Tokens of prompts that may go beside the decodes in `rows`."""
         budget, decodes = self._prefill_budget, len(self.rows)
         context = sum([request.projected for request, _ in self.rows])
@@ -131,13 +131,13 @@ class StepComposer:
             Prompt(r.known_len - r.projected, r.projected, self._now - r.arrived_at)
             for r in self._prompts
         ]
-        if cheapest_rate or budget.looks_ahead:
+        if best_rate or budget.looks_ahead:
             waiting += self._queue.prompts(self._now)
-        if not cheapest_rate:
+        if not best_rate:
             return budget.prompt_tokens(decodes, context, waiting)
         all_fit = len(self._queue) + self._queue.waiting_for_prefix <= self._slots.free
         left = self._slots.remaining_steps(self.rows) if all_fit else 0
-        return budget.cheapest_prompt_tokens(decodes, context, waiting, left)
+        return budget.best_rate_prompt_tokens(decodes, context, waiting, left)
 
     def continue_prompts(self) -> None:
         """The next chunk of every half-computed prompt, oldest first."""
@@ -354,7 +354,7 @@ class Throughput:
 
     def compose(self, composer: StepComposer) -> None:
         composer.decode_all()
-        composer.limit_prefill(cheapest_rate=True)
+        composer.limit_prefill(best_rate=True)
         composer.continue_prompts()
         composer.admit_while_possible()
 

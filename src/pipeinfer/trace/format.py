@@ -274,7 +274,7 @@ class End(Message, frozen=True):
 
 COMMON_MESSAGES = ("Tick", "Drain", "Leave", "Unsent")  # of core.py, taken by every core
 LOCAL_IN = {
-    "gateway": ("pipeinfer.gateway.ledger:Call", "pipeinfer.gateway.ledger:Hangup"),
+    "gateway": ("pipeinfer.gateway.ledger:Call", "pipeinfer.gateway.ledger:ClientDisconnected"),
     "tokenizer": (
         "pipeinfer.tokenizer.core:Encoded",
         "pipeinfer.tokenizer.core:EncodeNext",

@@ -196,7 +196,7 @@ UNCHANGED_MESSAGES = {
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
     "EncodeNext", "ValidateGrammar", "DistrustPages", "FindPages",
-    "StepFailed", "Hangup", "StatusChanged", "StepNote", "PagesNote", "Unencoded",
+    "StepFailed", "ClientDisconnected", "StatusChanged", "StepNote", "PagesNote", "Unencoded",
     "Crash", "End",
 }  # fmt: skip
 

@@ -93,8 +93,8 @@ export class Prefixes {
   }
 }
 
-function prefixed({ tokens, held, text, ids }) {
-  const facts = [plural(tokens, "token"), held ? `${plural(held, "request")} on it` : "not in use"];
+function prefixed({ tokens, locks, text, ids }) {
+  const facts = [plural(tokens, "token"), locks ? `${plural(locks, "request")} on it` : "not in use"];
   return h("li", {}, h("p", {}, facts.join(" · ")),
     ids ? h("p", { class: "mono text" }, text || ids.join(" ")) : null);
 }

@@ -36,10 +36,10 @@ export class Timeline {
   async #look(id) {
     clearTimeout(this.#timer);
     try {
-      const { passages } = await askJson(`monitor/requests/${encodeURIComponent(id)}`);
+      const { spans } = await askJson(`monitor/requests/${encodeURIComponent(id)}`);
       if (!this.#dialog.open || this.#title.textContent !== id) return;
-      this.#show(passages);
-      if (!passages.some(({ ended }) => ended === null)) return;
+      this.#show(spans);
+      if (!spans.some(({ ended }) => ended === null)) return;
     } catch (error) {
       this.#drawing.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
       return;
@@ -47,22 +47,22 @@ export class Timeline {
     this.#timer = setTimeout(() => this.#look(id), AGAIN);
   }
 
-  #show(passages) {
-    if (!passages.length) {
+  #show(spans) {
+    if (!spans.length) {
       this.#drawing.replaceChildren(h("p", { class: "quiet" }, "No stage has seen it yet."));
       return;
     }
     const opened = [...this.#table.querySelectorAll("details")].map((one) => one.open);
-    this.#drawing.replaceChildren(drawn(passages, this.#drawing.clientWidth));
-    this.#table.replaceChildren(tabled(passages));
+    this.#drawing.replaceChildren(drawn(spans, this.#drawing.clientWidth));
+    this.#table.replaceChildren(tabled(spans));
     for (const [index, one] of [...this.#table.querySelectorAll("details")].entries()) {
       one.open = opened[index] ?? false;
     }
   }
 }
 
-function span(passages) {
-  const times = passages.flatMap(({ began, ended, moments }) =>
+function span(spans) {
+  const times = spans.flatMap(({ began, ended, moments }) =>
     [began, ended, ...moments.map(({ at }) => at)]).filter((at) => at !== null);
   const from = Math.min(...times);
   return { from, long: Math.max(Math.max(...times) - from, 1e-6) };
@@ -70,14 +70,14 @@ function span(passages) {
 
 const kind = (stage) => stage.replace(/[-\d]+$/, "");
 
-function drawn(passages, width) {
-  const { from, long } = span(passages);
+function drawn(spans, width) {
+  const { from, long } = span(spans);
   const narrow = width < NARROW, left = narrow ? 0 : 120, row = narrow ? ROW + 12 : ROW;
-  const height = passages.length * row + FOOT, right = width - 8;
+  const height = spans.length * row + FOOT, right = width - 8;
   const x = (at) => left + (at - from) / long * (right - left);
   const ticks = [0, 0.25, 0.5, 0.75, 1].filter((_, index) => !narrow || index % 2 === 0);
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
-    "aria-label": `${passages.length} stages within ${duration(1000 * long)}; see the table` });
+    "aria-label": `${spans.length} stages within ${duration(1000 * long)}; see the table` });
   for (const tick of ticks) {
     const at = left + tick * (right - left);
     svg.append(s("path", { class: "tick", d: `M${at} 0V${height - FOOT + 4}` }),
@@ -85,7 +85,7 @@ function drawn(passages, width) {
         "text-anchor": tick === 0 ? "start" : tick === 1 ? "end" : "middle" },
       tick ? duration(1000 * tick * long) : "0"));
   }
-  for (const [index, { stage, began, ended, moments }] of passages.entries()) {
+  for (const [index, { stage, began, ended, moments }] of spans.entries()) {
     const top = index * row + (narrow ? 18 : 8);
     const end = Math.max(x(ended ?? from + long), x(began) + 3);
     svg.append(
@@ -104,13 +104,13 @@ const told = ({ at, name, values }, from) => {
   return `${duration(1000 * (at - from))}: ${name.replaceAll("_", " ")}${said ? ` (${said})` : ""}`;
 };
 
-function tabled(passages) {
-  const { from } = span(passages);
+function tabled(spans) {
+  const { from } = span(spans);
   const listed = (moments) => h("ul", {}, moments.map((one) => h("li", {}, told(one, from))));
   return h("table", {},
     h("thead", {}, h("tr", {}, ["Stage", "Began after", "Took", "Outcome", "Moments"]
       .map((text) => h("th", { scope: "col" }, text)))),
-    h("tbody", {}, passages.map(({ stage, began, ended, outcome, moments }) => h("tr", {},
+    h("tbody", {}, spans.map(({ stage, began, ended, outcome, moments }) => h("tr", {},
       h("th", { scope: "row" }, h("i", { class: kind(stage) }), stage),
       h("td", {}, began === from ? "0" : duration(1000 * (began - from))),
       h("td", {}, ended === null ? "still here" : duration(1000 * (ended - began))),
