@@ -26,10 +26,10 @@ NOW = 1_000.0
 
 
 def seeing(
-    sight: PipelineMonitor, *passages: RequestSpan, steps: tuple[StepMade, ...] = ()
+    sight: PipelineMonitor, *spans: RequestSpan, steps: tuple[StepMade, ...] = ()
 ) -> None:
-    stage = passages[0].stage if passages else "scheduler-1"
-    sight.on_message(Observed(stage, 1, passages, steps))
+    stage = spans[0].stage if spans else "scheduler-1"
+    sight.on_message(Observed(stage, 1, spans, steps))
 
 
 def step(at: float) -> StepMade:

@@ -39,12 +39,12 @@ def passage(stage: str, name: str, trace: str = "", span: str = "", outcome: str
     return RequestSpan(stage, name, 10.25, 11.0, outcome, trace, moments, span)
 
 
-async def exported(url: str, name: str, *passages: RequestSpan) -> float:
+async def exported(url: str, name: str, *spans: RequestSpan) -> float:
     """Seconds that the end of the stage `name` took."""
     exporting = OpenTelemetryExporter(
         Settings(otlp_endpoint=url, served_model_name="m"), Identity(name)
     )
-    for one in passages:
+    for one in spans:
         exporting.add(one)
     began = time.monotonic()
     await exporting.close()

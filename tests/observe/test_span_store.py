@@ -1,4 +1,4 @@
-"""The book of a stage's passages: in order, told when they change, and bounded whatever comes."""
+"""A stage's span store: in order, published when spans change, and bounded whatever comes."""
 
 from __future__ import annotations
 

@@ -148,21 +148,21 @@ def test_figures_say_what_runs(server):
 
         server.wait(lambda: sum(step["decodes"] for step in steps()) >= 59, "all its steps")
         assert sum(step["prompt_tokens"] for step in steps()) >= len("What is pipeinfer?")
-        way = server.wait(lambda: whole(server, told["id"]), "five passages that have ended")
+        way = server.wait(lambda: whole(server, told["id"]), "five spans that have ended")
         took = {one["stage"]: 1e3 * (one["ended"] - one["began"]) for one in way["spans"]}
-        passages = [
+        spans = [
             one
             for name in [*names, told["id"]]
             for one in asked(server, f"/monitor/requests/{name}")["spans"]
         ]
         tokenized = [
             1e3 * (one["ended"] - one["began"])
-            for one in passages
+            for one in spans
             if one["stage"] == "tokenizer-0" and one["ended"]
         ]
         texts = [
             1e3 * moment["values"]["seconds"]
-            for one in passages
+            for one in spans
             if one["stage"] == "detokenizer-0"
             for moment in one["moments"]
             if moment["name"] == "first_text"
@@ -187,27 +187,27 @@ def test_a_request_passes_all_stages_as_a_recording_says(server, traces):
         feed.wait(
             lambda event: any(r["id"] == name and r["ended"] for r in event["requests"]), "its end"
         )
-        way = server.wait(lambda: whole(server, name), "five passages that have ended")
-    passages = {one["stage"]: one for one in way["spans"]}
-    assert sorted(passages) == sorted(STAGES)
+        way = server.wait(lambda: whole(server, name), "five spans that have ended")
+    spans = {one["stage"]: one for one in way["spans"]}
+    assert sorted(spans) == sorted(STAGES)
     for one in way["spans"]:
         assert one["began"] <= one["ended"]
         times = [moment["at"] for moment in one["moments"]]
         assert times == sorted(times)
         assert one["began"] - SLACK <= times[0] and times[-1] <= one["ended"] + SLACK
-    assert passages["gateway-0"]["outcome"] == "length"
-    begun = [passages[stage]["began"] for stage in STAGES[:4]]
+    assert spans["gateway-0"]["outcome"] == "length"
+    begun = [spans[stage]["began"] for stage in STAGES[:4]]
     assert all(first <= then + SLACK for first, then in itertools.pairwise(begun))
-    agrees_with_recording(name, passages, traces)
+    agrees_with_recording(name, spans, traces)
 
 
 def whole(server: Server, name: str) -> dict | None:
     way = asked(server, f"/monitor/requests/{name}")
-    ended = len(way["spans"]) == len(STAGES) and all(one["ended"] for one in way["passages"])
+    ended = len(way["spans"]) == len(STAGES) and all(one["ended"] for one in way["spans"])
     return way if ended else None
 
 
-def agrees_with_recording(name: str, passages: dict, traces: Path) -> None:
+def agrees_with_recording(name: str, spans: dict, traces: Path) -> None:
     """What `tools/replay timeline` draws from: each stage's messages that name the request."""
     recordings = load_merged(sorted(traces.glob("*.pitrace")))
     journey = request_times(recordings)[name]
@@ -216,9 +216,9 @@ def agrees_with_recording(name: str, passages: dict, traces: Path) -> None:
         "scheduler-0": journey.first["queued"],
         "engine-0-0": journey.first["planned"],
     }
-    zero = passages["gateway-0"]["began"] - journey.first["called"]
+    zero = spans["gateway-0"]["began"] - journey.first["called"]
     for stage, at in begun.items():
-        assert passages[stage]["began"] - zero == pytest.approx(at, abs=SLACK), stage
+        assert spans[stage]["began"] - zero == pytest.approx(at, abs=SLACK), stage
 
 
 def test_the_largest_prefixes_are_told_with_their_text(server):
