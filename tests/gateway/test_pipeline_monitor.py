@@ -25,9 +25,7 @@ from pipeinfer.messages import Heartbeat, Message
 NOW = 1_000.0
 
 
-def seeing(
-    sight: PipelineMonitor, *spans: RequestSpan, steps: tuple[StepMade, ...] = ()
-) -> None:
+def seeing(sight: PipelineMonitor, *spans: RequestSpan, steps: tuple[StepMade, ...] = ()) -> None:
     stage = spans[0].stage if spans else "scheduler-1"
     sight.on_message(Observed(stage, 1, spans, steps))
 

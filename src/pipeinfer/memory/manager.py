@@ -263,8 +263,9 @@ class MemoryManager:
         """Caches the prompts that were completed two plans before.
 
         Not earlier: a request that matches them now computes in a step after the one that writes
-        them; and a request that ends with its prompt is inserted once only. With at most two steps
-        in flight, the prompt's own result has been seen by now. If its logits were bad, the request
+        them; and a request that ends with its prompt is inserted once only. A plan that brings
+        requests is published with at most one step in flight (a probe, which may be a third, brings
+        none), so the prompt's own result has been seen by now. If its logits were bad, the request
         was released, since attention may have carried NaN back into its keys and values.
         """
         for slot in self._finished_prompts[0].tolist():

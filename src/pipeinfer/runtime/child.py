@@ -140,7 +140,7 @@ class StatusReader:
 
     @property
     def name(self) -> str:
-        """Of the sink, for DESCRIPTOR: its number, and what it is."""
+        """Of the sink, for REPORT_FD_VARIABLE: its number, and its inode."""
         return f"{self.sink}:{os.fstat(self.sink).st_ino}"
 
     def close_sink(self) -> None:

@@ -50,6 +50,7 @@ class StepComposer:
         self._slots = slots
         self._queue = queue
         self._running = list(slots.running.values())
+        self._holders = len(self._running)  # of pages, also those that are left out
         self._free_slots = slots.free
         self._tokens_left = max_tokens
         self._prefill_budget = prefill_budget
@@ -194,12 +195,12 @@ class StepComposer:
         return request is not None and self._may_admit(request)
 
     def _may_admit(self, request: Request) -> bool:
-        """Pages for the whole prompt, and one more for each running request to grow into."""
+        """Pages for the whole prompt, and one more for each request with pages to grow into."""
         if request.steps_in_flight:
             return False  # preempted, and its last step has not reported
-        if not self._running and not self.admitted:
+        if not self._holders and not self.admitted:
             return True  # it fits into the pool by itself, that was checked on arrival
-        free_pages = self.pages.left - self._reserved - len(self._running) - len(self.admitted)
+        free_pages = self.pages.left - self._reserved - self._holders - len(self.admitted)
         return self.pages.between(self._known_cache_hit(request), request.length) <= free_pages
 
     def _known_cache_hit(self, request: Request) -> int:
@@ -373,7 +374,7 @@ class PrefillFirst:
             composer.decode_all()
 
 
-MAX_DECODE_STEPS = 8  # steps of decodes in a row while a prompt waits
+MAX_DECODE_STEPS = 8  # steps of decodes in a row, then one of prompts if any wait
 
 
 class DecodeFirst:
