@@ -108,24 +108,24 @@ class StepDone(Message, frozen=True):
     """The device finished step `number`. S: rows that sampled, in the step's order.
 
     Attributes:
-    - counts: int32 bytes [S], tokens that each row gave
+    - num_sampled: int32 bytes [S], tokens that each row gave
     - token_ids: int32 bytes, row after row
     - seconds: that the step took
     - bad: int32 bytes, those of the S rows whose logits were not finite
     - logprobs: scores (wire.py) of those ids whose rows ask for them
-    - prompts: scores of each of the chunks whose tokens are scored
+    - prompt_logprobs: scores of each of the chunks whose tokens are scored
     - refused: by row, why its grammar allows nothing
     - mask_units: by row, what its mask costs, where that is news
     """
 
     epoch: int
     number: int
-    counts: bytes
+    num_sampled: bytes
     token_ids: bytes
     seconds: float = 0.0  # differs between a run and its replay
     bad: bytes = b""
     logprobs: bytes = b""
-    prompts: tuple[bytes, ...] = ()
+    prompt_logprobs: tuple[bytes, ...] = ()
     refused: dict[int, str] = {}
     mask_units: dict[int, int] = {}
 
@@ -167,7 +167,7 @@ class _StepArrays(Protocol):
     def number(self) -> int: ...
 
     @property
-    def decodes(self) -> int: ...
+    def num_decodes(self) -> int: ...
 
     @property
     def slots(self) -> Sized: ...
@@ -185,7 +185,7 @@ def step_note(step: _StepArrays) -> StepNote:
         step.epoch,
         step.number,
         len(step.slots),
-        step.decodes,
+        step.num_decodes,
         len(step.tokens),
         int(step.samples.sum()),
     )

@@ -220,21 +220,21 @@ class Sampled:
     """The tokens that a step sampled, for the S rows that sample, in their order.
 
     Attributes:
-    - counts: int32 [S], how many tokens each row gave
-    - ids: int32 [the sum of counts], row after row
+    - num_sampled: int32 [S], how many tokens each row gave
+    - ids: int32 [the sum of num_sampled], row after row
     - bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none
     - logprobs: scores (wire.py) of the ids of rows that ask for them, row after row
-    - prompts: scores of each of the step's `prompts`
+    - prompt_logprobs: scores of each of the step's `scored_chunks`
     - refused: rows whose grammar allowed nothing, each with the reason; they gave none either
     - mask_units: by row, what a mask of it costs in units (grammars/compiling.py), where that was
       found out anew and is much, or was
     """
 
-    counts: np.ndarray
+    num_sampled: np.ndarray
     ids: np.ndarray
     bad: np.ndarray = field(default_factory=lambda: _NONE)
     logprobs: bytes = b""
-    prompts: tuple[bytes, ...] = ()
+    prompt_logprobs: tuple[bytes, ...] = ()
     refused: Mapping[int, str] = field(default_factory=dict[int, str])
     mask_units: Mapping[int, int] = field(default_factory=dict[int, int])
 
@@ -254,13 +254,13 @@ class Sampled:
 
     def followed_by(self, forced: Mapping[int, Sequence[int]]) -> Sampled:
         """With the ids `forced` {row: ids} behind those of their rows, which have no log-probs."""
-        counts, ends = self.counts.copy(), np.cumsum(self.counts)
+        counts, ends = self.num_sampled.copy(), np.cumsum(self.num_sampled)
         positions, ids = list[int](), list[int]()
         for row, row_ids in forced.items():
             counts[row] += len(row_ids)
             positions += [int(ends[row])] * len(row_ids)
             ids += row_ids
-        return replace(self, counts=counts, ids=np.insert(self.ids, positions, ids))
+        return replace(self, num_sampled=counts, ids=np.insert(self.ids, positions, ids))
 
     @classmethod
     def one_each(cls, ids: Sequence[int] | np.ndarray) -> Sampled:
@@ -295,7 +295,7 @@ class Step:
 
     Attributes:
     - epoch, number: of the plan
-    - decodes: how many rows have one token, decodes and chunks of one token
+    - num_decodes: how many rows have one token, decodes and chunks of one token
     - slots, starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r]+counts[r]-1,
       counts[r] >= 1
     - samples: bool [R]; the last position of such a row gives logits, and the sampled id goes to
@@ -306,7 +306,7 @@ class Step:
     - penalties, logprobs: those of the rows that sample that ask for them
     - delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then,
       at offset p % page_size. Page 0 is a dummy that no request owns
-    - prompts: known tokens whose log-probs are asked for; the step computes those before them
+    - scored_chunks: known tokens whose log-probs are asked for; the step computes those before them
     - masked: rows that may sample only what their grammars allow, which is known only when the step
       before has ended
     - shared_prefixes: None where attention shares no reads, or no decodes have a prefix in common
@@ -314,7 +314,7 @@ class Step:
 
     epoch: int
     number: int
-    decodes: int
+    num_decodes: int
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
@@ -324,7 +324,7 @@ class Step:
     penalties: PenaltyRows | None = None
     delta: StepDelta = NO_CHANGES
     logprobs: LogprobRows | None = None
-    prompts: tuple[ScoredChunk, ...] = ()
+    scored_chunks: tuple[ScoredChunk, ...] = ()
     masked: MaskRows | None = None
     shared_prefixes: SharedPrefixes | None = None
 

@@ -62,7 +62,7 @@ def attention_inputs(step: Step, pages: np.ndarray) -> AttentionInputs:
         "kv_indices": pages.reshape(-1),
     }
     views = {name: torch.from_numpy(values.astype(np.int32)) for name, values in ints.items()}
-    shape = GraphShape(len(step.tokens), step.decodes, len(step.slots) - step.decodes)
+    shape = GraphShape(len(step.tokens), step.num_decodes, len(step.slots) - step.num_decodes)
     longest = int(step.counts.max(initial=0))
     return AttentionInputs(device_step(shape, **views), longest, pages.shape[1])
 
@@ -115,7 +115,7 @@ def make_step(spans: list[tuple[int, int]], page_size: int, seed: int) -> Step:
     return Step(
         epoch=0,
         number=0,
-        decodes=int((counts == 1).sum()),
+        num_decodes=int((counts == 1).sum()),
         slots=slots,
         starts=np.array([start for start, _ in spans], dtype=np.int32),
         counts=counts,

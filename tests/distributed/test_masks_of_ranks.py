@@ -54,7 +54,7 @@ class Flights:
     def take(self):
         if self._taken is None:
             self._taken, other = (flight.take() for flight in self.flights)
-            given = [one.counts.tolist() for one in (self._taken, other)]
+            given = [one.num_sampled.tolist() for one in (self._taken, other)]
             assert given[0] == given[1]
             assert self._taken.ids.tolist() == other.ids.tolist()
             self._received.take(self.step, other)

@@ -72,7 +72,7 @@ def build_step(rows: list[Row], number: int, max_pages: int) -> Step:
     return Step(
         epoch=0,
         number=number,
-        decodes=sum(row.count == 1 for row in rows),
+        num_decodes=sum(row.count == 1 for row in rows),
         slots=np.array([row.slot for row in rows], dtype=np.int32),
         starts=np.array([row.start for row in rows], dtype=np.int32),
         counts=np.array([row.count for row in rows], dtype=np.int32),

@@ -396,7 +396,7 @@ def test_result_rows_stand_in_plan_order_whatever_the_steps_order():
     prompts = {5: [1] * 6, 2: [2], 7: [3] * 9, 0: [0] * 4}
     engine.plan({}, [admit(slot, prompt) for slot, prompt in prompts.items()])
     engine.plan({5: 99, 2: 99, 7: 4, 3: 1, 0: 99})
-    assert engine.queue[0].slots.tolist() == [2, 5, 7, 0] and engine.queue[0].decodes == 1
+    assert engine.queue[0].slots.tolist() == [2, 5, 7, 0] and engine.queue[0].num_decodes == 1
     result = fields(engine.work()[0])
     assert result["slots"] == [5, 2, 7, 3, 0]
     assert result["starts"] == [0, 0, 0, 0, 0] and result["counts"] == [6, 1, 4, 0, 4]
@@ -535,7 +535,7 @@ def test_prompts_are_scored_where_they_are_computed_and_told_before_their_result
     admitted = msgspec.structs.replace(admit(3, ids, prompt_logprobs=1), score_from=4)
     engine.plan({3: 5}, [admitted])
     engine.plan({3: 99})
-    first, second = (step.prompts for step in engine.queue)
+    first, second = (step.scored_chunks for step in engine.queue)
     assert [(c.slot, c.first, c.at, c.num_alternatives) for c in (*first, *second)] == [
         (3, 4, 3, 1),
         (3, 6, 0, 1),
@@ -543,12 +543,12 @@ def test_prompts_are_scored_where_they_are_computed_and_told_before_their_result
     assert first[0].ids.tolist() == ids[4:6] and second[0].ids.tolist() == ids[6:]
     for chunk, samples in ((first[0], 0), (second[0], 1)):
         raw = b"s" * score_bytes(1) * len(chunk.ids)
-        sampled = replace(Sampled.one_each([1] * samples), prompts=(raw,))
+        sampled = replace(Sampled.one_each([1] * samples), prompt_logprobs=(raw,))
         scores, result = engine.handle(step_done(engine.queue.pop(0), sampled))
         assert isinstance(result, Result)
         assert scores == PromptLogprobs(1, result.number, 3, chunk.first, raw)
     engine.plan({3: 1})
-    assert engine.queue.pop().prompts == ()
+    assert engine.queue.pop().scored_chunks == ()
 
 
 @pytest.mark.parametrize("logprobs", [b"", b"x" * 7, b"x" * score_bytes(2)])

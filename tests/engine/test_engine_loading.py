@@ -149,14 +149,14 @@ def test_the_step_that_memory_is_measured_with_asks_for_all_that_sampling_can_do
     optional = {field.name for field in fields(Step) if field.default in (None, ())}
     missing = {name for name in optional if not getattr(step, name)}
     # Chunks of prompts are scored a few tokens at a time; common beginnings need no memory.
-    assert missing == {"prompts", "shared_prefixes"}
+    assert missing == {"scored_chunks", "shared_prefixes"}
     assert len(step.tokens) == 32 and step.samples.sum() == len(step.penalties.rows) == 4
     assert truncated(step.fields).tolist() == [0, 1, 2, 3]
     launched = runner.launch(step)
     runner.sample_masked(launched, allow_all)
     sampled = launched.take()
     assert runner._state.biased.all()
-    assert sampled.counts.tolist() == [1] * 4 and len(sampled.logprobs) > 0
+    assert sampled.num_sampled.tolist() == [1] * 4 and len(sampled.logprobs) > 0
 
 
 def test_available_memory_respects_the_control_group(tmp_path):

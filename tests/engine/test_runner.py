@@ -115,7 +115,7 @@ def test_nan_from_the_model_makes_its_row_bad_and_no_other(checkpoint, part):
         Row(1, 16, [3, 4], np.array([7, 3]), True),
     ]
     sampled = runner.run(build_step(rows, 0, 2))
-    assert sampled.bad.tolist() == [1] and sampled.counts.tolist() == [1, 0]
+    assert sampled.bad.tolist() == [1] and sampled.num_sampled.tolist() == [1, 0]
     assert sampled.ids[0] == undisturbed.run(build_step(rows, 0, 2)).ids[0]
     # The step in flight meanwhile goes on from an id that exists.
     both = [Row(0, 2, None, np.array([1, 2]), True), Row(1, 18, None, np.array([7, 3]), True)]

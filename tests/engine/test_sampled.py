@@ -23,16 +23,16 @@ def test_tokens_stand_row_after_row_and_rows_without_any_are_bad(drawn, rest):
     for row, ids in enumerate(tokens):
         table[row, : 1 + len(ids)] = [len(ids), *ids]
     sampled = Sampled.of(table)
-    assert sampled.counts.tolist() == [len(ids) for ids in tokens]
+    assert sampled.num_sampled.tolist() == [len(ids) for ids in tokens]
     assert sampled.ids.tolist() == [token for ids in tokens for token in ids]
     assert sampled.bad.tolist() == [row for row, ids in enumerate(tokens) if not ids]
-    arrays = sampled.counts, sampled.ids, sampled.bad
+    arrays = sampled.num_sampled, sampled.ids, sampled.bad
     assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
 
 
 def test_one_token_of_each_row():
     sampled = Sampled.one_each([5, 7])
-    assert (sampled.counts.tolist(), sampled.ids.tolist(), sampled.bad.tolist()) == (
+    assert (sampled.num_sampled.tolist(), sampled.ids.tolist(), sampled.bad.tolist()) == (
         [1, 1],
         [5, 7],
         [],
@@ -48,7 +48,7 @@ def test_what_comes_behind_the_tokens_of_a_row_stands_behind_them(drawn):
     counts = np.array([len(ids) for ids in tokens], dtype=np.int32)
     before = Sampled(counts, np.array([t for ids in tokens for t in ids], dtype=np.int32))
     sampled = before.followed_by(more)
-    assert sampled.counts.tolist() == [len(ids) + len(behind) for ids, behind in drawn]
+    assert sampled.num_sampled.tolist() == [len(ids) + len(behind) for ids, behind in drawn]
     assert sampled.ids.tolist() == [t for ids, behind in drawn for t in (*ids, *behind)]
-    assert (sampled.counts.dtype, sampled.ids.dtype) == (np.int32, np.int32)
-    assert before.counts.tolist() == [len(ids) for ids in tokens], "it is somebody else's"
+    assert (sampled.num_sampled.dtype, sampled.ids.dtype) == (np.int32, np.int32)
+    assert before.num_sampled.tolist() == [len(ids) for ids in tokens], "it is somebody else's"

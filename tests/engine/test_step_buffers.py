@@ -31,7 +31,7 @@ from pipeinfer.engine.graphs import (
 from pipeinfer.engine.step_buffers import DeviceBuffers, SlotState, StepPacker, layout
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
-from pipeinfer.kernels.interface import NO_SLOT
+from pipeinfer.kernels.interface import NO_KV_LOCATION
 from pipeinfer.kernels.interface import GraphShape as Shape
 from pipeinfer.step import LAST_TOKEN, RequestLogitBias, Step, StepDelta
 from step_pages import all_pages, pages_of
@@ -89,7 +89,7 @@ class Side:
         assert (self.buffer[used:] == -7).all(), "what is not uploaded is not written"
         self.arrays.words[:used] = torch.from_numpy(self.buffer[:used])
         self.arrays.words[used:] = 2**20  # an index that would fault if it were used
-        self.arrays.expand(views)
+        self.arrays.prepare(views)
         return views, entries
 
 
@@ -105,16 +105,16 @@ def check(side: Side, step: Step, views, entries) -> None:
         [row] = np.flatnonzero(step.slots == slot)
         found[row] = begin, end
         start, count = int(step.starts[row]), int(step.counts[row])
-        assert (index < shape.decodes) == (row < step.decodes)
+        assert (index < shape.num_decodes) == (row < step.num_decodes)
         assert (end - begin, int(views.seq_lens[index])) == (count, start + count)
         check_pages(side, views, index, pages[row, : -(-(start + count) // size)].tolist())
         check_tokens(step, views, pages[row], row, begin, size)
         real += range(begin, end)
     assert len(found) == len(step.slots)
-    left = np.setdiff1d(np.arange(shape.tokens), real)
-    assert (views.slot_mapping[left] == NO_SLOT).all() and not views.positions[left].any()
+    left = np.setdiff1d(np.arange(shape.num_tokens), real)
+    assert (views.slot_mapping[left] == NO_KV_LOCATION).all() and not views.positions[left].any()
     assert not views.input_ids[left].any()
-    prompts = (views.qo_indptr[shape.decodes :] - views.prefill_query_base).tolist()
+    prompts = (views.qo_indptr[shape.num_decodes :] - views.prefill_query_base).tolist()
     assert views.prefill_qo_indptr.tolist() == prompts
     check_logits_rows(step, views, entries, found)
 
@@ -137,7 +137,7 @@ def check_pages(side: Side, views, index: int, pages: list[int]) -> None:
     begin, count, last = int(views.kv_indptr[index]), len(pages), int(views.last_page_len[index])
     assert views.kv_indices[begin : begin + count].tolist() == pages
     assert (count - 1) * side.page_size + last == int(views.seq_lens[index])
-    if index >= views.shape.rows - len(views.row_page_table):
+    if index >= views.shape.num_rows - len(views.row_page_table):
         [row] = views.page_table_of(index, index + 1)
         assert row[:count].tolist() == pages
 
@@ -205,10 +205,10 @@ def test_a_graph_with_prompts_reads_of_every_row_what_the_step_says(
 ):
     rows = sorted(rows, key=lambda row: row[1] != 1)
     step = make_step(*zip(*rows, strict=True), page_size)
-    prompts = len(rows) - step.decodes
-    room = Shape(len(step.tokens) + tokens, step.decodes + spare[0], max(prompts + spare[1], 1))
+    prompts = len(rows) - step.num_decodes
+    room = Shape(len(step.tokens) + tokens, step.num_decodes + spare[0], max(prompts + spare[1], 1))
     side = Side(page_size, *kind)
-    views, entries = side.expand(step, room, min(room.rows, SLOTS), graph=True)
+    views, entries = side.expand(step, room, min(room.num_rows, SLOTS), graph=True)
     assert entries is None
     check(side, step, views, entries)
     check_host(side, step, views)
@@ -296,8 +296,8 @@ def test_graphs_of_mixed_steps_fit_into_the_largest_step(tokens, mixed, rows, de
     decodes = min(decodes, rows, tokens)
     most = layout(Shape(tokens, rows, rows)).changes
     for room in mixed_ladder(tokens, rows, decodes, mixed):
-        assert decodes and room.rows <= room.tokens <= tokens
-        assert room.decodes <= decodes and room.prefills <= rows
+        assert decodes and room.num_rows <= room.num_tokens <= tokens
+        assert room.num_decodes <= decodes and room.num_prefills <= rows
         assert layout(room).changes <= most
 
 
@@ -339,7 +339,7 @@ def test_steps_take_larger_graphs_than_they_need_where_those_are_faster():
         step = Step(0, 0, 0, *[np.zeros(1, np.int32)] * 2, np.array([count], np.int32),
                     np.ones(1, bool), np.zeros(count, np.int32), {})  # fmt: skip
         room = graphs.fitting(step)
-        return None if room is None else room.tokens
+        return None if room is None else room.num_tokens
 
     asked = 256, 257, 320, 321, 385, 448, 449, 513, 600
     assert [tokens(count) for count in asked] == [256, 320, 320, 384, 448, 448, 512, 640, 640]
@@ -378,16 +378,18 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
 def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
     usual = [*map(decode_only, decode_ladder(200)), *mixed_ladder(4096, 200, 200, 4096)]
     few = shared_prefix_variants(usual)
-    assert all(room.shared_prefix and room.decodes >= MIN_SHARED_DECODES for room in few)
+    assert all(room.shared_prefix and room.num_decodes >= MIN_SHARED_DECODES for room in few)
     assert not {replace(room, shared_prefix=False) for room in few} - set(usual)
     assert len(few) < len(usual) / 2
-    decodes = [room.decodes for room in few if not room.prefills]
+    decodes = [room.num_decodes for room in few if not room.num_prefills]
     assert decodes == [16, 24, 32, 48, 64, 96, 128, 192, 200]
     # Of each number of tokens with decodes, one as large as any.
     for room in usual:
-        if room.prefills and room.decodes >= MIN_SHARED_DECODES:
-            same = [other for other in few if other.tokens == room.tokens and other.prefills]
-            assert max(other.decodes for other in same) >= room.decodes
+        if room.num_prefills and room.num_decodes >= MIN_SHARED_DECODES:
+            same = [
+                other for other in few if other.num_tokens == room.num_tokens and other.num_prefills
+            ]
+            assert max(other.num_decodes for other in same) >= room.num_decodes
     first, left = eager_and_deferred([*usual, *few])
     assert sorted([*first, *left]) == sorted([*usual, *few])
     assert [replace(room, shared_prefix=False) for room in first] == eager_and_deferred(usual)[0], (
@@ -397,7 +399,7 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
         room for room in first if twin(room) in few
     ]
     rest = [room for room in left if room.shared_prefix]
-    alone_left = sum(not room.prefills for room in left)
+    alone_left = sum(not room.num_prefills for room in left)
     assert left[alone_left:][: len(rest)] == rest, "behind decodes alone"
 
 
@@ -431,7 +433,9 @@ def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share()
 
     captured(graphs, first)
     assert set(graphs.decodes) == {1, 2, 4, 8, 16, 24, 32, 48, 64}
-    assert all(room.shared_prefix == (room.decodes >= MIN_SHARED_DECODES) for room in graphs.mixed)
+    assert all(
+        room.shared_prefix == (room.num_decodes >= MIN_SHARED_DECODES) for room in graphs.mixed
+    )
     for shares in (False, True):
         assert fitting(40, 0, shares) == Shape(48, 48, 0, shared_prefix=True)
         assert fitting(20, 20, shares) == Shape(128, 64, 32, shared_prefix=True)
@@ -453,7 +457,7 @@ def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share()
 @given(st.integers(1, 9), st.integers(0, 3), st.sampled_from([1, 16]))
 def test_decodes_that_are_alike_read_the_dummy_and_write_to_it(rows, prompts, page_size):
     step = alike_decodes(rows, prompts, page_size)
-    assert not pages_of(step, page_size).any() and step.decodes == rows
+    assert not pages_of(step, page_size).any() and step.num_decodes == rows
     assert (step.starts[:rows] == page_size).all() and len(step.slots) == rows + prompts
     assert step.shared_prefixes.leaders.tolist() == [1] * rows, "one page, of row 0"
     assert step.shared_prefixes.ranks.tolist() == [rank << 16 | rows for rank in range(rows)]
@@ -472,12 +476,12 @@ def test_measured_decodes_read_pages_of_their_own_and_write_to_the_dummy(rows, p
 @given(st.sampled_from(mixed_ladder(1024, 256, 256, 1024)), st.sampled_from([0, 100, 2048]),
        st.sampled_from([300, 5000]))  # fmt: skip
 def test_measured_prompts_fill_their_graph_and_write_to_the_dummy(room, depth, longest):
-    depth = depth if longest > room.tokens + depth else 0
+    depth = depth if longest > room.num_tokens + depth else 0
     step = amid_prompts(room, longest, depth, PageGeometry(400, 16))
-    prompts = step.counts[step.decodes :]
-    assert len(step.tokens) == room.tokens
-    assert step.decodes <= room.decodes and len(prompts) <= room.prefills
-    assert (step.starts[step.decodes :] == depth).all() and (prompts + depth <= longest).all()
+    prompts = step.counts[step.num_decodes :]
+    assert len(step.tokens) == room.num_tokens
+    assert step.num_decodes <= room.num_decodes and len(prompts) <= room.num_prefills
+    assert (step.starts[step.num_decodes :] == depth).all() and (prompts + depth <= longest).all()
     assert not step.delta.pages.any() and len(step.slots) <= 256
     assert pages_of(step, 16).shape == (len(step.slots), -(-int((depth + prompts).max()) // 16))
 
@@ -486,7 +490,7 @@ def test_measured_prompts_fill_their_graph_and_write_to_the_dummy(room, depth, l
 def test_arrays_of_a_step_do_not_overlap_and_begin_at_16_bytes(decodes, prompts, tokens):
     room = Shape(tokens, decodes, prompts)
     at = layout(room)
-    sizes = [*[room.rows] * 6, tokens]
+    sizes = [*[room.num_rows] * 6, tokens]
     assert all(begin % 4 == 0 for begin in at) and at[0] >= 1
     for (begin, after), size in zip(pairwise(at), sizes, strict=True):
         assert after >= begin + size
@@ -506,20 +510,22 @@ def test_the_first_graphs_have_room_for_every_step_that_all_of_them_have():
     first, left = eager_and_deferred([*map(decode_only, sizes), *ladder])
     assert sorted([*first, *left]) == sorted([*map(decode_only, sizes), *ladder])
     assert len(left) > len(first)
-    decodes = [room.decodes for room in first if not room.prefills]
+    decodes = [room.num_decodes for room in first if not room.num_prefills]
     assert decodes == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 200]
-    mixed = [room for room in first if room.prefills]
+    mixed = [room for room in first if room.num_prefills]
     for room in left:
         held = [
-            other for other in mixed if other.tokens == room.tokens
-            and other.decodes >= room.decodes and other.prefills >= room.prefills
+            other for other in mixed if other.num_tokens == room.num_tokens
+            and other.num_decodes >= room.num_decodes and other.num_prefills >= room.num_prefills
         ]  # fmt: skip
         assert (
             held
-            if room.prefills
-            else min(n for n in decodes if n >= room.decodes) <= (1.5 * room.decodes)
+            if room.num_prefills
+            else min(n for n in decodes if n >= room.num_decodes) <= (1.5 * room.num_decodes)
         )
-    assert [room.prefills > 0 for room in left] == sorted(room.prefills > 0 for room in left)
+    assert [room.num_prefills > 0 for room in left] == sorted(
+        room.num_prefills > 0 for room in left
+    )
 
 
 def test_a_ladder_of_no_graphs_has_none_to_begin_with():

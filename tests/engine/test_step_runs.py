@@ -78,7 +78,7 @@ def test_prompts_have_no_runs_and_attention_that_reads_row_by_row_is_told_none()
     side = Side()
     two_with_a_common_prompt(side)
     step = side.run([5, 4, 2], 9999, (admit(4, [*COMMON, 1, 2, 3]),))
-    assert step.decodes == 2 and step.shared_prefixes.leaders.tolist() == [20, 20]
+    assert step.num_decodes == 2 and step.shared_prefixes.leaders.tolist() == [20, 20]
     assert two_with_a_common_prompt(Side(shares=False)).shared_prefixes is None
 
 
@@ -86,7 +86,7 @@ def test_prompts_have_no_runs_and_attention_that_reads_row_by_row_is_told_none()
 def test_words_of_a_step_have_its_runs_and_no_others(room):
     side = Side()
     step = two_with_a_common_prompt(side)
-    if room.prefills:
+    if room.num_prefills:
         step = side.run([5, 4, 2], 9999, (admit(4, [*COMMON, 1, 2, 3]),))
     packer = StepPacker(np.full(400, 77, dtype=np.int32), 8)
     at = layout(room)
@@ -97,5 +97,5 @@ def test_words_of_a_step_have_its_runs_and_no_others(room):
             (at.leaders, [] if runs is None else runs.leaders.tolist()),
             (at.ranks, [] if runs is None else runs.ranks.tolist()),
         ):
-            words = packer.words[begin : begin + room.rows].tolist()
-            assert words == values + [0] * (room.rows - len(values))
+            words = packer.words[begin : begin + room.num_rows].tolist()
+            assert words == values + [0] * (room.num_rows - len(values))

@@ -60,7 +60,9 @@ class GpuCores(Cores):
         self.steps += 1
         self.sharing += step.shared_prefixes is not None
         kind = (
-            "mixed" if step.decodes < len(step.slots) else f"decode{-(-len(step.slots) // 64) * 64}"
+            "mixed"
+            if step.num_decodes < len(step.slots)
+            else f"decode{-(-len(step.slots) // 64) * 64}"
         )
         self.kinds[kind][0] += 1
         self.kinds[kind][1] += busy

@@ -104,7 +104,7 @@ def test_one_row_of_a_step_is_bad_and_the_others_sample_what_they_would(runner, 
     found = runner.run(step)
     row = step.slots.tolist().index(slot)
     assert found.bad.tolist() == [row]
-    assert found.counts.tolist() == [int(other != row) for other in range(ROWS)]
+    assert found.num_sampled.tolist() == [int(other != row) for other in range(ROWS)]
     assert found.ids.tolist() == np.delete(clean.ids, row).tolist()
     left = np.insert(found.ids, row, 0)  # for the next step, of which a bad row may still be part
     assert runner._state.by_slot.last_token[:ROWS].tolist() == left[np.argsort(step.slots)].tolist()

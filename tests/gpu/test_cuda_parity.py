@@ -228,7 +228,7 @@ def test_long_prompts_beside_decodes_in_large_steps(gpu_checkpoints, graphs):
     )  # fmt: skip
     generate(made, wanted=12, asked=asked)
     mixed = made.loaded.runner._graphs.mixed
-    assert bool(graphs) == any(room.decodes and room.tokens > 2048 for room in mixed)
+    assert bool(graphs) == any(room.num_decodes and room.num_tokens > 2048 for room in mixed)
     assert made.kinds["mixed"][0] >= 3
     compare(folder, made, asked).check()
 

@@ -96,7 +96,7 @@ def test_a_backend_reads_pages_of_8_bits_with_their_scales(backend, dim, window)
     made.bind(pool, 16)
     got = made.attend(0, q, None, None, made.build_metadata(rows)).float()
     torch.cuda.synchronize()
-    prompt = torch.arange(tokens, device=device) >= rows.step.shape.decodes
+    prompt = torch.arange(tokens, device=device) >= rows.step.shape.num_decodes
     rounded_q = {"fa3": prompt | True, "hybrid": prompt, "flashinfer": prompt & False}[backend]
     expected = dense(pool, shape, q, ROWS, pages, rounded_q)
     assert got.shape == expected.shape and got.isfinite().all()

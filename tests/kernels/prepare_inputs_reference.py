@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from pipeinfer.kernels.interface import NO_LOGITS, NO_SLOT, DeviceStep, SlotTables
+from pipeinfer.kernels.interface import NO_KV_LOCATION, NO_LOGITS, DeviceStep, SlotTables
 
 
 def prepare_inputs_reference(step: DeviceStep, held: SlotTables, page_size: int) -> None:
     """See kernels/interface.py."""
-    prefills, padding_slot = step.shape.prefills, len(held.page_table) - 1
+    prefills, padding_slot = step.shape.num_prefills, len(held.page_table) - 1
     total, at, at_page, base = len(step.counts), 0, 0, step.prefill_query_base
-    for tensor, value in ((step.positions, 0), (step.slot_mapping, NO_SLOT), (step.input_ids, 0)):
+    for tensor, value in (
+        (step.positions, 0),
+        (step.slot_mapping, NO_KV_LOCATION),
+        (step.input_ids, 0),
+    ):
         tensor[:] = value
     for row, known in enumerate(step.counts.tolist()):
         slot, start = int(step.slots[row]), int(step.starts[row]) if known else 0

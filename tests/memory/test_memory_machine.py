@@ -269,7 +269,9 @@ class MemoryMachine(RuleBasedStateMachine):
             self.live[admit.slot].planned = before[admit.slot] = cached
         self.check_rows(plan, rows, before)
         step, plan_rows = self.steps.build(1, rows)
-        assert (step.counts[: step.decodes] == 1).all() and (step.counts[step.decodes :] > 1).all()
+        assert (step.counts[: step.num_decodes] == 1).all() and (
+            step.counts[step.num_decodes :] > 1
+        ).all()
         self.heard.apply(step.delta)
         for row, pages in enumerate(self.heard.pages(step, self.page_size)):
             used = -(-int(step.starts[row] + step.counts[row]) // self.page_size)

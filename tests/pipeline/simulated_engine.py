@@ -146,9 +146,9 @@ class TokenDevice:
                 score_of(part.first + n, int(token), part.num_alternatives)
                 for n, token in enumerate(part.ids)
             )
-            for part in step.prompts
+            for part in step.scored_chunks
         ]
-        return replace(sampled, logprobs=b"".join(made), prompts=tuple(prompts))
+        return replace(sampled, logprobs=b"".join(made), prompt_logprobs=tuple(prompts))
 
 
 def score_of(position: int, token: int, most: int) -> bytes:

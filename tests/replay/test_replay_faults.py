@@ -37,7 +37,7 @@ right = runner.Runner._logits
 def logits(self, views, plan, scores=None):
     found = right(self, views, plan, scores)
     if 13 in views.sampling["seed"].tolist():
-        raise RuntimeError(f"step of {views.shape.rows} rows: no kernel for this seed")
+        raise RuntimeError(f"step of {views.shape.num_rows} rows: no kernel for this seed")
     return found
 runner.Runner._logits = logits
 """

@@ -38,10 +38,10 @@ def composer(
     slots = Slots()
     slots.begin(free, PageCredits(SIZE, pages))
     slots.running = {request.id: request for request in requests}
-    slots.knowing_ahead = {
+    slots.forced_ahead = {
         request.id: request
         for request in requests
-        if not request.prefilling and request.known_ahead > 1
+        if not request.prefilling and request.num_forced_ahead > 1
     }
     prefill = spare if isinstance(spare, PrefillBudget) else Spare(spare)
     queue = WaitingQueue() if queue is None else queue

@@ -96,10 +96,10 @@ def ahead(known: int = 6) -> Request:
 
 def test_a_jump_tells_what_the_engine_lacks_and_leaves_nothing_to_compute():
     one = ahead()
-    assert (one.computed, one.projected, one.known_ahead) == (10, 11, 6)
+    assert (one.computed, one.projected, one.num_forced_ahead) == (10, 11, 6)
     assert list(one.jump(6)) == [1, 2, 3, 4, 5, 6, 7]
     assert one.project(6) == 6
-    assert (one.known_len, one.projected, one.known_ahead, one.prefilling) == (17, 17, 0, False)
+    assert (one.known_len, one.projected, one.num_forced_ahead, one.prefilling) == (17, 17, 0, False)
     one.confirm(11)
     one.confirm(17)
     one.append([8])
@@ -111,7 +111,7 @@ def test_a_jump_over_a_part_leaves_the_rest_known():
     one = ahead()
     assert list(one.jump(3)) == [1, 2, 3, 4]
     one.project(3)
-    assert (one.projected, one.known_ahead) == (14, 3)
+    assert (one.projected, one.num_forced_ahead) == (14, 3)
 
 
 def test_what_is_released_of_one_that_is_ahead_was_sampled():
@@ -137,7 +137,7 @@ def test_a_jump_without_pages_is_computed_later_like_a_prompt():
     one.project(6)
     one.confirm(11)
     one.confirm(11)
-    assert (one.prefilling, one.projected, one.known_ahead) == (True, 11, 6)
+    assert (one.prefilling, one.projected, one.num_forced_ahead) == (True, 11, 6)
 
 
 def scored_request(prompt: int = 4) -> Request:

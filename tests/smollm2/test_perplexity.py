@@ -69,7 +69,7 @@ def every_position(model, **further) -> LoadedEngine:
 def whole_row(ids: list[int], start: int, number: int) -> Step:
     """A step of one request in slot 0, whose pages are 1, 2, 3 ..."""
     return Step(
-        epoch=0, number=number, decodes=0, slots=np.zeros(1, dtype=np.int32),
+        epoch=0, number=number, num_decodes=0, slots=np.zeros(1, dtype=np.int32),
         starts=np.array([start], dtype=np.int32), counts=np.array([len(ids)], dtype=np.int32),
         samples=np.ones(1, dtype=bool), tokens=np.array(ids, dtype=np.int32),
         fields=filled(1), delta=all_pages([0], np.arange(1, WINDOW // PAGE + 1)[None]),

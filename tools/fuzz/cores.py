@@ -410,16 +410,16 @@ def ended(step: Step, bad: bool) -> StepDone:
         each = zip(asked.rows.tolist(), asked.num_alternatives.tolist(), strict=True)
         scores = b"".join([bytes(score_bytes(most)) * int(counts[row]) for row, most in each])
     prompts = tuple(
-        bytes(len(chunk.ids) * score_bytes(chunk.num_alternatives)) for chunk in step.prompts
+        bytes(len(chunk.ids) * score_bytes(chunk.num_alternatives)) for chunk in step.scored_chunks
     )
     return StepDone(
         epoch=step.epoch,
         number=step.number,
-        counts=pack(counts),
+        num_sampled=pack(counts),
         token_ids=pack([7] * int(counts.sum())),
         bad=wrong,
         logprobs=scores,
-        prompts=prompts,
+        prompt_logprobs=prompts,
     )
 
 

@@ -105,9 +105,8 @@ EMPTY = {
     "engine": ("slots_used", "steps_in_flight"),
     "detokenizer": ("running", "kept"),
 }
-FORGET_SECONDS = (
-    120.0  # seconds; what a scheduler's death took with it may be remembered for one minute
-)
+# Seconds; what a scheduler's death took with it may be remembered for one minute.
+FORGET_SECONDS = 120.0
 
 
 def leftovers(pid: int) -> dict[str, float]:

@@ -227,7 +227,7 @@ class Group:
         return at_once
 
     def _launch(self, step: Step, now: float) -> None:
-        many, tally = step.decodes, self._tally.groups[self._index]
+        many, tally = step.num_decodes, self._tally.groups[self._index]
         tokens = int(step.counts[many:].sum())
         contexts = int(step.starts[:many].sum()) + many
         pairs = attended(step.starts[many:].tolist(), step.counts[many:].tolist())

@@ -70,7 +70,7 @@ class Fa3Kernel:
             step.qo_indptr_of(begin, end),
             step.seq_lens[begin:end],
             step.page_table_of(begin, end)[:, : inputs.max_pages],
-            1 if end <= step.shape.decodes else inputs.max_query_len,
+            1 if end <= step.shape.num_decodes else inputs.max_query_len,
         )
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: Fa3Metadata) -> None:

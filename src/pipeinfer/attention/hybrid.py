@@ -178,7 +178,7 @@ class TritonDecodeKernel:
             )
             for window, splits in self._splits.items()
         }
-        return DecodeMetadata(windows, early=end == step.shape.rows)
+        return DecodeMetadata(windows, early=end == step.shape.num_rows)
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: DecodeMetadata) -> None:
         """See PagedKernel."""

@@ -80,7 +80,11 @@ class PagedBackend:
             kernel.bind(pool, max_rows)
 
     def build_metadata(self, inputs: AttentionInputs) -> PagedMetadata:
-        step, decodes, total = inputs.step, inputs.step.shape.decodes, inputs.step.shape.rows
+        step, decodes, total = (
+            inputs.step,
+            inputs.step.shape.num_decodes,
+            inputs.step.shape.num_rows,
+        )
         decode = prefill = None
         if decodes:
             decode = self._decode.build_metadata(inputs, 0, decodes)

@@ -101,7 +101,7 @@ class TorchBackend:
         step = inputs.step
         lengths, queries = _on_host(step.seq_lens), _on_host(step.qo_indptr)
         pages = RowPages(_on_host(step.kv_indptr), _on_host(step.kv_indices), self._page_size)
-        rows = lengths, queries, pages, step.shape.decodes
+        rows = lengths, queries, pages, step.shape.num_decodes
         return {window: self._window(*rows, window) for window in self._windows}
 
     def attend(

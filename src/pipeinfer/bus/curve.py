@@ -259,9 +259,8 @@ class CurveAuthenticator:
         return True
 
 
-ZAP_DOMAIN = (
-    b"pipeinfer"  # with a domain libzmq asks the authenticator, and takes no peer older than ZMTP 3
-)
+# With a domain libzmq asks the authenticator, and takes no peer older than ZMTP 3.
+ZAP_DOMAIN = b"pipeinfer"
 
 
 @dataclass(frozen=True)

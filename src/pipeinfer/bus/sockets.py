@@ -157,12 +157,10 @@ def receive_multipart(socket: zmq.Socket[bytes]) -> list[bytes]:
     return parts
 
 
-SOCKETS_PER_STAGE = (
-    4  # of a stage for each other one: to send, to listen, and with keys to watch both
-)
-DESCRIPTORS_PER_SOCKET = (
-    3  # of a socket: its mailbox, its connection, and the next one while it reconnects
-)
+# Of a stage for each other one: to send, to listen, and with keys to watch both.
+SOCKETS_PER_STAGE = 4
+# Of a socket: its mailbox, its connection, and the next one while it reconnects.
+DESCRIPTORS_PER_SOCKET = 3
 BASE_LIMIT = 1_024  # sockets, and descriptors, for everything else
 
 

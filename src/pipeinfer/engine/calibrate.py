@@ -91,7 +91,7 @@ def step_cost(
 
     None without sizes of prompts beside decodes, or where a row has only one page.
     """
-    mixed = [size for size in sizes if size.decodes]
+    mixed = [size for size in sizes if size.num_decodes]
     longest = (frame.pages - 1) * frame.page_size
     if not mixed or not longest:
         return None
@@ -101,7 +101,7 @@ def step_cost(
         return round(of_decodes(rows, step) * PER_SECOND)
 
     timed = priced(_with_prompts(mixed, longest, frame, of_prompts))
-    together = without_outliers(interpolated(timed, [size.tokens for size in mixed], longest))
+    together = without_outliers(interpolated(timed, [size.num_tokens for size in mixed], longest))
     measured = [count for count in rows if count in ROWS or count == rows[-1]]
     shallow = {some: decode_time(some, 0) for some in measured}
     deep_rows = max((some for some in measured if some <= DECODES), default=measured[0])
@@ -124,8 +124,8 @@ def _with_prompts(
         return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
 
     found: list[tuple[int, int, int | None]] = []
-    for tokens, size in sorted({size.tokens: size for size in reversed(sizes)}.items()):
-        if FULL < tokens < sizes[-1].tokens:
+    for tokens, size in sorted({size.num_tokens: size for size in reversed(sizes)}.items()):
+        if FULL < tokens < sizes[-1].num_tokens:
             continue
         begun, depth = amid(size, 0), min(DEPTH, longest - tokens)
         deep = depth >= LEAST_DEPTH
@@ -217,9 +217,9 @@ def amid_prompts(size: GraphShape, longest: int, depth: int, frame: PageGeometry
     """A step of `size` tokens, with as few prompts as it takes, each after `depth` tokens;
     `longest`: tokens of a row at most.
     """
-    prompts = _prompts(size.tokens, longest)
-    decodes = max(size.decodes - prompts, 0)
-    each, remainder = divmod(size.tokens - decodes, prompts)
+    prompts = _prompts(size.num_tokens, longest)
+    decodes = max(size.num_decodes - prompts, 0)
+    each, remainder = divmod(size.num_tokens - decodes, prompts)
     counts = [each + (prompt < remainder) for prompt in range(prompts)]
     return deep_prompts(decodes, counts, depth, frame.page_size)
 
@@ -257,7 +257,7 @@ def dummy_step(
     return Step(
         epoch=0,
         number=0,
-        decodes=int((counts == 1).sum()),
+        num_decodes=int((counts == 1).sum()),
         slots=slots,
         starts=starts,
         counts=counts,
@@ -277,7 +277,7 @@ def page_step(ids: np.ndarray, pages: np.ndarray, start: int) -> Step:
     return Step(
         epoch=0,
         number=0,
-        decodes=int(len(ids) == 1),
+        num_decodes=int(len(ids) == 1),
         slots=slot,
         starts=np.full(1, start, dtype=np.int32),
         counts=np.full(1, len(ids), dtype=np.int32),

@@ -178,14 +178,14 @@ class _InFlight:
 
     rows: of the plan.
     plan_rows: int64 [S]; of each row that samples, in the step's order, its row in the plan.
-    logprobs, prompts: rows and prompt tokens whose log-probs are asked for.
+    logprobs, scored_chunks: rows and prompt tokens whose log-probs are asked for.
     done: the device's result, once it has come.
     """
 
     rows: Rows
     plan_rows: np.ndarray
     logprobs: LogprobRows | None = None
-    prompts: tuple[ScoredChunk, ...] = ()
+    scored_chunks: tuple[ScoredChunk, ...] = ()
     done: StepDone | None = None
 
 
@@ -464,7 +464,7 @@ class EngineCore:
             self._requests.extend(extend.slot, first, ids)
         computed = self._count(plan, rows)
         step, plan_rows = self._steps.build(plan.epoch, rows)
-        epoch.in_flight.append(_InFlight(rows, plan_rows, step.logprobs, step.prompts))
+        epoch.in_flight.append(_InFlight(rows, plan_rows, step.logprobs, step.scored_chunks))
         sends = self._add_digest(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
         if len(rows.claimed):
             sends.append(Send(LOCAL, "", ClaimPages(rows.claimed)))
@@ -534,7 +534,7 @@ class EngineCore:
             expected = "none" if waiting is None else str(waiting.rows.number)
             reason = f"step {done.number} ended where {expected} was expected"
             return self._fault(reason, distrust=True)
-        counts, ids = unpack(done.counts), len(done.token_ids) // 4
+        counts, ids = unpack(done.num_sampled), len(done.token_ids) // 4
         if (len(counts), ids) != (len(waiting.plan_rows), int(counts.sum())):
             return self._fault(
                 f"step {done.number} sampled {ids} ids and said it of {len(counts)} rows, "
@@ -573,7 +573,7 @@ class EngineCore:
         while epoch.in_flight and (done := epoch.in_flight[0].done) is not None:
             in_flight = epoch.in_flight.popleft()
             if self.hello.rank == 0:
-                sends += map(self._to_scheduler, _prompt_scores(in_flight.prompts, done))
+                sends += map(self._to_scheduler, _prompt_scores(in_flight.scored_chunks, done))
                 sends.append(self._to_scheduler(_result(in_flight, done)))
         return sends
 
@@ -584,10 +584,10 @@ class EngineCore:
 def _result(in_flight: _InFlight, done: StepDone) -> Result:
     """Of the plan's rows in the plan's order."""
     rows, plan_rows = in_flight.rows, in_flight.plan_rows
-    produced, token_ids = done.counts, done.token_ids
+    produced, token_ids = done.num_sampled, done.token_ids
     logprobs = done.logprobs
     if not rows.same_as_previous:  # else every row samples, in the plan's order
-        counts = unpack(done.counts)
+        counts = unpack(done.num_sampled)
         of_all = np.zeros(len(rows.slots), dtype=np.int32)
         of_all[plan_rows] = counts
         produced = pack(of_all)
@@ -638,15 +638,17 @@ def _scores_error(in_flight: _InFlight, counts: np.ndarray, done: StepDone) -> s
         expected = WORD * int(
             (counts[asked.rows] * (SCORE_WORDS + 2 * asked.num_alternatives)).sum()
         )
-    parts = [len(chunk.ids) * score_bytes(chunk.num_alternatives) for chunk in in_flight.prompts]
-    if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompts]):
+    parts = [
+        len(chunk.ids) * score_bytes(chunk.num_alternatives) for chunk in in_flight.scored_chunks
+    ]
+    if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompt_logprobs]):
         return ""
     return f"brought {len(done.logprobs)} bytes of log-probs, where {expected} were expected"
 
 
 def _prompt_scores(chunks: tuple[ScoredChunk, ...], done: StepDone) -> Iterator[PromptLogprobs]:
     """What the step says of prompts, in messages of a bounded size."""
-    for chunk, raw in zip(chunks, done.prompts, strict=True):
+    for chunk, raw in zip(chunks, done.prompt_logprobs, strict=True):
         for begin in range(0, len(chunk.ids), SCORES_PER_MESSAGE):
             width = score_bytes(chunk.num_alternatives)
             yield PromptLogprobs(

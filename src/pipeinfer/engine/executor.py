@@ -342,7 +342,7 @@ class DeviceDriver:
         self._quiet_since = time.monotonic()
         with self._phases.span("result", step.number):
             self._feed(step_done(step, sampled, seconds))
-        self._phases.done(step.number, len(step.slots), step.decodes)
+        self._phases.done(step.number, len(step.slots), step.num_decodes)
 
     def _failed(self, step: Step, error: Exception) -> None:
         assert self._feed is not None
@@ -355,16 +355,16 @@ class DeviceDriver:
 
 def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
     """The core's event for `step`, which gave `sampled`."""
-    counts, ids, bad = map(pack, (sampled.counts, sampled.ids, sampled.bad))
+    counts, ids, bad = map(pack, (sampled.num_sampled, sampled.ids, sampled.bad))
     return StepDone(
         epoch=step.epoch,
         number=step.number,
-        counts=counts,
+        num_sampled=counts,
         token_ids=ids,
         seconds=seconds,
         bad=bad,
         logprobs=sampled.logprobs,
-        prompts=sampled.prompts,
+        prompt_logprobs=sampled.prompt_logprobs,
         refused=dict(sampled.refused),
         mask_units=dict(sampled.mask_units),
     )

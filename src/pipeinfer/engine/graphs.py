@@ -40,15 +40,21 @@ MAX_PADDING_DIVISOR = 4  # that part of a shape's
 def shape_of(step: Step) -> GraphShape:
     """The shape that `step` fills exactly."""
     shares = step.shared_prefixes is not None
-    return GraphShape(len(step.tokens), step.decodes, len(step.slots) - step.decodes, shares)
+    return GraphShape(
+        len(step.tokens), step.num_decodes, len(step.slots) - step.num_decodes, shares
+    )
 
 
 def holds(shape: GraphShape, step: Step) -> bool:
     """Whether a graph of `shape` is large enough for `step`, and for steps of its kind (with
     prompts, or decodes alone)."""
-    prompts = len(step.slots) - step.decodes
-    enough = shape.tokens >= len(step.tokens) and shape.prefills >= prompts
-    return enough and shape.decodes >= step.decodes and (prompts > 0) == (shape.prefills > 0)
+    prompts = len(step.slots) - step.num_decodes
+    enough = shape.num_tokens >= len(step.tokens) and shape.num_prefills >= prompts
+    return (
+        enough
+        and shape.num_decodes >= step.num_decodes
+        and (prompts > 0) == (shape.num_prefills > 0)
+    )
 
 
 _NO_SHAPE = GraphShape(0, 0, 0)
@@ -64,7 +70,10 @@ class LargestStep:
 
     def hold(self, shape: GraphShape) -> bool:
         """Whether steps of that size may be. Graphs have room for as many rows of either kind."""
-        return shape.tokens <= self.tokens and max(shape.decodes, shape.prefills) <= self.rows
+        return (
+            shape.num_tokens <= self.tokens
+            and max(shape.num_decodes, shape.num_prefills) <= self.rows
+        )
 
 
 def decode_ladder(largest: int) -> tuple[int, ...]:
@@ -100,7 +109,9 @@ def mixed_ladder(
             rows = {*classes, full} if tokens <= LARGE else {max_decodes}
             with_decodes += [(tokens, decodes, prompts) for decodes in rows]
     shapes = (GraphShape(*one) for one in (*prompts_only, *with_decodes))
-    return tuple(sorted(shape for shape in shapes if shape.rows <= shape.tokens <= max_tokens))
+    return tuple(
+        sorted(shape for shape in shapes if shape.num_rows <= shape.num_tokens <= max_tokens)
+    )
 
 
 def eager_and_deferred(shapes: Sequence[GraphShape]) -> tuple[list[GraphShape], list[GraphShape]]:
@@ -120,22 +131,28 @@ def eager_and_deferred(shapes: Sequence[GraphShape]) -> tuple[list[GraphShape], 
 
 
 def shared_prefix_variants(shapes: Sequence[GraphShape]) -> list[GraphShape]:
-    """Of `shapes`, none of which shares, those that are wanted a second time for steps that do: as
-    many decodes alone as are there first, and beside prompts the smallest class and the largest.
+    """The shapes of which a second graph is captured, with shared_prefix set. shapes: without it.
+
+    These are the decode-only shapes that are captured eagerly, and of the shapes with prompts those
+    with the fewest and with the most decodes for each number of tokens.
     """
-    with_prompts = {shape for shape in shapes if shape.prefills and shape.decodes == DECODES}
-    with_prompts |= {shape for shape in _largest(shapes) if shape.decodes}
+    with_prompts = {
+        shape for shape in shapes if shape.num_prefills and shape.num_decodes == DECODES
+    }
+    with_prompts |= {shape for shape in _largest(shapes) if shape.num_decodes}
     enough = [
         shape
         for shape in (*_eager_decode_only(shapes), *sorted(with_prompts))
-        if shape.decodes >= MIN_SHARED_DECODES
+        if shape.num_decodes >= MIN_SHARED_DECODES
     ]
     return [replace(shape, shared_prefix=True) for shape in enough]
 
 
 def _eager_decode_only(shapes: Sequence[GraphShape]) -> list[GraphShape]:
-    decode_shapes = sorted(shape for shape in shapes if not (shape.prefills or shape.shared_prefix))
-    eager = [shape for shape in decode_shapes if _is_coarse_size(shape.decodes)]
+    decode_shapes = sorted(
+        shape for shape in shapes if not (shape.num_prefills or shape.shared_prefix)
+    )
+    eager = [shape for shape in decode_shapes if _is_coarse_size(shape.num_decodes)]
     return eager + [shape for shape in decode_shapes[-1:] if shape not in eager]
 
 
@@ -143,9 +160,9 @@ def _largest(shapes: Sequence[GraphShape]) -> list[GraphShape]:
     """Of each number of tokens with prompts, the one for most rows."""
     largest: dict[int, GraphShape] = {}
     for shape in shapes:
-        rows = largest.get(shape.tokens, _NO_SHAPE).rows
-        if shape.prefills and not shape.shared_prefix and shape.rows > rows:
-            largest[shape.tokens] = shape
+        rows = largest.get(shape.num_tokens, _NO_SHAPE).num_rows
+        if shape.num_prefills and not shape.shared_prefix and shape.num_rows > rows:
+            largest[shape.num_tokens] = shape
     return list(largest.values())
 
 
@@ -156,14 +173,14 @@ def _is_coarse_size(size: int) -> bool:
 def _capture_priority(shape: GraphShape) -> tuple[bool, bool, GraphShape]:
     """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
     once saves more than prompts' graphs of the right size."""
-    return shape.prefills > 0 and not shape.shared_prefix, shape.shared_prefix, shape
+    return shape.num_prefills > 0 and not shape.shared_prefix, shape.shared_prefix, shape
 
 
 def uncaptured_shapes(max_tokens: int, max_rows: int) -> tuple[GraphShape, ...]:
     """To be measured where no prompts are captured: of one prompt beside a few decodes."""
     decodes = min(DECODES, max_rows - 1)
     shapes = (GraphShape(tokens, decodes, 1) for tokens in measured_sizes(max_tokens))
-    return tuple(shape for shape in shapes if decodes > 0 and shape.rows < shape.tokens)
+    return tuple(shape for shape in shapes if decodes > 0 and shape.num_rows < shape.num_tokens)
 
 
 def _max_prompts(tokens: int, least: int) -> int:
@@ -182,8 +199,14 @@ REPLAYS = 8
 
 @dataclass(frozen=True)
 class Captured:
-    """One size; `logits` and `drawn` are what it leaves behind until the next replay, or capture,
-    of any."""
+    """The CUDA graph of one shape.
+
+    Attributes:
+    - views: of the device buffers, for the shape
+    - replay: queues the graph
+    - logits: [L, vocab or shard], and drawn: int64 [L, 2] as `Sampled.of` reads it; where each
+      replay leaves them. The next replay or capture of any graph overwrites them
+    """
 
     views: DeviceStep
     replay: Work
@@ -230,7 +253,7 @@ class Graphs:
     @property
     def captured_or_deferred(self) -> tuple[GraphShape, ...]:
         """As `mixed`, with those that get a graph later."""
-        later = (shape for shape in self.deferred if shape.prefills and not shape.shared_prefix)
+        later = (shape for shape in self.deferred if shape.num_prefills and not shape.shared_prefix)
         return tuple(sorted({*self.mixed, *later}))
 
     def like(self, shape: GraphShape, step: Step) -> GraphShape | None:
@@ -239,18 +262,18 @@ class Graphs:
         there = self._either(shape)
         if there in self:
             return there
-        same = (other for other in self.mixed if other.tokens == shape.tokens)
+        same = (other for other in self.mixed if other.num_tokens == shape.num_tokens)
         return next((other for other in same if holds(other, step)), None)
 
     def fitting(self, step: Step) -> Captured | None:
         """The smallest for the step; None if there is none, or it is far larger. Where decodes
         share, one in which they do; if there is none, each reads for itself."""
-        if step.shared_prefixes is not None and step.decodes >= MIN_SHARED_DECODES:
+        if step.shared_prefixes is not None and step.num_decodes >= MIN_SHARED_DECODES:
             shape = self._smallest(self.shared_prefix_shapes, step)
             if shape is not None:
                 return self[shape]
-        if step.decodes == len(step.slots):
-            at = bisect_left(self.decodes, step.decodes)
+        if step.num_decodes == len(step.slots):
+            at = bisect_left(self.decodes, step.num_decodes)
             return (
                 None
                 if at == len(self.decodes)
@@ -267,7 +290,7 @@ class Graphs:
             if _far_larger(shape, len(step.tokens)):
                 break
             if holds(shape, step):
-                if not shape.prefills or shape.tokens not in self.slow:
+                if not shape.num_prefills or shape.num_tokens not in self.slow:
                     return shape
                 slow = slow or shape
         return slow
@@ -298,9 +321,13 @@ class Graphs:
     def _list(self) -> None:
         """What was captured, by kind."""
         every = sorted(self._captured)
-        self.decodes = tuple(sorted({shape.decodes for shape in every if not shape.prefills}))
+        self.decodes = tuple(
+            sorted({shape.num_decodes for shape in every if not shape.num_prefills})
+        )
         mixed = {
-            self._either(replace(shape, shared_prefix=False)) for shape in every if shape.prefills
+            self._either(replace(shape, shared_prefix=False))
+            for shape in every
+            if shape.num_prefills
         }
         self.mixed = tuple(sorted(mixed))
         self.shared_prefix_shapes = tuple(shape for shape in every if shape.shared_prefix)
@@ -323,4 +350,4 @@ class Graphs:
 
 def _far_larger(shape: GraphShape, tokens: int) -> bool:
     """Whether a step of so many tokens would be padded too much."""
-    return shape.tokens - tokens > max(MAX_PADDING, shape.tokens // MAX_PADDING_DIVISOR)
+    return shape.num_tokens - tokens > max(MAX_PADDING, shape.num_tokens // MAX_PADDING_DIVISOR)

@@ -25,9 +25,8 @@ from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import AttentionShape
 
-CENTERING_TOKENS = (
-    512  # of the sequence for find_key_centers: 256 were a little worse, 1024 no better
-)
+# Of the sequence for find_key_centers: 256 were a little worse, 1024 no better.
+CENTERING_TOKENS = 512
 
 Stored = tuple[torch.Tensor, KV, KV]  # q [T, heads, head_dim], k, v
 # (layer, heads, slot_mapping [T]: page * page_size + offset of each token): norms and rotates the

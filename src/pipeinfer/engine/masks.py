@@ -244,8 +244,8 @@ class ReceivedMasks:
 
 def _given(masked: MaskRows, sampled: Sampled) -> list[tuple[int, int, list[int]]]:
     """(row, slot, its new ids) of the masked rows."""
-    ends = np.cumsum(sampled.counts)
-    begins, ids = (ends - sampled.counts).tolist(), sampled.ids.tolist()
+    ends = np.cumsum(sampled.num_sampled)
+    begins, ids = (ends - sampled.num_sampled).tolist(), sampled.ids.tolist()
     ends = ends.tolist()
     return [
         (row, slot, ids[begins[row] : ends[row]])

@@ -229,7 +229,7 @@ class StepProfile:
             self._epoch = step.epoch
             self._decode_steps = 0
         warm = self._decode_steps >= WARM_STEPS
-        self._decode_steps += step.decodes > 0
+        self._decode_steps += step.num_decodes > 0
         return warm
 
     def _begin(self) -> profile:

@@ -174,7 +174,7 @@ class Runner:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Numbers of decode rows that have a graph, or get one later."""
-        deferred = (shape.decodes for shape in self._graphs.deferred if not shape.prefills)
+        deferred = (shape.num_decodes for shape in self._graphs.deferred if not shape.num_prefills)
         return tuple(sorted({*self._graphs.decodes, *deferred}))
 
     @property
@@ -212,7 +212,9 @@ class Runner:
         self._launched += 1
         launched = LaunchedStep(step, self._buffers[parity])
         pack = partial(self._wait_and_pack, launched, self._latest[parity], before)
-        with self.phases.range(f"step {step.number}: {step.decodes} of {len(step.slots)} decode"):
+        with self.phases.range(
+            f"step {step.number}: {step.num_decodes} of {len(step.slots)} decode"
+        ):
             launched.event = self.device.submit(partial(self._compute, launched), pack)
         if step.masked is not None:
             launched.event = launched.two_phase = TwoPhaseEvent(launched.event)
@@ -284,7 +286,7 @@ class Runner:
         """A graph for the step, if its logits are what is asked for: graphs have them for the rows
         that sample alone, and without the ids that these must not sample yet."""
         suppressed = step.logprobs is not None and step.logprobs.suppressed
-        return None if suppressed or step.prompts else self._graphs.fitting(step)
+        return None if suppressed or step.scored_chunks else self._graphs.fitting(step)
 
     def _pack(self, step: Step, buffers: StepBuffers, graph: Captured | None) -> PackedStep:
         """The step in these buffers, for that graph or none."""
@@ -308,7 +310,7 @@ class Runner:
         packed = PackedStep(
             step, buffers, views, graph, num_words, sample_rows, overflow, *self._sampling_flags[1:]
         )
-        if step.logprobs is not None or step.prompts:
+        if step.logprobs is not None or step.scored_chunks:
             packed.scores = Scores(step, sample_rows, self._sampler)
         return packed
 
@@ -328,7 +330,7 @@ class Runner:
         the backend wants lengths on the host, else None is returned."""
         buffers = packed.buffers
         if packed.graph is None:
-            self._device_buffers.expand(packed.views)
+            self._device_buffers.prepare(packed.views)
         elif not self._backend.traits.host_lengths:
             return None
         buffers.attention_metadata = self._build_metadata(packed)
@@ -448,7 +450,7 @@ class Runner:
         @torch.inference_mode()
         def work() -> None:
             for kind in (False, True):
-                kind_shapes = [shape for shape in first if (shape.prefills > 0) == kind]
+                kind_shapes = [shape for shape in first if (shape.num_prefills > 0) == kind]
                 graphs.capture(kind_shapes, self._padding, self._body, count)
             if drop_slower:
                 graphs.drop_slower_small_ones(self._padding)
@@ -531,7 +533,7 @@ class Runner:
 
     def _padding(self, shape: GraphShape) -> tuple[DeviceStep, AttentionMetadata]:
         """A step of padding rows in the buffers that graphs read, and its metadata."""
-        samples = min(shape.rows, self.largest.rows)
+        samples = min(shape.num_rows, self.largest.rows)
         return self._pack_for_graph(
             self._device_buffers.views(shape, samples, padded=True), empty_step()
         )
@@ -548,7 +550,7 @@ class Runner:
         self, views: DeviceStep, metadata: AttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph holds; see graphs.py."""
-        self._device_buffers.expand(views)
+        self._device_buffers.prepare(views)
         logits = self._logits(views, metadata)
         assert logits is not None
         last_token = self._state.by_slot.last_token

@@ -282,7 +282,7 @@ class StepScores:
             num_rows, width = len(self.rows.rows), _width(int(self.rows.num_alternatives.max()))
             offset = num_rows * width
             table = self.words[:offset].reshape(num_rows, width)
-            gave = sampled.counts[self.rows.rows] > 0
+            gave = sampled.num_sampled[self.rows.rows] > 0
             made = _bytes(table if gave.all() else table[gave], self.rows.num_alternatives[gave])
         prompts: list[bytes] = []
         for chunk in self.chunks:
@@ -290,7 +290,7 @@ class StepScores:
             end = offset + len(chunk.ids) * width
             prompts.append(self.words[offset:end].tobytes())
             offset = end
-        return replace(sampled, logprobs=made, prompts=tuple(prompts))
+        return replace(sampled, logprobs=made, prompt_logprobs=tuple(prompts))
 
 
 class Scores:
@@ -299,7 +299,7 @@ class Scores:
     def __init__(self, step: Step, entries: np.ndarray | None, sampler: Sampler) -> None:
         """entries: which row of logits belongs to each row that samples; None: the same."""
         self._rows = step.logprobs
-        self._chunks = step.prompts
+        self._chunks = step.scored_chunks
         self._entries = entries
         self._sampler = sampler
         self._raw: torch.Tensor | None = None

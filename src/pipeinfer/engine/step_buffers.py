@@ -70,7 +70,7 @@ class Layout(NamedTuple):
 def layout(shape: GraphShape) -> Layout:
     """Every array begins at a multiple of 16 bytes."""
     at = [ALIGN]
-    for size in (*[shape.rows] * 6, shape.tokens):
+    for size in (*[shape.num_rows] * 6, shape.num_tokens):
         at.append(at[-1] + -(-size // ALIGN) * ALIGN)
     return Layout(*at)
 
@@ -97,7 +97,9 @@ class StepPacker:
         which rows of logits are those of the rows that sample, None if they are the first.
         """
         at, words, last = layout(shape), self.words, self._last
-        _spread(words[at.starts : at.starts + shape.rows], step.starts, shape, step.decodes, 0)
+        _spread(
+            words[at.starts : at.starts + shape.num_rows], step.starts, shape, step.num_decodes, 0
+        )
         if last is None or last[:2] != (shape, num_logits) or not _same_rows(last[2], step):
             self._rows(step, shape, at, num_logits)
         self._last = shape, num_logits, step
@@ -112,20 +114,20 @@ class StepPacker:
         for begin, values, filler in (
             (at.slots, step.slots, self._padding_slot), (at.counts, step.counts, 0)
         ):  # fmt: skip
-            _spread(words[begin : begin + shape.rows], values, shape, step.decodes, filler)
+            _spread(words[begin : begin + shape.num_rows], values, shape, step.num_decodes, filler)
         prefixes = step.shared_prefixes
         leaders, ranks = (NONE, NONE) if prefixes is None else (prefixes.leaders, prefixes.ranks)
         for begin, values in ((at.leaders, leaders), (at.ranks, ranks)):
             words[begin : begin + len(values)] = values
-            words[begin + len(values) : begin + shape.rows] = 0
+            words[begin + len(values) : begin + shape.num_rows] = 0
         words[at.tokens : at.tokens + len(step.tokens)] = step.tokens
-        if len(step.slots) < shape.rows:
-            sampling = np.zeros(shape.rows, dtype=bool)
-            _spread(sampling, step.samples, shape, step.decodes, False)
-        logits_rows = words[at.logits_rows : at.logits_rows + shape.rows]
+        if len(step.slots) < shape.num_rows:
+            sampling = np.zeros(shape.num_rows, dtype=bool)
+            _spread(sampling, step.samples, shape, step.num_decodes, False)
+        logits_rows = words[at.logits_rows : at.logits_rows + shape.num_rows]
         self._sample_rows = None
-        if num_logits == shape.rows and not shape.prefills:
-            identity = np.arange(shape.rows, dtype=np.int32)
+        if num_logits == shape.num_rows and not shape.num_prefills:
+            identity = np.arange(shape.num_rows, dtype=np.int32)
             logits_rows[:] = np.where(sampling, identity, -1 - identity)
             if not step.samples.all():
                 self._sample_rows = np.flatnonzero(step.samples)
@@ -151,10 +153,10 @@ def _spread(
     if len(values) == len(view):
         view[:] = values
         return
-    end = shape.decodes + len(values) - decodes
+    end = shape.num_decodes + len(values) - decodes
     view[:decodes] = values[:decodes]
-    view[decodes : shape.decodes] = filler
-    view[shape.decodes : end] = values[decodes:]
+    view[decodes : shape.num_decodes] = filler
+    view[shape.num_decodes : end] = values[decodes:]
     view[end:] = filler
 
 
@@ -227,9 +229,9 @@ class DeviceBuffers:
             raise ValueError(
                 f"{shape} with {num_logits} samples, where the largest is {self._largest}"
             )
-        at, words, rows, tokens = layout(shape), self.words, shape.rows, shape.tokens
+        at, words, rows, tokens = layout(shape), self.words, shape.num_rows, shape.num_tokens
         pages = self._state.by_slot.page_table.shape[1]
-        tables = {"none": 0, "prefills": shape.prefills, "all": rows}[self._traits.page_table]
+        tables = {"none": 0, "prefills": shape.num_prefills, "all": rows}[self._traits.page_table]
         input_ids, positions, slot_mapping = (part[:tokens] for part in self._by_token)
         qo_indptr, prefill_qo_indptr, seq_lens, last_page_len, kv_indptr = self._by_row
         logits_indices, write_slots, sample_positions = (
@@ -252,7 +254,7 @@ class DeviceBuffers:
             positions=positions,
             slot_mapping=slot_mapping,
             qo_indptr=qo_indptr[: rows + 1],
-            prefill_qo_indptr=prefill_qo_indptr[: shape.prefills + 1],
+            prefill_qo_indptr=prefill_qo_indptr[: shape.num_prefills + 1],
             seq_lens=seq_lens[:rows],
             last_page_len=last_page_len[:rows],
             kv_indptr=kv_indptr[: rows + 1],
@@ -270,7 +272,7 @@ class DeviceBuffers:
             lists_pages=self._traits.lists_pages,
         )
 
-    def expand(self, step: DeviceStep) -> None:
+    def prepare(self, step: DeviceStep) -> None:
         """On the current stream: the slots' state changes, then what was uploaded becomes what
         kernels index with."""
         self._kernels.scatter_words(step.changes, step.num_changes, self._state.words)
@@ -282,7 +284,7 @@ class DeviceBuffers:
         """For attention. words: the step's on the host, read only if the traits want lengths
         there."""
         if views.padded:  # whatever steps a graph will run
-            queries = views.shape.tokens if views.shape.prefills else 1
+            queries = views.shape.num_tokens if views.shape.num_prefills else 1
             pages = self._largest.pages
         else:
             queries = int(step.counts.max())
@@ -292,7 +294,7 @@ class DeviceBuffers:
 
     def _on_host(self, views: DeviceStep, words: np.ndarray) -> HostLengths:
         """Lengths and indptrs as the device computes them from the words."""
-        at, rows = layout(views.shape), views.shape.rows
+        at, rows = layout(views.shape), views.shape.num_rows
         starts, counts = (words[begin : begin + rows] for begin in (at.starts, at.counts))
         counts = np.maximum(counts, views.padding_row_tokens)
         seq_lens = starts + counts
@@ -301,7 +303,7 @@ class DeviceBuffers:
         return HostLengths(
             tensor_of(last_page_len.astype(np.int32, copy=False)),
             tensor_of(queries),
-            tensor_of(queries[views.shape.decodes :] - np.int32(views.prefill_query_base)),
+            tensor_of(queries[views.shape.num_decodes :] - np.int32(views.prefill_query_base)),
             tensor_of(_indptr(pages)),
         )
 

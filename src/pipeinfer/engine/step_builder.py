@@ -89,7 +89,7 @@ class StepBuilder:
         step = Step(
             epoch=epoch,
             number=rows.number,
-            decodes=decodes,
+            num_decodes=decodes,
             slots=slots,
             starts=rows.starts[order],
             counts=rows.counts[order],
@@ -99,7 +99,7 @@ class StepBuilder:
             penalties=self._requests.penalties(slots[last]),
             delta=self._delta() if len(order) else NO_CHANGES,
             logprobs=self._requests.logprobs(slots[last], ends[last]),
-            prompts=tuple(self._scored_chunks(rows, order)) if self._requests.scores else (),
+            scored_chunks=tuple(self._scored_chunks(rows, order)) if self._requests.scores else (),
             masked=self._requests.masked(slots[last]),
             # Where steps go on with the same rows, these only get pages of their own.
             shared_prefixes=find_shared_prefixes(memory.table, slots[:decodes], memory.page_size)
@@ -119,7 +119,7 @@ class StepBuilder:
         return Step(
             last.epoch,
             rows.number,
-            last.decodes,
+            last.num_decodes,
             last.slots,
             rows.starts,
             last.counts,

@@ -345,9 +345,8 @@ class Connection(web.RequestHandler):
         self._connections.unregister(self)
         super().connection_lost(exc)
         self._raw_transport = None
-        self._last_message = (
-            None  # its body knows this connection, which shall end without a collector
-        )
+        # Its body knows this connection, which shall end without a collector.
+        self._last_message = None
 
     def evict(self) -> None:
         """Closes at once: TLS would wait for the client's part in its end, and every transport for

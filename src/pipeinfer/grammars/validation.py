@@ -273,9 +273,8 @@ def main() -> None:
     pipes.write(answers, b"")
 
     def validate(spec: StructuredOutputs, outcome: list[str]) -> None:
-        error_text = (
-            "it does not compile"  # stays so after a panic of the compiler, which is not caught
-        )
+        # Stays so after a panic of the compiler, which is not caught.
+        error_text = "it does not compile"
         try:
             # A fork has none of its parent's threads, so the executor is made here.
             error_text = sample_walk(Grammar(vocabulary, spec), LLExecutor(1))

@@ -206,7 +206,7 @@ def prepare_inputs(step: DeviceStep, slot_tables: SlotTables, page_size: int) ->
         step.seq_lens, step.last_page_len, step.kv_indptr, step.kv_indices, step.row_page_table,
         step.logits_indices, step.write_slots, step.sample_positions, step.sampling_words,
         count, capacity, len(step.kv_indices), len(slot_tables.page_table), width,
-        step.shape.decodes, step.prefill_query_base, count - len(step.row_page_table),
+        step.shape.num_decodes, step.prefill_query_base, count - len(step.row_page_table),
         step.num_logits,
         PAGE=page_size, PADDING_ROW_TOKENS=step.padding_row_tokens, LISTS_PAGES=step.lists_pages,
         NUM_WIDE=slot_tables.num_wide, NUM_NARROW=slot_tables.num_narrow,

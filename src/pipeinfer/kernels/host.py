@@ -21,9 +21,9 @@ import torch
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
     GREEDY_BELOW,
+    NO_KV_LOCATION,
     NO_LOGIT_KEY,
     NO_LOGITS,
-    NO_SLOT,
     DeviceStep,
     SamplingTensors,
     SlotBadWords,
@@ -502,10 +502,10 @@ def _token_inputs(
     ids[unknown] = slot_tables.last_token.numpy()[slot[unknown]]
     if sizes is not counts and index is not None:
         padding = index >= counts[row]
-        position[padding], kv_slot[padding], ids[padding] = 0, NO_SLOT, 0
+        position[padding], kv_slot[padding], ids[padding] = 0, NO_KV_LOCATION, 0
     for target, values, filler in (
         (step.positions, position, 0),
-        (step.slot_mapping, kv_slot, NO_SLOT),
+        (step.slot_mapping, kv_slot, NO_KV_LOCATION),
         (step.input_ids, ids, 0),
     ):
         target = target.numpy()
@@ -519,7 +519,7 @@ def _row_inputs(
     """Inputs by row, and the pages of rows."""
     width, used = slot_tables.page_table.shape[1], -(-lengths // page_size)
     step.qo_indptr.numpy()[:] = firsts
-    step.prefill_qo_indptr.numpy()[:] = firsts[step.shape.decodes :] - step.prefill_query_base
+    step.prefill_qo_indptr.numpy()[:] = firsts[step.shape.num_decodes :] - step.prefill_query_base
     step.seq_lens.numpy()[:] = lengths
     step.last_page_len.numpy()[:] = lengths - (used - 1) * page_size
     kv_indptr, table = step.kv_indptr.numpy(), slot_tables.page_table.numpy()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 NO_LOGITS = -(2**31)  # in DeviceStep.logits_rows: nothing is sampled after this row
-NO_SLOT = -1  # in DeviceStep.slot_mapping: the keys and values of this token are not stored
+NO_KV_LOCATION = -1  # in DeviceStep.slot_mapping: the keys and values of this token are not stored
 NO_LOGIT_KEY = -(2**63)  # among packed logit keys: no id has this place
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 
@@ -26,22 +26,22 @@ GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 class GraphShape:
     """The size of a step, and the capacity of a CUDA graph.
 
-    tokens: of all rows.
-    decodes: rows of one token, which may also be a prompt's chunk.
-    prefills: rows of more tokens.
+    num_tokens: of all rows.
+    num_decodes: rows of one token, which may also be a prompt's chunk.
+    num_prefills: rows of more tokens.
     shared_prefix: decode rows with a common prefix read it once; this takes kernels that other
         steps need not run.
     """
 
-    tokens: int
-    decodes: int
-    prefills: int
+    num_tokens: int
+    num_decodes: int
+    num_prefills: int
     shared_prefix: bool = False
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Decode rows, then prefill rows."""
-        return self.decodes + self.prefills
+        return self.num_decodes + self.num_prefills
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class DeviceStep:
     Written by Kernels.prepare_inputs, from these and from SlotTables:
 
     input_ids, positions int64 [T]: padding tokens are id 0 at position 0.
-    slot_mapping int64 [T]: page * page_size + offset in the KV cache; NO_SLOT for padding.
+    slot_mapping int64 [T]: page * page_size + offset in the KV cache; NO_KV_LOCATION for padding.
     qo_indptr int32 [R + 1]: the first token of each row.
     prefill_qo_indptr int32 [P + 1]: the same of prefill rows, less `prefill_query_base`.
     seq_lens int32 [R]: tokens of a row after the step.
@@ -122,20 +122,20 @@ class DeviceStep:
     @property
     def logits_of_every_token(self) -> bool:
         """Whether token t has row t of the logits: in graphs of decodes."""
-        return self.padded and not self.shape.prefills
+        return self.padded and not self.shape.num_prefills
 
     @property
     def padding_row_tokens(self) -> int:
         """Tokens and keys of a padding row: 1 in a step of decodes, whose rows all have one; 0
         beside prompts, where a padding row must not read or write anything."""
-        return int(not self.shape.prefills)
+        return int(not self.shape.num_prefills)
 
     @property
     def prefill_query_base(self) -> int:
         """The token from which prefill_qo_indptr counts: the first one of a graph, because the
         number of real decode rows changes from replay to replay; else the first one after the
         decode rows."""
-        return 0 if self.padded else self.shape.decodes
+        return 0 if self.padded else self.shape.num_decodes
 
     def qo_indptr_of(self, begin: int, end: int) -> torch.Tensor:
         """int32 [end - begin + 1]: the first query of rows begin .. end - 1, which are the decode
@@ -232,7 +232,8 @@ class Kernels(Protocol):
         ...
 
     def prepare_inputs(self, step: DeviceStep, slot_tables: SlotTables, page_size: int, /) -> None:
-        """Fills the second half of DeviceStep from the uploaded one and from the slots."""
+        """Writes the prepared arrays of `step` (the second half of DeviceStep's attributes) from
+        its uploaded arrays and from `slot_tables`."""
         ...
 
     def apply_logit_bias(

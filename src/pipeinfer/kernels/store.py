@@ -23,9 +23,8 @@ from pipeinfer.kernels.triton_support import as_kernel_arg, pdl_options, scale_t
 # bfloat16, the norm, its weight and each half of the rotation round too: the two differ by at most
 # about three units in the last place of bfloat16, and this one is the nearer to exact.
 
-ELEMENTS_PER_PROGRAM = (
-    2048  # of one program; each of its threads reads 16 bytes of either half of a head
-)
+# Of one program; each of its threads reads 16 bytes of either half of a head.
+ELEMENTS_PER_PROGRAM = 2048
 
 
 @triton.jit

@@ -149,9 +149,8 @@ def fp8_gemm_config(
     return found if found.fits(width, depth) else None
 
 
-INT4_MAX_ROWS = (
-    128  # with more rows arithmetic bounds the product, and dequantizing first is faster
-)
+# With more rows arithmetic bounds the product, and dequantizing first is faster.
+INT4_MAX_ROWS = 128
 INT4_BLOCK_N = 64  # columns of a tile: those of one tensor core instruction
 INT4_MIN_PROGRAMS = 400  # programs to aim at: three for each multiprocessor
 INT4_MIN_WIDE_TILES = 256  # tiles of 128 columns that suffice: two a multiprocessor

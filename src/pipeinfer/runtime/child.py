@@ -222,9 +222,8 @@ class Child:
     failure_reason: str = ""
     deaths: int = 0
     swapping: bool = False
-    killed_for_group: asyncio.subprocess.Process | None = (
-        None  # it dies for its group, see `kill_for_group`
-    )
+    # It dies for its group, see `kill_for_group`.
+    killed_for_group: asyncio.subprocess.Process | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     has_reported: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -242,9 +241,8 @@ class Child:
         """Starts the command. OSError if it cannot be executed."""
         self.ready.clear()
         self.has_reported.clear()
-        self.process = (
-            None  # so that a late heartbeat of the old one is not taken for the new one's
-        )
+        # So that a late heartbeat of the old one is not taken for the new one's.
+        self.process = None
         self._started_as = self.numbers.next(self.newest)
         self._pid = 0
         self.status, self.failure_reason = ("starting", ""), ""

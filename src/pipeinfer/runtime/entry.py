@@ -477,9 +477,8 @@ def _locked_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[str]:
     return os.fdopen(descriptor, "r" if flags == os.O_RDONLY else "r+")
 
 
-BUSY_POLL_SECONDS = (
-    0.005  # seconds; where steps take longer, a process that slept adds little to them
-)
+# Seconds; where steps take longer, a process that slept adds little to them.
+BUSY_POLL_SECONDS = 0.005
 CORES_PER_PROCESS = 3  # for each process of a host: its loop, its threads, and those who ask
 
 

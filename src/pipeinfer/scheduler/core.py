@@ -286,8 +286,7 @@ class SchedulerCore:
         self._drop(request, kind)
         self._records.add_finished(request, row)
 
-    def _fail(self, request: Request, reason: str, message: str) -> None:
-        finish = "abort" if reason == "abort" else "error"
+    def _fail(self, request: Request, finish: Literal["abort", "error"], message: str) -> None:
         row = TokenRow(
             request_id=request.id,
             offset=len(request.outputs),
@@ -508,7 +507,7 @@ class SchedulerCore:
         self._planner.clear(request)
         if request.id in self._takeover.waiting:
             self._takeover.on_token(request, self._clock_time)
-        if request.known_ahead > 1 and finish is None:
+        if request.num_forced_ahead > 1 and finish is None:
             self._planner.on_known_ids(request)
         row = next_row(request, offset, finish, stop_token)
         if finish is None:

@@ -160,7 +160,7 @@ class Slots:
 
     def __init__(self) -> None:
         self.running: dict[str, Request] = {}
-        self.knowing_ahead: dict[str, Request] = {}
+        self.forced_ahead: dict[str, Request] = {}
         self.credits = PageCredits(1, 0)
         self.released_pages = 0
         self.evicted = 0
@@ -182,7 +182,7 @@ class Slots:
         for request in lost:
             request.on_epoch_lost()
         self.running.clear()
-        self.knowing_ahead.clear()
+        self.forced_ahead.clear()
         self._releases.clear()
         self.released_pages = self.evicted = 0
         if self._reset_plan is not None:  # the next engine may find what it should have forgotten
@@ -220,8 +220,10 @@ class Slots:
         return resets
 
     def remaining_steps(self, rows: Iterable[PlannedRow]) -> int:
-        """Steps that the longest of these decodes may still take. Of what `max_tokens` leaves it,
-        as much as requests took lately, unless the model cannot end it."""
+        """An estimate of how many steps the longest of these decodes still takes.
+
+        A request with ignore_eos takes all that max_tokens leaves. Any other is expected to take
+        the mean share of its max_tokens that requests have used lately, however they ended."""
         longest = certain = 0
         for request, _ in rows:
             steps = request.max_total - request.projected
@@ -236,7 +238,7 @@ class Slots:
         client left does not: its logits may be bad. count_pages: False if a StepComposer has
         counted them."""
         del self.running[request.id]
-        self.knowing_ahead.pop(request.id, None)
+        self.forced_ahead.pop(request.id, None)
         ids = pack(request.sampled_ids)
         keep = not request.bad_logits and (request.sampled or request.phase != "finished")
         self._releases.append(
@@ -253,12 +255,12 @@ class Slots:
             ) / AVERAGED_OVER
         request.free_slot()
 
-    def jumping(self) -> dict[str, Request]:
+    def can_jump(self) -> dict[str, Request]:
         """Those of `knowing_ahead` that can still go on by more than one token, by id."""
-        self.knowing_ahead = {
-            key: one for key, one in self.knowing_ahead.items() if one.known_ahead > 1
+        self.forced_ahead = {
+            key: one for key, one in self.forced_ahead.items() if one.num_forced_ahead > 1
         }
-        return self.knowing_ahead
+        return self.forced_ahead
 
     def extend(self, rows: Iterable[PlannedRow]) -> tuple[Extend, ...]:
         """For these rows, whose requests know all their tokens: the ids that the engine has not

@@ -245,9 +245,13 @@ class _RankState:
 
 
 class RankStates:
-    """The ranks of one group that were ever heard. `deserted`: one of them has no process that
-    could hand anything over, as far as is known, or none that was heard for `host_loss` seconds.
-    `silent`: one of those that were there has not been heard for SILENT_SECONDS."""
+    """The ranks of one group, as far as any was ever heard.
+
+    Attributes:
+    - deserted: some rank's process has ended, is just starting, or was not heard for `host_loss`
+      seconds; so no engine waits for this group's requests, and it may hand them over
+    - silent: some rank was not heard for SILENT_SECONDS
+    """
 
     def __init__(self, host_loss: float = inf) -> None:
         self.deserted = self.silent = False

@@ -49,9 +49,7 @@ class Planner:
         self.prefill_allowed = (0, 0.0)
         self._queue = WaitingQueue(options.tp)
         self._quarantine = Quarantine()
-        self._last_was_for_others = (
-            False  # whether the last step was one of those who are no suspects
-        )
+        self._turn_of_others = False  # whether the last step was one of those who are no suspects
         self._number = 0
 
     def begin(self, shape: Hello, incarnations: Sequence[int], kept_pages: int = 0) -> None:
@@ -71,16 +69,16 @@ class Planner:
         self._number = 0
 
     def on_epoch_lost(
-        self, requests: Sequence[Request], flying: Sequence[Request], blameless: bool
+        self, requests: Sequence[Request], in_flight: Sequence[Request], blameless: bool
     ) -> Request | None:
         """The epoch is over: all `requests` had slots; those that were `flying` may have ended it,
         unless they are `blameless`. Returns a request that must fail because of it.
 
         Every other one goes back to the queue with the tokens it has. After a first loss all do,
         and resume together; those that were in flight at another loss before, and have had no
-        token since, are suspects, which wait apart.
+        token since, are suspects, which wait in the quarantine.
         """
-        suspects = [r for r in flying if r.phase == "lost" and not blameless]
+        suspects = [r for r in in_flight if r.phase == "lost" and not blameless]
         culprit = self._quarantine.on_epoch_lost(suspects)
         for request in requests:
             # The one that was being tried may have had a slot and no part in the last step.
@@ -89,7 +87,11 @@ class Planner:
         return culprit
 
     def enqueue(self, request: Request, crashes: int = -1) -> None:
-        """It waits for a slot from now on; apart, if it may have crashed an engine elsewhere."""
+        """It waits for a slot from now on.
+
+        crashes: -1 for a request that no other group had. Else it waits in the quarantine, because
+            another group lost its engine to it or to others: `crashes` times with it alone.
+        """
         if crashes >= 0:
             self._quarantine.add(request, crashes)
         else:
@@ -120,7 +122,7 @@ class Planner:
         if prepared.error:
             return free
         for request in free:
-            if request.phase == "waiting_for_grammar":  # suspects wait apart
+            if request.phase == "waiting_for_grammar":  # suspects wait in the quarantine
                 self._queue.push(request)
         return []
 
@@ -151,7 +153,7 @@ class Planner:
     def on_known_ids(self, request: Request) -> None:
         """More of its ids are known than steps in flight compute."""
         if request.phase == "running":
-            self._slots.knowing_ahead[request.id] = request
+            self._slots.forced_ahead[request.id] = request
 
     def take_number(self) -> int:
         """The number of the next plan."""
@@ -159,8 +161,13 @@ class Planner:
         return self._number - 1
 
     def plan(self, epoch: int, now: float) -> Plan | None:
-        """The next step; None if enough are in flight, nothing is left to do, or a request that is
-        under test has to run alone and a step is still in flight."""
+        """The next step. None if `overlap_depth` steps are in flight, nothing is left to do, or a
+        request that is under test has to run alone and a step is still in flight.
+
+        A plan is written as if it had been computed: slots are filled and emptied, the queue loses
+        what it admits, `Request.projected` of its rows advances, and the pages that it may take are
+        reserved until its Result comes.
+        """
         if len(self._steps_in_flight) >= self._options.overlap_depth:
             return None
         slots, queue = self._slots, self._queue
@@ -226,10 +233,10 @@ class Planner:
         When pages run short it comes first, and those who hold them have to give way.
         """
         short = any(request.deferrals for request in self._slots.running.values())
-        self._last_was_for_others = not (self._last_was_for_others or short)
+        self._turn_of_others = not (self._turn_of_others or short)
         if candidate.deferrals:
             composer.preempt_for(candidate)
-        if self._last_was_for_others:
+        if self._turn_of_others:
             composer.leave_out(candidate)
             self._compose_all(composer)
         if not composer.rows:
@@ -258,7 +265,7 @@ class Planner:
                 self.queue_times.observe(now - request.arrived_at)
         rows = [(request, count) for request, count in composer.rows if request.phase == "running"]
         extends: tuple[Extend, ...] = ()
-        if self._slots.knowing_ahead:
+        if self._slots.forced_ahead:
             jumps = [(request, count) for request, count in rows if composer.jumps(request, count)]
             self.counts["jumped_tokens"] += sum(count - 1 for _, count in jumps)
             extends = self._slots.extend(jumps)

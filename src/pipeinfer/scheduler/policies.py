@@ -83,7 +83,7 @@ class StepComposer:
         self.pages.take(need)
         self._tokens_left -= len(decodes)
         self.rows += [(request, 1) for request in decodes]
-        if self._slots.knowing_ahead:
+        if self._slots.forced_ahead:
             self._jump()
 
     def _jump(self) -> None:
@@ -95,11 +95,11 @@ class StepComposer:
         )
         row_numbers = {request.id: at for at, (request, _) in enumerate(self.rows)}
         jumps = 0
-        for request in self._slots.jumping().values():  # in the order in which they were found so
+        for request in self._slots.can_jump().values():  # in the order in which they were found so
             at = row_numbers.get(request.id)
             if at is None or jumps == MAX_JUMPS:
                 continue
-            jumped_tokens = min(request.known_ahead - 1, jump_tokens)
+            jumped_tokens = min(request.num_forced_ahead - 1, jump_tokens)
             first = request.projected + 1
             pages = self.pages.between(first, first + jumped_tokens)
             if jumped_tokens <= 0 or pages > self.pages.left - self._reserved:

@@ -518,9 +518,8 @@ class MaskBudget:
     mask of theirs can be paid for."""
 
     def __init__(self) -> None:
-        self._remaining = (
-            UNITS_PER_STEP  # what the next step may spend; below 0: what later ones pay for
-        )
+        # What the next step may spend; below 0: what later ones pay for.
+        self._remaining = UNITS_PER_STEP
         self._prices: OrderedDict[StructuredOutputs, int] = OrderedDict()  # of the costly
         self._waiting: deque[Request] = deque()
         self._last_turn = 0
@@ -543,8 +542,12 @@ class MaskBudget:
             self._waiting.remove(request)
 
     def take_next(self, others: int) -> Request | None:
-        """One that may begin now, where so many `others` run or are about to; its first mask is
-        paid for."""
+        """Removes and returns the next request whose masks the budget allows, and charges its first
+        mask; None if there is none yet.
+
+        others: requests that run or wait in the queue. Without any, the next request begins even if
+            the budget is used up.
+        """
         if not self._waiting or (others and self._remaining <= 0):
             return None
         request = self._waiting.popleft()

@@ -38,9 +38,8 @@ from pipeinfer.wire import SCORES_PER_MESSAGE, pack
 MAX_REMEMBERED = 10_000  # ids of requests that are over, at most
 REMEMBERED_SECONDS = 60.0  # seconds for which they are remembered
 ORPHANED_SECONDS = 60.0  # seconds that what was delivered waits for its work
-MAX_RETENTION_SECONDS = (
-    3_600.0  # seconds, at most, after which one that has finished is asked after
-)
+# Seconds, at most, after which one that has finished is asked after.
+MAX_RETENTION_SECONDS = 3_600.0
 
 
 class RecoveryRecords:
@@ -386,9 +385,11 @@ def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
 
 
 def last_row(request: Request, finish: FinishReason | None, error: str = "") -> TokenRow:
-    """The row that would end `request`; without `finish` its detokenizer ended it by itself.
+    """The row that ends `request`, for a detokenizer that was restarted.
 
-    Such a one sees the same end again in the same ids. If it does not, a row was lost.
+    finish: why it ended; None if its detokenizer had ended it, at a stop string. The next
+        detokenizer finds the stop string in the same ids again and never reads this row; if it does
+        not find it, rows were lost, and the row says so as an error.
     """
     if finish is None:
         finish = "error"

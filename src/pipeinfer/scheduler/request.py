@@ -114,7 +114,7 @@ class Request:
         return self.known_len > self.admitted_len or bool(self.sampled_ids)
 
     @property
-    def known_ahead(self) -> int:
+    def num_forced_ahead(self) -> int:
         """Ids that are known, and will not be computed once the steps in flight are done. Without
         forced ones it is 1 at most."""
         return self.prompt_len + len(self.outputs) - self.projected

@@ -42,12 +42,10 @@ log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5  # seconds between blocks; what a killed process loses at most, and a little
 CHECK_SECONDS = 0.05  # seconds between looks whether a block is due
-QUIET_SECONDS = (
-    0.5  # seconds without an input after which a large state may be walked beside the loop
-)
-MAX_WAITING_ROWS = (
-    1000  # rows: a block that takes the interpreter from the loop for a fraction of a ms
-)
+# Seconds without an input after which a large state may be walked beside the loop.
+QUIET_SECONDS = 0.5
+# Rows: a block that takes the interpreter from the loop for a fraction of a ms.
+MAX_WAITING_ROWS = 1000
 MAX_RECORDING_SECONDS = 366 * 86_400.0  # seconds of a recording; no timer takes "inf"
 UNNUMBERED = -1  # in place of the number of what was not sent
 FROM_THE_START = "--record"  # the name of the recording that the setting asks for

@@ -390,9 +390,8 @@ def _restarts(row: Row) -> bool:
 
 SUFFIX = ".pitrace"
 FLIGHT_PREFIX = "flight-"
-MAX_FLIGHT_RECORDINGS = (
-    32  # flight recordings in a folder; a stage that dies again and again must not fill the disk
-)
+# Flight recordings in a folder; a stage that dies again and again must not fill the disk.
+MAX_FLIGHT_RECORDINGS = 32
 
 
 class TraceFile:

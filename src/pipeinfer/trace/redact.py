@@ -169,7 +169,7 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
     "PromptLogprobs": {"logprobs": "zeros"},
     "Result": {"token_ids": "ids", "logprobs": "zeros"},
     "FoundPages": {"ids": "ids", "digests": "zeros", "parents": "zeros", "salts": "zeros"},
-    "StepDone": {"token_ids": "ids", "logprobs": "zeros", "prompts": "all zeros"},
+    "StepDone": {"token_ids": "ids", "logprobs": "zeros", "prompt_logprobs": "all zeros"},
     "Open": {"params": "params", "context_ids": "ids"},
     "Tokens": {"rows": "nested"},
     "TokenRow": {"ids": "ids", "stop_token": "one", "logprobs": "zeros"},
