@@ -99,7 +99,8 @@ def test_a_jump_tells_what_the_engine_lacks_and_leaves_nothing_to_compute():
     assert (one.computed, one.projected, one.num_forced_ahead) == (10, 11, 6)
     assert list(one.jump(6)) == [1, 2, 3, 4, 5, 6, 7]
     assert one.project(6) == 6
-    assert (one.known_len, one.projected, one.num_forced_ahead, one.prefilling) == (17, 17, 0, False)
+    known = one.known_len, one.projected, one.num_forced_ahead, one.prefilling
+    assert known == (17, 17, 0, False)
     one.confirm(11)
     one.confirm(17)
     one.append([8])
