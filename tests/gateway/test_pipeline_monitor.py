@@ -190,3 +190,22 @@ async def test_a_feed_ends_when_its_gateway_leaves(gateway: Gateway) -> None:
         await asyncio.wait_for(gateway.driver.leave(DRAIN), SOON)
         async for _ in lines:  # to its end; a connection that breaks raises
             pass
+
+
+def test_a_scheduler_says_how_its_last_lost_engine_was_replaced():
+    health = Health([ExpectedStage("scheduler-0", "scheduler")])
+    pictures = PipelineRates(health)
+
+    def shown(**stats: float) -> str:
+        beat = Heartbeat("scheduler-0", "scheduler", 0, 0, 0, 1, 1, "ready", stats=stats)
+        health.on_heartbeat(beat, NOW)
+        [row] = pictures.snapshot("ok", NOW, NOW, lambda stage: None).stages
+        return row.takeover
+
+    assert shown(takeovers_total=0.0) == ""
+    phases = {"restart": 2.2, "begin": 0.3, "first_token": 0.5, "last_token": 0.0}
+    stats = {f"takeover_{phase}_seconds": took for phase, took in phases.items()}
+    assert shown(takeovers_total=1.0, recomputed_tokens_total=1234.0, **stats) == (
+        "1 takeover, the last in 3.00 s (restart 2.20, begin 0.30, first token 0.50, "
+        "last token 0.00), 1,234 tokens recomputed"
+    )

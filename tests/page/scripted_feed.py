@@ -38,7 +38,7 @@ def stage(name: str, group: int = 0, rank: int = 0, **changes: object) -> dict[s
         "reason": "", "pid": 4100 + 10 * group + rank + len(name), "up": 754.2, "restarts": 0,
         "last_restart": None, "heard": 0.2, "waiting": 3 if waits else 0, "running": 31,
         "rate": 1234.5 if name in UNITS else 3.5, "unit": UNITS.get(name, "requests/s"),
-        "latency_ms": LATENCIES[name], **changes,
+        "latency_ms": LATENCIES[name], "takeover": "", **changes,
     }  # fmt: skip
 
 

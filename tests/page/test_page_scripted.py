@@ -302,11 +302,17 @@ def test_a_stage_that_is_lost_and_comes_back_is_said_in_words(feed, watch):
     back = stages()
     back[3] = stage("engine", pid=77, restarts=1, last_restart=102.0)
     feed.say(event(back, time=102.5))
+    took = "1 takeover, the last in 2.50 s (restart 2.20, begin 0.30), 40 tokens recomputed"
+    back[2] = stage("scheduler", takeover=took)
+    feed.say(event(back))
     expect(page.get_by_role("log").locator("li")).to_contain_text([
         "engine-0-0: lost, its process ended",
         "engine-0-0: a new process, 77 (restart 1)",
         re.compile(r"engine-0-0: ready again after 2.5\ss"),
+        f"scheduler-0: {took}",
     ])  # fmt: skip
+    scheduler = page.get_by_role("region", name="scheduler", exact=True)
+    expect(scheduler.locator(".life")).to_contain_text(took)
     expect(engine.locator(".life")).to_contain_text("1 restart, the last at")
 
 

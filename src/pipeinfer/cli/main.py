@@ -390,7 +390,8 @@ def _running_targets(topology: Topology) -> Iterator[Finding]:
     import zmq
 
     from pipeinfer.bus.bus import ControlClient
-    from pipeinfer.cli.top import describe_takeover, listen
+    from pipeinfer.cli.top import listen
+    from pipeinfer.core import describe_takeover
     from pipeinfer.gateway.health import ExpectedStage, Health
 
     health = Health([ExpectedStage(stage, "scheduler") for stage in topology.ids("scheduler")])

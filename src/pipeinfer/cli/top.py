@@ -15,7 +15,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -26,7 +26,7 @@ from pipeinfer.bus.bus import ControlClient
 from pipeinfer.cli.operate import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
-from pipeinfer.core import takeover_seconds
+from pipeinfer.core import describe_takeover
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages
 from pipeinfer.gateway.monitor import (
     LatencyQuantiles,
@@ -271,18 +271,6 @@ def _scheduler(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> 
         f"preempted {row.stats.get('preemptions_total', 0.0):.0f}",
         *([takeover] if (takeover := describe_takeover(row.stats)) else []),
     ]
-
-
-def describe_takeover(stats: Mapping[str, float]) -> str:
-    """What a scheduler's statistics say of engines that were lost; "" where none was."""
-    seconds = takeover_seconds(stats)
-    if not seconds:
-        return ""
-    phases = ", ".join(f"{phase.replace('_', ' ')} {took:.2f}" for phase, took in seconds.items())
-    return (
-        f"{stats['takeovers_total']:.0f} takeovers, the last in {sum(seconds.values()):.2f} s "
-        f"({phases}), {stats.get('recomputed_tokens_total', 0.0):,.0f} tokens recomputed"
-    )
 
 
 def _engine(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeinfer.control import Observed, Prefix, Prefixes, RequestSpan, ShowPrefixes, StepMade, Watch
-from pipeinfer.core import RecentTable
+from pipeinfer.core import RecentTable, describe_takeover
 from pipeinfer.gateway.health import Health, StageStatus
 from pipeinfer.gateway.metrics import QUANTILES
 from pipeinfer.messages import Message
@@ -92,6 +92,7 @@ class StageSnapshot(msgspec.Struct, frozen=True):
     restarts: how many; last_restart: Unix seconds.
     waiting, running: requests in its queue, and those it works on.
     rate: what it did in a second, in `unit`. latency_ms: see docs/page.md.
+    takeover: of a scheduler, how its last lost engine was replaced; "" where none was.
     """
 
     stage: str
@@ -110,6 +111,7 @@ class StageSnapshot(msgspec.Struct, frozen=True):
     rate: float
     unit: str
     latency_ms: float | None = None
+    takeover: str = ""
 
 
 class EdgeSnapshot(msgspec.Struct, frozen=True):
@@ -314,6 +316,7 @@ class PipelineRates:
             rate=window.rate(statistics.counter),
             unit=statistics.unit,
             latency_ms=None if seconds is None else seconds * 1e3,
+            takeover=describe_takeover(row.stats),
         )
 
     def _rate(self, kind: str, stat: str) -> float:

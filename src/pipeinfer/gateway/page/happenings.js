@@ -18,15 +18,16 @@ export class Happenings {
   }
 
   show({ time, stages }) {
-    for (const { stage, state, reason, pid, restarts } of stages) {
+    for (const { stage, state, reason, pid, restarts, takeover } of stages) {
       const before = this.#known.get(stage);
-      const now = { state, pid, since: before?.since ?? null };
+      const now = { state, pid, takeover, since: before?.since ?? null };
       this.#known.set(stage, now);
       if (!before) continue;
       if (pid && before.pid && pid !== before.pid) {
         const number = restarts ? ` (restart ${restarts})` : "";
         this.say(time, `${stage}: a new process, ${pid}${number}`);
       }
+      if (takeover && takeover !== before.takeover) this.say(time, `${stage}: ${takeover}`, "good");
       if (state === before.state) continue;
       if (state === "ready") {
         const took = before.since === null ? null : duration(1000 * (time - before.since));

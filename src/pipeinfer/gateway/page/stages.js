@@ -89,6 +89,7 @@ class Process {
       const last = process.last_restart ? `, the last at ${clock(process.last_restart)}` : "";
       life.push(`${plural(restarts, "restart")}${last}`);
     }
+    if (process.takeover) life.push(process.takeover);
     if (heard !== null && heard > SILENT) life.push(`silent for ${age(heard)}`);
     put(parts.life, life.join(" · "));
   }
