@@ -68,7 +68,7 @@ def test_a_flag_of_another_server_is_here_what_is_said_of_it(server):
         assert set(row.theirs) <= known, row
     for name, flag in refused(server).items():
         assert set(flag.ours) <= OURS, flag
-        assert bool(flag.ours) == (flag.kind == "instead") and flag.said, flag
+        assert bool(flag.ours) == (flag.kind == "instead") and flag.advice, flag
         assert name not in OURS | ALIASES, name
     assert len(understood(server)) + len(refused(server)) > 60
 
@@ -79,7 +79,7 @@ def test_every_flag_that_is_refused_stands_on_the_page(server):
     for topic, flags in REFUSED.items():
         on_page = [row for row in rows(f"{server}: {topic}") if row.kind not in ("same", "alias")]
         assert on_page == [
-            Row(flag.names[server], flag.ours, flag.kind, flag.said)
+            Row(flag.names[server], flag.ours, flag.kind, flag.advice)
             for flag in flags
             if flag.names[server]
         ]
