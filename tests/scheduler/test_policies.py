@@ -216,6 +216,28 @@ def test_who_runs_alone_takes_the_pages_of_as_many_as_it_needs():
     assert step.rows == [(suspect, 16)]
 
 
+def test_who_runs_alone_gets_the_only_slot():
+    other = running("other", 0, 8, 8)
+    suspect = request_of(work("suspect", 16), 9, 0.0)
+    suspect.max_total = 60
+    step = composer([other], free=0)
+    step.run_alone(suspect)
+    assert step.preempted == [other] and step.rows == [(suspect, 16)]
+
+
+def test_an_admission_counts_the_pages_of_requests_that_are_left_out():
+    """They hold slots, have no part in the step, and grow later."""
+    suspect = running("suspect", 0, 8, 8)
+    step = composer([suspect], pages=2, queue=waiting(8))
+    step.leave_out(suspect)
+    step.admit_while_possible()
+    assert step.rows == [] and step.admitted == []
+    enough = composer([suspect], pages=3, queue=waiting(8))
+    enough.leave_out(suspect)
+    enough.admit_while_possible()
+    assert len(enough.admitted) == 1
+
+
 def test_who_runs_alone_and_decodes_gets_one_token():
     suspect = running("suspect", 0, 8, 8)
     step = composer([suspect])

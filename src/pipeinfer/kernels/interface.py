@@ -78,7 +78,7 @@ class DeviceStep:
     kv_indptr int32 [R + 1]: a row's pages begin at kv_indices[kv_indptr[r]].
     kv_indices int32: pages row after row if `lists_pages`, else the page table of all slots.
     row_page_table int32 [n, pages]: the page table of the last n rows, for backends that want pages
-        by row.
+        by row: of all rows, of the prefill rows, or of none (Traits.page_table).
     logits_indices int64 [L]: the token from which a row of logits is computed.
     write_slots int64 [L]: the slot of last_token that gets the sampled id.
     sample_positions int64 [L]: the position of the sampled id.

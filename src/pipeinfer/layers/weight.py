@@ -112,7 +112,7 @@ MIN_SHARED_MEMORY_BYTES = 200 * 1024
 class SmallMGemm:
     """GEMM with few rows by the project's own kernels: x [T, depth] times weights [width, depth].
 
-    Every method gives None for shapes for which the kernels have no tile: there the library's GEMM
+    Products give None for shapes for which the kernels have no tile: there the library's GEMM
     is the faster one, as measured. Needs Triton.
     """
 

@@ -433,9 +433,9 @@ class SchedulerCore:
         self._outbox.send("group", EVERYONE, fault)
 
     def _on_epoch_lost(self, blameless: bool = False) -> None:
-        lost, flying = self._engine.on_epoch_lost()
+        lost, in_flight = self._engine.on_epoch_lost()
         self._takeover.begin(lost, self._clock_time)
-        culprit = self._planner.on_epoch_lost(lost, flying, blameless)
+        culprit = self._planner.on_epoch_lost(lost, in_flight, blameless)
         if culprit is not None:
             self._fail(culprit, "error", "the engine crashed repeatedly on this request")
 

@@ -153,7 +153,7 @@ class Slots:
     """Slots of one epoch.
 
     running: requests that hold one, by id. released_pages: what the releases that were not
-    published yet give back. knowing_ahead: those that may know more than steps in flight will
+    published yet give back. forced_ahead: those that may know more than steps in flight will
     compute, by id. credits: pages that plans may still take. evicted: pages that the prefix cache
     has lost in this epoch.
     """
@@ -256,15 +256,15 @@ class Slots:
         request.free_slot()
 
     def can_jump(self) -> dict[str, Request]:
-        """Those of `knowing_ahead` that can still go on by more than one token, by id."""
+        """Those of `forced_ahead` that can still go on by more than one token, by id."""
         self.forced_ahead = {
             key: one for key, one in self.forced_ahead.items() if one.num_forced_ahead > 1
         }
         return self.forced_ahead
 
     def extend(self, rows: Iterable[PlannedRow]) -> tuple[Extend, ...]:
-        """For these rows, whose requests know all their tokens: the ids that the engine has not
-        got. From now on they count as sent (Request.jump)."""
+        """The forced ids of these rows that the engine has not got, for requests that go on by
+        forced ids alone. From now on they count as sent (Request.jump)."""
         return tuple(Extend(slot=r.slot, ids=pack(r.jump(count))) for r, count in rows)
 
     def take_releases(self) -> tuple[Release, ...]:

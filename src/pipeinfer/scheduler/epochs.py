@@ -44,7 +44,8 @@ class RanksDiverged(Exception):
 
 
 class Epochs:
-    """State of one group: without ranks, `beginning`, or `running`.
+    """The epochs of one group: none as long as ranks are missing, one that begins once all have
+    said Hello, and one that runs once all are Ready (`running`).
 
     first: number of the first epoch; larger than that of any earlier scheduler of this group.
     """

@@ -71,8 +71,8 @@ class Planner:
     def on_epoch_lost(
         self, requests: Sequence[Request], in_flight: Sequence[Request], blameless: bool
     ) -> Request | None:
-        """The epoch is over: all `requests` had slots; those that were `flying` may have ended it,
-        unless they are `blameless`. Returns a request that must fail because of it.
+        """The epoch is over: all `requests` had slots; those that were `in_flight` may have ended
+        it, unless they are `blameless`. Returns a request that must fail because of it.
 
         Every other one goes back to the queue with the tokens it has. After a first loss all do,
         and resume together; those that were in flight at another loss before, and have had no

@@ -166,7 +166,7 @@ class StepComposer:
                 return
             need = self.pages.between(0, request.length)
             while need > self.pages.left or self._free_slots <= 0:
-                victim = self._victim()
+                victim = self._victim(stay=1 if self._free_slots > 0 else 0)
                 if victim is None:
                     break
                 self._preempt(victim)
@@ -268,17 +268,15 @@ class StepComposer:
                 remaining -= pages
         return fitting
 
-    def _victim(self) -> Request | None:
-        """The least important, latest-arrived running request.
-
-        Never the oldest half-computed prompt, and one request always stays: alone, it fits.
+    def _victim(self, stay: int = 1) -> Request | None:
+        """The least important, latest-arrived running request; of several never the oldest
+        half-computed prompt. None if no more than `stay` are left: one alone always fits.
         """
-        stay = [r for r in self._running if r not in self.preempted]
-        if len(stay) < 2:
+        left = [r for r in self._running if r not in self.preempted]
+        if len(left) <= stay:
             return None
-        exempt = next((r for r in stay if r.prefilling), None)
-        choice = [r for r in stay if r is not exempt]
-        return max(choice, key=_preemption_order)
+        exempt = next((r for r in left if r.prefilling), None)
+        return max([r for r in left if r is not exempt] or left, key=_preemption_order)
 
     def _preempt(self, request: Request) -> None:
         """Its own pages may be evicted from now on; those it shares may not."""

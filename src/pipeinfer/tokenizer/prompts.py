@@ -135,7 +135,7 @@ class PromptEncoder:
     def weigh(self, submit: Submit) -> int:
         """About how many bytes `encode` has to render and to encode; token ids weigh nothing.
 
-        Raises Rejected for all reasons that need no encoding.
+        Raises Rejected for all reasons that need no encoding of the prompt.
         """
         self._check_params(submit.params)
         if submit.chat is not None:
