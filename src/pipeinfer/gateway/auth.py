@@ -47,6 +47,9 @@ PROTECTED_PATHS = (
     "/tokenizer_info",
     "/detokenize",
     "/reset_prefix_cache",
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
     "/monitor",
 )  # and all that is below
 # What proxies add. They may be on this host, and those who ask them elsewhere.

@@ -287,6 +287,8 @@ LOCAL_IN = {
         "pipeinfer.core:GraphDue",
         "pipeinfer.engine.core:StepFailed",
         "pipeinfer.engine.core:FoundPages",
+        "pipeinfer.engine.core:Suspended",
+        "pipeinfer.engine.core:Resumed",
     ),
 }
 LOCAL_OUT = {
@@ -301,7 +303,7 @@ LOCAL_OUT = {
     ),
     "engine": tuple(
         f"pipeinfer.engine.core:{name}"
-        for name in ("Compile", "Capture", "DistrustPages", "FindPages")
+        for name in ("Compile", "Capture", "DistrustPages", "FindPages", "Suspend", "Resume")
     ),
 }
 
