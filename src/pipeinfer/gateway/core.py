@@ -424,9 +424,15 @@ class GatewayCore:
                 out.append(local(failed))
 
     def _expire(self, record: RequestRecord, out: list[Send], now: float) -> None:
-        out.append(self._abort(record, "timeout", now))
+        self._cut(record, "timeout", _timed_out(record), out, now)
+
+    def _cut(
+        self, record: RequestRecord, reason: str, failed: Failed, out: list[Send], now: float
+    ) -> None:
+        """Its client gets what it has, or `failed` without any output."""
+        out.append(self._abort(record, reason, now))
         if not record.has_output:
-            out.append(local(_timed_out(record)))
+            out.append(local(failed))
             return
         delta = OutputDelta(
             request_id=record.request_id,
@@ -440,9 +446,14 @@ class GatewayCore:
         )
         out.append(local(delta))
 
-    def _on_drain(self, _event: Drain | Leave, _now: float) -> list[Send]:
+    def _on_drain(self, _event: Drain | Leave, now: float) -> list[Send]:
         self._readiness.draining = True
         out: list[Send] = []
+        if self.health.asleep():  # nobody may ever wake it
+            for record in list(self._records.values()):
+                refusal = self.refusal(1, record.request_id)
+                assert refusal is not None
+                self._cut(record, "asleep", refusal, out, now)
         self._publish_status(out)
         return out
 

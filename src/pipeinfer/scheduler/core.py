@@ -608,9 +608,6 @@ class SchedulerCore:
     def _on_drain(self, _drain: Drain, _now: float) -> None:
         if self._drain_state == "serving":
             self._drain_state = "draining"
-        if self._epochs.sleep_level:  # nobody may ever wake it
-            for request in list(self._live):
-                self._abort(request, "the server is shutting down")
 
     def _on_leave(self, _leave: Leave, _now: float) -> None:
         self._drain_state = "left"
