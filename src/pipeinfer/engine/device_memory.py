@@ -148,7 +148,12 @@ class CudaMemory:
         self.protect(writable=writable)
 
     def protect(self, *, writable: bool) -> None:
-        """Whether kernels of this process may write it. Others may in any case."""
+        """Whether kernels of this process may write it; waits for those that do, if they may not
+        any more. Others may in any case."""
+        import torch
+
+        if not writable:
+            torch.cuda.synchronize()
         self._driver.set_access(self._address, self._size, writable)
 
     def unmap(self) -> None:

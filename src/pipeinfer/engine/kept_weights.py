@@ -15,6 +15,7 @@ import gc
 import logging
 from collections.abc import Callable
 from math import prod
+from typing import Protocol
 
 import msgspec
 import torch
@@ -99,36 +100,55 @@ def build_with_weights(
     return model, GpuWeights(memory, fill_again)
 
 
+class ProtectedMemory(DeviceMemory, Protocol):
+    """Memory that can be made read-only, such as CudaMemory."""
+
+    def protect(self, *, writable: bool) -> None: ...
+
+
+class WeightsCopy(Protocol):
+    """See HostCopy."""
+
+    @property
+    def data(self) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
+
+
 class GpuWeights:
     """See SleepingWeights. At level 1 a copy of them is in memory of the host."""
 
-    def __init__(self, memory: CudaMemory, fill: Callable[[torch.Tensor], None]) -> None:
-        """fill: loads them into `memory.data`."""
-        self._memory, self._fill = memory, fill
-        self._mapped = True
-        self._copy: HostCopy | None = None
+    def __init__(
+        self,
+        memory: ProtectedMemory,
+        fill: Callable[[torch.Tensor], None],
+        copy: Callable[[torch.Tensor], WeightsCopy] = HostCopy,
+    ) -> None:
+        """memory: has them, read-only. fill: loads them into `memory.data`."""
+        self._memory, self._fill, self._copied = memory, fill, copy
+        self._there = True
+        self._copy: WeightsCopy | None = None
         self.kept: dict[str, DeviceMemory] = {WEIGHTS: memory}
 
     def give_back(self, level: int) -> None:
         if level >= WITHOUT_WEIGHTS:
             self._drop_copy()
-        elif self._mapped:
-            self._copy = HostCopy(self._memory.data)
-        if self._mapped:
-            self._mapped = False
-            self._memory.unmap()
+        elif self._there:
+            self._copy = self._copied(self._memory.data)
+        if self._there:
+            self._there = False
+            self._memory.give_back()
         torch.cuda.empty_cache()
 
     def take_back(self) -> None:
-        self._memory.map()
-        self._mapped = True
+        self._memory.take_back()
+        self._there = True
         if self._copy is None:
             self._fill(self._memory.data)
             gc.collect()
         else:
             self._memory.data.copy_(self._copy.data)
             self._drop_copy()
-        torch.cuda.synchronize()
         self._memory.protect(writable=False)
 
     def _drop_copy(self) -> None:

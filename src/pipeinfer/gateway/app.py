@@ -249,7 +249,7 @@ class _Handlers:
         level = _query(request, "level", ("1", "2"))
         mode = cast(SleepMode, _query(request, "mode", get_args(SleepMode)))
         refuses = _query(request, "wait", ("true", "false")) == "false"
-        return await self._set_sleep(SetSleep(int(level), mode, refuses))
+        return await self._set_sleep(request, SetSleep(int(level), mode, refuses))
 
     async def wake_up(self, request: web.Request) -> web.StreamResponse:
         """As vLLM's, of all at once."""
@@ -257,10 +257,12 @@ class _Handlers:
         if tags != set(SLEEP_TAGS):
             message = f"weights and pages come together: tags must be {' and '.join(SLEEP_TAGS)}"
             raise ApiError(400, message, param="tags")
-        return await self._set_sleep(SetSleep(0))
+        return await self._set_sleep(request, SetSleep(0))
 
-    async def _set_sleep(self, asked: SetSleep) -> web.StreamResponse:
+    async def _set_sleep(self, request: web.Request, asked: SetSleep) -> web.StreamResponse:
         core = self._context.core
+        if not self._context.admission.may_operate(request):
+            raise ApiError(403, "an operator's key is needed", code="operators_only")
         if core.status in ("starting", "draining"):
             raise ApiError(503, f"the server is {core.status}", code=core.status, retry_after=1)
         await self._context.sessions.set_sleep(asked, core.health)

@@ -167,6 +167,12 @@ class Admission:
         keyless = not self._keys and self._loopback and _on_this_host(request)
         return Principal(client.name, client.admin or keyless)
 
+    def may_operate(self, request: web.Request) -> bool:
+        """Whether whoever sent `request` may do what concerns all clients: where some keys are
+        operators', these alone."""
+        admins = any(client.admin for client in self._clients.values())
+        return not admins or self._authenticate(request).admin
+
     def replace_keys(self, keys: ApiKeys) -> None:
         """Uses other keys from now on. A key whose name stays keeps its usage; requests that run
         go on."""

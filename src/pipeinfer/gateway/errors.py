@@ -165,6 +165,7 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
         (403,),
         "A web page of another site asks a server without keys: see `--allowed-origins`.",
     ),
+    "operators_only": ((403,), "Some keys are marked `admin`, and this is none of them."),
     "model_not_found": ((404,), "Another model is served."),
     "not_found": ((404,), "There is no such path."),
     "not_seen": (

@@ -370,8 +370,9 @@ class _StageCollector(Collector):
     def _takeovers(self) -> Iterator[Metric]:
         recomputed = CounterMetricFamily(
             "pipeinfer_recomputed_tokens",
-            "Tokens computed again because the engine that had computed them was lost: of each "
-            "request that had gone on, those that the next engine did not find in kept pages.",
+            "Tokens computed again because the engine that had computed them was lost, or slept: "
+            "of each request that had gone on, those that the next engine did not find in kept "
+            "pages.",
             labels=["group"],
         )
         takeovers = CounterMetricFamily(

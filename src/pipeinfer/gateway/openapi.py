@@ -264,12 +264,12 @@ _sleep = EndpointDoc(
         ("mode", get_args(SleepMode)),
         ("wait", ("true", "false")),
     ),
-    details="vLLM's; it answers when all groups sleep. At `level` 1 weights stay in the host's "
-    "memory, at 2 they are read anew at waking. `mode` says what becomes of requests that run: "
-    "with `wait` they are answered first, with `abort` they end with what they have, with `keep` "
-    "they go on at waking. Requests that come meanwhile wait for /wake_up; with `wait=false` they "
-    "get 503 with code `asleep`. The prefix cache is empty afterwards. 501 with code "
-    "`cannot_sleep` where an engine cannot.",
+    details="vLLM's; it answers when all groups sleep. Where some keys are marked `admin`, it "
+    "takes one of those. At `level` 1 weights stay in the host's memory, at 2 they are read anew "
+    "at waking. `mode` says what becomes of requests that run: with `wait` they are answered "
+    "first, with `abort` they end with what they have, with `keep` they go on at waking. Requests "
+    "that come meanwhile wait for /wake_up; with `wait=false` they get 503 with code `asleep`. "
+    "The prefix cache is empty afterwards. 501 with code `cannot_sleep` where an engine cannot.",
 )
 _wake_up = EndpointDoc(
     method="post",
@@ -277,8 +277,8 @@ _wake_up = EndpointDoc(
     summary="Ends /sleep.",
     errors=(400, 401, 403, 429, 503),
     keyed=True,
-    details="vLLM's; it answers when all groups are ready. Weights and pages come together: "
-    "vLLM's `tags` must name both, or be left out.",
+    details="vLLM's, with the keys of /sleep; it answers when all groups are ready. Weights and "
+    "pages come together: vLLM's `tags` must name both, or be left out.",
 )
 _is_sleeping = EndpointDoc(
     method="get",

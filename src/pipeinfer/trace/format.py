@@ -274,7 +274,12 @@ class End(Message, frozen=True):
 
 COMMON_MESSAGES = ("Tick", "Drain", "Leave", "Unsent")  # of core.py, taken by every core
 LOCAL_IN = {
-    "gateway": ("pipeinfer.gateway.ledger:Call", "pipeinfer.gateway.ledger:ClientDisconnected"),
+    "gateway": (
+        "pipeinfer.gateway.ledger:Call",
+        "pipeinfer.gateway.ledger:ClientDisconnected",
+        "pipeinfer.messages:ResetCache",
+        "pipeinfer.messages:SetSleep",
+    ),
     "tokenizer": (
         "pipeinfer.tokenizer.core:Encoded",
         "pipeinfer.tokenizer.core:EncodeNext",
@@ -292,9 +297,12 @@ LOCAL_IN = {
     ),
 }
 LOCAL_OUT = {
-    "gateway": tuple(
-        f"pipeinfer.gateway.ledger:{name}"
-        for name in ("Started", "OutputDelta", "Failed", "StatusChanged")
+    "gateway": (
+        *(
+            f"pipeinfer.gateway.ledger:{name}"
+            for name in ("Started", "OutputDelta", "Failed", "StatusChanged")
+        ),
+        "pipeinfer.messages:CacheReset",
     ),
     "tokenizer": (
         "pipeinfer.tokenizer.core:Encode",

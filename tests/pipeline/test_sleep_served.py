@@ -68,7 +68,7 @@ def resident(server: Server) -> int:
 def pool_bytes(server: Server) -> int:
     """Real memory of the engine's pool, its largest memfd."""
     folder = Path(f"/proc/{server.pid('engine')}/fd")
-    found = [file.stat() for file in folder.iterdir() if "memfd" in os.readlink(file)]
+    found = [file.stat() for file in folder.iterdir() if "memfd" in str(file.readlink())]
     return max(found, key=lambda stat: stat.st_size).st_blocks * 512
 
 
