@@ -29,8 +29,15 @@ async def get(gateway: Gateway, path: str) -> httpx.Response:
 def beat(gateway: Gateway, level: int) -> None:
     """The group sleeps at `level`; 0: it is awake."""
     state = "asleep" if level else "ready"
-    gateway.pipeline.feed(heartbeat("engine-0-0", state))
+    gateway.pipeline.feed(heartbeat("engine-0-0", state, can_sleep=1.0))
     gateway.pipeline.feed(heartbeat("scheduler-0", state, running=0, sleep_level=level))
+
+
+async def started(start_gateway: StartGateway, **settings: object) -> Gateway:
+    """A gateway before a group that is awake, and can sleep."""
+    gateway = await start_gateway(**settings)
+    beat(gateway, 0)
+    return gateway
 
 
 async def asleep(gateway: Gateway, level: int = 1, words: str = "") -> None:
@@ -43,7 +50,7 @@ async def asleep(gateway: Gateway, level: int = 1, words: str = "") -> None:
 async def test_it_answers_when_the_group_sleeps_as_deep_as_was_asked(
     start_gateway: StartGateway,
 ) -> None:
-    gateway = await start_gateway()
+    gateway = await started(start_gateway)
     asked = asyncio.create_task(post(gateway, "/sleep?level=2&mode=keep&wait=false"))
     await until(lambda: len(gateway.pipeline.sleeps) > 0)
     assert gateway.pipeline.sleeps == [SetSleep(2, "keep", refuses=True)]
@@ -67,7 +74,7 @@ async def test_what_a_stage_may_have_missed_is_asked_again(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "REPEAT_SECONDS", 0.05)
-    gateway = await start_gateway()
+    gateway = await started(start_gateway)
     asked = asyncio.create_task(post(gateway, "/sleep"))
     await until(lambda: len(gateway.pipeline.sleeps) > 2)
     beat(gateway, 1)
@@ -78,7 +85,7 @@ async def test_what_a_stage_may_have_missed_is_asked_again(
 async def test_asleep_it_is_healthy_and_not_ready_and_names_its_model(
     start_gateway: StartGateway,
 ) -> None:
-    gateway = await start_gateway()
+    gateway = await started(start_gateway)
     await asleep(gateway)
     for path, status in (("/health", 200), ("/health/ready", 503), ("/v1/models", 200)):
         answer = await get(gateway, path)
@@ -109,7 +116,7 @@ async def test_where_keys_are_marked_only_an_operators_puts_a_server_to_sleep(
 
     file = tmp_path / "keys"
     file.write_text(line("client") + line("operator", "admin"))
-    gateway = await start_gateway(api_key_file=str(file))
+    gateway = await started(start_gateway, api_key_file=str(file))
     for path in ("/sleep", "/wake_up"):
         assert (await post(gateway, path)).status_code == 401
         answer = await post(gateway, path, "client")
@@ -125,7 +132,8 @@ async def test_an_engine_that_cannot_give_its_memory_back_is_not_asked(
     start_gateway: StartGateway,
 ) -> None:
     gateway = await start_gateway()
-    gateway.pipeline.feed(heartbeat("engine-0-0", can_sleep=0.0))
-    answer = await post(gateway, "/sleep")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "cannot_sleep")
+    for stats, refusal in (({}, (503, "starting")), ({"can_sleep": 0.0}, (501, "cannot_sleep"))):
+        gateway.pipeline.feed(heartbeat("engine-0-0", **stats))
+        answer = await post(gateway, "/sleep")
+        assert (answer.status_code, answer.json()["error"]["code"]) == refusal
     assert not gateway.pipeline.sleeps

@@ -244,7 +244,11 @@ class _Handlers:
         """As vLLM's; the body is not read."""
         core = self._context.core
         for row in core.health.stages.values():
-            if row.name == "engine" and not row.stats.get("can_sleep", 1.0):
+            can_sleep = row.stats.get("can_sleep") if row.name == "engine" else 1.0
+            if can_sleep is None:  # it cannot say so yet
+                message = f"{row.stage} is {row.state}"
+                raise ApiError(503, message, code="starting", retry_after=1)
+            if not can_sleep:
                 raise ApiError(501, CANNOT_SLEEP.format(row.stage), code="cannot_sleep")
         level = _query(request, "level", ("1", "2"))
         mode = cast(SleepMode, _query(request, "mode", get_args(SleepMode)))
