@@ -24,9 +24,12 @@ from pipeinfer.params import (
 )
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 14
+PROTOCOL = 15
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# What becomes of the requests that a group has when it is put to sleep: they are answered first,
+# end at once with what they have, or go on at waking.
+SleepMode = Literal["wait", "abort", "keep"]
 
 # Numbers of choices, from 0; params.py says what the request of each is called.
 Choice = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHOICES)]
@@ -135,6 +138,22 @@ class ResetCache(Message, frozen=True):
     detokenizer: int = 0
 
 
+class SetSleep(Message, frozen=True):
+    """All groups are to sleep, or to wake up: gateway -> tokenizer -> every scheduler, behind all
+    work that was sent before; repeated until every group does.
+
+    Attributes:
+    - level: 1: pages are dropped, and weights leave the device; 2: weights are dropped, too; 0:
+      awake
+    - mode: see SleepMode
+    - refuses: what comes meanwhile is refused with 503, and does not wait
+    """
+
+    level: Annotated[int, msgspec.Meta(ge=0, le=2)]
+    mode: SleepMode = "wait"
+    refuses: bool = False
+
+
 # --------------------------------------------------------------------- work: tokenizer -> scheduler
 
 
@@ -211,6 +230,20 @@ class Begin(Message, frozen=True):
 
     epoch: int
     incarnations: tuple[int, ...]
+
+
+class Sleep(Message, frozen=True):
+    """The epoch is over: give memory back until a Begin, as `level` of SetSleep says, then answer
+    Asleep. Sent until all ranks have.
+
+    Attributes:
+    - incarnations: of the processes that are to sleep
+    - refuses: see SetSleep; for the scheduler that comes after this one
+    """
+
+    level: Annotated[int, msgspec.Meta(ge=1, le=2)]
+    incarnations: tuple[int, ...]
+    refuses: bool = False
 
 
 class Release(Message, frozen=True):
@@ -331,6 +364,8 @@ class Hello(Message, frozen=True):
     - step_tokens: the device's own token budget; 0: none
     - step_cost: as measured
     - kv_dtype: "fp8_e4m3", or "auto", which is the model's
+    - sleep_level: at which it sleeps; 0: it is awake
+    - refuses: of the Sleep that it follows
     """
 
     protocol: int
@@ -348,6 +383,16 @@ class Hello(Message, frozen=True):
     step_tokens: Number = 0
     step_cost: StepCost | None = None
     kv_dtype: str = "auto"
+    sleep_level: Number = 0
+    refuses: bool = False
+
+
+class Asleep(Message, frozen=True):
+    """The rank has given back what sleeping at `level` gives back."""
+
+    level: Number
+    rank: Number
+    incarnation: int
 
 
 class Ready(Message, frozen=True):
@@ -675,7 +720,7 @@ class Text(Message, frozen=True):
 
 # ---------------------------------------------------------------------------- telemetry: all -> all
 
-State = Literal["starting", "loading", "waiting", "ready", "draining", "failed"]
+State = Literal["starting", "loading", "waiting", "ready", "asleep", "draining", "failed"]
 
 
 class Heartbeat(Message, frozen=True):
@@ -844,10 +889,12 @@ CHANNEL_USERS = {
 
 # The messages of each channel; a frame of any other is not read.
 CHANNELS: dict[str, Any] = {
-    "requests": Union[Submit, ResetCache, Abort, Done],
-    "work": Union[Work, HandOver, ResetCache, Abort, Done],
-    "plan": Union[Begin, Prepare, Plan],
-    "result": Union[Hello, Ready, Prepared, Admitted, PromptLogprobs, Result, Digests, Fault],
+    "requests": Union[Submit, ResetCache, SetSleep, Abort, Done],
+    "work": Union[Work, HandOver, ResetCache, SetSleep, Abort, Done],
+    "plan": Union[Begin, Sleep, Prepare, Plan],
+    "result": Union[
+        Hello, Asleep, Ready, Prepared, Admitted, PromptLogprobs, Result, Digests, Fault
+    ],
     "tokens": Union[Open, PromptTokens, Tokens, Refused, CacheReset, Abort, Done],
     "stops": StopHit,
     "text": Union[Accepted, Refused, CacheReset, Text],

@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[RefusedFlag, ...]] = {
             "again."),
         _none("--kv-transfer-config --kv-events-config", "--disaggregation-mode",
             "An engine computes prompts and outputs."),
-        _none("--enable-sleep-mode", "", "Stop the server instead."),
+        _always("--enable-sleep-mode", "", "/sleep is always there. Leave the flag out."),
         _none("", "--quantization-param-path", "Scales are tensors of the checkpoint, or 1."),
         _instead("", "--max-total-tokens", "--kv-pages",
             "It counts pages, of --page-size tokens each."),

@@ -26,6 +26,7 @@ from pipeinfer.messages import (
     Recover,
     Refused,
     ResetCache,
+    SetSleep,
     Submit,
     Text,
     TextRow,
@@ -82,6 +83,7 @@ class Pipeline:
         self.submits: list[Submit] = []
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
         self.gone: set[str] = set()
+        self.sleeps: list[SetSleep] = []
         self.resets = [0]  # groups that say that their caches are reset
         self.cut = words_of  # a request's answer, as the pieces in which it comes
         self.left: ThoughtState = "before"  # where prompts leave the thoughts
@@ -99,6 +101,8 @@ class Pipeline:
                 for group in self.resets:
                     told = CacheReset(send.message.name, send.message.gateway, group)
                     self._loop.call_soon(self.feed, told)
+            elif isinstance(send.message, SetSleep):
+                self.sleeps.append(send.message)
             elif not isinstance(send.message, Done | Recover):
                 assert isinstance(send.message, Submit)
                 if self.refuses_all:

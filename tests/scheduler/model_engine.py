@@ -17,6 +17,7 @@ from pipeinfer.messages import (
     PROTOCOL,
     Admit,
     Admitted,
+    Asleep,
     Begin,
     Extend,
     Hello,
@@ -27,6 +28,7 @@ from pipeinfer.messages import (
     Ready,
     Release,
     Result,
+    Sleep,
 )
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step_cost import StepCost
@@ -164,6 +166,11 @@ class ModelEngine:
             else:
                 self._forget(0)
                 self.outbox.append(self.hello())
+        elif isinstance(message, Sleep):
+            if self.incarnation in message.incarnations:
+                self._kept.clear()
+                self._forget(0)
+                self.outbox.append(Asleep(message.level, 0, self.incarnation))
         elif isinstance(message, Prepare):
             self.prepared.append(message.spec)
             self._grammars.add(message.spec)

@@ -20,6 +20,8 @@ from pipeinfer.messages import (
     Open,
     Plan,
     Prepare,
+    SetSleep,
+    Sleep,
     StopHit,
     Tokens,
     Work,
@@ -54,7 +56,7 @@ class Pipeline:
         self.now += 0.001
         sends = self.core.handle(message, self.now)
         for send in sends:
-            if isinstance(send.message, Plan | Prepare | Begin):
+            if isinstance(send.message, Plan | Prepare | Begin | Sleep):
                 self.engine.receive(send.message)
             elif isinstance(send.message, Tokens):
                 self._take(send.message)
@@ -121,7 +123,7 @@ class Pipeline:
         starved = [n for n, c in self.clients.items() if c.finish is None and c.cut is None]
         assert not starved, f"{starved} never ended: {self.core.stats()}"
         for name, client in self.clients.items():
-            if client.cut is None and client.finish != "error":
+            if client.cut is None and client.finish not in ("error", "abort"):
                 assert client.outputs == client.expected, name
         assert self.core.idle()
         assert not self.engine.slots, "a slot was never released"
@@ -205,6 +207,15 @@ class Machine(RuleBasedStateMachine):
         """kept: of 7 prefixes that many are found by the next engine, 7: all."""
         self.p.engine.crash(lambda prefix: sum(prefix) % 7 < kept)
 
+    @rule(level=st.sampled_from([0, 0, 1, 2]), mode=st.sampled_from(["wait", "keep", "abort"]))
+    def sleep_or_wake(self, level, mode):
+        self.p.feed(SetSleep(level, mode))
+
+    @invariant()
+    def who_sleeps_has_no_request(self):
+        if hasattr(self, "p") and self.p.core.state()[0] == "asleep":
+            assert not self.p.engine.slots and not self.p.core.stats()["running"]
+
     @invariant()
     def memory_is_sane(self):
         if hasattr(self, "p"):
@@ -219,6 +230,7 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "p"):
+            self.p.feed(SetSleep(0))
             self.p.settle()
 
 

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
+import msgspec
 import numpy as np
 
 from pipeinfer.core import (
@@ -36,6 +38,7 @@ from pipeinfer.memory.page_directory import DIGEST_BYTES, PageChains
 from pipeinfer.memory.pages import IntegrityError, ProtocolError
 from pipeinfer.messages import (
     Admitted,
+    Asleep,
     Begin,
     Digests,
     Fault,
@@ -47,6 +50,7 @@ from pipeinfer.messages import (
     PromptLogprobs,
     Ready,
     Result,
+    Sleep,
     State,
 )
 from pipeinfer.params import StructuredOutputs
@@ -112,6 +116,32 @@ class FillPages(Message, frozen=True):
 class DistrustPages(Message, frozen=True):
     """To the device: this engine has found an error of its own, so nobody is to believe the page
     directory until the next epoch begins it anew."""
+
+
+class Suspend(Message, frozen=True):
+    """To the device: when no step is under way, give memory back as Sleep(level) says, which may
+    have been done at a lower level; then report it by Suspended."""
+
+    level: int
+
+
+class Suspended(Message, frozen=True):
+    """From the device: it has done what Suspend(level) asks for, or could not because of
+    `error`."""
+
+    level: int
+    error: str = ""
+
+
+class Resume(Message, frozen=True):
+    """To the device: have all that it had before Suspend, at the same addresses, with pages of
+    zeros; then report it by Resumed."""
+
+
+class Resumed(Message, frozen=True):
+    """From the device: it can compute steps again, or cannot because of `error`."""
+
+    error: str = ""
 
 
 class FindPages(Message, frozen=True):
@@ -203,6 +233,53 @@ class _Epoch:
     digests: list[int] = field(default_factory=list[int])
 
 
+class SleepState:
+    """Whether this rank's device has given its memory back, and what it is doing about it.
+
+    level: at which the device sleeps; 0: it is awake, or about to fall asleep. doing: what it does,
+    one thing at a time. heard: a scheduler has asked for it, and so knows of this rank. refuses:
+    what comes for that scheduler meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.level = 0
+        self.doing: Literal["", "suspending", "resuming"] = ""
+        self.heard = self.refuses = False
+
+    @property
+    def awake(self) -> bool:
+        """Whether an epoch may begin."""
+        return not self.level and not self.doing
+
+    def suspend(self, level: int) -> bool:
+        """Whether the device is to begin with it now."""
+        if self.doing or level <= self.level:
+            return False
+        self.doing = "suspending"
+        return True
+
+    def suspended(self, level: int) -> None:
+        """The device has done it."""
+        self.doing, self.level = "", level
+
+    def resume(self) -> bool:
+        """Whether the device is to begin with it now."""
+        if self.doing:
+            return False
+        self.doing = "resuming"
+        return True
+
+    def resumed(self) -> None:
+        """The device has done it."""
+        self.doing, self.level, self.heard = "", 0, False
+
+    def in_hello(self, hello: Hello) -> Hello:
+        """With what a scheduler has to know that comes after the one that asked for it."""
+        if not self.level:
+            return hello
+        return msgspec.structs.replace(hello, sleep_level=self.level, refuses=self.refuses)
+
+
 class EngineCore:
     """One rank. `hello` introduces it to the stage `scheduler` and describes `memory`; ValueError
     if it does not (its `pages` leave out the dummy page, which holds no tokens).
@@ -234,6 +311,7 @@ class EngineCore:
         self._steps = StepBuilder(memory, self._requests, shares)
         self._epoch: _Epoch | None = None  # None: waiting for a Begin that lists this incarnation
         self._beginning: int | None = None  # an epoch that waits for FoundPages
+        self._sleep = SleepState()
         self._reason = "waiting for the scheduler"
         self._draining = self._leaving = False
         self._unchecked = False  # plans came since memory was last checked in full
@@ -274,6 +352,10 @@ class EngineCore:
                 return [Send(LOCAL, "", Capture())]
             case Begin():
                 return self._begin(event)
+            case Sleep():
+                return self._fall_asleep(event)
+            case Suspended() | Resumed():
+                return self._on_sleep_done(event)
             case FoundPages():
                 return self._on_found_pages(event)
             case Tick():
@@ -297,6 +379,9 @@ class EngineCore:
         """waiting, ready or draining, and why."""
         if self._draining or self._leaving:
             return "draining", ""
+        if self._sleep.level:
+            waking = self._sleep.doing == "resuming"
+            return "asleep", "wakes up" if waking else f"level {self._sleep.level}"
         return ("ready", "") if self._epoch is not None else ("waiting", self._reason)
 
     def idle(self) -> bool:
@@ -318,6 +403,7 @@ class EngineCore:
             "kv_fp8": int(self.hello.kv_dtype == "fp8_e4m3"),
             "slots_total": memory.slots.num_slots,
             "slots_used": int(np.count_nonzero(memory.slots.active)),
+            "sleep_level": self._sleep.level,
             "steps_in_flight": 0 if self._epoch is None else len(self._epoch.in_flight),
             **self._totals,
             **self._step_tokens.statistics("step_tokens"),
@@ -331,7 +417,10 @@ class EngineCore:
         if self.hello.incarnation not in begin.incarnations:
             # Someone else's epoch, or a scheduler that asks who is there: both end ours.
             self._stop(f"epoch {begin.epoch} began without this engine")
+            self._sleep.heard = False
             return []
+        if not self._sleep.awake:
+            return [Send(LOCAL, "", Resume())] if self._sleep.resume() else []
         epoch = self._epoch
         if epoch is not None and begin.epoch == epoch.number and epoch.expected > 0:
             return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
@@ -340,6 +429,35 @@ class EngineCore:
             return self._begin_with(begin.epoch, None)
         self._beginning = begin.epoch
         return [Send(LOCAL, "", FindPages())]
+
+    def _fall_asleep(self, sleep: Sleep) -> list[Send]:
+        """Steps under way end first, on the device."""
+        if self._leaving or self.hello.incarnation not in sleep.incarnations:
+            return []
+        if self._epoch is not None or self._beginning is not None:
+            self._stop("falls asleep")
+        self._sleep.heard, self._sleep.refuses = True, sleep.refuses
+        if self._sleep.suspend(sleep.level):
+            return [Send(LOCAL, "", Suspend(sleep.level))]
+        return self._asleep()
+
+    def _on_sleep_done(self, event: Suspended | Resumed) -> list[Send]:
+        if event.error:
+            raise DeviceError(event.error)
+        match event:
+            case Suspended():
+                self._sleep.suspended(event.level)
+                return self._asleep()
+            case Resumed():
+                self._sleep.resumed()
+                return []  # Begin comes again
+
+    def _asleep(self) -> list[Send]:
+        if not self._sleep.level or self._sleep.doing:
+            return []
+        hello = self.hello
+        asleep = Asleep(self._sleep.level, hello.rank, hello.incarnation)
+        return [self._to_scheduler(asleep)]
 
     def _on_found_pages(self, found: FoundPages) -> list[Send]:
         if self._beginning is None:
@@ -369,7 +487,9 @@ class EngineCore:
 
     def _tick(self) -> list[Send]:
         if self._epoch is None:
-            return [] if self._leaving else [self._to_scheduler(self.hello)]
+            if self._leaving or self._sleep.heard:
+                return []
+            return [self._to_scheduler(self._sleep.in_hello(self.hello))]
         if self._epoch.digests and not self._epoch.in_flight:
             return self._send_digests(self._epoch)  # nothing may follow for long
         if self._unchecked and self.idle():

@@ -4,6 +4,7 @@
     HostMemory     a memfd
     CudaMemory     of the driver's virtual memory calls (cuMemCreate), at an address that stays the
                    same when the memory behind it is given back and made anew
+    HostCopy       of memory of a GPU
 
 Physical memory lives as long as a mapping or a descriptor of it. Knows no page and no weight.
 """
@@ -11,6 +12,7 @@ Physical memory lives as long as a mapping or a descriptor of it. Knows no page 
 from __future__ import annotations
 
 import importlib
+import logging
 import mmap
 import os
 from collections.abc import Callable
@@ -22,6 +24,8 @@ if TYPE_CHECKING:  # memory of a host can be looked at without torch
     import torch
 
     from pipeinfer.memory.kv_pool import KVPool
+
+log = logging.getLogger(__name__)
 
 GRANULARITY = 2 << 20  # bytes: what cuMemCreate gives on every GPU so far is a multiple of it
 SCRATCH_BYTES = 64 << 20  # of the memory behind every part of a range that is scratch
@@ -42,6 +46,14 @@ class DeviceMemory(Protocol):
 
     def zero_pages(self, pool: KVPool, pages: np.ndarray, /) -> None:
         """Zeroes `pages` int32 [n] of the pool that was made with this memory."""
+        ...
+
+    def give_back(self) -> None:
+        """Others may use the memory; nobody reads or writes it until `take_back`."""
+        ...
+
+    def take_back(self) -> None:
+        """There is memory again where it was, all zero. Raises RuntimeError without any."""
         ...
 
 
@@ -72,6 +84,12 @@ class HostMemory:
         """Also gives back what memory they took."""
         for begin, end in pool.byte_runs(pages):
             self.zero(begin, end)
+
+    def give_back(self) -> None:
+        self.zero(0, len(self.array))
+
+    def take_back(self) -> None:
+        """It comes back page by page as it is written."""
 
     def zero(self, begin: int, end: int) -> None:
         """Zeroes bytes begin .. end - 1."""
@@ -130,7 +148,12 @@ class CudaMemory:
         self.protect(writable=writable)
 
     def protect(self, *, writable: bool) -> None:
-        """Whether kernels of this process may write it. Others may in any case."""
+        """Whether kernels of this process may write it; waits for those that do, if they may not
+        any more. Others may in any case."""
+        import torch
+
+        if not writable:
+            torch.cuda.synchronize()
         self._driver.set_access(self._address, self._size, writable)
 
     def unmap(self) -> None:
@@ -142,6 +165,16 @@ class CudaMemory:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def give_back(self) -> None:
+        self.unmap()
+
+    def take_back(self) -> None:
+        import torch
+
+        self.map()
+        self.data.zero_()
+        torch.cuda.synchronize()
 
     def zero_pages(self, pool: KVPool, pages: np.ndarray) -> None:
         pool.zero_pages(pages)
@@ -160,6 +193,35 @@ class CudaMemory:
     def _map(self, address: int, size: int, handle: object) -> None:
         self._driver.map(address, size, handle)
         self._mapped.append((address, size))
+
+
+class HostCopy:
+    """A copy of memory of the current GPU on the host.
+
+    data: uint8 [size]. The driver has pinned it, so that copies are as fast as the bus; not torch,
+    which rounds sizes up to a power of two, and keeps what is freed. Where the driver does not pin
+    so much, copies are slower.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        """data: uint8 [size], on the GPU."""
+        import torch
+
+        self._driver = Driver()
+        self.data = torch.empty(data.shape, dtype=data.dtype)
+        self._pinned = True
+        try:
+            self._driver.pin(self.data.data_ptr(), self.data.numel())
+        except RuntimeError as error:
+            self._pinned = False
+            log.warning("memory for a copy of the weights is not pinned: %s", error)
+        self.data.copy_(data)
+
+    def close(self) -> None:
+        """Gives it back; no copy is under way."""
+        if self._pinned:
+            self._driver.unpin(self.data.data_ptr())
+            self._pinned = False
 
 
 def cuda_obstacle() -> str:
@@ -244,6 +306,15 @@ class Driver:
     def unmap(self, address: int, size: int) -> None:
         """Of one `map`."""
         self._call("cuMemUnmap", address, size)
+
+    def pin(self, address: int, size: int) -> None:
+        """Pins memory of the host. Source:
+        https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html."""
+        self._call("cuMemHostRegister", address, size, 0)
+
+    def unpin(self, address: int) -> None:
+        """Of one `pin`."""
+        self._call("cuMemHostUnregister", address)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         status, *found = getattr(self._cuda, name)(*arguments)

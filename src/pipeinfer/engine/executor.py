@@ -30,7 +30,11 @@ from pipeinfer.engine.core import (
     FillPages,
     FindPages,
     FoundPages,
+    Resume,
+    Resumed,
     StepFailed,
+    Suspend,
+    Suspended,
 )
 from pipeinfer.engine.device import FailedEvent, StepEvent
 from pipeinfer.engine.profiling import Phases
@@ -45,6 +49,7 @@ if TYPE_CHECKING:  # who drives a device that computes nothing starts without to
     from pipeinfer.engine.kept_memory import KeptMemory
     from pipeinfer.engine.masks import Masks
     from pipeinfer.engine.runner import LaunchedStep, Runner
+    from pipeinfer.engine.sleeping import EngineMemory
 
 # Steps submitted and not yet finished, at most; more are a fault of the loop. The overlap loop has
 # two. Of several ranks, one that is not rank 0 may be behind: the scheduler plans by the results of
@@ -213,7 +218,8 @@ class DeviceDriver:
     `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
     runner note what a step costs; the driver adds what it takes to hand the result on.
     `background`: captures what is left; `start`: what the engine's start took. `kept`: where the
-    pool outlives this process: the directory of its pages is written here.
+    pool outlives this process: the directory of its pages is written here. `memory`: what is given
+    back while the engine sleeps; None: nothing can be.
     """
 
     def __init__(
@@ -224,8 +230,13 @@ class DeviceDriver:
         background: BackgroundCapture | None = None,
         start: Mapping[str, float] = NOTHING,
         kept: KeptMemory | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         self._kept = kept
+        self._memory = memory
+        self._suspending: Suspend | None = None  # once no step is under way
+        self._asleep = False
+        self._sleeps: asyncio.Task[None] | None = None  # falls asleep, or wakes up
         self._directory = None if kept is None or kept.opened is None else kept.opened.directory
         self._untouched = True  # no plan has given any page to a request
         self._begin = begin
@@ -234,6 +245,7 @@ class DeviceDriver:
         self._background = background
         self._start = start
         self._unreported = 0
+        self._sleep_seconds = {"fall_asleep_seconds": 0.0, "wake_up_seconds": 0.0}  # the last time
         self._quiet_since = 0.0
         self._executor: Executor | None = None
         self._feed: Callable[[Message], None] | None = None
@@ -248,7 +260,7 @@ class DeviceDriver:
 
     def _quiet(self) -> float:
         """For how many seconds there was no step."""
-        return 0.0 if self._unreported else time.monotonic() - self._quiet_since
+        return 0.0 if self._unreported or self._asleep else time.monotonic() - self._quiet_since
 
     def deliver(self, message: Message) -> None:
         assert self._executor is not None
@@ -269,6 +281,11 @@ class DeviceDriver:
                 self._directory.make_unusable()
             case FindPages():
                 self._find_pages()
+            case Suspend():
+                self._suspending, self._asleep = message, True
+                self._suspend_if_quiet()
+            case Resume():
+                self._sleeps = asyncio.create_task(self._resume())
             case Capture():
                 assert self._background is not None
                 self._background.capture()
@@ -291,6 +308,39 @@ class DeviceDriver:
         else:
             found = PageChains.none(self._directory.page_size)
         self._feed_event(FoundPages.of(found))
+
+    def _suspend_if_quiet(self) -> None:
+        message = self._suspending
+        if message is not None and not self._unreported:
+            self._suspending = None
+            self._sleeps = asyncio.create_task(self._suspend(message.level))
+
+    async def _suspend(self, level: int) -> None:
+        """Apart from the event loop, on which heartbeats go on."""
+        began, error = time.monotonic(), ""
+        try:
+            if self._memory is None:
+                raise RuntimeError("this engine cannot give its memory back")
+            self._memory.withdraw()
+            await asyncio.to_thread(self._memory.give_back, level)
+        except Exception as failed:
+            log.exception("falling asleep failed")
+            error = f"falling asleep failed: {failed}"
+        self._sleep_seconds["fall_asleep_seconds"] = time.monotonic() - began
+        self._feed_event(Suspended(level, error))
+
+    async def _resume(self) -> None:
+        began, error = time.monotonic(), ""
+        try:
+            assert self._memory is not None
+            await asyncio.to_thread(self._memory.take_back)
+            self._memory.keep()
+        except Exception as failed:
+            log.exception("waking up failed")
+            error = f"waking up failed: {failed}"
+        self._sleep_seconds["wake_up_seconds"] = time.monotonic() - began
+        self._asleep = False
+        self._feed_event(Resumed(error))
 
     def _compile(self, message: Compile) -> None:
         loop = asyncio.get_running_loop()
@@ -315,6 +365,8 @@ class DeviceDriver:
         self._executor.submit(message.step)
 
     async def stop(self) -> None:
+        if self._sleeps is not None:
+            await self._sleeps
         if self._background is not None:
             self._background.close()
         if self._executor is not None:
@@ -333,6 +385,8 @@ class DeviceDriver:
             "idle_seconds": executor.idle_seconds,
             **self._phases.statistics(),
             **self._start,
+            "can_sleep": float(self._memory is not None),
+            **self._sleep_seconds,
             **(self._background.stats() if self._background is not None else {}),
         }
 
@@ -343,6 +397,7 @@ class DeviceDriver:
         with self._phases.span("result", step.number):
             self._feed(step_done(step, sampled, seconds))
         self._phases.done(step.number, len(step.slots), step.num_decodes)
+        self._suspend_if_quiet()
 
     def _failed(self, step: Step, error: Exception) -> None:
         assert self._feed is not None

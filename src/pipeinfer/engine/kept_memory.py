@@ -156,11 +156,15 @@ class KeptMemory:
             os.close(self._found.pop(name)[1])
             self._drop(name)
 
-    def drop(self, name: str) -> None:
-        """Keeps no more what was taken under that name; its descriptor is closed."""
-        self._kept.pop(name)
-        self.taken.remove(name)
-        self._drop(name)
+    def withdraw(self, *names: str) -> list[Keep]:
+        """Keeps no more what it keeps under these names, which is returned; descriptors stay the
+        caller's. The holder has closed its own when this returns, unless it has ended."""
+        found = [self._kept.pop(name)[0] for name in names if name in self._kept]
+        for entry in found:
+            if self.connected:
+                self._drop(entry.name)
+        self.taken = [name for name in self.taken if name not in names]
+        return found
 
     def _drop(self, name: str) -> None:
         if self._link is not None:

@@ -1,6 +1,7 @@
 """Weights that outlive their engine: one piece of GPU memory with all of a rank's parameters.
 
     WeightMemory         parameters one behind the other, as a model allocates them
+    GpuWeights           gives that memory back, and has it again where it was
     build_with_weights   a model there, which is filled unless an engine before has left it filled
 
 A successor builds the same model, so each parameter has the same place again. What is not kept:
@@ -14,12 +15,14 @@ import gc
 import logging
 from collections.abc import Callable
 from math import prod
+from typing import Protocol
 
 import msgspec
 import torch
 
-from pipeinfer.engine.device_memory import CudaMemory
+from pipeinfer.engine.device_memory import CudaMemory, DeviceMemory, HostCopy
 from pipeinfer.engine.kept_memory import KeptMemory
+from pipeinfer.engine.sleeping import WITHOUT_WEIGHTS
 from pipeinfer.layers.placement import AllocateParameter
 from pipeinfer.models.causal_lm import CausalLM
 
@@ -70,14 +73,19 @@ def build_with_weights(
     kept: KeptMemory,
     build: Callable[[AllocateParameter], CausalLM],
     fill: Callable[[CausalLM], None],
-) -> CausalLM:
-    """A model whose weights are final. build: makes it with parameters from what it is given.
-    fill: loads its weights and packs them."""
+) -> tuple[CausalLM, GpuWeights | None]:
+    """A model whose weights are final, and those; None: they are not in one piece. build: makes it
+    with parameters from what it is given. fill: loads its weights and packs them."""
     sizes = ParameterSizes()
     build(sizes.allocate)
+
+    def fill_again(data: torch.Tensor) -> None:
+        """By another model with the same places, which is packed once, as the first was."""
+        fill(build(WeightMemory(data).allocate))
+
     found = _found_model(kept, sizes.size, build)
     if found is not None:
-        return found
+        return found[0], GpuWeights(found[1], fill_again)
     memory = CudaMemory(sizes.size)
     model = build(WeightMemory(memory.data).allocate)
     before = torch.cuda.memory_allocated()
@@ -85,18 +93,75 @@ def build_with_weights(
     gc.collect()
     if torch.cuda.memory_allocated() > before:
         log.debug("weights are not kept: some were laid out anew when they were loaded")
-        return model
+        return model, None
     memory.protect(writable=False)
     note = WeightsNote(sizes.size, _checksum(memory.data))
     kept.keep(WEIGHTS, "weights", msgspec.msgpack.encode(note), memory.descriptor)
-    return model
+    return model, GpuWeights(memory, fill_again)
+
+
+class ProtectedMemory(DeviceMemory, Protocol):
+    """Memory that can be made read-only, such as CudaMemory."""
+
+    def protect(self, *, writable: bool) -> None: ...
+
+
+class WeightsCopy(Protocol):
+    """See HostCopy."""
+
+    @property
+    def data(self) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class GpuWeights:
+    """See SleepingWeights. At level 1 a copy of them is in memory of the host."""
+
+    def __init__(
+        self,
+        memory: ProtectedMemory,
+        fill: Callable[[torch.Tensor], None],
+        copy: Callable[[torch.Tensor], WeightsCopy] = HostCopy,
+    ) -> None:
+        """memory: has them, read-only. fill: loads them into `memory.data`."""
+        self._memory, self._fill, self._copied = memory, fill, copy
+        self._there = True
+        self._copy: WeightsCopy | None = None
+        self.kept: dict[str, DeviceMemory] = {WEIGHTS: memory}
+
+    def give_back(self, level: int) -> None:
+        if level >= WITHOUT_WEIGHTS:
+            self._drop_copy()
+        elif self._there:
+            self._copy = self._copied(self._memory.data)
+        if self._there:
+            self._there = False
+            self._memory.give_back()
+        torch.cuda.empty_cache()
+
+    def take_back(self) -> None:
+        self._memory.take_back()
+        self._there = True
+        if self._copy is None:
+            self._fill(self._memory.data)
+            gc.collect()
+        else:
+            self._memory.data.copy_(self._copy.data)
+            self._drop_copy()
+        self._memory.protect(writable=False)
+
+    def _drop_copy(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.close()
 
 
 def _found_model(
     kept: KeptMemory, size: int, build: Callable[[AllocateParameter], CausalLM]
-) -> CausalLM | None:
-    """The model over the weights that an engine before has left; None: there are none of `size`
-    bytes, or they have changed. What is not of use is given back."""
+) -> tuple[CausalLM, CudaMemory] | None:
+    """The model over the weights that an engine before has left, and their memory; None: there are
+    none of `size` bytes, or they have changed. What is not of use is given back."""
     raw = kept.note(WEIGHTS)
     if raw is None:
         return None
@@ -110,10 +175,10 @@ def _found_model(
     torch.cuda.synchronize()
     memory.map(kept.take(WEIGHTS), writable=False)
     if _checksum(memory.data) == note.checksum:
-        return model
+        return model, memory
     log.warning("the weights in memory have changed since they were read: they are read again")
+    kept.withdraw(WEIGHTS)
     memory.unmap()
-    kept.drop(WEIGHTS)
     return None
 
 

@@ -35,9 +35,15 @@ from pipeinfer.engine.kept_memory import (
     unbelieved,
 )
 from pipeinfer.engine.kv_store import find_key_centers
-from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
+from pipeinfer.engine.machine import (
+    HOST_STEP_TOKENS,
+    HostMachine,
+    Machine,
+    return_freed_memory,
+)
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import LocalSampler, ShardedSampler
+from pipeinfer.engine.sleeping import EngineMemory, ReloadableModel, SleepingWeights
 from pipeinfer.engine.start import Start
 from pipeinfer.gguf.config import is_low_bit
 from pipeinfer.gguf.header import is_gguf, read_header
@@ -124,7 +130,8 @@ class LoadedEngine:
     CUDA graph, now or later. step_tokens: of the largest step. step_cost: what steps take, None
     where it was not measured. uses_transformers: transformers built the model. kv_dtype: of keys
     and values in pages, AS_THE_MODEL or FP8.
-    kept_pool: the pool's memory, where it outlives this process.
+    kept_pool: the pool's memory, where it outlives this process. memory: what it gives back while
+    it sleeps; None: it cannot.
     """
 
     runner: Runner
@@ -141,6 +148,7 @@ class LoadedEngine:
     uses_transformers: bool = False
     kv_dtype: str = AS_THE_MODEL
     kept_pool: KeptPool | None = None
+    memory: EngineMemory | None = None
 
 
 def choose_engine(
@@ -222,12 +230,12 @@ def load_engine(
         kept.begin(_memory_key(settings, folder, choices))
     kernels = registry.import_packages(choices.attention)  # while weights are read
 
-    def build() -> Runner:
+    def build() -> tuple[Runner, SleepingWeights | None]:
         if collectives is not None:
             with start.phase("ranks"):
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
-            model = _model(settings, folder, choices, collectives, progress, kept)
+            model, weights = _model(settings, folder, choices, collectives, progress, kept)
         with start.phase("attention"):
             kernels.join()
         shape = EngineShape(
@@ -237,12 +245,16 @@ def load_engine(
             choices.dtype,
             choices.kv_scales,
         )
-        return build_runner(model, settings, shape, chosen, collectives, start, kept)
+        runner = build_runner(model, settings, shape, chosen, collectives, start, kept)
+        return runner, weights
 
-    runner = chosen.build(build)
+    runner, weights = chosen.build(build)
     if kept is not None and kept.taken:
         details.info("an engine before has left: %s", ", ".join(kept.taken))
-    return _loaded(choices, settings.max_running, runner, None if kept is None else kept.opened)
+    loaded = _loaded(choices, settings.max_running, runner, None if kept is None else kept.opened)
+    if kept is None or weights is None:
+        return loaded
+    return replace(loaded, memory=EngineMemory(kept, weights, chosen.device.run))
 
 
 def _memory_key(settings: Settings, folder: Path, choices: EngineChoices) -> bytes:
@@ -286,10 +298,9 @@ def _model(
     collectives: TorchCollectives | None,
     progress: Callable[[int, int], None] | None,
     kept: KeptMemory | None,
-) -> LanguageModel:
-    """With its weights."""
-    if choices.transformers_spec is not None:
-        return _transformers_model(choices.transformers_spec, settings, folder, choices, progress)
+) -> tuple[LanguageModel, SleepingWeights | None]:
+    """With its weights; None: they stay where they are as long as the process lives."""
+    spec = choices.transformers_spec
 
     def build(allocate: AllocateParameter | None = None) -> CausalLM:
         return build_model(
@@ -310,13 +321,23 @@ def _model(
         else:
             load_weights(model, folder, progress, choices.stored)
 
-    if kept is not None and choices.device == "cuda" and choices.config.quantization is None:
+    plain = spec is None and choices.config.quantization is None
+    if kept is not None and choices.device == "cuda" and plain:
         from pipeinfer.engine.kept_weights import build_with_weights
 
         return build_with_weights(kept, build, fill)
-    model = build()
-    fill(model)
-    return model
+
+    def load() -> LanguageModel:
+        if spec is not None:
+            return _transformers_model(spec, settings, folder, choices, progress)
+        model = build()
+        fill(model)
+        return model
+
+    if kept is None or choices.device == "cuda":
+        return load(), None
+    model = ReloadableModel(load, return_freed_memory)
+    return model, model
 
 
 def _transformers_spec(

@@ -254,6 +254,7 @@ class CudaDevice:
 
     def run(self, work: Work) -> None:
         with torch.cuda.stream(self.stream):
+            torch.cuda.synchronize()  # on any thread, it makes the GPU's context the current one
             work()
             torch.cuda.synchronize()
 

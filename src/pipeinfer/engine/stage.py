@@ -248,4 +248,5 @@ def _driver(
         BackgroundCapture(loaded.runner),
         start.statistics(),
         kept,
+        loaded.memory,
     )

@@ -17,11 +17,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast, get_args
 
 import msgspec
 from aiohttp import ETag, web
@@ -86,6 +87,7 @@ from pipeinfer.gateway.serving import (
     tokenize_response,
 )
 from pipeinfer.gateway.sessions import RESET_TIMEOUT
+from pipeinfer.messages import SetSleep, SleepMode
 from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.version import __version__
 from pipeinfer.wire import unpack
@@ -111,6 +113,21 @@ def build_app(context: HandlerContext) -> web.Application:
     app.on_response_prepare.append(context.admission.add_limit_headers)
     handlers.route(app.router)
     return app
+
+
+SLEEP_TAGS = ("weights", "kv_cache")  # what vLLM wakes one after the other
+CANNOT_SLEEP = (
+    "{} cannot give its memory back: with --no-keep-memory, on a GPU whose driver exports no "
+    "memory, or because its weights are laid out anew when they are loaded"
+)
+
+
+def _query(request: web.Request, name: str, choices: Sequence[str]) -> str:
+    """The query's parameter, the first choice without one. Raises ApiError 400 for others."""
+    value = request.query.get(name, choices[0])
+    if value not in choices:
+        raise ApiError(400, f"{name} must be one of {', '.join(choices)}", param=name)
+    return value
 
 
 async def _continue_later(request: web.Request) -> None:
@@ -148,6 +165,9 @@ class _Handlers:
         router.add_post("/detokenize", self.detokenize, expect_handler=_continue_later)
         router.add_get("/tokenizer_info", self.tokenizer_info)
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
+        router.add_post("/sleep", self.sleep)
+        router.add_post("/wake_up", self.wake_up)
+        router.add_get("/is_sleeping", self.is_sleeping)
         page = Page()
         page.route_docs(router)
         if self._context.monitor is not None:
@@ -220,6 +240,44 @@ class _Handlers:
             raise ApiError(503, message, code="reset_unanswered", retry_after=1)
         return web.Response()
 
+    async def sleep(self, request: web.Request) -> web.StreamResponse:
+        """As vLLM's; the body is not read."""
+        core = self._context.core
+        for row in core.health.stages.values():
+            can_sleep = row.stats.get("can_sleep") if row.name == "engine" else 1.0
+            if can_sleep is None:  # it cannot say so yet
+                message = f"{row.stage} is {row.state}"
+                raise ApiError(503, message, code="starting", retry_after=1)
+            if not can_sleep:
+                raise ApiError(501, CANNOT_SLEEP.format(row.stage), code="cannot_sleep")
+        level = _query(request, "level", ("1", "2"))
+        mode = cast(SleepMode, _query(request, "mode", get_args(SleepMode)))
+        refuses = _query(request, "wait", ("true", "false")) == "false"
+        return await self._set_sleep(request, SetSleep(int(level), mode, refuses))
+
+    async def wake_up(self, request: web.Request) -> web.StreamResponse:
+        """As vLLM's, of all at once."""
+        tags = set(request.query.getall("tags", SLEEP_TAGS))
+        if tags != set(SLEEP_TAGS):
+            message = f"weights and pages come together: tags must be {' and '.join(SLEEP_TAGS)}"
+            raise ApiError(400, message, param="tags")
+        return await self._set_sleep(request, SetSleep(0))
+
+    async def _set_sleep(self, request: web.Request, asked: SetSleep) -> web.StreamResponse:
+        core = self._context.core
+        if not self._context.admission.may_operate(request):
+            raise ApiError(403, "an operator's key is needed", code="operators_only")
+        if core.status in ("starting", "draining"):
+            raise ApiError(503, f"the server is {core.status}", code=core.status, retry_after=1)
+        await self._context.sessions.set_sleep(asked, core.health)
+        return web.Response()
+
+    async def is_sleeping(self, request: web.Request) -> web.StreamResponse:
+        """As vLLM's."""
+        rows = self._context.core.health.stages.values()
+        sleeps = any(row.stats.get("sleep_level") for row in rows if row.name == "scheduler")
+        return json_response({"is_sleeping": sleeps})
+
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
 
@@ -247,7 +305,7 @@ class _Handlers:
 
     def _check_ready(self) -> None:
         core = self._context.core
-        if not core.can_serve():
+        if not core.can_serve() and core.status != "asleep":
             raise ApiError(
                 503,
                 f"the server is {core.status}: {core.health.reason()}",
@@ -293,7 +351,7 @@ class _Handlers:
             }
             for row in core.health.stages.values()
         ]
-        status = 200 if core.status in ("ready", "degraded") else 503
+        status = 200 if core.status in ("ready", "degraded", "asleep") else 503
         return json_response({"status": core.status, "stages": stages}, status)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:

@@ -47,6 +47,9 @@ PROTECTED_PATHS = (
     "/tokenizer_info",
     "/detokenize",
     "/reset_prefix_cache",
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
     "/monitor",
 )  # and all that is below
 # What proxies add. They may be on this host, and those who ask them elsewhere.
@@ -163,6 +166,12 @@ class Admission:
         client = self._authenticate(request)
         keyless = not self._keys and self._loopback and _on_this_host(request)
         return Principal(client.name, client.admin or keyless)
+
+    def may_operate(self, request: web.Request) -> bool:
+        """Whether whoever sent `request` may do what concerns all clients: where some keys are
+        operators', these alone."""
+        admins = any(client.admin for client in self._clients.values())
+        return not admins or self._authenticate(request).admin
 
     def replace_keys(self, keys: ApiKeys) -> None:
         """Uses other keys from now on. A key whose name stays keeps its usage; requests that run

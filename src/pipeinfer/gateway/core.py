@@ -60,6 +60,7 @@ from pipeinfer.messages import (
     Recover,
     Refused,
     ResetCache,
+    SetSleep,
     State,
     Text,
     TextRow,
@@ -205,6 +206,10 @@ class GatewayCore:
         reset = msgspec.structs.replace(reset, gateway=self._index)
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         return [Send("requests", tokenizer, reset)]
+
+    def _on_set_sleep(self, asked: SetSleep, _now: float) -> list[Send]:
+        tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
+        return [Send("requests", tokenizer, asked)]
 
     def _on_cache_reset(self, reply: CacheReset, _now: float) -> list[Send]:
         return [local(reply)]
@@ -419,9 +424,15 @@ class GatewayCore:
                 out.append(local(failed))
 
     def _expire(self, record: RequestRecord, out: list[Send], now: float) -> None:
-        out.append(self._abort(record, "timeout", now))
+        self._cut(record, "timeout", _timed_out(record), out, now)
+
+    def _cut(
+        self, record: RequestRecord, reason: str, failed: Failed, out: list[Send], now: float
+    ) -> None:
+        """Its client gets what it has, or `failed` without any output."""
+        out.append(self._abort(record, reason, now))
         if not record.has_output:
-            out.append(local(_timed_out(record)))
+            out.append(local(failed))
             return
         delta = OutputDelta(
             request_id=record.request_id,
@@ -435,9 +446,14 @@ class GatewayCore:
         )
         out.append(local(delta))
 
-    def _on_drain(self, _event: Drain | Leave, _now: float) -> list[Send]:
+    def _on_drain(self, _event: Drain | Leave, now: float) -> list[Send]:
         self._readiness.draining = True
         out: list[Send] = []
+        if self.health.asleep():  # nobody may ever wake it
+            for record in list(self._records.values()):
+                refusal = self.refusal(1, record.request_id)
+                assert refusal is not None
+                self._cut(record, "asleep", refusal, out, now)
         self._publish_status(out)
         return out
 
@@ -481,6 +497,7 @@ class GatewayCore:
         Call: _on_call,
         ClientDisconnected: _on_disconnect,
         ResetCache: _on_reset_cache,
+        SetSleep: _on_set_sleep,
         CacheReset: _on_cache_reset,
         Accepted: _on_accepted,
         HandOver: _on_hand_over,
@@ -531,8 +548,7 @@ def _timed_out(record: RequestRecord) -> Failed:
 class PipelineReadiness:
     """The status that clients see, and whether this gateway takes requests.
 
-    status: "starting", "ready", "degraded" or "draining". draining: set once, by Drain.
-    was_ready: whether the pipeline was ready at any time.
+    draining: set once, by Drain. was_ready: whether the pipeline was ready, or asleep, at any time.
     """
 
     def __init__(self, health: Health) -> None:
@@ -550,11 +566,14 @@ class PipelineReadiness:
     def status_change(self) -> StatusChanged | None:
         """The status, if it differs from the one that was published last; else None."""
         complete = self._health.all_ready()
-        self.was_ready = self.was_ready or complete
+        asleep = self._health.asleep()
+        self.was_ready = self.was_ready or complete or asleep
         if self.draining:
             self.status = "draining"
         elif complete:
             self.status = "ready"
+        elif asleep:
+            self.status = "asleep"
         else:
             self.status = "degraded" if self.was_ready else "starting"
         change = StatusChanged(self.status, self.can_serve, self._health.reason())

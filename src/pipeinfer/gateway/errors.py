@@ -165,6 +165,7 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
         (403,),
         "A web page of another site asks a server without keys: see `--allowed-origins`.",
     ),
+    "operators_only": ((403,), "Some keys are marked `admin`, and this is none of them."),
     "model_not_found": ((404,), "Another model is served."),
     "not_found": ((404,), "There is no such path."),
     "not_seen": (
@@ -195,6 +196,8 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
     ),
     "stream_broken": ((500,), "A part of this request's text was lost."),
     "not_implemented": ((501,), "The model cannot do this."),
+    "cannot_sleep": ((501,), "An engine cannot give its memory back; the message says why."),
+    "asleep": ((503,), "The server was put to sleep with `wait=false`."),
     "too_many_pages": ((503,), "64 feeds of `/monitor/events` are open at this gateway."),
     "reset_unanswered": ((503,), "A group has not said that its cache is reset."),
     "host_lost": ((503,), "A stage that it needs was silent for ten times `--host-loss`."),

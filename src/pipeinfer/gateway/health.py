@@ -75,7 +75,7 @@ class Health:
     stages.
     _not_ready: numbers of the stages that are not ready, in the topology's order.
     _group_not_ready: how many of these are in each group. _shared_not_ready: how many in none.
-    _ready_groups: groups of which all stages are ready.
+    _ready_groups: groups of which all stages are ready. _asleep: schedulers whose groups sleep.
     """
 
     def __init__(
@@ -92,6 +92,8 @@ class Health:
         per_group = [row for row in self._order if row.name in PER_GROUP]
         self._group_not_ready = Counter(row.group for row in per_group)
         self._ready_groups = 0
+        self._groups = sum(row.name == "scheduler" for row in self._order)
+        self._asleep = 0
         self._shared_not_ready = len(self._not_ready) - len(per_group)
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
@@ -127,6 +129,8 @@ class Health:
     def _set_state(self, row: StageStatus, state: str) -> None:
         was, row.state = row.state, state
         self._lost_since.pop(row.stage, None)
+        if row.name == "scheduler":
+            self._asleep += (state == "asleep") - (was == "asleep")
         if row.name == "gateway" or (was == "ready") == (state == "ready"):
             return
         number, change = self._index[row.stage], 1 if was == "ready" else -1
@@ -153,6 +157,17 @@ class Health:
     def can_serve(self) -> bool:
         """Whether a request could be served: all common stages and one whole group are ready."""
         return self._shared_not_ready == 0 and self._ready_groups > 0
+
+    def asleep(self) -> bool:
+        """Whether all groups sleep, and the stages that they share are ready."""
+        return self._shared_not_ready == 0 and 0 < self._groups == self._asleep
+
+    def is_level(self, level: int) -> bool:
+        """Whether every group sleeps at `level`, or a higher one, or, for 0, is ready."""
+        if not level:
+            return self._ready_groups == self._groups
+        rows = [row for row in self._order if row.name == "scheduler"]
+        return self.asleep() and all(row.stats.get("sleep_level", 0) >= level for row in rows)
 
     def reason(self) -> str:
         """One line about what is missing; empty if nothing is. The first MAX_NAMED are named."""

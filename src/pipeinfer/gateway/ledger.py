@@ -38,7 +38,7 @@ from pipeinfer.params import (
 )
 from pipeinfer.wire import SCORE_WORDS, WORD, score_bytes, unpack_few, unpack_scores
 
-Status = Literal["starting", "ready", "degraded", "draining"]
+Status = Literal["starting", "ready", "degraded", "asleep", "draining"]
 
 # ----------------------------------------------------------------------------------- driver -> core
 

@@ -346,6 +346,14 @@ class _StageCollector(Collector):
             yield self._histogram(f"{name}_seconds", text, "scheduler", REQUEST_SECONDS)
         text = "Tokens that a step computed, of prompts and outputs together."
         yield self._histogram("step_tokens", text, "engine", STEP_TOKENS)
+        level = GaugeMetricFamily(
+            "pipeinfer_sleep_level",
+            "The level at which a group sleeps; 0: it is awake.",
+            labels=["group"],
+        )
+        for row in self._health.one_per_group("scheduler"):
+            level.add_metric([str(row.group)], row.stats.get("sleep_level", 0.0))
+        yield level
         yield from self._takeovers()
 
     def _histogram(
@@ -362,8 +370,9 @@ class _StageCollector(Collector):
     def _takeovers(self) -> Iterator[Metric]:
         recomputed = CounterMetricFamily(
             "pipeinfer_recomputed_tokens",
-            "Tokens computed again because the engine that had computed them was lost: of each "
-            "request that had gone on, those that the next engine did not find in kept pages.",
+            "Tokens computed again because the engine that had computed them was lost, or slept: "
+            "of each request that had gone on, those that the next engine did not find in kept "
+            "pages.",
             labels=["group"],
         )
         takeovers = CounterMetricFamily(

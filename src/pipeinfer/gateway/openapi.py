@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from html import escape
+from typing import get_args
 
 import msgspec
 
@@ -23,6 +24,7 @@ from pipeinfer.gateway.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from pipeinfer.messages import SleepMode
 from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.version import __version__
 
@@ -59,6 +61,7 @@ class EndpointDoc:
     errors: statuses, each with a body of the type `error`.
     keyed: needs a key if the server has keys.
     also: further statuses with the body of `answer`.
+    query: parameters of the query, with what they may be; the first is the default.
     """
 
     method: str
@@ -73,6 +76,7 @@ class EndpointDoc:
     keyed: bool = False
     also: tuple[int, ...] = ()
     details: str = ""
+    query: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def operation(self) -> JsonObject:
         """The endpoint as an OpenAPI operation."""
@@ -80,11 +84,15 @@ class EndpointDoc:
         if self.details:
             made["description"] = self.details
         named = re.findall(r"\{(\w+)\}", self.path)
-        if named:
-            made["parameters"] = [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-                for name in named
-            ]
+        parameters: list[JsonValue] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in named
+        ]
+        for name, choices in self.query:
+            schema: JsonObject = {"type": "string", "enum": [*choices], "default": choices[0]}
+            parameters.append({"name": name, "in": "query", "schema": schema})
+        if parameters:
+            made["parameters"] = parameters
         if self.body is not None:
             content: JsonObject = {"application/json": {"schema": _ref(self.body)}}
             made["requestBody"] = {"required": True, "content": content}
@@ -245,6 +253,42 @@ _reset = EndpointDoc(
     "Requests that run keep their prefixes, and leave them in the cache. 503 with code "
     "`reset_unanswered` if a group does not answer within 10 s.",
 )
+_sleep = EndpointDoc(
+    method="post",
+    path="/sleep",
+    summary="Gives the memory of weights and pages back until /wake_up.",
+    errors=(400, 401, 403, 429, 501, 503),
+    keyed=True,
+    query=(
+        ("level", ("1", "2")),
+        ("mode", get_args(SleepMode)),
+        ("wait", ("true", "false")),
+    ),
+    details="vLLM's; it answers when all groups sleep. Where some keys are marked `admin`, it "
+    "takes one of those. At `level` 1 weights stay in the host's memory, at 2 they are read anew "
+    "at waking. `mode` says what becomes of requests that run: with `wait` they are answered "
+    "first, with `abort` they end with what they have, with `keep` they go on at waking. Requests "
+    "that come meanwhile wait for /wake_up; with `wait=false` they get 503 with code `asleep`. "
+    "The prefix cache is empty afterwards. 501 with code `cannot_sleep` where an engine cannot.",
+)
+_wake_up = EndpointDoc(
+    method="post",
+    path="/wake_up",
+    summary="Ends /sleep.",
+    errors=(400, 401, 403, 429, 503),
+    keyed=True,
+    details="vLLM's, with the keys of /sleep; it answers when all groups are ready. Weights and "
+    "pages come together: vLLM's `tags` must name both, or be left out.",
+)
+_is_sleeping = EndpointDoc(
+    method="get",
+    path="/is_sleeping",
+    summary="Whether a group sleeps.",
+    answer=response_types.Sleeping,
+    errors=(401, 403),
+    keyed=True,
+    details="vLLM's.",
+)
 _embeddings = EndpointDoc(
     method="post",
     path="/v1/embeddings",
@@ -282,11 +326,14 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
     _text,
     _info,
     _reset,
+    _sleep,
+    _wake_up,
+    _is_sleeping,
     _readable(
         "/health",
         "The status of all stages.",
         response_types.PipelineHealth,
-        "200 if the status is `ready` or `degraded`, else 503.",
+        "200 if the status is `ready`, `degraded` or `asleep`, else 503.",
         503,
     ),
     _readable(

@@ -344,7 +344,7 @@ class StageHealth(msgspec.Struct):
 class PipelineHealth(msgspec.Struct):
     """The whole pipeline."""
 
-    status: Literal["starting", "ready", "degraded", "draining"]
+    status: Literal["starting", "ready", "degraded", "asleep", "draining"]
     stages: list[StageHealth]
 
 
@@ -353,6 +353,12 @@ class Readiness(msgspec.Struct):
 
     status: str
     reason: str
+
+
+class Sleeping(msgspec.Struct):
+    """Whether a group sleeps."""
+
+    is_sleeping: bool
 
 
 class Liveness(msgspec.Struct):

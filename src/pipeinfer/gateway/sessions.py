@@ -13,14 +13,18 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
-from pipeinfer.gateway.health import StageStatus
+from pipeinfer.gateway.health import Health, StageStatus
 from pipeinfer.gateway.ledger import Call, ClientDisconnected, Failed, OutputDelta, Started
 from pipeinfer.gateway.metrics import GroupMetrics, Metrics
-from pipeinfer.messages import CacheReset, Message, ResetCache
+from pipeinfer.messages import CacheReset, Message, ResetCache, SetSleep
 from pipeinfer.params import choice_ids
 
 # Seconds; a group that is started again takes longer, and then has nothing cached.
 RESET_TIMEOUT = 10.0
+
+
+LOOK_SECONDS = 0.02  # between two looks at whether groups sleep, or are awake
+REPEAT_SECONDS = 1.0  # after which groups that are not are asked again
 
 
 class _PendingReset:
@@ -170,6 +174,18 @@ class RequestSessions:
             yield
         finally:
             self._hang_up(session)
+
+    async def set_sleep(self, asked: SetSleep, health: Health) -> None:
+        """Returns when all groups sleep as asked, or are awake. What is asked is repeated, because
+        a stage that is started again meanwhile may not have heard of it."""
+        assert self._feed is not None
+        self._feed(asked)
+        repeat_at = self._clock() + REPEAT_SECONDS
+        while not health.is_level(asked.level):
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._clock() >= repeat_at:
+                self._feed(asked)
+                repeat_at += REPEAT_SECONDS
 
     async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
         """As CacheResets.reset."""

@@ -177,7 +177,9 @@ VALID_CONFIG_STATES = (
     "loading",
     "waiting",
     "ready",
+    "asleep",
 )  # states of a stage whose configuration is valid
+SERVING_STATES = ("ready", "asleep")  # of a stage that does what it is to do
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,7 @@ class Child:
 
     def on_heartbeat(self, beat: Heartbeat) -> None:
         """Takes a heartbeat; a late one of an earlier process does not count."""
-        if self._on_status(beat) and beat.state == "ready":
+        if self._on_status(beat) and beat.state in SERVING_STATES:
             self.ready.set()  # other stages hear it now, too: a swap is over
 
     def _on_status(self, status: Heartbeat | StatusReport) -> bool:
@@ -305,7 +307,7 @@ class Child:
         self.status = status.state, status.reason
         self.failure_reason = status.reason if status.state == "failed" else self.failure_reason
         self.config_valid = self.config_valid or status.state in VALID_CONFIG_STATES
-        self.deaths = 0 if status.state == "ready" else self.deaths
+        self.deaths = 0 if status.state in SERVING_STATES else self.deaths
         return True
 
     def death_notice(self, reason: str) -> Heartbeat | None:

@@ -114,7 +114,7 @@ def _has_terminal() -> bool:
     return True
 
 
-JOINED = ("waiting", "ready")  # states of a rank that has met the others
+JOINED = ("waiting", "ready", "asleep")  # states of a rank that has met the others
 
 
 def end_on_group_fault(

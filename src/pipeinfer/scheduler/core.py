@@ -30,6 +30,7 @@ from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
 from pipeinfer.messages import (
     Abort,
     Admitted,
+    Asleep,
     CacheReset,
     Delivered,
     Digests,
@@ -50,6 +51,7 @@ from pipeinfer.messages import (
     Recovered,
     ResetCache,
     Result,
+    SetSleep,
     State,
     StopHit,
     TokenRow,
@@ -74,6 +76,7 @@ from pipeinfer.scheduler.recovery import (
     refusal,
 )
 from pipeinfer.scheduler.request import Request, TooLong, max_total, request_of
+from pipeinfer.scheduler.sleep import SleepRequest
 
 # "draining": until its requests have ended. "left": they are left to another scheduler.
 DrainState = Literal["serving", "draining", "left"]
@@ -99,6 +102,7 @@ class SchedulerCore:
         self._planner = Planner(options, self._engine.slots, self._engine.in_flight)
         self._epochs = Epochs(options.tp, incarnation)
         self._live = LiveRequests()
+        self._sleep = SleepRequest()
         self._suspend_aware_clock = SuspendAwareClock()
         self._now = self._clock_time = 0.0  # the latter of the clock above
         self._drain_state: DrainState = "serving"
@@ -134,6 +138,8 @@ class SchedulerCore:
         self._clock_time = clock_time
         handler(self, event, clock_time)
         if self._roll_call.complete and self._drain_state != "left":
+            if self._sleep.due(len(self._live)):
+                self._fall_asleep(clock_time)
             self._publish_plans(clock_time)
         return self._outbox.take()
 
@@ -142,11 +148,14 @@ class SchedulerCore:
             return "draining", ""
         if not self._roll_call.complete:
             return "waiting", f"for what {', '.join(self._roll_call.missing)} will tell"
+        if self._epochs.asleep:
+            return "asleep", f"level {self._epochs.sleep_level}"
         return ("ready", "") if self._epochs.running else ("waiting", self._epochs.reason)
 
     def _group_readiness(self) -> GroupReadiness:
         ranks = self._announcer.ranks
-        if self._drain_state != "serving" or not self._roll_call.complete:
+        away = self._drain_state != "serving" or not self._roll_call.complete
+        if away or self._epochs.sleep_level:
             return "waits"
         if not self._epochs.running:
             return "deserted" if ranks.deserted else "waits"
@@ -181,6 +190,7 @@ class SchedulerCore:
             "kept": len(self._records.finished),
             "orphans": self._records.orphans,
             "in_flight": len(steps),
+            "sleep_level": self._epochs.sleep_level if self._epochs.asleep else 0,
             "deferred_total": steps.deferred,
             "recomputed_tokens_total": steps.recomputed,
             "agreed_plans": self._engine.agreed_plans,
@@ -225,7 +235,14 @@ class SchedulerCore:
             self._resume(request, delivered)
             known, last = self._records.finished.get(request.id, (request, None))
             self._outbox.add(self._outbox.all_of(known, last))
-        if request.phase == "new":
+        if request.phase != "new":
+            return
+        is_new = delivered is None and self._roll_call.complete
+        if is_new and self._sleep.refuses:
+            self._refuse(request, 503, "the server sleeps", None, "asleep")
+        elif is_new and self._sleep.falls:
+            self._sleep.held[request.id] = request
+        else:
             self._planner.enqueue(request, -1 if delivered is None else delivered.crashes)
 
     def _on_abort(self, abort: Abort, _now: float) -> None:
@@ -248,6 +265,33 @@ class SchedulerCore:
         self._engine.slots.reset_cache()
         done = CacheReset(name=reset.name, gateway=reset.gateway, group=self.group)
         self._outbox.send("tokens", f"detokenizer-{reset.detokenizer}", done)
+
+    def _on_set_sleep(self, asked: SetSleep, now: float) -> None:
+        if not asked.level:
+            if self._epochs.sleep_level:
+                self._epochs.wake_up()
+            self._enqueue_held(self._sleep.wake_up())
+            self._begin(now)
+            return
+        self._sleep.ask(asked)
+        if self._sleep.falls and asked.mode == "abort":
+            for request in [one for one in self._live if one.id not in self._sleep.held]:
+                self._abort(request, "the server falls asleep")
+
+    def _fall_asleep(self, now: float) -> None:
+        """Requests that hold slots go on at waking, with the tokens that they have."""
+        self._enqueue_held(self._sleep.begin())
+        self._epochs.sleep(self._sleep.level, self._sleep.refuses, now)
+        lost, flying = self._engine.on_epoch_lost()
+        self._planner.on_epoch_lost(lost, flying, blameless=True)
+        self._begin(now)
+
+    def _enqueue_held(self, held: list[Request]) -> None:
+        for request in held:
+            self._planner.enqueue(request)
+
+    def _on_asleep(self, asleep: Asleep, _now: float) -> None:
+        self._epochs.on_asleep(asleep)
 
     def _on_done(self, done: Done, _now: float) -> None:
         by_detokenizer: dict[str, list[str]] = {}
@@ -275,9 +319,16 @@ class SchedulerCore:
         self._drop(request, "stopped")
         self._records.add_finished(request, last_row(request, None))
 
-    def _refuse(self, request: Request, status: int, message: str, param: str | None) -> None:
+    def _refuse(
+        self,
+        request: Request,
+        status: int,
+        message: str,
+        param: str | None,
+        code: str | None = None,
+    ) -> None:
         self._drop(request, "refused")
-        refused = refusal(request, status, message, param)
+        refused = refusal(request, status, message, param, code)
         self._outbox.send("tokens", detokenizer_of(request), refused)
         self._records.add_finished(request, refused)
 
@@ -297,9 +348,17 @@ class SchedulerCore:
         )
         self._finish(request, row, "timed_out" if finish == "abort" else "failed")
 
+    def _abort(self, request: Request, why: str) -> None:
+        """Its client gets what it has."""
+        row = TokenRow(
+            request_id=request.id, offset=len(request.outputs), ids=b"", finish="abort", error=why
+        )
+        self._finish(request, row, "aborted")
+
     def _drop(self, request: Request, kind: FinishKind) -> None:
         """It is over; its slot is released with the next plan."""
         self.counts[kind] += 1
+        self._sleep.held.pop(request.id, None)
         self._live.remove(request)
         self._planner.drop(request)
         self._takeover.on_finished(request, self._clock_time)
@@ -347,6 +406,9 @@ class SchedulerCore:
     def _on_hello(self, hello: Hello, now: float) -> None:
         if self._epochs.hello(hello):
             self._on_epoch_lost()
+        if hello.sleep_level and not self._sleep.settled:  # for the scheduler before
+            self._sleep.ask(SetSleep(hello.sleep_level, "keep", hello.refuses))
+            self._fall_asleep(now)
         self._takeover.reached("restart", now)
         self._begin(now)
 
@@ -362,6 +424,7 @@ class SchedulerCore:
         except RanksDiverged as error:
             self._restart_ranks(str(error), now)
             return
+        self._sleep.settled = True
         self._engine.begin()
         self._planner.begin(self._epochs.shape, self._epochs.incarnations, self._epochs.kept_pages)
         self._takeover.reached("begin", now)
@@ -534,7 +597,8 @@ class SchedulerCore:
             self._fail(request, "abort", "the request's timeout is over")
         try:
             self._engine.in_flight.check(now, self.options.watchdog)
-            self._epochs.check(now, self.options.watchdog)
+            if not self._announcer.ranks.asleep:
+                self._epochs.check(now, self.options.watchdog)
         except (StepOverdue, RanksDiverged) as error:
             self._restart_ranks(str(error), now)
         if self._epochs.fenced.take_due(now):
@@ -565,7 +629,9 @@ class SchedulerCore:
         StopHit: _on_stop_hit,
         HandOver: _on_hand_over,
         ResetCache: _on_reset_cache,
+        SetSleep: _on_set_sleep,
         Hello: _on_hello,
+        Asleep: _on_asleep,
         Ready: _on_ready,
         Prepared: _on_prepared,
         Admitted: _on_admitted,

@@ -15,6 +15,7 @@ from math import inf
 from pipeinfer.core import EVERYONE, Send, heartbeat_period
 from pipeinfer.messages import (
     PROTOCOL,
+    Asleep,
     Begin,
     Ended,
     GroupReadiness,
@@ -22,6 +23,7 @@ from pipeinfer.messages import (
     Hello,
     RankStatus,
     Ready,
+    Sleep,
     State,
 )
 from pipeinfer.scheduler.planner import SchedulerOptions
@@ -60,6 +62,9 @@ class Epochs:
         self._hellos: dict[int, Hello] = {}
         self.fenced = FencedRanks()
         self._steps: dict[int, int] = {}  # of each rank that is ready
+        self.sleep_level = 0  # at which the ranks are to sleep; 0: an epoch is to run
+        self.refuses = False
+        self._asleep: dict[int, int] = {}  # the level of each rank that sleeps
         self._begun = False
         self._since = 0.0  # when that was
         self._ended = ""  # why the epoch before did
@@ -96,6 +101,7 @@ class Epochs:
             self.end(f"engine rank {hello.rank} was started again")
         if known is None or known.incarnation != hello.incarnation:
             self._hellos[hello.rank] = hello
+            self._asleep.pop(hello.rank, None)
             self._begun = False
         return ended
 
@@ -104,12 +110,35 @@ class Epochs:
         known = self._hellos.get(rank)
         return known is not None and known.incarnation <= incarnation
 
-    def begin(self, now: float) -> Begin | None:
-        """The Begin to publish now, or None: ranks disagree, or the epoch runs.
+    @property
+    def asleep(self) -> bool:
+        """Whether all ranks sleep, as they are to."""
+        levels = self._asleep.values()
+        return 0 < self.sleep_level <= min(levels, default=0) and len(levels) == self.tp
 
-        Published again and again until all ranks are ready: a subscription may be late.
+    def sleep(self, level: int, refuses: bool, now: float) -> None:
+        """No epoch runs until `wake_up`; ranks are to sleep, also those that come later."""
+        self.end("falls asleep")
+        self.sleep_level, self.refuses, self._since = level, refuses, now
+
+    def wake_up(self) -> None:
+        """The next Begin wakes the ranks."""
+        self.end("wakes up")
+        self.sleep_level = 0
+        self._asleep.clear()
+
+    def on_asleep(self, asleep: Asleep) -> None:
+        """Takes a rank's word."""
+        known = self._hellos.get(asleep.rank)
+        if self.sleep_level and known is not None and known.incarnation == asleep.incarnation:
+            self._asleep[asleep.rank] = asleep.level
+
+    def begin(self, now: float) -> Begin | Sleep | None:
+        """The Begin or Sleep to publish now, or None: ranks disagree, the epoch runs, or all sleep.
+
+        Published again and again until all ranks have answered: a subscription may be late.
         """
-        if self.running:
+        if self.running or self.asleep:
             return None
         if len(self._hellos) < self.tp:
             return Begin(self.epoch, ())  # engines of an earlier scheduler: say hello
@@ -122,6 +151,11 @@ class Epochs:
                         f"{getattr(first, name)!r} and {getattr(hello, name)!r}"
                     )
                     return None
+        if self.sleep_level:
+            if not self._begun:
+                self._begun, self._since = True, now
+            self.reason = "falls asleep"
+            return Sleep(self.sleep_level, self.incarnations, self.refuses)
         if not self._begun:
             self.epoch += 1
             self._begun = True
@@ -135,6 +169,7 @@ class Epochs:
         known = self._hellos.get(ready.rank)
         if (
             self.running
+            or self.sleep_level
             or not self._begun
             or ready.epoch != self.epoch
             or known is None
@@ -158,9 +193,12 @@ class Epochs:
 
     def check(self, now: float, seconds: float) -> None:
         """Raises RanksDiverged if a rank has not answered to the epoch that began `seconds` ago."""
-        if self._begun and not self.running and now - self._since > seconds:
-            silent = [str(rank) for rank in range(self.tp) if rank not in self._steps]
-            raise RanksDiverged(f"rank {', '.join(silent)} gave no answer to epoch {self.epoch}")
+        waits = self._begun and not self.running and not self.asleep
+        if waits and now - self._since > seconds:
+            answered = self._asleep if self.sleep_level else self._steps
+            silent = [str(rank) for rank in range(self.tp) if rank not in answered]
+            what = "Sleep" if self.sleep_level else f"epoch {self.epoch}"
+            raise RanksDiverged(f"rank {', '.join(silent)} gave no answer to {what}")
 
     def end(self, reason: str) -> None:
         """The epoch is over; the same processes may begin another."""
@@ -183,6 +221,7 @@ class Epochs:
         self.fenced.add(to_kill, now, fenced=self.tp > 1)
         for rank in to_kill.keys() & incarnations.keys():
             del self._hellos[rank]
+            self._asleep.pop(rank, None)
 
 
 KILL_RETRY_SECONDS = 1.0  # seconds after which it is said again which processes must end
@@ -252,10 +291,11 @@ class RankStates:
     - deserted: some rank's process has ended, is just starting, or was not heard for `host_loss`
       seconds; so no engine waits for this group's requests, and it may hand them over
     - silent: some rank was not heard for SILENT_SECONDS
+    - asleep: some rank sleeps, or wakes up, which may take as long as loading does
     """
 
     def __init__(self, host_loss: float = inf) -> None:
-        self.deserted = self.silent = False
+        self.deserted = self.silent = self.asleep = False
         self._host_loss = host_loss
         self._known: dict[int, _RankState] = {}
 
@@ -274,17 +314,15 @@ class RankStates:
     def check(self, now: float) -> bool:
         """Looks who has been silent for too long; True if that is so long that a rank is lost.
         `now`: seconds of a clock that stands still while nobody listens."""
-        lost = any(
-            now - known.heard_at > self._host_loss and not known.over
-            for known in self._known.values()
-        )
+        ranks = self._known.values()
+        lost = any(now - known.heard_at > self._host_loss and not known.over for known in ranks)
         self.silent = any(
-            now - known.heard_at > SILENT_SECONDS and not known.over
-            for known in self._known.values()
+            now - known.heard_at > SILENT_SECONDS and not known.over for known in ranks
         )
+        self.asleep = any(known.state == "asleep" and not known.over for known in ranks)
         self.deserted = lost or any(
             known.over or (known.state in BEGINNING and now - known.heard_at <= SILENT_SECONDS)
-            for known in self._known.values()
+            for known in ranks
         )
         return lost
 

@@ -324,7 +324,9 @@ def detokenizer_of(request: Request) -> str:
     return f"detokenizer-{request.work.detokenizer}"
 
 
-def refusal(request: Request, status: int, message: str, param: str | None) -> Refused:
+def refusal(
+    request: Request, status: int, message: str, param: str | None, code: str | None = None
+) -> Refused:
     """Instead of any row: the request cannot be served, and nothing of it was delivered."""
     work = request.work
     return Refused(
@@ -334,6 +336,7 @@ def refusal(request: Request, status: int, message: str, param: str | None) -> R
         status=status,
         message=message,
         param=param,
+        code=code,
     )
 
 

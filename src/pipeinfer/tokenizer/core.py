@@ -43,6 +43,7 @@ from pipeinfer.messages import (
     Recovered,
     Refused,
     ResetCache,
+    SetSleep,
     State,
     Submit,
     Work,
@@ -493,6 +494,9 @@ class TokenizerCore:
         event = msgspec.structs.replace(event, detokenizer=DETOKENIZER)
         return [Send("work", f"scheduler-{group}", event) for group in self._monitor.groups]
 
+    def _on_set_sleep(self, event: SetSleep, _now: float) -> list[Send]:
+        return [Send("work", f"scheduler-{group}", event) for group in self._monitor.groups]
+
     # ----------------------------------------------------------------------------------- recovery
 
     def _on_recover(self, event: Recover, now: float) -> list[Send]:
@@ -636,6 +640,7 @@ class TokenizerCore:
         Abort: _on_abort,
         Done: _on_done,
         ResetCache: _on_reset_cache,
+        SetSleep: _on_set_sleep,
         Recover: _on_recover,
         Recovered: _on_recovered,
         Delivered: _on_delivered,

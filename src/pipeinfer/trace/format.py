@@ -274,7 +274,12 @@ class End(Message, frozen=True):
 
 COMMON_MESSAGES = ("Tick", "Drain", "Leave", "Unsent")  # of core.py, taken by every core
 LOCAL_IN = {
-    "gateway": ("pipeinfer.gateway.ledger:Call", "pipeinfer.gateway.ledger:ClientDisconnected"),
+    "gateway": (
+        "pipeinfer.gateway.ledger:Call",
+        "pipeinfer.gateway.ledger:ClientDisconnected",
+        "pipeinfer.messages:ResetCache",
+        "pipeinfer.messages:SetSleep",
+    ),
     "tokenizer": (
         "pipeinfer.tokenizer.core:Encoded",
         "pipeinfer.tokenizer.core:EncodeNext",
@@ -287,12 +292,17 @@ LOCAL_IN = {
         "pipeinfer.core:GraphDue",
         "pipeinfer.engine.core:StepFailed",
         "pipeinfer.engine.core:FoundPages",
+        "pipeinfer.engine.core:Suspended",
+        "pipeinfer.engine.core:Resumed",
     ),
 }
 LOCAL_OUT = {
-    "gateway": tuple(
-        f"pipeinfer.gateway.ledger:{name}"
-        for name in ("Started", "OutputDelta", "Failed", "StatusChanged")
+    "gateway": (
+        *(
+            f"pipeinfer.gateway.ledger:{name}"
+            for name in ("Started", "OutputDelta", "Failed", "StatusChanged")
+        ),
+        "pipeinfer.messages:CacheReset",
     ),
     "tokenizer": (
         "pipeinfer.tokenizer.core:Encode",
@@ -301,7 +311,7 @@ LOCAL_OUT = {
     ),
     "engine": tuple(
         f"pipeinfer.engine.core:{name}"
-        for name in ("Compile", "Capture", "DistrustPages", "FindPages")
+        for name in ("Compile", "Capture", "DistrustPages", "FindPages", "Suspend", "Resume")
     ),
 }
 

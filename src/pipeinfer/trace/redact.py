@@ -68,6 +68,7 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.engine_state:StepInFlight", "slots"),
         ("pipeinfer.scheduler.engine_state:Slots", "_free"),
         ("pipeinfer.scheduler.engine_state:PageCredits", "_reserved"),
+        ("pipeinfer.scheduler.epochs:Epochs", "_asleep"),
         ("pipeinfer.scheduler.epochs:Epochs", "_steps"),
         ("pipeinfer.scheduler.epochs:FencedRanks", "_fenced"),
         ("pipeinfer.scheduler.epochs:FencedRanks", "_to_kill"),
@@ -195,7 +196,8 @@ UNCHANGED_MESSAGES = {
     "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
-    "EncodeNext", "ValidateGrammar", "DistrustPages", "FindPages",
+    "EncodeNext", "ValidateGrammar", "DistrustPages", "FindPages", "Suspend", "Suspended", "Resume",
+    "Resumed", "SetSleep", "Sleep", "Asleep",
     "StepFailed", "ClientDisconnected", "StatusChanged", "StepNote", "PagesNote", "Unencoded",
     "Crash", "End",
 }  # fmt: skip

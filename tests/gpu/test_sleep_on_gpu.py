@@ -1,0 +1,119 @@
+"""A server on a GPU that sleeps: its memory is free, and its graphs are valid when it wakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+
+from pipeinfer.engine.device_memory import CudaMemory, HostCopy
+from pipeinfer.engine.kept_weights import GpuWeights
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))  # what serves a test is there
+from bench.shapes import make_tokenizer
+from harness.server import ServerUnderTest
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 192 << 20  # bytes
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_come_back_where_they_were_and_graphs_read_them(level):
+    memory = CudaMemory(SIZE)
+    numbers = memory.data.view(torch.int32)
+    wanted = torch.arange(SIZE // 4, device="cuda", dtype=torch.int32)
+
+    def fill(data: torch.Tensor) -> None:
+        data.view(torch.int32).copy_(wanted)
+
+    fill(memory.data)
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    numbers.sum()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total.copy_(numbers.sum())
+    memory.protect(writable=False)
+    weights = GpuWeights(memory, fill)
+    for _ in range(2):
+        before = torch.cuda.mem_get_info()[0]
+        weights.give_back(level)
+        torch.cuda.synchronize()
+        assert torch.cuda.mem_get_info()[0] - before >= SIZE
+        weights.take_back()
+        total.zero_()
+        graph.replay()
+        assert int(total) == int(wanted.sum())
+    weights.give_back(1)
+    weights.give_back(2)  # the copy goes, too
+    weights.take_back()
+    assert torch.equal(numbers, wanted)
+    memory.unmap()
+
+
+def test_a_copy_on_the_host_is_pinned_and_let_go():
+    data = torch.arange(64 << 20, device="cuda", dtype=torch.int32).view(torch.uint8)
+    copy = HostCopy(data)
+    assert copy.data.is_pinned() and torch.equal(copy.data, data.cpu())
+    copy.close()
+    copy.close()
+    assert not copy.data.is_pinned()
+
+
+def free_gib() -> float:
+    return torch.cuda.mem_get_info()[0] / 2**30
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_answers_are_the_same_after_a_sleep_and_after_a_death_in_it(
+    gpu_checkpoints, tmp_path, level
+):
+    folder = tmp_path / "model"
+    shutil.copytree(gpu_checkpoints("Qwen3ForCausalLM"), folder)
+    make_tokenizer(1024).save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+    settings = {"model": str(folder), "device": "cuda", "memory_fraction": 0.2}
+    prompt = [index % 90 + 2 for index in range(200)]
+    with ServerUnderTest(settings, "-v") as server:
+        patience = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(server.url, timeout=patience) as api:
+
+            async def post(path: str) -> float:
+                began = time.monotonic()
+                async with api.post(path) as answer:
+                    assert answer.status == 200, await answer.text()
+                return time.monotonic() - began
+
+            async def ask():
+                body = {"model": settings["model"], "prompt": prompt, "max_tokens": 8}
+                body |= {"logprobs": 3, "temperature": 0.0, "ignore_eos": True}
+                async with api.post("/v1/completions", json=body) as answer:
+                    found = await answer.json()
+                    assert answer.status == 200, found
+                details = found["usage"].get("prompt_tokens_details") or {}
+                choice = found["choices"][0]
+                return choice["text"], choice["logprobs"], details.get("cached_tokens", 0)
+
+            before, awake = await ask(), free_gib()
+            for kills in (False, True):
+                slept = await post(f"/sleep?level={level}")
+                asleep = free_gib()
+                print(f"level {level}: {slept:.2f} s to sleep, {asleep - awake:.2f} GiB more free")
+                assert asleep - awake >= 5, "a fifth of the GPU was taken"
+                if kills:
+                    os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
+                print(f"{await post('/wake_up'):.2f} s to wake up")
+                text, logprobs, cached = await ask()
+                assert (text, cached) == (before[0], 0)
+                assert logprobs == before[1]
+        print(server.log())

@@ -1,0 +1,238 @@
+"""Sleep and waking of a whole server: memory is really given back, nobody's answer is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pipeinfer.demo import copy_task
+from pipeinfer.runtime.servers import running_servers
+from servers import Server, environment
+
+QUESTION = copy_task(random.Random(21), 40)[0]
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--kv-pages", "2000") as running:
+        yield running
+
+
+def post(server: Server, path: str, seconds: float = 60) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", timeout=seconds)
+
+
+def ask(server: Server, question: str = QUESTION, tokens: int = TOKENS, **more) -> dict:
+    body = {"prompt": question, "temperature": 0, "max_tokens": tokens, "ignore_eos": True, **more}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def text(answer: dict) -> str:
+    return answer["choices"][0]["text"]
+
+
+def sleeps(server: Server) -> bool:
+    return httpx.get(f"{server.url}/is_sleeping", timeout=30).json()["is_sleeping"]
+
+
+def fall_asleep(server: Server, level: int = 1, **query) -> None:
+    words = "&".join(f"{name}={value}" for name, value in {"level": level, **query}.items())
+    answer = post(server, f"/sleep?{words}")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert sleeps(server) and server.health()["status"] == "asleep"
+
+
+def wake_up(server: Server) -> None:
+    answer = post(server, "/wake_up")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert not sleeps(server) and server.health()["status"] == "ready"
+
+
+def resident(server: Server) -> int:
+    """Bytes of the engine's memory that are there, with those of its pool."""
+    status = Path(f"/proc/{server.pid('engine')}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if "Rss" in line) * 1024
+
+
+def pool_bytes(server: Server) -> int:
+    """Real memory of the engine's pool, its largest memfd."""
+    folder = Path(f"/proc/{server.pid('engine')}/fd")
+    found = [file.stat() for file in folder.iterdir() if "memfd" in str(file.readlink())]
+    return max(found, key=lambda stat: stat.st_size).st_blocks * 512
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_pages_and_weights_are_given_back_and_texts_are_the_same_afterwards(server, level):
+    before = ask(server)
+    for _ in range(20):
+        ask(server, copy_task(random.Random(), 40)[0], 2)
+    awake, pool = resident(server), pool_bytes(server)
+    fall_asleep(server, level)
+    assert pool_bytes(server) == 0 < pool
+    print("level", level, "resident", awake, resident(server), "pool", pool)
+    wake_up(server)
+    after = ask(server)
+    assert text(after) == text(before)
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert ask(server)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
+
+
+def test_requests_that_come_meanwhile_wait(server):
+    expected = text(ask(server))
+    fall_asleep(server)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(ask, server) for _ in range(5)]
+        server.wait(lambda: server.metric("pipeinfer_requests_waiting") == 5, "they wait")
+        wake_up(server)
+        assert [text(one.result()) for one in waiting] == [expected] * 5
+
+
+def test_what_comes_meanwhile_is_refused_if_so_asked(server):
+    fall_asleep(server, wait="false")
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=60)
+    assert answer.status_code == 503 and answer.headers["Retry-After"]
+    assert answer.json()["error"]["code"] == "asleep"
+    fall_asleep(server)  # asked again, and otherwise
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask, server)
+        server.wait(lambda: server.metric("pipeinfer_requests_waiting") == 1, "it waits")
+        wake_up(server)
+        assert waiting.result()["usage"]["completion_tokens"] == TOKENS
+
+
+LONG = 600  # tokens of an answer that runs when the server is put to sleep
+
+
+def running(server: Server, pool: ThreadPoolExecutor, expected: int = 1) -> list[Future[dict]]:
+    asked = [pool.submit(ask, server, QUESTION, LONG) for _ in range(expected)]
+    server.wait(lambda: server.metric("pipeinfer_requests_running") == expected, "they run")
+    return asked
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server) -> str:
+    return text(ask(server, QUESTION, LONG))
+
+
+def test_requests_that_run_are_answered_first(server, undisturbed):
+    with ThreadPoolExecutor() as pool:
+        [first] = running(server, pool)
+        sleep = pool.submit(fall_asleep, server)
+        assert text(first.result()) == undisturbed
+        sleep.result()
+        wake_up(server)
+
+
+def test_or_go_on_at_waking(server, undisturbed):
+    with ThreadPoolExecutor() as pool:
+        asked = running(server, pool, 4)
+        fall_asleep(server, level=2, mode="keep")
+        assert not any(one.done() for one in asked)
+        wake_up(server)
+        assert [text(one.result()) for one in asked] == [undisturbed] * 4
+
+
+def test_or_end_with_what_they_have(server, undisturbed):
+    with ThreadPoolExecutor() as pool:
+        [asked] = running(server, pool)
+        fall_asleep(server, mode="abort")
+        answer = asked.result()
+        assert answer["choices"][0]["finish_reason"] == "abort"
+        assert undisturbed.startswith(text(answer)) and len(text(answer)) < len(undisturbed)
+        wake_up(server)
+
+
+def kill(server: Server, *stages: str) -> None:
+    """Kills them at once, and waits until others have taken their places."""
+    pids = {stage: server.pid(stage) for stage in stages}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    server.wait(lambda: all(server.pid(stage) != pid for stage, pid in pids.items()), "others come")
+
+
+def all_asleep(server: Server) -> bool:
+    health = server.health()
+    states = {row["name"]: row["state"] for row in health["stages"]}
+    return states["engine"] == states["scheduler"] == health["status"] == "asleep"
+
+
+@pytest.mark.parametrize(
+    "stages", [["engine"], ["scheduler"], ["tokenizer", "detokenizer"]], ids="-".join
+)
+def test_who_comes_back_is_asleep(server, stages):
+    expected = text(ask(server))
+    fall_asleep(server, level=2)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask, server)
+        server.wait(lambda: server.metric("pipeinfer_requests_waiting") == 1, "it waits")
+        kill(server, *stages)
+        server.wait(lambda: all_asleep(server), "all sleep again")
+        assert sleeps(server) and not waiting.done()
+        wake_up(server)
+        assert text(waiting.result()) == expected
+
+
+def test_a_sleeping_gateway_that_comes_back_wakes_the_others(server):
+    fall_asleep(server)
+    before = server.pid("gateway")
+    os.kill(before, signal.SIGKILL)
+    server.wait(lambda: server.pid("gateway") != before, "another comes")
+    server.wait(lambda: server.health()["status"] == "asleep", "it knows")
+    wake_up(server)
+    assert ask(server)["usage"]["completion_tokens"] == TOKENS
+
+
+def test_an_engine_is_swapped_while_it_sleeps(server):
+    fall_asleep(server)
+    before = server.pid("engine")
+    topology = next(str(one.file) for one in running_servers() if one.pid == server.process.pid)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeinfer", "swap", "engine", "--topology", topology],
+        capture_output=True, text=True, timeout=120, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert server.pid("engine") != before
+    server.wait(lambda: all_asleep(server), "it sleeps, too")
+    wake_up(server)
+    assert ask(server)["usage"]["completion_tokens"] == TOKENS
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/sleep?level=0", "/sleep?level=3", "/sleep?mode=soon", "/sleep?wait=no", "/wake_up?tags=kv"],
+)
+def test_what_nobody_can_do_is_refused(server, path):
+    answer = post(server, path)
+    assert answer.status_code == 400, answer.text
+    assert not sleeps(server)
+
+
+def test_a_server_that_sleeps_ends_at_once():
+    with Server("--kv-pages", "100") as server:
+        fall_asleep(server)
+        with ThreadPoolExecutor() as pool:
+            body = {"prompt": "a", "max_tokens": 9}
+            waiting = pool.submit(server.post, "/v1/completions", body)
+            server.wait(lambda: server.metric("pipeinfer_requests_waiting") == 1, "it waits")
+            assert server.stop(30) == 0
+            status, answer = waiting.result()
+            assert (status, answer["error"]["code"]) == (503, "draining")
+
+
+def test_without_kept_memory_nobody_sleeps():
+    with Server("--kv-pages", "100", "--no-keep-memory") as server:
+        answer = post(server, "/sleep")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (501, "cannot_sleep")
+        assert not sleeps(server)
+        assert ask(server)["usage"]["completion_tokens"] == TOKENS
