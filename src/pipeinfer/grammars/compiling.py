@@ -108,9 +108,7 @@ class GrammarVocabulary:
             raise ValueError("a grammar ends with an end token, and there is none")
         self.width = width
         self.end_ids = frozenset(end_ids)
-        # In two calls, because each holds the GIL for a third of a second or so.
-        plain = LLTokenizer(tokenizer, n_vocab=width, eos_token=list(end_ids), slices=[])
-        self.tokens = plain.with_slices(LLTokenizer.general_slices())
+        self.tokens = LLTokenizer(tokenizer, n_vocab=width, eos_token=list(end_ids))
         self.sampled_mask = self.mask(known)
         self.no_end_mask = self.mask([i for i in known if i not in self.end_ids])
         self._texts = [self.tokens.decode_bytes([i]) for i in range(width)]
