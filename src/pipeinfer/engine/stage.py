@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.checkpoint.source import find_model
+from pipeinfer.command_line import counted
 from pipeinfer.control import Prefix
 from pipeinfer.engine.start import GIB, Start, preload_torch, process_age
 from pipeinfer.malloc import return_freed_memory
@@ -133,7 +134,7 @@ def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:
 
     if loaded.device == "cpu":
         threads = torch.get_num_threads()
-        where = f"the CPU with {threads} thread{'s' if threads > 1 else ''}"
+        where = f"the CPU with {counted(threads, 'thread')}"
     else:
         where = f"GPU {ordinal} ({torch.cuda.get_device_name(ordinal)})"
     others = f" and {settings.tp - 1} more" if settings.tp > 1 else ""
