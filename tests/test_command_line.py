@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.command_line import CommandLine, did_you_mean, none_of
+from pipeinfer.command_line import CommandLine, counted, did_you_mean, none_of
 
 
 def made() -> CommandLine:
@@ -70,3 +70,9 @@ def test_only_a_name_that_is_close_is_proposed():
     assert none_of("mixd", ["mixed", "fcfs"]) == (
         "'mixd' is none of mixed, fcfs; did you mean 'mixed'?"
     )
+
+
+def test_one_thing_is_not_said_in_the_plural():
+    assert [counted(count, "group") for count in (0, 1, 1.0, 2, 1024)] == [
+        "0 groups", "1 group", "1 group", "2 groups", "1,024 groups",
+    ]  # fmt: skip

@@ -1,5 +1,6 @@
 """The parser of all command lines: errors are one line, and --help shows the flags that matter; and
-what an error says of a name that is not known or a text that is no number.
+what an error says of a name that is not known or a text that is no number; and how many there are
+of a thing, in words.
 
 Knows no command, no setting and no names of its own.
 """
@@ -14,6 +15,11 @@ from typing import NoReturn
 
 WRONG_USAGE = 2  # exit code
 NO_NUMBER = re.compile(r"invalid (int|float) value: '(.*)'$", re.DOTALL)  # argparse's words
+
+
+def counted(count: float, noun: str) -> str:
+    """ "1 stream", "1,024 streams": a whole number of things, with their noun."""
+    return f"{count:,.0f} {noun}" if round(count) == 1 else f"{count:,.0f} {noun}s"
 
 
 class CommandLine(argparse.ArgumentParser):

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from pipeinfer.command_line import none_of
+from pipeinfer.command_line import counted, none_of
 from pipeinfer.settings import ConfigurationError, Settings
 
 NAMES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
@@ -305,10 +305,12 @@ def check_settings(settings: Settings, topology: Topology) -> Settings:
     """Returns `settings`. Raises ConfigurationError if `tp` or `dp` is not what `topology` has."""
     if settings.tp != topology.ranks():
         raise ConfigurationError(
-            f"--tp {settings.tp}: the topology has {topology.ranks()} engines in group 0"
+            f"--tp {settings.tp}: the topology has {counted(topology.ranks(), 'engine')} in group 0"
         )
     if settings.dp != topology.groups():
-        raise ConfigurationError(f"--dp {settings.dp}: the topology has {topology.groups()} groups")
+        raise ConfigurationError(
+            f"--dp {settings.dp}: the topology has {counted(topology.groups(), 'group')}"
+        )
     return settings
 
 

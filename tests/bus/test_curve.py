@@ -269,7 +269,7 @@ def test_refusals_are_said_at_once_and_then_once_a_minute(caplog):
     assert len(caplog.records) == 1
     refusals.log_suppressed(1.0 + LOG_PERIOD)
     assert [r.message for r in caplog.records] == [
-        "handshakes refused: 10.0.0.1 shows an unknown key (1 times)",
+        "handshakes refused: 10.0.0.1 shows an unknown key (1 time)",
         "handshakes refused: 10.0.0.1 shows an unknown key (58 times)",
     ]
     assert refusals.total == 59
@@ -282,4 +282,4 @@ def test_any_number_of_reasons_is_one_bounded_line(caplog):
     refusals.log_suppressed(1.0)
     [record] = caplog.records
     assert record.message.count("unknown key") == MAX_REASONS
-    assert f"others ({10_000 - MAX_REASONS} times)" in record.message
+    assert f"others ({10_000 - MAX_REASONS:,} times)" in record.message

@@ -57,7 +57,8 @@ def test_every_stage_says_what_it_does_while_requests_run(server):
     assert set(said) - {"stage"} == set(STAGES)
     for name in STAGES:
         assert re.match(rf"{pids[name]}\s+ready ", said[name]), said[name]
-    assert "1 streams" in said["gateway"] and "1 run, 0 wait" in said["scheduler"]
+    assert "1 stream, " in said["gateway"] and "1 group up" in said["tokenizer"]
+    assert "1 run, 0 wait" in said["scheduler"]
     for name in ("engine", "detokenizer"):
         [rate] = re.findall(r"([\d,]+) tokens/s", said[name])
         assert int(rate.replace(",", "")) > 0

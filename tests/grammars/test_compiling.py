@@ -17,7 +17,7 @@ from llguidance import LLExecutor
 from vocabulary import SETUP, VOCABULARY, ids_of
 
 from pipeinfer.grammars import compiling
-from pipeinfer.grammars.bounds import GrammarError
+from pipeinfer.grammars.bounds import GrammarError, VocabularySetup
 from pipeinfer.grammars.compiling import Grammar, GrammarStore, with_options
 from pipeinfer.grammars.masks import MAX_REFED_IDS, GrammarSource, fill_masks
 from pipeinfer.params import StructuredOutputs
@@ -109,6 +109,32 @@ def test_what_the_vocabulary_was_built_from_is_freed():
         store.wait()
         settled(store)
         assert seen() is None
+    finally:
+        store.close()
+
+
+def test_the_vocabulary_is_built_when_the_first_grammar_needs_it():
+    asked: list[None] = []
+
+    def setup() -> VocabularySetup:
+        asked.append(None)
+        return SETUP
+
+    store = GrammarStore(setup)
+    try:
+        assert asked == []
+        for regex in "ab":
+            store.grammar(StructuredOutputs(regex=regex))
+        assert len(asked) == 1
+    finally:
+        store.close()
+
+
+def test_the_vocabulary_can_be_built_ahead():
+    begun = threading.Event()
+    store = GrammarStore(lambda: (begun.set(), SETUP)[1], ahead=True)
+    try:
+        assert begun.wait(30)
     finally:
         store.close()
 

@@ -142,7 +142,10 @@ def test_a_step_on_a_terminal_counts_seconds_and_can_be_interrupted(tmp_path):
 
 
 def test_gigabytes_of_torch_are_announced_where_they_are_of_no_use(tmp_path):
-    bare = executable(tmp_path / "bare", f'exec "{sys.executable}" -S "$@"\n')
+    bare = executable(  # pip is there, torch is not
+        tmp_path / "bare",
+        f'test "$1" = -m || set -- -S "$@"\nexec "{sys.executable}" "$@"\n',
+    )
     gpus, none = tmp_path / "gpus", tmp_path / "none"
     for folder, code in ((gpus, 0), (none, 9)):
         folder.mkdir()
@@ -150,13 +153,20 @@ def test_gigabytes_of_torch_are_announced_where_they_are_of_no_use(tmp_path):
 
     def hint(python: object, folder: Path, **variables: str) -> str:
         kept = {k: v for k, v in environment().items() if not k.startswith(("PIP_", "PYTHONPATH"))}
-        env = {**kept, **variables, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        env = {**kept, "PIP_CONFIG_FILE": os.devnull, **variables, "PATH": path}
         done = subprocess.run(["sh", HINT, python], env=env, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
     assert "PIP_EXTRA_INDEX_URL" in hint(bare, none)
     assert hint(bare, gpus) == "", "a GPU has a use for them"
-    assert hint(bare, none, PIP_EXTRA_INDEX_URL="https://index.invalid/cpu") == ""
-    assert hint(bare, none, PIP_INDEX_URL="https://index.invalid/cpu") == ""
+    file = tmp_path / "pip.conf"
+    for name in ("extra-index-url", "index-url", "find-links"):
+        variable = f"PIP_{name.replace('-', '_').upper()}"
+        assert hint(bare, none, **{variable: "https://index.invalid/cpu"}) == "", name
+        file.write_text(f"[global]\n{name} = https://index.invalid/cpu\n")
+        assert hint(bare, none, PIP_CONFIG_FILE=str(file)) == "", name
+    file.write_text("[global]\ntimeout = 9\n")
+    assert "PIP_EXTRA_INDEX_URL" in hint(bare, none, PIP_CONFIG_FILE=str(file))
     assert hint(sys.executable, none) == "", "torch is there already"

@@ -87,6 +87,17 @@ TYPE = """() => new Promise((done) => {
   next();
 })"""
 
+# Labels of lines that are nearer than 3 px to a card, or to each other.
+TOUCHING = """() => {
+  const boxes = (selector) => [...document.querySelectorAll(selector)]
+    .map((element) => [element.textContent, element.getBoundingClientRect()]);
+  const labels = boxes(".lines text"), cards = boxes(".diagram .stage");
+  const near = (a, b) => a.left < b.right + 3 && b.left < a.right + 3
+    && a.top < b.bottom && b.top < a.bottom;
+  return labels.flatMap(([text, box], at) => [...cards, ...labels.slice(at + 1)]
+    .filter(([, other]) => near(box, other)).map(([other]) => [text, other.slice(0, 20)]));
+}"""
+
 
 @pytest.fixture(scope="module")
 def feed():
@@ -415,3 +426,14 @@ def test_the_middle_of_an_axis_stands_for_the_middle(watch):
       };"""
     page = watch(event(stages(), time=time.time(), steps=few), init=drawn)
     page.wait_for_function("drawn.has('tokens a step') && drawn.has('2.5') && !drawn.has('3')")
+
+
+@pytest.mark.parametrize("width", [940, 1060, 1280, 1920])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_is_said_of_a_line_lies_beside_the_cards(feed, watch, width, groups):
+    told = busy(groups)
+    for edge in told["edges"]:
+        edge["rate"] *= 123
+    page = watch(told, viewport={"width": width, "height": 900})
+    expect(page.locator(".lines text").last).to_have_text("151,844 tokens/s")
+    assert page.evaluate(TOUCHING) == []

@@ -44,6 +44,17 @@ def test_all_ranks_must_have_it():
     assert len(made) == 0
 
 
+def test_a_budget_of_thoughts_waits_until_the_vocabulary_is_there():
+    made, params = started(), SamplingParams(thinking_token_budget=5)
+    first, second = (
+        request_of(Work(name, 1, 0, 0, pack([1]), params, 0), 1, 0.0) for name in ("one", "two")
+    )
+    assert made.park_if_blocked(first)
+    (asked,) = made.take_due(0.0)
+    assert made.on_prepared(Prepared(0, 10, asked.request_id)) == [first]
+    assert not made.park_if_blocked(second)
+
+
 def test_it_is_asked_for_once_for_all_who_wait_and_again_where_no_answer_comes():
     made, requests = started(), [wants("one"), wants("two")]
     assert [made.park_if_blocked(request) for request in requests] == [True, True]

@@ -23,6 +23,7 @@ import numpy as np
 
 from pipeinfer.bench.metrics import GoodputTarget, RequestTiming
 from pipeinfer.bench.runner import PointResult, WorkerProgress
+from pipeinfer.command_line import counted
 from pipeinfer.version import __version__
 
 SCHEMA = "pipeinfer-bench/1"
@@ -117,7 +118,7 @@ class ProgressLine:
         failed = f", {progress.failed} failed" if progress.failed else ""
         return (
             f"{self._label}: {seconds:.0f} s, {done} done{failed}, {progress.running} running, "
-            f"{progress.tokens:,} tokens"
+            f"{counted(progress.tokens, 'token')}"
         )
 
 
@@ -125,8 +126,8 @@ def point_text(result: PointResult, target: GoodputTarget) -> str:
     """The result of one point, as text."""
     metrics, cached = result.metrics, cached_share(result)
     lines = [
-        f"{result.point.label}: {_requests(metrics['requests'])} in {metrics['seconds']:.1f} s, "
-        f"{metrics['requests_per_s']:.2f} a second",
+        f"{result.point.label}: {counted(metrics['requests'], 'request')} in "
+        f"{metrics['seconds']:.1f} s, {metrics['requests_per_s']:.2f} a second",
         f"  {metrics['tokens_per_s']:,.1f} tokens/s of output, "
         f"{metrics['prompt_tokens_per_s']:,.1f} of prompts, {cached:.0%} of these cached",
         f"  {metrics['good_share']:.0%} good, {metrics['goodput_per_s']:.2f} a second "
@@ -178,10 +179,6 @@ def cached_share(result: PointResult) -> float:
 def target_text(target: GoodputTarget) -> str:
     """The limits of a good request, as text."""
     return f"TTFT up to {target.ttft * 1e3:g} ms, TPOT up to {target.tpot * 1e3:g} ms"
-
-
-def _requests(count: int) -> str:
-    return f"{count} request{'s' if count != 1 else ''}"
 
 
 # Sizes of a chart, in units of its SVG.

@@ -61,6 +61,7 @@ from pipeinfer.bench.metrics import (
     client_stats,
     client_warnings,
 )
+from pipeinfer.command_line import counted
 from pipeinfer.settings import ConfigurationError
 
 
@@ -475,7 +476,7 @@ def closed_loop_point(streams: int, limits: LoadLimits) -> LoadPoint:
     """A closed loop of so many streams."""
     requests = limits.requests_or_default(max(MIN_REQUESTS, MIN_REQUESTS_PER_STREAM * streams))
     load = ClosedLoop(streams, requests, limits.seconds)
-    return LoadPoint(f"{streams} stream{'s' if streams > 1 else ''}", load, streams=streams)
+    return LoadPoint(counted(streams, "stream"), load, streams=streams)
 
 
 def poisson_point(rate: float, limits: LoadLimits, seed: int) -> LoadPoint:

@@ -22,6 +22,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from pipeinfer.command_line import counted
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import Topology
 
@@ -130,9 +131,9 @@ class RefusalLog:
         """Logs what was noted since the last line, if that is a minute ago. `now`: seconds."""
         if not self._counts or now < self._next:
             return
-        named = [f"{reason} ({count} times)" for reason, count in self._counts.items()]
+        named = [f"{reason} ({counted(count, 'time')})" for reason, count in self._counts.items()]
         if self._suppressed:
-            named.append(f"others ({self._suppressed} times)")
+            named.append(f"others ({counted(self._suppressed, 'time')})")
         self._log.warning("handshakes refused: %s", "; ".join(named))
         self._counts.clear()
         self._suppressed = 0

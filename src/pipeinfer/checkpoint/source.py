@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from tqdm import tqdm
 
 from pipeinfer.checkpoint.files import read_object
+from pipeinfer.command_line import counted
 from pipeinfer.demo import demo_path
 from pipeinfer.gguf.header import absolute, is_gguf, only_gguf
 from pipeinfer.settings import DEMO, ConfigurationError, Settings, without_password
@@ -283,7 +284,7 @@ def _download(snapshot: Snapshot, say: Say) -> None:
     sizes = {file: snapshot.sizes[file] for file in files}
     total = sum(sizes.values())
     _check_disk_space(snapshot.name, total)
-    say(f"{snapshot.name}: downloading {len(files)} files, {size(total)}, to {_cache()}")
+    say(f"{snapshot.name}: downloading {counted(len(files), 'file')}, {size(total)}, to {_cache()}")
     halt = threading.Event()
     with (
         Transfer(snapshot.name, sizes, say) as transfer,

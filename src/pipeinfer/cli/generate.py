@@ -30,7 +30,7 @@ from pipeinfer.cli.chat_model import (
     chat_model_parser,
     read_flags,
 )
-from pipeinfer.command_line import CommandLine
+from pipeinfer.command_line import CommandLine, counted
 from pipeinfer.runtime.logs import StatusLine, undecodable_input
 from pipeinfer.settings import DEMO, ConfigurationError
 
@@ -139,8 +139,8 @@ def _answer_all(
     def show_progress() -> None:
         ended = sum(line.finish_reason is not None for line in lines)
         tokens = sum(len(line.token_ids) for line in lines)
-        so_far = f", {tokens:,} tokens" if tokens else ""
-        shown.show(f"{ended} of {len(lines)} prompts{so_far}")
+        so_far = f", {counted(tokens, 'token')}" if tokens else ""
+        shown.show(f"{ended} of {counted(len(lines), 'prompt')}{so_far}")
 
     try:
         session.thread.run(_together(session.model, questions, lines), show_progress)

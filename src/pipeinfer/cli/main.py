@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
-from pipeinfer.command_line import CommandLine, did_you_mean
+from pipeinfer.command_line import CommandLine, counted, did_you_mean
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.logs import discard_unread, open_streams
 from pipeinfer.runtime.servers import PREFIX, running_servers
@@ -300,7 +300,8 @@ def _check_devices() -> Iterator[Finding]:
     from pipeinfer.engine.machine import available_bytes, doctor_line
 
     free = available_bytes() / 2**30
-    yield "ok", "CPU", f"{torch.get_num_threads()} threads, {free:.1f} GiB of memory free"
+    threads = counted(torch.get_num_threads(), "thread")
+    yield "ok", "CPU", f"{threads}, {free:.1f} GiB of memory free"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         yield "note", "GPU", f"torch {torch.__version__} sees none: engines compute on the CPU"
@@ -340,7 +341,7 @@ def _check_model(settings: Settings) -> Finding:
     return (
         "ok",
         "model",
-        f"{settings.served_model_name}: {chosen.layers} layers, {dtype}{kv}, on "
+        f"{settings.served_model_name}: {counted(chosen.layers, 'layer')}, {dtype}{kv}, on "
         f"{chosen.device}, attention {chosen.attention}, pages of {chosen.page_size} tokens, "
         f"requests of up to {chosen.max_model_len:,}",
     )

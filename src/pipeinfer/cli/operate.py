@@ -33,7 +33,7 @@ from pipeinfer import settings as config
 from pipeinfer.bus import curve
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.bus.curve import keyring
-from pipeinfer.command_line import CommandLine
+from pipeinfer.command_line import CommandLine, counted
 from pipeinfer.control import RecordingState, StartRecording, StopRecording, Swap, SwapState
 from pipeinfer.gateway import api_keys
 from pipeinfer.messages import Heartbeat, Message
@@ -465,7 +465,7 @@ class _Session:
             self._failed = True
             print(f"{stage}: failed: {state.reason}", file=sys.stderr, flush=True)
             return
-        size = f"{state.records:,} messages in {state.bytes:,} bytes"
+        size = f"{counted(state.records, 'message')} in {state.bytes:,} bytes"
         print(f"{stage}: {size}, {state.reason}", flush=True)
 
     def _check_silence(self) -> None:

@@ -24,7 +24,7 @@ import zmq
 
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.cli.operate import add_server_flags, chosen_topology
-from pipeinfer.command_line import CommandLine
+from pipeinfer.command_line import CommandLine, counted
 from pipeinfer.control import Observed, Watch
 from pipeinfer.core import describe_takeover
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages
@@ -228,7 +228,7 @@ def _screen_lines(
         head = f"{shown.stage:{wide}} {row.pid:7} {row.state:8} "
         parts = [row.reason] if row.state != "ready" and row.reason else _details(row, shown, rates)
         if row.restarts:
-            parts.insert(1, f"started again {row.restarts} times")
+            parts.insert(1, f"started again {counted(row.restarts, 'time')}")
         lines.append(StageLine(head, parts))
     for what, name in (("first token", "ttft_ms"), ("between tokens", "itl_ms")):
         latency = snapshot.latency[name]
@@ -252,14 +252,14 @@ def _details(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> li
 
 
 def _gateway(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
-    return [f"{shown.running} streams", f"{shown.waiting} without output yet"]
+    return [counted(shown.running or 0, "stream"), f"{shown.waiting} without output yet"]
 
 
 def _tokenizer(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     return [
         f"{shown.rate:,.1f} requests/s",
         f"{rates.rate(row.stage, 'prompt_tokens_total'):,.0f} prompt tokens/s",
-        f"{row.stats.get('groups_up', 0.0):.0f} groups up",
+        f"{counted(row.stats.get('groups_up', 0.0), 'group')} up",
     ]
 
 
@@ -290,7 +290,7 @@ def _engine(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> lis
 
 
 def _detokenizer(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
-    return [f"{shown.rate:,.0f} tokens/s", f"{shown.running} streams"]
+    return [f"{shown.rate:,.0f} tokens/s", counted(shown.running or 0, "stream")]
 
 
 DETAILS: dict[str, Callable[[StageStatus, StageSnapshot, PipelineRates], list[str]]] = {

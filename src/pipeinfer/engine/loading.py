@@ -39,7 +39,6 @@ from pipeinfer.engine.machine import (
     HOST_STEP_TOKENS,
     HostMachine,
     Machine,
-    return_freed_memory,
 )
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import LocalSampler, ShardedSampler
@@ -49,6 +48,7 @@ from pipeinfer.gguf.config import is_low_bit
 from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import AllocateParameter, Shard
+from pipeinfer.malloc import return_freed_memory
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.memory.page_directory import PageChains
 from pipeinfer.models.causal_lm import CausalLM, LanguageModel

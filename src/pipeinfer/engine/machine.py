@@ -15,9 +15,7 @@ with cold caches. Knows dummy steps; no request and no model.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
-import linecache
 import logging
 import os
 import sys
@@ -143,16 +141,6 @@ def available_bytes(root: Path = Path("/")) -> int:
     if limit is not None and used is not None:
         free = min(free, max(limit - used, 0))
     return free
-
-
-def return_freed_memory() -> None:
-    """Has the C library give the kernel the memory that was freed, which it otherwise keeps for
-    later, where the library is glibc. Source lines that Python read for torch's imports are freed.
-    """
-    linecache.clearcache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _meminfo(path: Path) -> int:

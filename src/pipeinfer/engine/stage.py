@@ -12,9 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.checkpoint.source import find_model
+from pipeinfer.command_line import counted
 from pipeinfer.control import Prefix
 from pipeinfer.engine.start import GIB, Start, preload_torch, process_age
+from pipeinfer.malloc import return_freed_memory
 from pipeinfer.messages import PROTOCOL, Hello, State
+from pipeinfer.runtime.entry import on_gpus
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.runtime.memory_holder import keeps_memory
 from pipeinfer.runtime.stage import Stage, StageContext
@@ -58,7 +61,6 @@ def build(context: StageContext) -> Stage:
 
         from pipeinfer.engine.core import EngineCore
         from pipeinfer.engine.loading import AS_THE_MODEL, choose_engine, load_engine
-        from pipeinfer.engine.machine import return_freed_memory
         from pipeinfer.engine.profiling import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
         from pipeinfer.memory.page_directory import ChainTracker
@@ -99,10 +101,10 @@ def build(context: StageContext) -> Stage:
     core = EngineCore(
         _hello(context, loaded), scheduler, memory, loaded.runner.phases.span, loaded.runner.shares
     )
-    if masks is not None:
+    if masks is not None and loaded.device != "cpu":
         with start.phase("vocabulary"):
             masks.wait()
-    if loaded.device == "cpu":  # what was only needed to read weights, and for the vocabulary
+    if loaded.device == "cpu":  # what was only needed to read weights
         return_freed_memory()
     details.info("started: %s", start, extra={"start": start.seconds, "graphs": start.graphs})
     profile_observer = None
@@ -132,7 +134,7 @@ def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:
 
     if loaded.device == "cpu":
         threads = torch.get_num_threads()
-        where = f"the CPU with {threads} thread{'s' if threads > 1 else ''}"
+        where = f"the CPU with {counted(threads, 'thread')}"
     else:
         where = f"GPU {ordinal} ({torch.cuda.get_device_name(ordinal)})"
     others = f" and {settings.tp - 1} more" if settings.tp > 1 else ""
@@ -211,8 +213,9 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
 
 
 def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
-    """For requests with a grammar. Rank 0's vocabulary is built while torch's libraries are loaded:
-    it holds the interpreter, which little else at the start leaves free."""
+    """For requests with a grammar. For a GPU, rank 0's vocabulary is built while torch's libraries
+    are loaded: it holds the interpreter, which little else at the start leaves free. On a CPU its
+    memory counts for more than the steps that the first grammar delays."""
     if settings.grammar_backend == "none":
         return None
     from pipeinfer.engine.masks import GrammarMasks, ReceivedMasks
@@ -223,7 +226,7 @@ def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
     from pipeinfer.text import grammar_setup
 
     setup = partial(grammar_setup, folder, settings.model_impl)
-    store = GrammarStore(setup, settings.grammar_cache_mib << 20)
+    store = GrammarStore(setup, settings.grammar_cache_mib << 20, on_gpus(settings))
     return GrammarMasks(store, os.cpu_count() or 1)
 
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import msgspec
 
+from pipeinfer.command_line import counted
 from pipeinfer.core import (
     GIVE_UP_FACTOR,
     LOCAL,
@@ -135,7 +136,7 @@ class GatewayCore:
     def state(self) -> tuple[State, str]:
         """(state, reason) for the heartbeat."""
         if self._readiness.draining:
-            return "draining", f"{len(self._records)} requests are running"
+            return "draining", f"{counted(len(self._records), 'request')} left"
         if self.can_serve():
             return "ready", ""
         return "waiting", self.health.reason()

@@ -41,6 +41,7 @@ from pipeinfer.grammars.bounds import (
     schema_of,
 )
 from pipeinfer.grammars.rewriting import compilable_schema, with_plain_digits
+from pipeinfer.malloc import return_freed_memory
 from pipeinfer.params import JsonObject, StructuredOutputs
 
 # Bytes of stack of a thread that compiles. A chain of 3,000 rules overflows 8 MB. The longest chain
@@ -387,8 +388,9 @@ Job = Callable[[], None]
 class GrammarStore:
     """The compiled grammars of an engine. All methods may be called from any thread.
 
-    setup: returns what the vocabulary is built from; called at once, on the thread that compiles.
+    setup: returns what the vocabulary is built from; called once, when the first grammar needs it.
     most_bytes: of all grammars that are kept or used.
+    ahead: whether the vocabulary is built at once, in the background.
 
     _futures: grammars by spec, least recently used first.
     _live: grammars that are kept or used.
@@ -396,25 +398,38 @@ class GrammarStore:
     _with_copies: grammars for which several copies were asked for.
     """
 
-    def __init__(self, setup: Callable[[], VocabularySetup], max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        setup: Callable[[], VocabularySetup],
+        max_bytes: int = MAX_BYTES,
+        ahead: bool = False,
+    ) -> None:
         self._setup = setup
         self._most_bytes = max_bytes
         self._lock = threading.Lock()
         self._futures: OrderedDict[StructuredOutputs, Future[Grammar]] = OrderedDict()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._slow_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._built = threading.Event()
+        self._building = threading.Lock()
         self._vocabulary: GrammarVocabulary | None = None
         self._vocabulary_error = ""
         self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._recompiling: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._with_copies: weakref.WeakSet[Grammar] = weakref.WeakSet()
-        _start_thread(self._work)
+        if ahead:
+            self._jobs.put(self.wait)
+        _start_thread(partial(_run, self._jobs))
         _start_thread(partial(_run, self._slow_jobs))
 
     def wait(self) -> None:
-        """Waits until the vocabulary is built, or has failed. Building it holds the GIL."""
-        self._built.wait()
+        """Returns when the vocabulary is built, or has failed. Building it holds the GIL."""
+        with self._building:
+            if self._vocabulary is None and not self._vocabulary_error:
+                try:
+                    self._vocabulary = vocabulary_of(self._setup())
+                except Exception as error:  # raised when a grammar is asked for
+                    self._vocabulary_error = f"this model serves no grammars: {error}"
+                return_freed_memory()  # what it was built from is as large as the vocabulary
 
     def prepare(
         self, spec: StructuredOutputs, then: Callable[[str], None], slow: bool = False
@@ -508,8 +523,8 @@ class GrammarStore:
         return left <= 0
 
     def vocabulary(self) -> GrammarVocabulary:
-        """The vocabulary; waits for it if need be. Raises GrammarError if it could not be built."""
-        self._built.wait()
+        """The vocabulary, built if need be. Raises GrammarError if it could not be built."""
+        self.wait()
         if self._vocabulary is None:
             raise GrammarError(self._vocabulary_error)
         return self._vocabulary
@@ -532,14 +547,6 @@ class GrammarStore:
             while len(self._futures) > MAX_GRAMMARS:
                 self._futures.popitem(last=False)
         return found
-
-    def _work(self) -> None:
-        try:
-            self._vocabulary = vocabulary_of(self._setup())
-        except Exception as error:  # raised when a grammar is asked for, which may never happen
-            self._vocabulary_error = f"this model serves no grammars: {error}"
-        self._built.set()
-        _run(self._jobs)
 
     def _compile(self, spec: StructuredOutputs, future: Future[Grammar]) -> None:
         try:

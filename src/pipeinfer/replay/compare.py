@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from pipeinfer.command_line import counted
 from pipeinfer.core import Send, StepDone
 from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result
 from pipeinfer.replay.traces import (
@@ -488,7 +489,7 @@ def replay_diff(options: argparse.Namespace) -> int:
     ours, theirs = ([*comparable(r, options.outputs)] for r in (a, b))
     print_count_changes(ours, theirs)
     if not print_first_difference(ours, theirs, a, b):
-        print(f"no difference in {len(ours)} messages")
+        print(f"no difference in {counted(len(ours), 'message')}")
         return EQUAL
     return DIFFERENT
 

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from pipeinfer import settings as config
+from pipeinfer.command_line import counted
 from pipeinfer.core import LOCAL, Core, GraphDue, Send, StepDone
 from pipeinfer.engine.core import ClaimPages, Compute, FillPages, FoundPages, StepFailed
 from pipeinfer.memory.page_directory import PageChains
@@ -284,7 +285,7 @@ class ReplayCounts:
         if self.tokens:
             lines.append(
                 f"tokens: {self.wrong} of {self.tokens} differ, in {len(self.requests)} of "
-                f"{len(self._seen)} requests"
+                f"{counted(len(self._seen), 'request')}"
             )
         return lines
 
@@ -612,7 +613,9 @@ class ReplayRun:
         played = exchanges[-1].input.time - exchanges[0].input.time if exchanges else 0.0
         if self._device is not None and self.seconds > 0:
             steps = self._device.steps
-            self._say(f"the device computed {steps} steps, {steps / self.seconds:.1f} a second")
+            self._say(
+                f"the device computed {counted(steps, 'step')}, {steps / self.seconds:.1f} a second"
+            )
         self._say(f"replay took {self.seconds:.3f} s, the recording {played:.3f} s")
 
     def _show(self, found: Difference) -> None:

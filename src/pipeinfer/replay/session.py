@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 
+from pipeinfer.command_line import counted
 from pipeinfer.replay.traces import EQUAL
 from pipeinfer.runtime.local import LocalServer
 
@@ -134,7 +135,9 @@ def replay_session(options: argparse.Namespace, overrides: Mapping[str, object])
     with LocalServer(settings) as server:
         outcomes = asyncio.run(_all(server.url, requests, options.concurrency))
         seconds = time.monotonic() - begun
-    print(f"{len(requests)} requests in {seconds:.1f} s: {dict(sorted(outcomes.items()))}")
+    print(
+        f"{counted(len(requests), 'request')} in {seconds:.1f} s: {dict(sorted(outcomes.items()))}"
+    )
     for path in sorted(options.out.glob("*.pitrace")):
         print(path)
     unexpected = [name for name in outcomes if name.startswith("unexpected")]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from pipeinfer.command_line import counted
 from pipeinfer.core import LOCAL
 from pipeinfer.params import JsonObject
 from pipeinfer.replay.compare import Subjects, arrow, line
@@ -63,7 +64,7 @@ def about(ids: tuple[str, ...]) -> str:
     """One request is named, several are counted."""
     if len(ids) == 1:
         return f"{ids[0]}: "
-    return f"{len(ids)} requests: " if ids else ""
+    return f"{counted(len(ids), 'request')}: " if ids else ""
 
 
 def chosen(
@@ -596,7 +597,7 @@ def replay_timeline(options: argparse.Namespace) -> int:
     except OSError as error:
         raise CannotReplay(USAGE, f"cannot write {options.out}: {error.strerror}") from None
     print(
-        f"{options.out}: {len(drawn.spans)} spans on {len(drawn.rows)} rows, "
-        f"{len(drawn.flows)} requests, {drawn.seconds:.3f} s"
+        f"{options.out}: {counted(len(drawn.spans), 'span')} on {counted(len(drawn.rows), 'row')}, "
+        f"{counted(len(drawn.flows), 'request')}, {drawn.seconds:.3f} s"
     )
     return EQUAL

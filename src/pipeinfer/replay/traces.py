@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pipeinfer.command_line import counted
 from pipeinfer.topology import Identity
 from pipeinfer.trace.format import End, OtherProtocol, Trace, TraceHeader, UnreadableTrace
 
@@ -116,7 +117,7 @@ class LoadedTrace:
         extras += [f", ended by {header.error}"] if header.error else []
         return (
             f"{self.path.name}: {what} of {header.stage}{''.join(extras)}, pipeinfer "
-            f"{header.version}, {len(self.entries)} records in {self.seconds:.3f} s"
+            f"{header.version}, {counted(len(self.entries), 'record')} in {self.seconds:.3f} s"
         )
 
     def exchanges(self) -> Iterator[TraceExchange]:

@@ -5,7 +5,6 @@ all stages as tasks of one loop, for debuggers.
     InProcess     the same shells, cores and drivers over inproc://
     signals       SIGHUP reads files again, or ends a process whose terminal was closed
     group faults  end an engine that nobody supervises
-    malloc        keeps large pieces apart from small ones
     election      which of several stages of one name this process is: the first that is free, by
                   locks in a folder that the processes of a host share (containers)
     busy poll     how long the loop polls after a message before it sleeps (bus/bus.py polls)
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import errno
 import fcntl
 import gc
@@ -45,6 +43,7 @@ from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.bus.sockets import AddressTaken, raise_socket_limits
 from pipeinfer.command_line import CommandLine
 from pipeinfer.gguf.header import only_gguf
+from pipeinfer.malloc import map_large_allocations
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
 from pipeinfer.runtime.child import (
     FAILED,
@@ -76,23 +75,6 @@ from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity, Topology, deployed_topology
 
 log = logging.getLogger(__name__)
-
-MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
-LARGE = 128 << 10  # bytes; glibc's own first value
-
-
-def map_large_allocations() -> None:
-    """From now on each piece of LARGE bytes or more is mapped for itself, and unmapped when it is
-    free.
-
-    Left alone, glibc does so only until the first such piece is free, and then puts all that are no
-    larger, up to 32 MiB, among the small ones. The holes that they leave are rarely given back: a
-    process that runs for days grows by them. A piece that is mapped costs its page faults each time
-    it is made; so this is for processes that seldom make one.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, LARGE)
 
 
 def add_reload_handler(
@@ -497,7 +479,7 @@ def busy_poll_seconds(
     here = topology.entry(identity.id).host
     processes = sum(entry.host == here for entry in topology.entries)
     enough_cores = usable_cores(root) >= CORES_PER_PROCESS * processes
-    return BUSY_POLL_SECONDS if enough_cores and _on_gpus(settings, root) else 0.0
+    return BUSY_POLL_SECONDS if enough_cores and on_gpus(settings, root) else 0.0
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -511,7 +493,7 @@ def usable_cores(root: Path = Path("/")) -> int:
     return allowed
 
 
-def _on_gpus(settings: Settings, root: Path) -> bool:
+def on_gpus(settings: Settings, root: Path = Path("/")) -> bool:
     """Whether engines compute on GPUs, as far as a process can tell that does not import torch."""
     if settings.device == "auto":
         return any((root / "dev").glob("nvidia[0-9]*"))

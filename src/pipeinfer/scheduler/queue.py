@@ -66,7 +66,7 @@ class WaitingQueue:
         are asked for. block_size: see PrefixesInProgress.begin."""
         self.grammars.begin(processes)
         waiting = [one for _, _, one in self._order if one.phase == "waiting"]
-        with_grammar = [one for one in waiting if one.work.params.structured_outputs is not None]
+        with_grammar = [one for one in waiting if needed_grammar(one) is not None]
         blocked = [one for one in with_grammar if self.grammars.park_if_blocked(one)]
         if self._prefixes.begin(block_size):
             unblocked = [one for one in waiting if one.phase == "waiting"]
@@ -383,6 +383,17 @@ def _precedes(lead: Request, request: Request) -> bool:
 # Seconds after which engines are asked for a grammar again: a subscription may have been late.
 GRAMMAR_RETRY_SECONDS = 1.0
 MAX_KNOWN = 128  # grammars that engines are taken to have; they keep twice as many
+# Compiled at once, by an engine that has its vocabulary.
+SMALLEST = StructuredOutputs(regex="")
+
+
+def needed_grammar(request: Request) -> StructuredOutputs | None:
+    """What engines must have compiled before they admit `request`. A budget of thoughts without a
+    grammar needs the vocabulary, which an engine may have to build first."""
+    params = request.work.params
+    if params.structured_outputs is None and params.thinking_token_budget is not None:
+        return SMALLEST
+    return params.structured_outputs
 
 
 @dataclass(slots=True, eq=False)
@@ -446,7 +457,7 @@ class GrammarQueue:
     def ensure_grammar(self, request: Request) -> bool:
         """True if engines have compiled the grammar of `request`, or it needs none. Else they are
         asked to, `request` is noted as waiting for it, and the answer is False; its phase stays."""
-        spec = request.work.params.structured_outputs
+        spec = needed_grammar(request)
         if spec is None:
             return True
         if spec in self._known:

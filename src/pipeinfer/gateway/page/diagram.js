@@ -33,7 +33,9 @@ export class Diagram {
       const edge = this.#edges.get(`${from}>${to}`);
       Object.assign(edge, { rate, unit });
       put(edge.said, `${from} to ${to}: ${measure(rate)} ${unit}`);
-      put(edge.label, rate ? `${measure(rate)} ${unit}` : "");
+      const [number, what] = edge.label.children;
+      put(number, rate ? `${measure(rate)} ` : "");
+      put(what, rate ? unit : "");
       const pace = rate ? PACES.filter((least) => rate > least).length : 0;
       for (const path of edge.paths) path.setAttribute("class", `flow pace${pace}`);
     }
@@ -56,7 +58,8 @@ export class Diagram {
     this.#rates.replaceChildren();
     for (const { from, to } of edges) {
       const said = this.#rates.appendChild(h("li"));
-      this.#edges.set(`${from}>${to}`, { from, to, said, paths: [], label: s("text") });
+      this.#edges.set(`${from}>${to}`, { from, to, said, paths: [],
+        label: s("text", {}, s("tspan"), s("tspan")) });
     }
     this.#draw();
   }
@@ -85,16 +88,22 @@ export class Diagram {
         this.#lines.append(s("path", { class: "line", d, "marker-end": "url(#tip-of-line)" }),
           edge.paths[index]);
       }
-      const { x, y, anchor } = lines[0];
+      const { x, y, anchor, stacked } = lines[0];
       for (const [name, value] of [["x", x], ["y", y], ["text-anchor", anchor]]) {
         edge.label.setAttribute(name, value);
+      }
+      const unit = edge.label.lastElementChild; // below its number where a line is short
+      for (const [name, value] of [["x", x], ["dy", "1.15em"]]) {
+        if (stacked) unit.setAttribute(name, value);
+        else unit.removeAttribute(name);
       }
       this.#lines.append(edge.label);
     }
   }
 }
 
-/** Where stages stand beside each other: curves from side to side. {d, x, y, anchor} of each. */
+/** Where stages stand beside each other: curves from side to side. {d, x, y, anchor, stacked} of
+    each. */
 function beside({ from, to }, of) {
   const made = [];
   for (const [index, a] of of(from).entries()) {
@@ -105,7 +114,8 @@ function beside({ from, to }, of) {
       const y1 = side(a, from, to), y2 = side(b, to, from), half = (x1 + x2) / 2;
       const d = `M${x1} ${y1}C${half} ${y1} ${half} ${y2} ${x2 + (back ? 4 : -4)} ${y2}`;
       const flat = Math.abs(y1 - y2) < 12; // then the text stands above the line, else in it
-      made.push({ d, x: half, y: (y1 + y2) / 2 + (flat ? -10 : 4), anchor: "middle" });
+      made.push({ d, x: half, y: (y1 + y2) / 2 + (flat ? -22 : -3), anchor: "middle",
+        stacked: true });
     }
   }
   return made;
