@@ -177,7 +177,7 @@ from pathlib import Path
 import torch
 from pipeinfer.engine.kept_memory import KeptMemory
 from pipeinfer.engine.loading import load_engine
-from pipeinfer.engine.machine import return_freed_memory
+from pipeinfer.malloc import return_freed_memory
 from pipeinfer.settings import Settings
 
 def resident():
