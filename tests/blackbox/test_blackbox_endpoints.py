@@ -14,7 +14,7 @@ ELSEWHERE = [
     "/inference/v1/generate", "/v1/chat/completions/batch", "/v1/chat/completions/render",
     "/pooling", "/score", "/v1/score",
     "/v1/rerank", "/classify", "/v1/audio/transcriptions", "/pause_generation", "/open_session",
-    "/collective_rpc", "/sleep", "/v1/load_lora_adapter", "/start_profile", "/v1/tokenize",
+    "/collective_rpc", "/v1/load_lora_adapter", "/start_profile", "/v1/tokenize",
 ]  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": ONE}}
 
@@ -82,6 +82,7 @@ def test_the_server_says_how_it_is(http):
     assert answer.headers["x-request-id"] == "Custom"
     assert len(http.client.get("/health").headers["x-request-id"]) == 32
     assert http.client.post("/reset_prefix_cache").status_code == 200
+    assert http.get("/is_sleeping") == (200, {"is_sleeping": False})
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
