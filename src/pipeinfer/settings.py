@@ -198,8 +198,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         unset="2,048 on a CPU, 8,192 on a GPU")] = 0
     mixed_step_tokens: Annotated[NonNegative, about("N",
         "tokens of a step in which requests decode; default: measured on a GPU",
-        "A fixed budget, in place of the targets, under the policy `mixed`. A quarter of it is "
-        "always left for prompts.",
+        "A fixed budget, in place of the targets, for policies that limit prompts beside decodes "
+        "(`mixed`, `throughput`). A quarter of it is always left for prompts.",
         unset="by the two targets; on a CPU a sixteenth of `--max-step-tokens`, at least 128")] = 0
     itl_target: Annotated[Annotated[float, Meta(ge=0, le=60)], about("SECONDS",
         "longest step beside running streams while prompts wait; 0: any")] = 0.025

@@ -132,7 +132,8 @@ def neox_permutation(config: RopeConfig, head_dim: int) -> list[int] | None:
 
 
 def inverse_frequencies(config: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:
-    """float32 [head_dim / 2] from `exponents` 2 i / head_dim, for sequences within original_max."""
+    """float32, of the shape of `exponents`, 2 i / (rotated dimensions of a head); for sequences
+    within original_max."""
     inverse = 1.0 / (config.theta**exponents)
     if config.type == "linear":
         return inverse / config.factor

@@ -282,8 +282,8 @@ class SchedulerCore:
         """Requests that hold slots go on at waking, with the tokens that they have."""
         self._enqueue_held(self._sleep.begin())
         self._epochs.sleep(self._sleep.level, self._sleep.refuses, now)
-        lost, flying = self._engine.on_epoch_lost()
-        self._planner.on_epoch_lost(lost, flying, blameless=True)
+        lost, in_flight = self._engine.on_epoch_lost()
+        self._planner.on_epoch_lost(lost, in_flight, blameless=True)
         self._begin(now)
 
     def _enqueue_held(self, held: list[Request]) -> None:
