@@ -415,7 +415,7 @@ def test_every_endpoint_of_the_docs_is_tried_where_it_stands(
     expect(card.locator(".answered")).to_contain_text("401")
     page.get_by_label("API key").fill(KEY)
     card.get_by_role("button", name="Try it").click()
-    expect(card.locator(".answered")).to_contain_text(STAGES)
+    expect(card.locator(".answered")).to_contain_text(STAGES, timeout=60_000)
     for form in page.locator("form.try[data-method=post]:has(textarea)").all():
         form.get_by_role("button").click()
         answered = form.locator("xpath=following-sibling::pre[@class='answered']")
