@@ -116,7 +116,7 @@ def test_timeline_of_one_request_shows_only_what_is_about_it(session, tmp_path):
     )
     out = tmp_path / "one.json"
     done = tool("timeline", *session.values(), "--out", out, "--request", request)
-    assert done.returncode == 0 and ", 1 requests," in done.stdout
+    assert done.returncode == 0 and ", 1 request," in done.stdout
     spans = [e for e in json.loads(out.read_text()) if e["ph"] == "X"]
     assert spans and all(request in span["args"]["requests"] for span in spans)
 

@@ -98,5 +98,5 @@ def test_another_number_of_ranks_than_the_topology_has_is_refused():
     assert topologies.check_settings(Settings(tp=2), topology).tp == 2
     with pytest.raises(ConfigurationError, match="--tp 4: the topology has 2 engines"):
         topologies.check_settings(Settings(tp=4), topology)
-    with pytest.raises(ConfigurationError, match="--dp 3: the topology has 1 groups"):
+    with pytest.raises(ConfigurationError, match="--dp 3: the topology has 1 group"):
         topologies.check_settings(Settings(tp=2, dp=3), topology)
