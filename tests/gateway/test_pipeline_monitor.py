@@ -193,13 +193,14 @@ async def test_a_feed_ends_when_its_gateway_leaves(gateway: Gateway) -> None:
 
 
 def test_a_scheduler_says_how_its_last_lost_engine_was_replaced():
-    health = Health([ExpectedStage("scheduler-0", "scheduler")])
+    health = Health([*STAGES, ExpectedStage("scheduler-0", "scheduler")])
     pictures = PipelineRates(health)
 
     def shown(**stats: float) -> str:
         beat = Heartbeat("scheduler-0", "scheduler", 0, 0, 0, 1, 1, "ready", stats=stats)
         health.on_heartbeat(beat, NOW)
-        [row] = pictures.snapshot("ok", NOW, NOW, lambda stage: None).stages
+        figures = pictures.snapshot("ok", NOW, NOW, lambda stage: None)
+        [row] = [row for row in figures.stages if row.name == "scheduler"]
         return row.takeover
 
     assert shown(takeovers_total=0.0) == ""
