@@ -557,16 +557,3 @@ def takeover_seconds(statistics: Mapping[str, float]) -> dict[TakeoverPhase, flo
     if not statistics.get("takeovers_total"):
         return {}
     return {phase: statistics[takeover_statistic(phase)] for phase in TAKEOVER_PHASES}
-
-
-def describe_takeover(statistics: Mapping[str, float]) -> str:
-    """What a scheduler's statistics say of engines that were lost; "" where none was."""
-    seconds = takeover_seconds(statistics)
-    if not seconds:
-        return ""
-    many = statistics["takeovers_total"]
-    phases = ", ".join(f"{phase.replace('_', ' ')} {took:.2f}" for phase, took in seconds.items())
-    return (
-        f"{many:.0f} takeover{'' if many == 1 else 's'}, the last in {sum(seconds.values()):.2f} s "
-        f"({phases}), {statistics.get('recomputed_tokens_total', 0.0):,.0f} tokens recomputed"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from pipeinfer.runtime.memory_holder import HolderLink, Keep
 from pipeinfer.step import AttentionShape
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))  # what serves a test is there
-from bench.shapes import make_tokenizer
+from bench.shapes import write_tokenizer
 from harness.server import ServerUnderTest
 
 pytestmark = pytest.mark.gpu
@@ -130,9 +129,7 @@ async def test_a_killed_engine_leaves_its_weights_and_pages_to_the_next_one(
     """Greedy answers and their log-probs are the same, and a long prompt is not computed again."""
     folder = tmp_path / "model"
     shutil.copytree(gpu_checkpoints("Qwen3ForCausalLM"), folder)
-    make_tokenizer(1024).save(str(folder / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+    write_tokenizer(folder, 1024)
     settings = {"model": str(folder), "device": "cuda", "memory_fraction": 0.2}
     short, long = list(range(2, 12)), [index % 90 + 2 for index in range(200)]
     with ServerUnderTest(settings, "-v") as server:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ from pipeinfer.engine.device_memory import CudaMemory, HostCopy
 from pipeinfer.engine.kept_weights import GpuWeights
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))  # what serves a test is there
-from bench.shapes import make_tokenizer
+from bench.shapes import write_tokenizer
 from harness.server import ServerUnderTest
 
 pytestmark = pytest.mark.gpu
@@ -79,9 +78,7 @@ async def test_answers_are_the_same_after_a_sleep_and_after_a_death_in_it(
 ):
     folder = tmp_path / "model"
     shutil.copytree(gpu_checkpoints("Qwen3ForCausalLM"), folder)
-    make_tokenizer(1024).save(str(folder / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+    write_tokenizer(folder, 1024)
     settings = {"model": str(folder), "device": "cuda", "memory_fraction": 0.2}
     prompt = [index % 90 + 2 for index in range(200)]
     with ServerUnderTest(settings, "-v") as server:

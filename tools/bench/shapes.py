@@ -85,11 +85,16 @@ def write_folder(folder: Path, config: dict[str, Any]) -> Path:
     """A checkpoint's folder without weights, for `--load-format dummy`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    make_tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, config["vocab_size"])
+    return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Writes make_tokenizer's tokenizer.json and its tokenizer_config.json into `folder`."""
+    make_tokenizer(vocab_size).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     )
-    return folder
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:

@@ -392,8 +392,7 @@ def _running_targets(topology: Topology) -> Iterator[Finding]:
 
     from pipeinfer.bus.bus import ControlClient
     from pipeinfer.cli.top import listen
-    from pipeinfer.core import describe_takeover
-    from pipeinfer.gateway.health import ExpectedStage, Health
+    from pipeinfer.gateway.health import ExpectedStage, Health, describe_takeover
 
     health = Health([ExpectedStage(stage, "scheduler") for stage in topology.ids("scheduler")])
     rows = health.stages.values()

@@ -26,8 +26,7 @@ from pipeinfer.bus.bus import ControlClient
 from pipeinfer.cli.operate import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine, counted
 from pipeinfer.control import Observed, Watch
-from pipeinfer.core import describe_takeover
-from pipeinfer.gateway.health import Health, StageStatus, expected_stages
+from pipeinfer.gateway.health import Health, StageStatus, describe_takeover, expected_stages
 from pipeinfer.gateway.monitor import (
     LatencyQuantiles,
     PipelineRates,

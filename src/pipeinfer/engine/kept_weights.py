@@ -128,7 +128,7 @@ class GpuWeights:
         self._memory, self._fill, self._copied = memory, fill, copy
         self._there = True
         self._copy: WeightsCopy | None = None
-        self.kept: dict[str, DeviceMemory] = {WEIGHTS: memory}
+        self.memories: dict[str, DeviceMemory] = {WEIGHTS: memory}
 
     def give_back(self, level: int) -> None:
         if level >= WITHOUT_WEIGHTS:

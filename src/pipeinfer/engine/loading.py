@@ -35,11 +35,7 @@ from pipeinfer.engine.kept_memory import (
     unbelieved,
 )
 from pipeinfer.engine.kv_store import find_key_centers
-from pipeinfer.engine.machine import (
-    HOST_STEP_TOKENS,
-    HostMachine,
-    Machine,
-)
+from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import LocalSampler, ShardedSampler
 from pipeinfer.engine.sleeping import EngineMemory, ReloadableModel, SleepingWeights

@@ -30,7 +30,7 @@ class SleepingWeights(Protocol):
     """A rank's weights, of which no step is under way."""
 
     @property
-    def kept(self) -> dict[str, DeviceMemory]:
+    def memories(self) -> dict[str, DeviceMemory]:
         """Their memory that a memory holder has, by name."""
         ...
 
@@ -66,7 +66,7 @@ class EngineMemory:
         """Nobody believes the pages any more, and the memory holder has no memory of this rank that
         it would keep from others. On the event loop."""
         self._directory.make_unusable()
-        self._withdrawn += self._kept.withdraw(POOL, *self._weights.kept)
+        self._withdrawn += self._kept.withdraw(POOL, *self._weights.memories)
 
     def give_back(self, level: int) -> None:
         """Memory that others may use; `level`: of SetSleep."""
@@ -90,7 +90,7 @@ class EngineMemory:
 
     def keep(self) -> None:
         """The memory holder has all again. On the event loop."""
-        memory = {POOL: self._pool, **self._weights.kept}
+        memory = {POOL: self._pool, **self._weights.memories}
         for entry in self._withdrawn:
             self._kept.keep(entry.name, entry.kind, entry.note, memory[entry.name].descriptor)
         self._withdrawn.clear()
@@ -107,7 +107,7 @@ class ReloadableModel:
         self._shapes = self._model.attention_shapes()
         self.vocab_shard: VocabShard = self._model.vocab_shard
         self.capture_may_fail = self._model.capture_may_fail
-        self.kept: dict[str, DeviceMemory] = {}
+        self.memories: dict[str, DeviceMemory] = {}
 
     def __call__(
         self,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+from pipeinfer.command_line import counted
+from pipeinfer.core import takeover_seconds
 from pipeinfer.messages import Heartbeat
 from pipeinfer.topology import Topology
 
@@ -199,3 +201,16 @@ def kv_usage(engine: StageStatus) -> float:
         engine.stats.get(f"pages_{name}", 0.0) for name in ("total", "free", "evictable")
     )
     return max(1.0 - (free + evictable) / total, 0.0) if total else 0.0
+
+
+def describe_takeover(statistics: Mapping[str, float]) -> str:
+    """What a scheduler's statistics say of engines that were lost; "" where none was."""
+    seconds = takeover_seconds(statistics)
+    if not seconds:
+        return ""
+    phases = ", ".join(f"{phase.replace('_', ' ')} {took:.2f}" for phase, took in seconds.items())
+    return (
+        f"{counted(statistics['takeovers_total'], 'takeover')}, the last in "
+        f"{sum(seconds.values()):.2f} s "
+        f"({phases}), {statistics.get('recomputed_tokens_total', 0.0):,.0f} tokens recomputed"
+    )

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from pipeinfer.control import Observed, Prefix, Prefixes, RequestSpan, ShowPrefixes, StepMade, Watch
-from pipeinfer.core import RecentTable, describe_takeover
-from pipeinfer.gateway.health import Health, StageStatus
+from pipeinfer.core import RecentTable
+from pipeinfer.gateway.health import Health, StageStatus, describe_takeover
 from pipeinfer.gateway.metrics import QUANTILES
 from pipeinfer.messages import Message
 from pipeinfer.observe.spans import MINUTE, StageDurations
