@@ -173,7 +173,7 @@ def test_who_watches_hears_of_a_request_from_every_stage_and_of_its_steps(server
                     caller.send(header.sender, Watch(30.0))
                 if isinstance(message, Observed):
                     steps += message.steps
-                    for passage in message.passages:
+                    for passage in message.spans:
                         if passage.request_id == answer.get("id"):
                             passages[passage.stage].append(passage)
             if not waiting and not answer:
