@@ -356,11 +356,19 @@ def test_what_was_exceeded_is_named(body: bytes, what: str) -> None:
 
 @pytest.mark.parametrize("unit", [b"a", b'"', b'"a",', b"[", b",", b":", b'\\"', b'{"a":"\\\\"},'])
 def test_no_slice_holds_a_loop_for_long(unit: bytes) -> None:
-    """Whatever the body is made of; 3 ms at most were measured."""
+    """Whatever the body is made of; 3 ms at most were measured. Of each slice the quickest of some
+    tries counts: others use the machine, too."""
     body = unit * (2**22 // len(unit))
-    iterations, longest, before = 0, 0.0, time.thread_time()
+    quickest = [min(times) for times in zip(*(slice_seconds(body) for _ in range(4)), strict=True)]
+    assert len(quickest) == len(body) // SLICE_BYTES - (len(body) % SLICE_BYTES == 0)
+    assert max(quickest) < 0.02
+
+
+def slice_seconds(body: bytes) -> list[float]:
+    """Seconds of the processor that each slice of `body` took."""
+    seconds, before = [], time.thread_time()
     for _ in prescan(body, WIDE):
         now = time.thread_time()
-        iterations, longest, before = iterations + 1, max(longest, now - before), now
-    assert iterations == len(body) // SLICE_BYTES - (len(body) % SLICE_BYTES == 0)
-    assert longest < 0.02
+        seconds.append(now - before)
+        before = now
+    return seconds

@@ -10,7 +10,7 @@ from scripted_feed import MODELS, ScriptedFeed
 
 FRAME = 100  # milliseconds that a frame may take at most
 TRIES = 4
-PART, LINES = 4000, 400  # letters and lines that the parser gets at once, as prose.js has them
+PART, LINES = 4000, 120  # letters and lines that the parser gets at once, as prose.js has them
 SIZE = 200_000  # letters of a hostile text
 
 MADE = """async (texts) => {

@@ -28,6 +28,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import SamplingParams, StructuredOutputs, choice_ids
 from pipeinfer.scheduler.core import FINISH_KINDS, SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.queue import GRAMMAR_RETRY_SECONDS
 from pipeinfer.wire import pack, unpack
 
 STOPS = (3, 11)
@@ -117,6 +118,7 @@ class Pipeline:
         """Delivers everything until nothing moves; every request must have ended by then."""
         for _ in range(limit):
             if not self.deliver():
+                self.now += GRAMMAR_RETRY_SECONDS  # an engine that forgets had not answered
                 self.feed(Tick())
                 if not self.engine.outbox:
                     break
@@ -241,6 +243,17 @@ Machine.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestAnythingInAnyOrder = Machine.TestCase
+
+
+def test_a_grammar_is_asked_for_again_after_a_sleep_in_which_it_was_forgotten():
+    p = pipeline(depth=1)
+    p.deliver()  # hello
+    p.deliver()  # ready
+    p.submit([0], 1, grammar="a")
+    p.feed(SetSleep(1, "keep"))  # the model engine forgets what it has not sent yet
+    p.feed(SetSleep(0))
+    p.settle()
+    assert len(p.engine.prepared) == 2
 
 
 def test_depth_two_publishes_the_next_step_before_the_result():

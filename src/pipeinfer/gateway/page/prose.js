@@ -8,7 +8,7 @@ import { blocksOf, codeBlock, elementsOf } from "./markdown.js";
 import { dress } from "./typeset.js";
 
 const PART = 4000; // letters that are parsed at once
-const LINES = 400; // of them: each is laid out
+const LINES = 120; // of them: each is laid out
 const BLOCKS = 120; // of them that are shown at once
 const PATIENCE = 3; // times as long as reading the end took, nothing of it is read again
 const HEAD = 600; // letters of a table's head that is said again
@@ -61,7 +61,10 @@ export class Prose {
   /** Whether there is more to do. */
   #work() {
     const began = performance.now();
-    if (this.#part()) return true;
+    if (this.#part()) {
+      this.element.getBoundingClientRect(); // a frame's work is to count the layout, too
+      return true;
+    }
     this.#notBefore = performance.now() + PATIENCE * (performance.now() - began);
     if (!this.#live && Object.keys(this.#env.references ?? {}).length > this.#known) {
       this.#restart(); // links were defined behind their use
