@@ -247,7 +247,8 @@ class Sleep(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """The request in `slot` is over or preempted; the steps before this plan still read its pages.
+    """The request in `slot` is over or preempted; the steps before this plan may still read and
+    write its pages.
 
     Attributes:
     - cache_prefix: what was computed of (admitted tokens + `output_ids`) may enter the prefix
@@ -427,7 +428,7 @@ class Admitted(Message, frozen=True):
       cache
     - free: pages that are free after the plan
     - evictable: pages that are cached and not in use
-    - evicted: pages that the prefix cache has lost in this epoch
+    - evicted: pages that the prefix cache has evicted in this epoch
     """
 
     epoch: int

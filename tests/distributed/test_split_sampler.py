@@ -19,13 +19,14 @@ from sampling_rows import SamplingRows
 
 
 def rows(count: int, rng: np.random.Generator, kinds: list[int]) -> SamplingRows:
-    """Row r is greedy (0), has a temperature (1), or is truncated as well (2)."""
+    """Row r is greedy (0), has a temperature (1), is truncated as well (2), or has what truncates
+    and is greedy (3)."""
     kind = np.array(kinds)
     values = filled(
         count,
-        temperature=np.where(kind > 0, rng.uniform(0.3, 1.5, count), 0),
-        top_k=np.where(kind == 2, rng.integers(0, 30, count), 0),
-        top_p=np.where(kind == 2, rng.uniform(0.2, 1, count), 1),
+        temperature=np.where(kind % 3 > 0, rng.uniform(0.3, 1.5, count), 0),
+        top_k=np.where(kind > 1, rng.integers(0, 30, count), 0),
+        top_p=np.where(kind > 1, rng.uniform(0.2, 1, count), 1),
         seed=rng.integers(0, 2**63, count),
     )
     return SamplingRows(values, rng.integers(0, 2**40, count))
@@ -52,10 +53,16 @@ def split(logits: np.ndarray, params: SamplingRows, size: int, group: ThreadGrou
     return group.run(one)
 
 
+def test_greedy_rows_are_not_truncated_whatever_their_checkpoint_says():
+    """All logits of a truncated row are gathered, and on a GPU it is sampled a second time."""
+    fields = filled(3, temperature=[0, 0.6, 1e-6], top_k=[20] * 3, top_p=[0.9] * 3, min_p=[0.1] * 3)
+    assert truncated(fields).tolist() == [1]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**32), st.integers(7, 300), st.sampled_from([2, 3, 4, 8]),
-    st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
 )  # fmt: skip
 def test_parts_sample_what_the_whole_samples(seed, vocab, size, kinds):
     rng = np.random.default_rng(seed)

@@ -45,7 +45,7 @@ def inputs(kind):
 @pytest.mark.parametrize("kind", [None, RMS_NORM, GEMMA_RMS_NORM])
 @torch.inference_mode()
 def test_torch_operations_store_what_the_fused_kernel_is_to_store(kind):
-    reference = pytest.importorskip("pipeinfer.kernels.store").rotate_and_store_reference
+    reference = pytest.importorskip("pipeinfer.kernels.rotate_and_store").rotate_and_store_reference
     heads = inputs(kind)
     mine, theirs = pool(), pool()
     queries, *_ = TorchStore(mine)(1, heads, PLACES)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from triton.testing import do_bench_cudagraph
 
-from pipeinfer.kernels import sampling, store
+from pipeinfer.kernels import rotate_and_store, sampling
 from pipeinfer.kernels.elementwise import rms_norm, swiglu
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.kernels.gemm import split_k_gemm
@@ -47,13 +47,13 @@ def time_store() -> None:
         qkv = randn(tokens, (heads + 16) * 128)
         places = torch.randperm(1024 * 16, device="cuda")[:tokens].int()
         positions = torch.randint(0, 4096, (tokens,), device="cuda").int()
-        store.ELEMENTS_PER_PROGRAM = elements
-        run = partial(store.rotate_and_store, qkv, *table, places, *pool, heads)
+        rotate_and_store.ELEMENTS_PER_PROGRAM = elements
+        run = partial(rotate_and_store.rotate_and_store, qkv, *table, places, *pool, heads)
         run = partial(run, positions=positions, q_norm=weight, k_norm=weight)
         name = f"store {heads}/8 x 128, {tokens} tokens, {elements} a program"
         line(name, run, 4 * qkv.numel() / BYTES_PER_US)
         narrow = torch.zeros(pool.shape, device="cuda").to(E4M3)
-        run = partial(store.rotate_and_store, qkv, *table, places, *narrow, heads)
+        run = partial(rotate_and_store.rotate_and_store, qkv, *table, places, *narrow, heads)
         run = partial(run, positions=positions, q_norm=weight, k_norm=weight)
         stored = tokens * 16 * 128  # a byte each in place of two
         line(
@@ -61,7 +61,7 @@ def time_store() -> None:
             partial(run, key_center=randn(8, 128).float()),
             (4 * qkv.numel() - stored) / BYTES_PER_US,
         )
-    store.ELEMENTS_PER_PROGRAM = 2048
+    rotate_and_store.ELEMENTS_PER_PROGRAM = 2048
 
 
 def knobs(rows: int, temperature: float = 0.6, k: int = 0, p: float = 1.0, m: float = 0.0):

@@ -11,7 +11,7 @@ from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
 from pipeinfer.checkpoint.config import RopeConfig
 from pipeinfer.engine.kv_store import FusedStore, TorchStore
 from pipeinfer.kernels.formats import E4M3, E4M3_MAX, KVScales, dequantize_e4m3, quantize_e4m3
-from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference
+from pipeinfer.kernels.rotate_and_store import rotate_and_store, rotate_and_store_reference
 from pipeinfer.layers.attention import CosSin, MergedQKV, Rope, rotate
 from pipeinfer.layers.elementwise import rms_normalize
 from pipeinfer.memory.kv_pool import KVPool

@@ -18,7 +18,15 @@ from triton.compiler import ASTSource
 
 from pipeinfer.attention.hybrid import tile_config
 from pipeinfer.engine.step_buffers import SEQUENCES
-from pipeinfer.kernels import by_triton, decode_attention, elementwise, gemm, moe, moe_fp8, store
+from pipeinfer.kernels import (
+    by_triton,
+    decode_attention,
+    elementwise,
+    gemm,
+    moe,
+    moe_fp8,
+    rotate_and_store,
+)  # fmt: skip
 from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_MXFP4,
     MOE_CONFIGS_W8A8,
@@ -116,7 +124,9 @@ def test_the_store_of_large_heads(offset, pages):
         "HADAMARD_HALF": 128 if narrow else 0,
     }  # fmt: skip
     constants |= {} if narrow else {"key_center": None}
-    ptx = compiled(store._rotate_and_store_kernel, types, constants, num_warps=2).asm["ptx"]
+    ptx = compiled(rotate_and_store._rotate_and_store_kernel, types, constants, num_warps=2).asm[
+        "ptx"
+    ]
     assert ("e4m3x2.f32" in ptx) == (pages == EIGHTH), "the GPU's own conversion, or none"
 
 

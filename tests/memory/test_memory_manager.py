@@ -258,6 +258,35 @@ def test_pages_that_are_freed_unseen_are_zeroed_before_the_next_step_that_comput
     assert memory.step(memory.plan({2: 1})).delta.cleared.tolist() == []
 
 
+def test_pages_of_a_prompt_that_was_preempted_are_zeroed_when_they_are_freed():
+    """Nothing was sampled behind it, so nobody knows whether its keys and values are finite."""
+    memory = Memory(pages=12)
+    memory.run({0: 10}, [admit(0, PROMPT)])
+    *cached, partial = memory.manager.table.pages_of(0).tolist()
+    [whole] = [memory.plan({}, releases=[Release(0, True)])]
+    assert whole.unverified.tolist() == [partial], "the cache has the others"
+    assert set(memory.plan({}, reset=True).unverified.tolist()) == set(cached)
+
+
+def test_pages_of_a_prompt_whose_logits_were_finite_are_not_zeroed():
+    memory = Memory(pages=12)
+    outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]
+    freed = memory.plan({}, releases=[Release(0, True, pack(outputs))])
+    assert freed.unverified.tolist() == []
+    assert memory.plan({}, reset=True).unverified.tolist() == []
+
+
+def test_pages_that_a_preempted_prompt_left_in_the_cache_are_proven_by_who_reads_them():
+    memory = Memory(pages=12)
+    memory.run({0: 10}, [admit(0, PROMPT)])
+    cached = set(memory.manager.table.pages_of(0)[:2].tolist())
+    memory.plan({}, releases=[Release(0, True)])
+    rows, outputs = memory.run({1: 99}, [admit(1, PROMPT)])
+    assert rows.cached.tolist() == [8] and set(memory.manager.table.pages_of(1)[:2]) == cached
+    memory.plan({}, releases=[Release(1, True, pack(outputs))])
+    assert memory.plan({}, reset=True).unverified.tolist() == []
+
+
 def test_pages_of_requests_that_an_epoch_ends_under_are_zeroed_in_the_next():
     memory = Memory()
     memory.run({0: 99}, [admit(0, PROMPT)])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -18,7 +19,19 @@ from rebuilt import events, fresh, outputs
 from pipeinfer import core as local
 from pipeinfer.engine.core import StepFailed
 from pipeinfer.gateway import ledger as gateway
-from pipeinfer.messages import CHANNELS, Message, PromptLogprobs, Result, Submit, Work
+from pipeinfer.grammars.bounds import GRAMMAR_ERROR, NO_GRAMMAR_MEMORY
+from pipeinfer.messages import (
+    CHANNELS,
+    Extend,
+    Message,
+    Plan,
+    Prepared,
+    PromptLogprobs,
+    Result,
+    Submit,
+    TokenRow,
+    Work,
+)
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.tokenizer import core as tokenizer
 from pipeinfer.trace import format as trace_format
@@ -30,6 +43,7 @@ from pipeinfer.trace.redact import (
     REDACTED_FIELDS,
     UNCHANGED_MESSAGES,
     ZEROED,
+    Redactor,
     TokenPermutation,
     redactor,
 )
@@ -65,18 +79,58 @@ def test_attributes_that_redaction_knows_exist(name, attribute):
     assert f"{attribute}:" in inspect.getsource(resolve_name(name))
 
 
-def all_messages() -> set[str]:
-    kinds = [kind for channel in CHANNELS.values() for kind in get_args(channel) or (channel,)]
+def structs_in(hint) -> Iterator[type[msgspec.Struct]]:
+    """The structs that a value of this type may hold."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        yield hint
+    for argument in get_args(hint):
+        yield from structs_in(argument)
+
+
+def all_messages() -> dict[str, type[msgspec.Struct]]:
+    """Every message and what it holds, by name; what redaction drops or rewrites whole aside."""
+    waiting = [kind for channel in CHANNELS.values() for kind in structs_in(channel)]
     for module in (local, gateway, tokenizer, trace_format):
-        kinds += [
+        waiting += [
             v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Message)
         ]
-    return {kind.__name__ for kind in (*kinds, StepFailed)} - {"Message"}
+    found = {StepFailed.__name__: StepFailed}
+    while waiting:
+        kind = waiting.pop()
+        if kind is Message or kind.__name__ in found:
+            continue
+        found[kind.__name__] = kind
+        hints, how = get_type_hints(kind), REDACTED_FIELDS.get(kind.__name__, {})
+        for field in kind.__struct_fields__:
+            if how.get(field) not in ("params", "none"):
+                waiting += structs_in(hints[field])
+    return found
 
 
-def test_every_message_is_either_rewritten_or_known_to_tell_nothing():
-    assert all_messages() <= set(REDACTED_FIELDS) | UNCHANGED_MESSAGES
+def test_every_message_and_what_it_holds_is_either_rewritten_or_known_to_tell_nothing():
+    assert set(all_messages()) <= set(REDACTED_FIELDS) | UNCHANGED_MESSAGES
     assert set(REDACTED_FIELDS) & UNCHANGED_MESSAGES == set()
+
+
+def test_what_is_rewritten_is_rewritten_also_where_another_message_holds_it():
+    for name, kind in all_messages().items():
+        hints, how = get_type_hints(kind), REDACTED_FIELDS.get(name, {})
+        for field in kind.__struct_fields__:
+            inside = {one.__name__ for one in structs_in(hints[field])}
+            assert field in how or not inside & set(REDACTED_FIELDS), (name, field)
+
+
+def test_forced_ids_are_renamed_and_what_compilers_quote_is_gone(tmp_path):
+    redacted = Redactor("scheduler", bytes.fromhex(KEY), TokenPermutation(b"x" * 32, 500, ()))
+    plan = Plan(1, 0, (), (), b"", b"", extends=(Extend(0, pack([7, 8])),))
+    assert redacted.message(plan).extends[0].ids == redacted.permutation.ids(pack([7, 8]))
+    assert redacted.message(plan).extends[0].ids != pack([7, 8])
+    prepared = redacted.message(Prepared(0, 1, "r", "no rule 'secret'"))
+    row = TokenRow("r", 0, b"", "error", error=GRAMMAR_ERROR + "no rule 'secret'")
+    assert prepared.error and "secret" not in prepared.error
+    assert redacted.message(row).error == GRAMMAR_ERROR + prepared.error, "as a core would say"
+    known = Prepared(0, 1, "r", NO_GRAMMAR_MEMORY), TokenRow("r", 0, b"", "error", error="30 pages")
+    assert tuple(map(redacted.message, known)) == known
 
 
 def rewrite(trace: Trace, folder: Path, state: bytes | None = None) -> Trace:

@@ -392,7 +392,8 @@ class EngineCore:
         return not busy
 
     def stats(self) -> dict[str, float]:
-        """Pages and slots as of now; totals since the process started."""
+        """Pages and slots as of now; `pages_evicted` since the epoch began, totals since the
+        process started."""
         memory = self.memory
         return {
             "pages_total": memory.allocator.num_pages,

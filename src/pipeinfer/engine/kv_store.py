@@ -93,7 +93,7 @@ class FusedStore:
     """
 
     def __init__(self, pool: KVPool) -> None:
-        from pipeinfer.kernels.store import rotate_and_store  # which needs triton
+        from pipeinfer.kernels.rotate_and_store import rotate_and_store  # which needs triton
 
         self._pool = pool
         self._rotate_and_store = rotate_and_store

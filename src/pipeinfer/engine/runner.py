@@ -53,8 +53,8 @@ class PackedStep:
     buffers. graph: that is replayed; None: kernel by kernel.
     sample_rows: int64 [S], where in `logits` the rows that sample stand; None: they are the first.
     overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
-    truncated: int64, those of the rows that sample with top-k, top-p or min-p; biased: whether the
-    logits of some of them are raised or lowered.
+    truncated: int64 [K], indices among the S rows that sample: those at random with top-k, top-p or
+    min-p; biased: whether the logits of some of the S rows are raised or lowered.
     scores: where log-probs are asked for. logits: [L, shard] once computed, None if no row samples.
     """
 
@@ -89,12 +89,13 @@ class LaunchedStep:
     """`step` on its way through the device, in `buffers` of its parity.
 
     event: its end. two_phase: the same, of a step with masked rows: not ready before
-    `sample_masked`. packed: what is left to be computed: from the launch on, and of a step with
-    masked rows until `sample_masked`. refused: those of its rows that must not sample, with the
-    reason.
+    `sample_masked`. packed: set when the host has packed it, taken by the device's work; of a step
+    with masked rows it stands there again until `sample_masked`. refused: those of its rows that
+    must not sample, with the reason.
 
     Written by the device's work, read when the step has ended:
-    drawn: int64 [L, 2], how many tokens each row of logits gave, and which. rows: those of `drawn`
+    drawn: int64 [L, 2], how many tokens each row of logits gave, and which: a view of the parity's
+    pinned buffer, valid until that parity's next launch (`take` copies). rows: those of `drawn`
     that belong to rows that sample, in their order. scores: where log-probs are asked for.
     logits: [L, vocab], if they are kept.
     """
@@ -201,8 +202,10 @@ class Runner:
         return self.launch(step).take()
 
     def launch(self, step: Step, before: BeforeLaunch | None = None) -> LaunchedStep:
-        """Queues the step behind those that were launched before. Does not wait for the device,
-        except for buffers still in use, which the depth of the overlap loop rules out on rank 0.
+        """Queues the step behind those that were launched before. On a GPU the host packs within
+        this call, and waits for the device only where buffers of this parity are still in use,
+        which the depth of the overlap loop rules out on rank 0. On a CPU packing, too, is left to
+        the device's thread.
 
         `before` is called with `step`, on the thread that launches its kernels; only then does the
         host wait for the buffers of the step's parity and pack the step into them. A step with

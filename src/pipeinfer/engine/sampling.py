@@ -161,8 +161,11 @@ class ShardedSampler:
 
 
 def truncated(fields: Mapping[str, np.ndarray]) -> np.ndarray:
-    """int64: the rows that leave out some ids, if they are random."""
-    return np.flatnonzero(is_truncated(fields["top_k"], fields["top_p"], fields["min_p"]))
+    """int64 [K], indices of the rows that sample at random with top-k, top-p or min-p. fields: see
+    Step.fields."""
+    return np.flatnonzero(
+        is_truncated(fields["temperature"], fields["top_k"], fields["top_p"], fields["min_p"])
+    )
 
 
 # [ranks, ...]: what every rank has made.

@@ -29,7 +29,8 @@ from pipeinfer.gguf.tokenizer import MODEL, TokenType, load_tokenizer, tokenizer
 from pipeinfer.params import JsonObject
 from pipeinfer.settings import ConfigurationError
 
-# The bound of all sizes but those in MOST. The product of three sizes, in bytes, fits into 64 bits.
+# The bound of all sizes but those in UPPER_BOUNDS. The product of three sizes, in bytes, fits into
+# 64 bits.
 LARGEST = 1 << 19
 # Bounds in tokens. Tables of angles have such a length; the longest contexts today are 10 million.
 UPPER_BOUNDS = {"context_length": 1 << 24, "rope.scaling.original_context_length": 1 << 24}
@@ -69,7 +70,7 @@ class Keys:
         self.architecture = name
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive whole number, at most the bound in MOST, or LARGEST if there is none.
+        """A positive whole number, at most the bound in UPPER_BOUNDS, or LARGEST if there is none.
 
         default: stands for a missing key; None: the key is required.
         """

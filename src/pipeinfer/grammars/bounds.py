@@ -28,6 +28,8 @@ MAX_GRAMMAR_DEPTH = 128
 MAX_GBNF_LETTERS = 16 * 1024
 # The error if an engine has no memory for a grammar now; a later request may succeed.
 NO_GRAMMAR_MEMORY = "the grammars in use leave no memory for another one; try again later"
+# Before what a compiler says of a client's grammar, parts of which that may quote.
+GRAMMAR_ERROR = "structured_outputs: "
 # Bytes of stack for compiling in a validation; an engine's thread has twice as much (compiling.py).
 VALIDATION_STACK_BYTES = 32 * 1024 * 1024
 FORMS = ("json", "regex", "choice", "grammar")

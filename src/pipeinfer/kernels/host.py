@@ -202,11 +202,16 @@ def _largest(x: np.ndarray, width: int) -> np.ndarray:
 
 
 def is_truncated(
-    top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, vocab: float = inf
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    vocab: float = inf,
 ) -> np.ndarray:
-    """bool [L]: rows that leave out some of `vocab` ids, unless they are greedy. By default any
-    top-k counts."""
-    return (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
+    """bool [L]: rows that sample at random and leave out some of `vocab` ids. By default any top-k
+    counts."""
+    leaves_out = (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
+    return leaves_out & (temperature >= GREEDY_BELOW)
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,7 @@ def sample(
         vocab = values.shape[1]
         truncated = np.zeros(len(ids), dtype=bool)
         if truncate:
-            truncated = is_truncated(rows.top_k, rows.top_p, rows.min_p, vocab)
+            truncated = is_truncated(rows.temperature, rows.top_k, rows.top_p, rows.min_p, vocab)
         for block in _blocks(random & ~truncated, vocab):
             ids[block] = _sample_from_row(_scaled(values, peaks, rows, block), rows, block)
         for block in _blocks(random & truncated, vocab):

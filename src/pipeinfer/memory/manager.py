@@ -42,7 +42,7 @@ _NONE = np.empty(0, dtype=np.int32)
 class Rows:
     """The R rows of one plan, in the order of the plan, and what the plan did to the pages. Written
     by MemoryManager.apply; read by StepBuilder, which makes a Step of it, and by EngineCore, for
-    its messages.
+    its messages. Nobody writes into the arrays: the Rows of steady decodes share them.
 
     slots: int32 [R].
     starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r] + counts[r] - 1.
@@ -55,10 +55,10 @@ class Rows:
     admitted: int32 [admits], slots that the plan filled.
     cached: int32 [admits], tokens of each that the prefix cache had.
     free, evictable: pages after the plan.
-    evicted: pages that the cache has evicted since the reset.
-    digest: 64 bits, hash of all decisions since the reset.
-    unverified: int32 [n], pages that were freed although no finite logits were computed from them;
-        see KVPool.zero_pages.
+    evicted: pages that the cache has evicted since the epoch began.
+    digest: 64 bits, hash of all decisions since the epoch began.
+    unverified: int32 [n], pages that were freed although it is not known that the logits that were
+        computed from them are finite; see KVPool.zero_pages.
     claimed: int32 [n], pages that the page directory must call invalid before a step is launched.
     fills: which pages the step fills; None where nobody tracks it.
     """
@@ -95,7 +95,7 @@ class MemoryManager:
     cache: the prefix cache, which owns pages of finished tokens.
     table: the page table, the pages of each slot.
     slots: what is known of the request in each slot.
-    num_evicted: pages that the cache has evicted since the last `reset`.
+    num_evicted: pages that the cache has evicted since the epoch began (`reset`).
     chains: tracks what pages hold, for an engine whose pages outlive it; None: nobody does.
 
     Every page is free, or owned by the cache, or by one request. A page that a plan frees may go to
@@ -122,6 +122,8 @@ class MemoryManager:
         self.table = PageTable(max_slots, -(-max_model_len // page_size))
         self.slots = SlotArrays(max_slots)
         self._unverified: list[np.ndarray] = []  # freed since the last plan, see Rows.unverified
+        # bool [pages + 1], also of cached pages: no finite logits have come of them yet.
+        self._in_doubt = np.zeros(self.allocator.num_pages + 1, dtype=bool)
         self._number = -1  # of the plan that is applied
         self.reset()
 
@@ -129,10 +131,9 @@ class MemoryManager:
         """An epoch begins: slots are empty, the digest is 0, and the cache has the pages `found`,
         which are `PageChains.believed`, from whichever epoch; all others are free."""
         kept = _NONE if found is None else found.pages
-        self._unverified += [
-            np.setdiff1d(self.table.owned_pages(slot), kept)
-            for slot in np.flatnonzero(self.slots.active).tolist()
-        ]
+        for slot in np.flatnonzero(self.slots.active).tolist():
+            self._in_doubt[self.table.owned_pages(slot)] = True
+        self._clear_if_in_doubt(np.setdiff1d(np.flatnonzero(self._in_doubt), kept))
         self.allocator.reset()
         self.cache.reset()
         self.table.reset()
@@ -197,8 +198,9 @@ class MemoryManager:
 
     def _apply_in_order(self, plan: Plan) -> Rows:
         """The order is fixed, because it decides which request gets which pages: what ends frees
-        pages, then the cache takes finished pages, then new requests match what is cached, then the
-        rows of the step get their pages."""
+        pages, the cache takes the prompts that are finished, then those parts of unfinished prompts
+        that the plan names, a reset evicts, new requests match what is cached, forced ids are
+        appended, and the rows of the step get their pages."""
         slots, counts = self._parse_rows(plan)
         for release in plan.releases:
             self._release(release, plan.number)
@@ -227,8 +229,9 @@ class MemoryManager:
     # ------------------------------------------------------------------- release, into the cache
 
     def _release(self, release: Release, clock: int) -> None:
-        """Empties a slot: its confirmed tokens (known ones, and the release's outputs, which
-        results have brought to the scheduler) go into the cache, its other pages are freed."""
+        """Empties a slot. With `cache_prefix` the whole pages of its known tokens and of the
+        release's outputs, as far as they are computed, go into the cache; the other pages that it
+        owns are freed."""
         slot = self._check_active(release.slot, "release")
         known, computed = int(self.slots.num_known[slot]), int(self.slots.num_computed[slot])
         outputs = _ids(release.output_ids, f"release of slot {slot}")
@@ -239,6 +242,8 @@ class MemoryManager:
                 f"tokens, but only {computed} tokens are computed"
             )
         tokens = np.concatenate((self.slots.known_tokens(slot), outputs))
+        if release.cache_prefix and len(outputs):
+            self._in_doubt[self.table.pages_of(slot)] = False
         if release.cache_prefix and not release.drop_prefix:
             # A surplus token is computed but not confirmed, the last output is confirmed but
             # perhaps not computed: neither has KV that another request may reuse.
@@ -250,7 +255,8 @@ class MemoryManager:
         if release.drop_prefix:
             freed.append(self.cache.remove(tokens, self.slots.salt[slot]))
         if not release.cache_prefix:
-            self._unverified += freed
+            for pages in freed:
+                self._in_doubt[pages] = True
             self._claim(*freed)
         if self.chains is not None:
             self.chains.release(slot)
@@ -262,13 +268,14 @@ class MemoryManager:
     def _cache_finished_prompts(self, clock: int) -> None:
         """Caches the prompts that were completed two plans before.
 
-        Not earlier: a request that matches them now computes in a step after the one that writes
-        them; and a request that ends with its prompt is inserted once only. A plan that brings
+        Not earlier, because only by now the prompt's own result has been seen: a plan that brings
         requests is published with at most one step in flight (a probe, which may be a third, brings
-        none), so the prompt's own result has been seen by now. If its logits were bad, the request
-        was released, since attention may have carried NaN back into its keys and values.
+        none). If its logits were bad, the request was released, since attention may have carried
+        NaN back into its keys and values. It also follows that a request that ends with its prompt
+        is inserted once only.
         """
         for slot in self._finished_prompts[0].tolist():
+            self._in_doubt[self.table.pages_of(slot)] = False
             self._cache_full_pages(
                 slot, self.slots.known_tokens(slot)[: self.slots.num_admitted[slot]], clock
             )
@@ -414,6 +421,7 @@ class MemoryManager:
         pages = self.allocator.allocate(count)
         self._add_to_digest(pages)
         self._claim(pages)
+        self._in_doubt[pages] = True
         return pages
 
     def _claim(self, *pages: np.ndarray) -> None:
@@ -430,6 +438,13 @@ class MemoryManager:
     def _free(self, pages: np.ndarray) -> None:
         self._add_to_digest(pages)
         self.allocator.free(pages)
+        self._clear_if_in_doubt(pages)
+
+    def _clear_if_in_doubt(self, pages: np.ndarray) -> None:
+        pages = pages[self._in_doubt[pages]]
+        if len(pages):
+            self._unverified.append(pages)
+            self._in_doubt[pages] = False
 
     def _add_to_digest(self, *decisions: np.ndarray) -> None:
         for decision in decisions:

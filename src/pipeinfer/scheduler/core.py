@@ -26,7 +26,7 @@ from pipeinfer.core import (
     Tick,
     bracketed_answer,
 )
-from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
+from pipeinfer.grammars.bounds import GRAMMAR_ERROR, NO_GRAMMAR_MEMORY
 from pipeinfer.messages import (
     Abort,
     Admitted,
@@ -104,7 +104,7 @@ class SchedulerCore:
         self._live = LiveRequests()
         self._sleep = SleepRequest()
         self._suspend_aware_clock = SuspendAwareClock()
-        self._now = self._clock_time = 0.0  # the latter of the clock above
+        self._now = self._clock_time = 0.0  # _clock_time: by _suspend_aware_clock
         self._drain_state: DrainState = "serving"
         recovering_stages = (*tokenizers, *detokenizers)
         self._roll_call = RollCall(f"scheduler-{group}", incarnation, recovering_stages)
@@ -504,9 +504,10 @@ class SchedulerCore:
 
     def _on_prepared(self, prepared: Prepared, _now: float) -> None:
         for request in self._planner.on_prepared(prepared):
-            self._without_grammar(
-                request, prepared.error, 503 if prepared.error == NO_GRAMMAR_MEMORY else 400
-            )
+            if prepared.error == NO_GRAMMAR_MEMORY:
+                self._without_grammar(request, prepared.error, 503)
+            else:
+                self._without_grammar(request, GRAMMAR_ERROR + prepared.error, 400)
 
     def _on_admitted(self, admitted: Admitted, now: float) -> None:
         if not self._epochs.running or admitted.epoch != self._epochs.epoch:
@@ -558,11 +559,12 @@ class SchedulerCore:
         """A step could give no token of it."""
         if trouble == NO_GRAMMAR_MEMORY:
             self._without_grammar(request, trouble, 503)
-            return
-        if trouble is BAD_LOGITS:
+        elif trouble is BAD_LOGITS:
             request.bad_logits = True
             self.counts["bad_logits"] += 1
-        self._fail(request, "error", trouble)
+            self._fail(request, "error", trouble)
+        else:
+            self._fail(request, "error", GRAMMAR_ERROR + trouble)
 
     def _accept(self, request: Request, tokens: list[int], logprobs: bytes) -> None:
         offset = len(request.outputs)

@@ -114,7 +114,8 @@ class PageCredits:
         return True
 
     def reserve(self, number: int, pages: int) -> None:
-        """Takes `pages` off the credits: plan `number` may allocate them."""
+        """Takes `pages` off the credits: plan `number` may allocate them. pages: below 0 where it
+        gives back more than that."""
         self._reserved.append((number, pages))
 
     @property

@@ -28,9 +28,9 @@ class Planner:
     """Plans of one group. Raises ConfigurationError for an unknown policy.
 
     Gives slots of `slots` to requests, and adds each plan that it makes to `steps_in_flight`. What
-    engines report of both goes to EngineState, which owns them. `counts` go into the statistics,
-    and so do `prefill_allowed`, what PrefillBudget.within_itl_target says, and `queue_times`, in
-    seconds from a request's arrival to its first slot.
+    engines report of both goes to EngineState, which owns them. Into the statistics go `counts`,
+    `prefill_allowed` (tokens of prompts in a step, and tokens a second, within --itl-target, see
+    PrefillBudget) and `queue_times`, in seconds from a request's arrival to its first slot.
     """
 
     def __init__(
@@ -164,16 +164,18 @@ class Planner:
         """The next step. None if `overlap_depth` steps are in flight, nothing is left to do, or a
         request that is under test has to run alone and a step is still in flight.
 
-        A plan is written as if it had been computed: slots are filled and emptied, the queue loses
-        what it admits, `Request.projected` of its rows advances, and the pages that it may take are
-        reserved until its Result comes.
+        The scheduler's state advances at once, as if the plan had been computed: composing it takes
+        admitted requests off the queue; writing it fills and empties slots, advances
+        `Request.projected` of its rows, and reserves the pages that it may take until the engine
+        reports the pages that it, or a later plan, left (Admitted or Result). Also where None is
+        returned, requests whose wait is over have come into the queue.
         """
         if len(self._steps_in_flight) >= self._options.overlap_depth:
             return None
         slots, queue = self._slots, self._queue
         queue.requeue_unblocked(slots.running.values())
-        budget = queue.grammars.mask_budget
-        while request := budget.take_next(len(slots.running) + len(queue)):
+        mask_budget = queue.grammars.mask_budget
+        while request := mask_budget.take_next(len(slots.running) + len(queue)):
             queue.push(request)
         composer = StepComposer(
             slots,
@@ -228,7 +230,8 @@ class Planner:
         return candidate.phase == "quarantined" and not grammars.ensure_grammar(candidate)
 
     def _compose_under_test(self, candidate: Request, composer: StepComposer) -> None:
-        """The candidate alone, in turn with those who run: they do not wait for its prompt.
+        """Steps alternate: one of the candidate alone, one of all others, who do not wait for its
+        prompt.
 
         When pages run short it comes first, and those who hold them have to give way.
         """
@@ -271,7 +274,8 @@ class Planner:
             extends = self._slots.extend(jumps)
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
-        self.counts["planned_tokens"] += self._steps_in_flight.add(number, rows, now)
+        planned_tokens = self._steps_in_flight.add(number, rows, now)  # projects the requests
+        self.counts["planned_tokens"] += planned_tokens
         self._slots.credits.reserve(number, composer.pages.taken)
         self._queue.grammars.mask_budget.spend(rows, self._slots.running.values())
         self.counts["plans"] += 1
@@ -334,10 +338,9 @@ class Quarantine:
 
     An engine may be lost for any reason, so a request is a suspect only when it was in flight at
     two losses and had no token in between. Requests that lost their slot without being suspects are
-    resumed first (Planner._compose). Then
-    each suspect runs alone until it has produced a token, which clears it. One that is alone in
-    too many crashes is the culprit and fails by itself. under_test: the suspect that is tried
-    now.
+    resumed first (Planner._compose). Then each suspect runs alone until it has produced a token,
+    which clears it. One that is alone in LONE_CRASHES crashes is the culprit and fails by itself.
+    under_test: the suspect that is tried now; it may have finished since.
     """
 
     def __init__(self) -> None:

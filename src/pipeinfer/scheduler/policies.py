@@ -279,7 +279,7 @@ class StepComposer:
         return max([r for r in left if r is not exempt] or left, key=_preemption_order)
 
     def _preempt(self, request: Request) -> None:
-        """Its own pages may be evicted from now on; those it shares may not."""
+        """Its own pages are given back; those that it shares may be locked by others."""
         self.preempted.append(request)
         self._free_slots += 1
         pages = max(self.pages.between(request.cache_hit, request.projected), 0)

@@ -39,16 +39,16 @@ class Request:
         got since (K above).
     computed: tokens that results have confirmed as computed. projected: those that will be computed
         once the steps in flight are done, if no row is deferred.
-    counts_in_flight: planned tokens of each step in flight, oldest first. steps_in_flight: how many
-        those are, also after it lost its slot.
+    counts_in_flight: planned tokens of each step in flight since the last admission, oldest first.
+        steps_in_flight: steps without a result that have a row of it, of older admissions, too.
     first_cache_hit: tokens that the prefix cache had at its first admission, -1 until known.
         cache_hit: at its last admission.
     deferrals: steps in a row in which the engine had no page for it.
     lone_crashes: of engines that ran it alone. lost_in_flight: a step of it was in flight when an
         engine was lost, and it has had no token since. bad_logits: its logits were not finite, so
         that nobody may reuse what was computed of it.
-    lost_tokens: those that an engine had computed that was lost; 0 once another one has said how
-        many of them it found in kept pages.
+    lost_tokens: tokens computed by an engine that was lost since; 0 once its successor has said
+        how many of them it found in kept pages.
     queued_tokens: those to be computed, as which it counts while it waits.
     prefix_source: the request that has computed its prompt, or, if shared_len is not 0, so many
         first tokens of it.
@@ -105,7 +105,7 @@ class Request:
     @property
     def sampled_ids(self) -> array[int]:
         """Confirmed output ids that the engine has sampled itself, and did not get from the
-        scheduler."""
+        scheduler. `computed` tokens give the id of position `computed`, too."""
         return self.outputs[self.known_len - self.prompt_len : self.computed + 1 - self.prompt_len]
 
     @property

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from pipeinfer.grammars.bounds import GRAMMAR_ERROR, NO_GRAMMAR_MEMORY
 from pipeinfer.params import SamplingParams
 from pipeinfer.trace.format import Record, RecordDecoder, Row, TraceHeader, Unencoded
 from pipeinfer.trace.snapshot import known_class
@@ -158,9 +159,12 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
              "template_arguments": "dict", "cache_salt": "salt", "fallback_grammar": "struct"},
     "Work": {"params": "params", "prompt_ids": "ids", "eos_ids": "some", "cache_salt": "salt",
              "bad_word_ids": "each some", "thoughts": "struct"},
-    "Plan": {"releases": "nested", "admits": "nested"},
+    "Plan": {"releases": "nested", "admits": "nested", "extends": "nested"},
+    "Extend": {"ids": "ids"},
     "Prepare": {"spec": "struct"},
     "Compile": {"spec": "struct"},
+    "Prepared": {"error": "why"},
+    "Compiled": {"error": "why"},
     "StructuredOutputs": {"json": "salt", "regex": "salt", "grammar": "salt", "choice": "salts",
                           "after": "salt"},
     "Thoughts": {"opening": "salt", "closing": "salt"},
@@ -168,14 +172,17 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
     "Admit": {"params": "params", "token_ids": "ids", "suppressed_ids": "sorted",
               "cache_salt": "salt", "bad_word_ids": "each some", "thoughts": "struct"},
     "PromptLogprobs": {"logprobs": "zeros"},
-    "Result": {"token_ids": "ids", "logprobs": "zeros"},
+    "Result": {"token_ids": "ids", "logprobs": "zeros", "refused": "each why"},
+    "Refused": {"message": "error"},
     "FoundPages": {"ids": "ids", "digests": "zeros", "parents": "zeros", "salts": "zeros"},
-    "StepDone": {"token_ids": "ids", "logprobs": "zeros", "prompt_logprobs": "all zeros"},
+    "StepDone": {"token_ids": "ids", "logprobs": "zeros", "prompt_logprobs": "all zeros",
+                 "refused": "each why"},
     "Open": {"params": "params", "context_ids": "ids"},
     "Tokens": {"rows": "nested"},
-    "TokenRow": {"ids": "ids", "stop_token": "one", "logprobs": "zeros"},
+    "TokenRow": {"ids": "ids", "stop_token": "one", "logprobs": "zeros", "error": "error"},
     "PromptTokens": {"ids": "ids", "logprobs": "zeros"},
-    "Delivered": {"ids": "ids", "logprobs": "zeros", "prompt_logprobs": "zeros"},
+    "Delivered": {"ids": "ids", "logprobs": "zeros", "prompt_logprobs": "zeros",
+                  "error": "error"},
     "Accepted": {"prompt_ids": "ids", "prompt_text": "text", "refusal": "text",
                  "token_strs": "texts"},
     "Encoded": {"prompt_ids": "ids", "message": "text", "thoughts": "struct"},
@@ -192,14 +199,14 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 # Names, numbers and what stages say of themselves: nothing of a client's but its request's id.
 UNCHANGED_MESSAGES = {
-    "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "Refused",
-    "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
+    "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault",
+    "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
     "EncodeNext", "ValidateGrammar", "DistrustPages", "FindPages", "Suspend", "Suspended", "Resume",
     "Resumed", "SetSleep", "Sleep", "Asleep",
     "StepFailed", "ClientDisconnected", "StatusChanged", "StepNote", "PagesNote", "Unencoded",
-    "Crash", "End",
+    "Crash", "End", "StepCost",
 }  # fmt: skip
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -221,6 +228,9 @@ class Redactor:
             "sorted": lambda ids: tuple(sorted(names.one(token) for token in ids)),
             "params": self._params,
             "salt": self._salt,
+            "why": self._why,
+            "each why": lambda rows: {row: self._why(why) for row, why in rows.items()},
+            "error": self._error,
             "salts": lambda salts: tuple(map(self._salt, salts)),
             "struct": self.message,
             "nested": lambda parts: tuple(self.message(part) for part in parts),
@@ -286,6 +296,16 @@ class Redactor:
     def _salt(self, salt: str) -> str:
         """Equal salts stay equal."""
         return blake2b(salt.encode(), key=self._key, digest_size=16).hexdigest() if salt else ""
+
+    def _why(self, error: str) -> str:
+        """What a grammar's compiler says; "" is no error, and a scheduler knows one by its text."""
+        return error if error == NO_GRAMMAR_MEMORY else self._salt(error)
+
+    def _error(self, error: str) -> str:
+        """What a scheduler says: its own words hold numbers alone."""
+        if not error.startswith(GRAMMAR_ERROR):
+            return error
+        return GRAMMAR_ERROR + self._why(error.removeprefix(GRAMMAR_ERROR))
 
 
 def redactor(key: str, stage: str, folder: str) -> Redactor:

@@ -17,22 +17,22 @@ def lost(name: str) -> Request:
     return request
 
 
-def crash(probation: Quarantine, *flying: Request) -> Request | None:
+def crash(quarantine: Quarantine, *flying: Request) -> Request | None:
     for request in flying:
         request.phase = "lost"
-    return probation.on_epoch_lost(list(flying))
+    return quarantine.on_epoch_lost(list(flying))
 
 
 def test_a_request_that_crashes_engines_alone_is_guilty_and_no_earlier():
-    probation, request = Quarantine(), lost("r")
-    assert crash(probation, request) is None
+    quarantine, request = Quarantine(), lost("r")
+    assert crash(quarantine, request) is None
     for crashes in range(1, LONE_CRASHES):
-        assert probation.next() is request
-        assert crash(probation, request) is None
-        assert probation.lone_crashes(request) == crashes
-    assert probation.next() is request
-    assert crash(probation, request) is request
-    assert len(probation) == 0 and probation.next() is None
+        assert quarantine.next() is request
+        assert crash(quarantine, request) is None
+        assert quarantine.lone_crashes(request) == crashes
+    assert quarantine.next() is request
+    assert crash(quarantine, request) is request
+    assert len(quarantine) == 0 and quarantine.next() is None
 
 
 def test_after_a_first_loss_nobody_is_a_suspect_and_after_a_second_who_had_no_token_between():
@@ -50,58 +50,58 @@ def test_after_a_first_loss_nobody_is_a_suspect_and_after_a_second_who_had_no_to
 
 
 def test_a_token_clears_and_crashes_count_from_the_beginning():
-    probation, request = Quarantine(), lost("r")
-    crash(probation, request)
+    quarantine, request = Quarantine(), lost("r")
+    crash(quarantine, request)
     for _ in range(LONE_CRASHES - 1):
-        assert probation.next() is request
-        crash(probation, request)
-    assert probation.next() is request
+        assert quarantine.next() is request
+        crash(quarantine, request)
+    assert quarantine.next() is request
     request.phase = "running"
-    probation.clear(request)
-    assert (probation.under_test, len(probation)) == (None, 0)
-    assert probation.lone_crashes(request) == -1
-    assert crash(probation, request) is None, "with others it was one of several"
-    assert probation.lone_crashes(request) == 0
+    quarantine.clear(request)
+    assert (quarantine.under_test, len(quarantine)) == (None, 0)
+    assert quarantine.lone_crashes(request) == -1
+    assert crash(quarantine, request) is None, "with others it was one of several"
+    assert quarantine.lone_crashes(request) == 0
 
 
 def test_a_token_of_another_clears_nobody():
-    probation, suspect, other = Quarantine(), lost("suspect"), lost("other")
-    crash(probation, suspect)
-    assert probation.next() is suspect
-    probation.clear(other)
-    assert probation.under_test is suspect
+    quarantine, suspect, other = Quarantine(), lost("suspect"), lost("other")
+    crash(quarantine, suspect)
+    assert quarantine.next() is suspect
+    quarantine.clear(other)
+    assert quarantine.under_test is suspect
 
 
 def test_who_is_tried_and_had_no_step_in_flight_is_tried_first_again_and_blamed_for_nothing():
-    probation, first, second, other = Quarantine(), lost("first"), lost("second"), lost("other")
-    crash(probation, first, second)
-    assert probation.next() is first
+    quarantine, first, second, other = Quarantine(), lost("first"), lost("second"), lost("other")
+    crash(quarantine, first, second)
+    assert quarantine.next() is first
     first.phase = "lost"
-    assert crash(probation, other) is None
+    assert crash(quarantine, other) is None
     assert first.phase == other.phase == "quarantined"
-    assert len(probation) == 3 and probation.lone_crashes(first) == 0
-    assert probation.next() is first
+    assert len(quarantine) == 3 and quarantine.lone_crashes(first) == 0
+    assert quarantine.next() is first
 
 
 def test_suspects_that_end_are_nobodys_business():
-    probation, first, second = Quarantine(), lost("first"), lost("second")
-    crash(probation, first, second)
-    assert probation.next() is first
+    quarantine, first, second = Quarantine(), lost("first"), lost("second")
+    crash(quarantine, first, second)
+    assert quarantine.next() is first
     first.phase = "finished"
-    assert probation.next() is second
+    assert quarantine.next() is second
     second.phase = "finished"
-    assert probation.next() is None and len(probation) == 0
-    crash(probation, third := lost("third"))
-    probation.remove(third)
-    assert len(probation) == 0 and probation.next() is None
+    assert quarantine.next() is None and len(quarantine) == 0
+    crash(quarantine, third := lost("third"))
+    quarantine.remove(third)
+    assert len(quarantine) == 0 and quarantine.next() is None
 
 
 def test_a_suspect_from_elsewhere_brings_its_crashes():
-    probation, request = Quarantine(), request_of(work("r", 3), 1, 0.0)
-    probation.add(request, LONE_CRASHES - 1)
-    assert (len(probation), probation.lone_crashes(request)) == (1, LONE_CRASHES - 1)
-    assert probation.next() is request
-    assert crash(probation, request) is request
+    quarantine, request = Quarantine(), request_of(work("r", 3), 1, 0.0)
+    quarantine.add(request, LONE_CRASHES - 1)
+    assert (len(quarantine), quarantine.lone_crashes(request)) == (1, LONE_CRASHES - 1)
+    assert quarantine.next() is request
+    assert crash(quarantine, request) is request
 
 
 def test_who_had_no_step_in_flight_is_resumed_before_any_suspect():
