@@ -209,6 +209,21 @@ def test_a_request_that_has_left_fills_nothing_any_more():
     assert tracked.tracker.filled(step, np.array([9], np.int32)) is None
 
 
+def test_bad_logits_are_no_concern_of_who_has_the_slot_by_now():
+    tracked = Tracked()
+    tracked.admit(0, [1, 2], [5])
+    first = tracked.plan(1, 0, 0, 2, prefill=True)
+    tracked.tracker.release(0)
+    tracked.table.clear(0)
+    tracked.slots.clear(0)
+    tracked.admit(0, [3, 4], [6])
+    tracked.tracker.distrust(first, np.array([0]))
+    second = tracked.plan(2, 0, 0, 2, prefill=True)
+    assert held(tracked.tracker.filled(second, np.array([9], np.int32))) == {6: (NO_SALT, (3, 4))}
+    tracked.tracker.distrust(second, np.array([0]))
+    assert tracked.tracker.filled(second, np.array([9], np.int32)) is None
+
+
 def test_a_page_that_is_being_filled_gives_its_digest_to_requests_that_match_it_early():
     tracker = ChainTracker(PAGES, SIZE, SLOTS)
     ids, pages = np.array([1, 2, 3, 4], np.int32), np.array([5, 6], np.int32)

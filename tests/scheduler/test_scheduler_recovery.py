@@ -37,7 +37,9 @@ from pipeinfer.scheduler.recovery import (
     ORPHANED_SECONDS,
     REMEMBERED_SECONDS,
     RecoveryRecords,
+    last_row,
 )
+from pipeinfer.scheduler.request import request_of
 from pipeinfer.wire import pack, unpack
 
 TOKENIZER, DETOKENIZER = "tokenizer-0", "detokenizer-0"
@@ -158,6 +160,30 @@ def test_the_order_in_which_work_and_output_are_told_does_not_matter() -> None:
     bench.run()
     assert [row.offset for row in bench.rows()[1:]] == list(range(7, 20))
     assert bench.core.stats()["orphans"] == 0
+
+
+def test_a_request_that_ran_elsewhere_comes_before_those_that_waited_whichever_message_came_first():
+    bench = Bench()
+    bench.feed(work("waits"))
+    bench.feed(work("ran"))
+    for _ in range(2):  # told twice, it moves forward once
+        bench.hear(DETOKENIZER, Delivered("ran", 1, pack(outputs()[:7])))
+    queue = bench.core._planner._queue
+    assert [request.id for request in queue.first(9)] == ["ran", "waits"]
+    assert queue.tokens == sum(request.length for request in queue.first(9))
+    arrival = bench.core._live.get("ran").arrival
+    bench.hear(DETOKENIZER, Delivered("ran", 1, pack(outputs()[:7])))
+    assert bench.core._live.get("ran").arrival == arrival
+
+
+def test_what_ended_is_forgotten_up_to_the_attempt_that_ended_and_no_later_one() -> None:
+    records = RecoveryRecords(("tokenizer-0",), ("detokenizer-0", "detokenizer-1"))
+    second = request_of(replace(work("r"), attempt=2, detokenizer=1), 1, 0.0)
+    records.add_finished(second, last_row(second, "stop"))
+    assert records.on_ended("r", 0.0, 1) == () and "r" in records.finished
+    assert records.on_ended("r", 0.0, 2) == ("detokenizer-1",) and not records.finished
+    assert records.on_ended("r", 0.0, 1) == ()
+    assert records.has_ended("r", 2), "a late word of an earlier attempt takes nothing back"
 
 
 def test_a_request_that_had_ended_does_not_run_again() -> None:

@@ -679,8 +679,8 @@ class EngineCore:
         chains, fills = self.memory.chains, ended.rows.fills
         if chains is None or fills is None:
             return []
-        for slot in ended.rows.slots[ended.plan_rows[unpack(done.bad)]].tolist():
-            chains.release(slot)  # who got bad logits may have left them anywhere
+        if done.bad:
+            chains.distrust(fills, ended.plan_rows[unpack(done.bad)])
         sampled = np.full(len(ended.rows.slots), -1, dtype=np.int32)
         first = np.cumsum(counts) - counts  # a row's further ids are computed as known ones
         some = counts > 0

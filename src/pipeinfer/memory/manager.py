@@ -122,7 +122,8 @@ class MemoryManager:
         self.table = PageTable(max_slots, -(-max_model_len // page_size))
         self.slots = SlotArrays(max_slots)
         self._unverified: list[np.ndarray] = []  # freed since the last plan, see Rows.unverified
-        # bool [pages + 1], also of cached pages: no finite logits have come of them yet.
+        # bool [pages + 1], also of cached pages: no finite logits are known that were computed
+        # from them; zeroed when they are freed.
         self._in_doubt = np.zeros(self.allocator.num_pages + 1, dtype=bool)
         self._number = -1  # of the plan that is applied
         self.reset()
@@ -257,7 +258,6 @@ class MemoryManager:
         if not release.cache_prefix:
             for pages in freed:
                 self._in_doubt[pages] = True
-            self._claim(*freed)
         if self.chains is not None:
             self.chains.release(slot)
         for pages in freed:
@@ -269,10 +269,10 @@ class MemoryManager:
         """Caches the prompts that were completed two plans before.
 
         Not earlier, because only by now the prompt's own result has been seen: a plan that brings
-        requests is published with at most one step in flight (a probe, which may be a third, brings
-        none). If its logits were bad, the request was released, since attention may have carried
-        NaN back into its keys and values. It also follows that a request that ends with its prompt
-        is inserted once only.
+        requests is published with at most one step in flight (a probe, which may be a third plan,
+        brings none, and caches a plan early). If its logits were bad, the request was released,
+        since attention may have carried NaN back into its keys and values. It also follows that a
+        request that ends with its prompt is inserted once only.
         """
         for slot in self._finished_prompts[0].tolist():
             self._in_doubt[self.table.pages_of(slot)] = False
@@ -290,7 +290,8 @@ class MemoryManager:
 
     def _cache_full_pages(self, slot: int, tokens: np.ndarray, clock: int) -> None:
         """Gives the cache the full pages of `tokens` int32 [n], the slot's first n, all of them
-        computed. The slot locks them and reads the cache's pages from now on."""
+        computed. The slot locks them and reads the cache's pages from now on; its own copies of
+        what the cache had are freed."""
         count = len(tokens) // self.page_size
         if count == 0:
             return
@@ -424,11 +425,10 @@ class MemoryManager:
         self._in_doubt[pages] = True
         return pages
 
-    def _claim(self, *pages: np.ndarray) -> None:
+    def _claim(self, pages: np.ndarray) -> None:
         """What the directory says of these pages holds no more."""
         if self.chains is not None:
-            for some in pages:
-                self.chains.claim(some, self._number)
+            self.chains.claim(pages, self._number)
 
     def _evict(self, count: int) -> None:
         pages = self.cache.evict(count)
@@ -441,8 +441,10 @@ class MemoryManager:
         self._clear_if_in_doubt(pages)
 
     def _clear_if_in_doubt(self, pages: np.ndarray) -> None:
+        """Those that are will be zeroed, so they hold no more what the directory says."""
         pages = pages[self._in_doubt[pages]]
         if len(pages):
+            self._claim(pages)
             self._unverified.append(pages)
             self._in_doubt[pages] = False
 

@@ -8,8 +8,9 @@ the directory says so, puts them into its prefix cache, and computes the others 
 - PageChains: pages with what they hold, as they travel between the two.
 
 A page's chain is the pages before it in its request and itself; the digest of a page is a hash of
-the digest before it, the cache salt and its token ids, so equal digests mean equal keys and values.
-Only full pages are told. Knows no device and no tensor; ChainTracker and PageChains do no I/O.
+the digest before it, the cache salt and its token ids. So equal digests mean equal keys and values,
+as long as a page that is given away or zeroed is claimed before. Only full pages are told. Knows no
+device and no tensor; ChainTracker and PageChains do no I/O.
 """
 
 from __future__ import annotations
@@ -363,6 +364,13 @@ class ChainTracker:
     def release(self, slot: int) -> None:
         """The request in `slot` is gone."""
         self._requests[slot] = 0
+
+    def distrust(self, step: StepFills, rows: np.ndarray) -> None:
+        """Requests of these `rows` int64 [n] of the plan fill no more pages: bad logits may have
+        left NaN anywhere. Slots that have other requests by now go on."""
+        found = np.isin(step.rows, rows)
+        slots = step.slots[found]
+        self._requests[slots[self._requests[slots] == step.requests[found]]] = 0
 
     def plan(self, rows: PlannedRows, table: PageTable, slots: SlotArrays) -> StepFills:
         """What the step of `rows` will have filled, to be given to `filled` when it has ended."""

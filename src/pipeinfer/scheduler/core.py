@@ -380,7 +380,7 @@ class SchedulerCore:
             return  # sent twice: it runs
         if not (delivered.ids or delivered.prompt_logprobs or delivered.ended):
             return
-        request.resume(delivered)
+        self._planner.resume(request, delivered)
         if delivered.ended:
             self._drop(request, "finished")
             self._records.add_finished(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from pipeinfer.core import Histogram
-from pipeinfer.messages import Extend, Hello, Plan, Prepare, Prepared
+from pipeinfer.messages import Delivered, Extend, Hello, Plan, Prepare, Prepared
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.engine_state import PageCredits, Slots, StepsInFlight
 from pipeinfer.scheduler.policies import StepComposer
@@ -97,8 +97,19 @@ class Planner:
         else:
             self._queue.push(request)
 
+    def resume(self, request: Request, delivered: Delivered) -> None:
+        """`request`, which was never admitted here, goes on after what another scheduler had of it;
+        if it stands in the queue, it moves forward."""
+        waits = request.phase == "waiting"
+        if waits:
+            self._queue.take_out(request)
+        request.resume(delivered)
+        if waits:
+            self._queue.put_in(request)
+
     def drop(self, request: Request) -> None:
-        """It is over, wherever it was; its slot is released with the next plan."""
+        """It is over, wherever it was; its slot is released with the next plan, which waits while a
+        suspect has to run alone."""
         phase = request.phase
         request.move("finished")
         if phase == "running":
@@ -167,8 +178,8 @@ class Planner:
         The scheduler's state advances at once, as if the plan had been computed: composing it takes
         admitted requests off the queue; writing it fills and empties slots, advances
         `Request.projected` of its rows, and reserves the pages that it may take until the engine
-        reports the pages that it, or a later plan, left (Admitted or Result). Also where None is
-        returned, requests whose wait is over have come into the queue.
+        has reported its page counts after this plan or a later one (Admitted or Result). Below full
+        depth, requests whose wait is over have come into the queue, also where None is returned.
         """
         if len(self._steps_in_flight) >= self._options.overlap_depth:
             return None

@@ -103,9 +103,18 @@ class WaitingQueue:
 
     def _put(self, request: Request) -> None:
         request.move("waiting")
+        self.put_in(request)
+
+    def put_in(self, request: Request) -> None:
+        """`request`, which waits, stands in the queue by its priority and arrival."""
         request.queued_tokens = request.length - request.prefix_tokens
         self.tokens += request.queued_tokens
         insort(self._order, (request.work.priority, request.arrival, request))
+
+    def take_out(self, request: Request) -> None:
+        """`request`, which stands in the queue, does no more; ValueError if it does not."""
+        self._order.remove((request.work.priority, request.arrival, request))
+        self.tokens -= request.queued_tokens
 
     def head(self) -> Request | None:
         """The next request, still in the queue; None if there is none."""

@@ -49,7 +49,7 @@ class Request:
         that nobody may reuse what was computed of it.
     lost_tokens: tokens computed by an engine that was lost since; 0 once its successor has said
         how many of them it found in kept pages.
-    queued_tokens: those to be computed, as which it counts while it waits.
+    queued_tokens: tokens to compute, as counted when it came into the queue.
     prefix_source: the request that has computed its prompt, or, if shared_len is not 0, so many
         first tokens of it.
     logprobs, prompt_logprobs: packed scores of its outputs, and of its prompt's tokens so far; of
@@ -246,7 +246,7 @@ class Request:
             _fill(self.prompt_logprobs, self.prompt_len * self.prompt_score_size)
         self.first_cache_hit = 0
         self.lost_tokens = self.length - 1 if self.outputs else 0
-        self.arrival -= RESUMED
+        self.arrival = self.arrival % RESUMED - RESUMED  # once, also where it is told twice
 
     def truncate(self, length: int) -> None:
         """So many outputs are all there are."""
