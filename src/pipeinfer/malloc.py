@@ -1,9 +1,12 @@
-"""What is asked of the C library's memory, where the library is glibc; elsewhere nothing is."""
+"""What is asked of the C library's memory, where the library is glibc, elsewhere nothing; and how
+much memory this process has."""
 
 from __future__ import annotations
 
 import ctypes
 import linecache
+import os
+from pathlib import Path
 
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 LARGE = 128 << 10  # bytes; glibc's own first value
@@ -31,3 +34,8 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def resident_bytes() -> int:
+    """What is in memory of this process, shared pages included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -128,6 +128,15 @@ def test_more_requests_than_graphs_have_room_for_is_said(folder, monkeypatch, ca
     assert [line.endswith(said) for line in found] == ([True] if said else [])
 
 
+@pytest.mark.parametrize(
+    ("device", "tp", "where"), [("cpu", 2, "with --tp 2"), ("cuda", 1, "on a GPU")]
+)
+def test_where_a_standby_cannot_be_is_said(folder, monkeypatch, device, tp, where):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
+    with pytest.raises(ConfigurationError, match=f"--standby: not {where} yet"):
+        choose_engine(Settings(device=device, tp=tp, standby=True), folder)
+
+
 def test_pages_follow_free_memory_and_are_capped(folder, monkeypatch):
     page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # K and V, layers, heads, head_dim, tokens, float32
     monkeypatch.setattr(machine, "available_bytes", lambda: 1000 * page_bytes)
@@ -135,6 +144,9 @@ def test_pages_follow_free_memory_and_are_capped(folder, monkeypatch):
     sampling = loaded.runner.sampling_bytes
     assert sampling == 2 * 256 * 264 * 4, "counts and float32 logits, of all slots and ids"
     assert loaded.pages == (500 * page_bytes - sampling) // page_bytes
+    monkeypatch.setattr(machine, "resident_bytes", lambda: 400 * page_bytes)
+    beside = load_engine(Settings(memory_fraction=0.5, standby=True), folder)
+    assert beside.pages == (300 * page_bytes - sampling) // page_bytes
     monkeypatch.setattr(machine, "MAX_HOST_BYTES", 50 * page_bytes)
     assert load_engine(Settings(), folder).pages == 50
     monkeypatch.setattr(machine, "available_bytes", lambda: page_bytes)

@@ -52,7 +52,7 @@ from pipeinfer.engine.loading import load_engine
 from pipeinfer.settings import Settings
 kept = KeptMemory(sys.argv[1])
 settings = Settings(kv_pages=16, max_running=2, kv_cache_dtype="fp8_e4m3", threads=1)
-engine = load_engine(settings, Path(sys.argv[2]), kept=kept)
+engine = load_engine(settings, Path(sys.argv[2]), kept=lambda: kept)
 centers = [one for one in engine.runner.pool.key_centers if one is not None]
 print(sorted(kept.taken), len(centers), float(sum(one.abs().sum() for one in centers)), flush=True)
 sys.stdin.read()

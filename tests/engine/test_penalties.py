@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.engine.sampling import IN_OUTPUT, IN_PROMPT, Penalties, penalized
+from pipeinfer.malloc import resident_bytes
 from pipeinfer.step import PenaltyHistory, PenaltyRows
-from resident_memory import resident_bytes
 
 VOCAB, SLOTS = 11, 4
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)

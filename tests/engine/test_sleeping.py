@@ -185,7 +185,7 @@ def resident():
 
 kept = KeptMemory(sys.argv[1])
 settings = Settings(kv_pages=4000, max_running=2, threads=1)
-engine = load_engine(settings, Path(sys.argv[2]), kept=kept)
+engine = load_engine(settings, Path(sys.argv[2]), kept=lambda: kept)
 runner, pool = engine.runner, kept.opened.memory
 hidden = torch.ones(3, int(sys.argv[4]), dtype=runner.pool.dtype)
 pool.array[:] = 1

@@ -14,6 +14,7 @@ from pipeinfer.gateway.health import MAX_NAMED, PER_GROUP, ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.messages import Heartbeat, State
 from pipeinfer.step_cost import Targets
+from pipeinfer.topology import SUPERVISOR
 
 
 def expected(groups: int, ranks: int) -> list[ExpectedStage]:
@@ -180,3 +181,11 @@ def test_what_schedulers_and_engines_count_is_exposed():
         health.on_heartbeat(structs.replace(told, stats={"pages_evictable": 5.0}), 0.0)
     lines = Metrics(health).exposition("")[0].decode().splitlines()
     assert {"pipeinfer_preemptions_total 7.0", "pipeinfer_pages_evictable 10.0"} <= set(lines)
+
+
+def test_the_supervisor_says_how_many_standbys_are_ready():
+    health, supervisor = Health(STAGES), ExpectedStage(SUPERVISOR, "supervisor")
+    for ready in (2, 0):
+        said = structs.replace(beat(supervisor, "ready"), stats={"standbys_ready": float(ready)})
+        health.on_heartbeat(said, 0.0)
+        assert health.standbys_ready == ready and SUPERVISOR not in health.stages

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
+from pipeinfer.malloc import resident_bytes
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
-from resident_memory import resident_bytes
 
 
 def test_a_large_pool_takes_memory_only_where_it_is_written():

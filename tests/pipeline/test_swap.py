@@ -13,10 +13,10 @@ from pathlib import Path
 
 import openai
 import pytest
+from swaps import swap, topology_of
 
 import pipeinfer
 from pipeinfer.demo import copy_task
-from pipeinfer.runtime.servers import running_servers
 from servers import STAGES, Server, environment
 
 STREAMS, TOKENS = 32, 150
@@ -27,19 +27,6 @@ def served():
     """Its gateway may take long to finish its streams: machines differ."""
     with Server("--drain-timeout", "240") as running:
         yield running
-
-
-def topology_of(server: Server) -> str:
-    return str(next(s.file for s in running_servers() if s.pid == server.process.pid))
-
-
-def swap(server: Server, stage: str, *command: str) -> subprocess.CompletedProcess[str]:
-    after = ["--", *command] if command else []
-    return subprocess.run(
-        [sys.executable, "-m", "pipeinfer", "swap", stage, "--topology", topology_of(server),
-         *after],
-        capture_output=True, text=True, env=environment(), timeout=240, check=False,
-    )  # fmt: skip
 
 
 async def _ask(api: openai.AsyncOpenAI, question: str) -> str:

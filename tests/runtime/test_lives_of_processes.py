@@ -20,6 +20,7 @@ from pipeinfer.core import Send
 from pipeinfer.messages import Recover
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import INCARNATION_VARIABLE, Stage
+from pipeinfer.runtime.standby import STANDBY_FLAG
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity
@@ -124,3 +125,15 @@ async def test_a_stage_that_nobody_numbers_finds_a_number_that_is_heard(schedule
         in (await process.stderr.read()).decode()
     )
     assert await process.wait() == 0
+
+
+def test_a_standby_without_a_status_pipe_is_silent_and_ends_with_its_stdin(short_path):
+    """As within a command that closes what it does not know."""
+    file = short_path / "pipeinfer.toml"
+    file.write_text(topologies.local(Settings(), f"ipc://{short_path}/").to_toml())
+    words = [sys.executable, "-m", "pipeinfer.runtime", "engine", "--topology", str(file)]
+    done = subprocess.run(
+        [*words, STANDBY_FLAG], input="", text=True, env=environment(), timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert [one.name for one in short_path.iterdir()] == [file.name]

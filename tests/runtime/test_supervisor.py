@@ -13,6 +13,7 @@ import zmq
 from pipeinfer import topology as topologies
 from pipeinfer.runtime.child import (
     FAILED,
+    MAX_DEATHS,
     MAX_REASON_CHARS,
     MISCONFIGURED,
     ORDERLY,
@@ -23,7 +24,7 @@ from pipeinfer.runtime.child import (
     StatusWriter,
     inherited_status_writer,
 )
-from pipeinfer.runtime.supervisor import MAX_DEATHS, Supervisor
+from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity
 from waiting import until

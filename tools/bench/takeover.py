@@ -35,8 +35,13 @@ from pipeinfer.core import TAKEOVER_PHASES
 
 LOOK = 0.02  # seconds between two looks
 PATIENCE = 3600.0  # seconds until all streams go on
+SETTLED_SECONDS = 1.0  # after a takeover, until /metrics says no more of the standby that was
 HOLDER_SECONDS = 4.0  # for the next memory holder to start, and to get what the engine keeps
-VARIANTS = ("keep", "no-keep")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "no-keep": {"no_keep_memory": True},
+    "standby": {"standby": True},
+}
 MAX_BROKEN = 20  # promises; then it is over
 HOLDER_MODULE = "pipeinfer.runtime.memory_holder"
 
@@ -50,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=400, help="of each answer")
     add("--kills", type=int, default=10, help="of each variant, in each round")
     add("--rounds", type=int, default=1, help="each starts a server of each variant, in turns")
-    add("--variants", default="keep", help=f"of {', '.join(VARIANTS)}; no-keep: --no-keep-memory")
+    add("--variants", default="keep", help=f"of {', '.join(VARIANTS)}")
     add("--wait", type=float, default=3.0, metavar="S", help="before a kill, at most; drawn")
+    add("--calm", type=float, default=0.0, metavar="S", help="before each kill, beside --wait")
     add("--seconds", type=float, default=float("inf"), help="no kill begins later")
     add("--storm-seed", type=int, default=0)
     add("--any-text", action="store_true", help="other texts are counted, and break no promise")
@@ -69,12 +75,12 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
             Client(number, [source.randint(0, highest) for _ in range(options.context)])
             for number in range(options.streams)
         ]
-        runs = {name: Run(options, clients, source) for name in options.variants.split(",")}
+        names = options.variants.split(",")
+        runs = {name: Run(options, clients, source, name == "standby") for name in names}
         until = time.monotonic() + options.seconds
         for _ in range(options.rounds):
             for name, one in runs.items():
-                changed = {"no_keep_memory": True} if name == "no-keep" else {}
-                with ServerUnderTest({**settings, **changed}) as server:
+                with ServerUnderTest({**settings, **VARIANTS[name]}) as server:
                     asyncio.run(one.serve(server, until))
     return {
         "streams": options.streams,
@@ -121,8 +127,11 @@ class Client:
 
     def gap(self, since: float, until: float) -> float:
         """Seconds of the longest pause between two pieces that touches this time."""
-        pairs = ((a, b) for a, b in pairwise(self.moved) if b > since and a < until)
-        return max((b - a for a, b in pairs), default=0.0)
+        return max(self.gaps(since, until), default=0.0)
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        """Seconds of all pauses that touch this time."""
+        return [b - a for a, b in pairwise(self.moved) if b > since and a < until]
 
 
 @dataclass(frozen=True)
@@ -139,9 +148,16 @@ class Run:
     """One variant: its kills so far, and promises that did not hold."""
 
     def __init__(
-        self, options: argparse.Namespace, clients: Sequence[Client], source: random.Random
+        self,
+        options: argparse.Namespace,
+        clients: Sequence[Client],
+        source: random.Random,
+        standby: bool,
     ) -> None:
         self._options, self._clients, self._random = options, clients, source
+        self._standby = standby
+        self._starting: list[float] = []  # gaps while a standby starts
+        self._calm: list[float] = []  # gaps before a kill
         self._url = ""
         self._over = False
         self._kills: list[Kill] = []
@@ -187,12 +203,16 @@ class Run:
     async def _kill(self, server: ServerUnderTest, api: aiohttp.ClientSession, first: bool) -> None:
         """One kill, when all streams run, and what came of it. first: of this server."""
         await self._all_move(time.monotonic())
+        if self._standby:
+            await self._standby_ready(api)
         if not first:
             forget_losses(server.process.pid)
             await asyncio.sleep(HOLDER_SECONDS)
-        await asyncio.sleep(self._random.random() * self._options.wait)
+        begun = time.monotonic()
+        await asyncio.sleep(self._options.calm + self._random.random() * self._options.wait)
         before = await self._metrics(api)
         at = time.monotonic()
+        self._calm += [gap for one in self._clients for gap in one.gaps(begun, at)]
         os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
         count = "pipeinfer_takeovers_total"
         await self._all_move(at)
@@ -210,6 +230,16 @@ class Run:
         )
         self._kills.append(kill)
         print(f"{len(self._kills)}: {kill}", flush=True)
+
+    async def _standby_ready(self, api: aiohttp.ClientSession) -> None:
+        begun, deadline = time.monotonic(), time.monotonic() + PATIENCE
+        await asyncio.sleep(SETTLED_SECONDS)
+        while not (await self._metrics(api))["pipeinfer_standbys_ready"]:
+            if time.monotonic() > deadline:
+                raise TimeoutError("no standby is ready")
+            await asyncio.sleep(0.2)
+        now = time.monotonic()
+        self._starting += [gap for one in self._clients for gap in one.gaps(begun, now)]
 
     async def _all_move(self, since: float) -> None:
         """Returns when every stream has moved since."""
@@ -239,6 +269,8 @@ class Run:
             "answers": self._answers,
             "other_texts": self._other_texts,
             "gap_seconds": _spread(gaps),
+            "p99_gap_calm": _p99(self._calm),
+            "p99_gap_while_a_standby_starts": _p99(self._starting),
             "recomputed": _spread([kill.recomputed for kill in self._kills]),
             "recomputed_of_a_stream": _spread(
                 [kill.recomputed / len(self._clients) for kill in self._kills]
@@ -256,6 +288,10 @@ def forget_losses(supervisor: int) -> None:
     for child in psutil.Process(supervisor).children():
         if HOLDER_MODULE in child.cmdline():
             child.kill()
+
+
+def _p99(values: Sequence[float]) -> float:
+    return round(sorted(values)[int(len(values) * 0.99)], 3) if values else 0.0
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

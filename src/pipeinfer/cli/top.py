@@ -36,6 +36,7 @@ from pipeinfer.gateway.monitor import (
 from pipeinfer.messages import Heartbeat
 from pipeinfer.observe.spans import MEASURED_PART, StageDurations
 from pipeinfer.runtime.logs import can_rewrite
+from pipeinfer.topology import SUPERVISOR
 
 QUIT = b"qQ"
 
@@ -104,7 +105,7 @@ def run_top(arguments: Sequence[str]) -> int:
     rates, latencies = PipelineRates(health), StageDurations()
     rewritten = can_rewrite(sys.stdout) and not options.once
     with ControlClient(topology, zmq.Context.instance()) as caller, TerminalKeys(rewritten) as keys:
-        for stage in health.stages:
+        for stage in (*health.stages, *([SUPERVISOR] if topology.supervisor else [])):
             caller.listen(stage)
         with suppress(KeyboardInterrupt):
             heartbeats = dict.fromkeys(health.stages, 0)
@@ -157,9 +158,9 @@ def listen(
     deadline = time.monotonic() + max(seconds, 0.1)
     while (remaining := deadline - time.monotonic()) > 0 and not quits():
         for _, message in caller.receive(min(0.2, remaining)):
-            if isinstance(message, Heartbeat) and message.stage in health.stages:
+            if isinstance(message, Heartbeat):
                 health.on_heartbeat(message, time.monotonic())
-                if enough(message):
+                if message.stage in health.stages and enough(message):
                     return
             elif isinstance(message, Observed) and observed is not None:
                 for span in message.spans:
@@ -229,6 +230,8 @@ def _screen_lines(
         if row.restarts:
             parts.insert(1, f"started again {counted(row.restarts, 'time')}")
         lines.append(StageLine(head, parts))
+    if health.standbys_ready:
+        lines.append(StageLine(f"{'standbys':{wide}} ", [f"{health.standbys_ready} ready"]))
     for what, name in (("first token", "ttft_ms"), ("between tokens", "itl_ms")):
         latency = snapshot.latency[name]
         if latency.count:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,6 +58,7 @@ from pipeinfer.models.loading import (
     read_kv_scales,
 )
 from pipeinfer.runtime.logs import DETAILS
+from pipeinfer.runtime.memory_holder import keeps_memory
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import (
     MEASURED_TOKENS,
@@ -70,6 +71,14 @@ from pipeinfer.step_cost import (
 
 if TYPE_CHECKING:
     from pipeinfer.models.transformers_backend import TransformersSpec
+
+TakeMemory = Callable[[], KeptMemory | None]  # None: nothing outlives this process
+
+
+def no_memory() -> KeptMemory | None:
+    """A TakeMemory."""
+    return None
+
 
 AS_THE_MODEL, FP8 = "auto", "fp8_e4m3"  # what keys and values are stored as
 
@@ -126,8 +135,8 @@ class LoadedEngine:
     CUDA graph, now or later. step_tokens: of the largest step. step_cost: what steps take, None
     where it was not measured. uses_transformers: transformers built the model. kv_dtype: of keys
     and values in pages, AS_THE_MODEL or FP8.
-    kept_pool: the pool's memory, where it outlives this process. memory: what it gives back while
-    it sleeps; None: it cannot.
+    kept: where memory outlives this process; None: nowhere. memory: what it gives back while it
+    sleeps; None: it cannot.
     """
 
     runner: Runner
@@ -143,8 +152,13 @@ class LoadedEngine:
     step_cost: StepCost | None = None
     uses_transformers: bool = False
     kv_dtype: str = AS_THE_MODEL
-    kept_pool: KeptPool | None = None
+    kept: KeptMemory | None = None
     memory: EngineMemory | None = None
+
+    @property
+    def kept_pool(self) -> KeptPool | None:
+        """The pool's memory, where it outlives this process."""
+        return None if self.kept is None else self.kept.opened
 
 
 def choose_engine(
@@ -157,6 +171,12 @@ def choose_engine(
     Raises ConfigurationError that names the culprit.
     """
     device, ordinal = _device(settings.device), rank if ordinal is None else ordinal
+    if settings.standby and (device == "cuda" or settings.tp > 1):
+        where = "on a GPU" if device == "cuda" else f"with --tp {settings.tp}"
+        raise ConfigurationError(
+            f"--standby: not {where} yet, where a standby would need ranks and kept weights that "
+            "only the engine that serves can have"
+        )
     outline = read_outline(folder, settings.model_impl)
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
     max_model_len = _max_model_len(settings.max_model_len, outline)
@@ -206,12 +226,12 @@ def load_engine(
     start: Start | None = None,
     collectives: TorchCollectives | None = None,
     choices: EngineChoices | None = None,
-    kept: KeptMemory | None = None,
+    kept: TakeMemory = no_memory,
 ) -> LoadedEngine:
     """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `start` the seconds.
     `collectives`: how several ranks compute together; all of them must be loading. `choices`: what
-    `choose_engine` gave for this rank; it is asked here if they are not given. `kept`: where the
-    pool is to outlive this process.
+    `choose_engine` gave for this rank; it is asked here if they are not given. `kept`: gives memory
+    that is to outlive this process; it is called once, on a CPU when all is done that needs none.
 
     Raises ConfigurationError before any weight is read if something does not fit. What it changes
     of the process stands in the machines' docstrings.
@@ -219,11 +239,20 @@ def load_engine(
     choices, start = choices or choose_engine(settings, folder, rank), start or Start()
     with start.phase("weights"):
         chosen = machine(choices.device, settings, choices.ordinal)
-    if kept is not None and choices.device == "cuda" and (why := cuda_obstacle()):
-        log.warning("memory will not outlive this engine: %s", why)
-        kept = None
-    if kept is not None:
-        kept.begin(_memory_key(settings, folder, choices))
+    key = _memory_key(settings, folder, choices) if keeps_memory(settings) else b""
+
+    @cache
+    def taken() -> KeptMemory | None:
+        memory = kept()
+        if memory is not None and choices.device == "cuda" and (why := cuda_obstacle()):
+            log.warning("memory will not outlive this engine: %s", why)
+            return None
+        if memory is not None:
+            memory.begin(key)
+        return memory
+
+    if choices.device == "cuda":  # weights may have been left, or room is made for them
+        taken()
     kernels = registry.import_packages(choices.attention)  # while weights are read
 
     def build() -> tuple[Runner, SleepingWeights | None]:
@@ -231,7 +260,7 @@ def load_engine(
             with start.phase("ranks"):
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
-            model, weights = _model(settings, folder, choices, collectives, progress, kept)
+            model, weights = _model(settings, folder, choices, collectives, progress, taken)
         with start.phase("attention"):
             kernels.join()
         shape = EngineShape(
@@ -241,16 +270,17 @@ def load_engine(
             choices.dtype,
             choices.kv_scales,
         )
-        runner = build_runner(model, settings, shape, chosen, collectives, start, kept)
+        runner = build_runner(model, settings, shape, chosen, collectives, start, taken)
         return runner, weights
 
     runner, weights = chosen.build(build)
-    if kept is not None and kept.taken:
-        details.info("an engine before has left: %s", ", ".join(kept.taken))
-    loaded = _loaded(choices, settings.max_running, runner, None if kept is None else kept.opened)
-    if kept is None or weights is None:
+    memory = taken()
+    if memory is not None and memory.taken:
+        details.info("an engine before has left: %s", ", ".join(memory.taken))
+    loaded = _loaded(choices, settings.max_running, runner, memory)
+    if memory is None or weights is None:
         return loaded
-    return replace(loaded, memory=EngineMemory(kept, weights, chosen.device.run))
+    return replace(loaded, memory=EngineMemory(memory, weights, chosen.device.run))
 
 
 def _memory_key(settings: Settings, folder: Path, choices: EngineChoices) -> bytes:
@@ -267,11 +297,11 @@ def _memory_key(settings: Settings, folder: Path, choices: EngineChoices) -> byt
 
 
 def _loaded(
-    choices: EngineChoices, max_slots: int, runner: Runner, kept_pool: KeptPool | None
+    choices: EngineChoices, max_slots: int, runner: Runner, kept: KeptMemory | None
 ) -> LoadedEngine:
     return LoadedEngine(
         runner=runner,
-        kept_pool=kept_pool,
+        kept=kept,
         page_size=choices.page_size,
         pages=runner.pool.num_pages,
         max_model_len=choices.max_model_len,
@@ -293,7 +323,7 @@ def _model(
     choices: EngineChoices,
     collectives: TorchCollectives | None,
     progress: Callable[[int, int], None] | None,
-    kept: KeptMemory | None,
+    kept: TakeMemory,
 ) -> tuple[LanguageModel, SleepingWeights | None]:
     """With its weights; None: they stay where they are as long as the process lives."""
     spec = choices.transformers_spec
@@ -318,10 +348,11 @@ def _model(
             load_weights(model, folder, progress, choices.stored)
 
     plain = spec is None and choices.config.quantization is None
-    if kept is not None and choices.device == "cuda" and plain:
+    on_gpu = choices.device == "cuda"
+    if on_gpu and plain and (memory := kept()) is not None:
         from pipeinfer.engine.kept_weights import build_with_weights
 
-        return build_with_weights(kept, build, fill)
+        return build_with_weights(memory, build, fill)
 
     def load() -> LanguageModel:
         if spec is not None:
@@ -330,7 +361,7 @@ def _model(
         fill(model)
         return model
 
-    if kept is None or choices.device == "cuda":
+    if on_gpu or not keeps_memory(settings):
         return load(), None
     model = ReloadableModel(load, return_freed_memory)
     return model, model
@@ -543,11 +574,11 @@ def build_runner(
     machine: Machine,
     collectives: TorchCollectives | None = None,
     start: Start | None = None,
-    kept: KeptMemory | None = None,
+    take: TakeMemory = no_memory,
 ) -> Runner:
     """A runner with its pool and graphs; `start` times the phases. `collectives`: of the
-    ranks that this one computes with, `model` being its share. `kept`: where the pool is to outlive
-    this process; a pool that an earlier one left has as many pages as it had.
+    ranks that this one computes with, `model` being its share. `take`: gives what the pool is to
+    outlive this process in; a pool that an earlier one left has as many pages as it had.
 
     Raises ConfigurationError if not a single page fits.
     """
@@ -558,7 +589,9 @@ def build_runner(
     with start.phase("attention"):
         backend = registry.create(shape.attention, layers, machine.where)
 
-    key_centers = _key_centers(model, shape, machine, collectives, kept)
+    key_centers = None
+    if shape.scales is not None:
+        key_centers = _key_centers(model, shape, machine, collectives, take())
 
     def pool(pages: int, memory: torch.Tensor | None = None) -> KVPool:
         size = (pages, shape.page_size)
@@ -572,6 +605,7 @@ def build_runner(
         runner = Runner(model, pool(2), backend, largest, sampler, machine.device, machine.kernels)
     with start.phase("warm_up"):
         machine.warm_up(runner, shape.max_model_len)
+    kept = take()
     with start.phase("pool"):
         pages = _pool_pages(settings, shape, machine, runner.pool.bytes_per_page, collectives, kept)
         if kept is None:
@@ -647,11 +681,9 @@ def _key_centers(
     machine: Machine,
     collectives: TorchCollectives | None,
     kept: KeptMemory | None,
-) -> tuple[KeyCenter, ...] | None:
-    """What each layer's keys are stored less, if pages hold e4m3. Pages that were left are of use
+) -> tuple[KeyCenter, ...]:
+    """What each layer's keys are stored less, as pages hold e4m3. Pages that were left are of use
     with the centers that they were stored with, and with no others."""
-    if shape.scales is None:
-        return None
     raw = None if kept is None else kept.read(KEY_CENTERS, b"")
     least = _least(collectives)
     if least(raw is not None):
@@ -741,7 +773,7 @@ def _capture(
 
 def _pages(settings: Settings, shape: EngineShape, machine: Machine, page_bytes: int) -> int:
     """Pages without the dummy: what fits, and no more than all slots can use."""
-    free = machine.free_for_pages(settings.memory_fraction)
+    free = machine.free_for_pages(settings.memory_fraction, settings.standby)
     pages = free // page_bytes - 1
     if pages < 1:
         raise ConfigurationError(

@@ -46,6 +46,7 @@ from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.layers.quantized import FP8_MIN_CAPABILITY
 from pipeinfer.layers.weight import MIN_SHARED_MEMORY_BYTES
+from pipeinfer.malloc import resident_bytes
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +90,9 @@ class Machine(Protocol):
         request has at most so many tokens."""
         ...
 
-    def free_for_pages(self, fraction: float, /) -> int:
-        """Bytes for KV pages, if `fraction` of its memory may be in use."""
+    def free_for_pages(self, fraction: float, standby: bool = False, /) -> int:
+        """Bytes for KV pages, if `fraction` of its memory may be in use. standby: as much as this
+        process takes is left to another one."""
         ...
 
     @property
@@ -127,8 +129,9 @@ class HostMachine:
         """Nothing is compiled here; what sampling takes is noted."""
         self._sampling_bytes = runner.sampling_bytes
 
-    def free_for_pages(self, fraction: float) -> int:
-        of_rank = int(available_bytes() // self._ranks * fraction)
+    def free_for_pages(self, fraction: float, standby: bool = False) -> int:
+        free = available_bytes() - (resident_bytes() if standby else 0)
+        of_rank = int(free // self._ranks * fraction)
         return min(of_rank - self._sampling_bytes, MAX_HOST_BYTES)
 
 
@@ -394,7 +397,7 @@ class CudaMachine:
             runner.run(alike_decodes(rows, 0, page_size))
             runner.run(alike_decodes(MIN_SHARED_DECODES, 1, page_size))
 
-    def free_for_pages(self, fraction: float) -> int:
+    def free_for_pages(self, fraction: float, standby: bool = False) -> int:
         """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the
         warm-up's pool is gone."""
         torch.cuda.synchronize()

@@ -48,6 +48,12 @@ def build(context: StageContext) -> Stage:
     def say(text: str) -> None:
         context.report_status(state, text)
 
+    def kept_memory() -> KeptMemory | None:
+        """Where memory outlives this process; a standby has it when it is to serve."""
+        nonlocal context
+        context = context.promoted()
+        return KeptMemory.from_environment(os.environ) if keeps_memory(settings) else None
+
     start = Start(say)
     start.took("process", process_age())
     folder = find_model(settings, context.log_progress)
@@ -60,6 +66,7 @@ def build(context: StageContext) -> Stage:
             libraries.join()
 
         from pipeinfer.engine.core import EngineCore
+        from pipeinfer.engine.kept_memory import KeptMemory
         from pipeinfer.engine.loading import AS_THE_MODEL, choose_engine, load_engine
         from pipeinfer.engine.profiling import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
@@ -73,9 +80,8 @@ def build(context: StageContext) -> Stage:
     state = "loading"
     with start.phase("ranks"):
         collectives = _collectives(context, choices.device, ordinal)
-    kept = _kept_memory(settings)
     loaded = load_engine(
-        settings, folder, start.read, identity.rank, start, collectives, choices, kept
+        settings, folder, start.read, identity.rank, start, collectives, choices, kept_memory
     )
     chains = None
     if loaded.kept_pool is not None:
@@ -110,7 +116,7 @@ def build(context: StageContext) -> Stage:
     profile_observer = None
     if profile is not None:
         profile_observer = StepProfile(settings.profile, profile, loaded.runner.phases)
-    driver = _driver(loaded, profile_observer, masks, start, kept)
+    driver = _driver(loaded, profile_observer, masks, start)
     return Stage(
         core,
         driver,
@@ -119,13 +125,6 @@ def build(context: StageContext) -> Stage:
         _facts(loaded),
         prefixes=partial(_prefixes, memory.cache),
     )
-
-
-def _kept_memory(settings: Settings) -> KeptMemory | None:
-    """Where memory outlives this process."""
-    from pipeinfer.engine.kept_memory import KeptMemory
-
-    return KeptMemory.from_environment(os.environ) if keeps_memory(settings) else None
 
 
 def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:
@@ -235,7 +234,6 @@ def _driver(
     observer: StepProfile | None,
     masks: Masks | None,
     start: Start,
-    kept: KeptMemory | None,
 ) -> DeviceDriver:
     from pipeinfer.engine.executor import (
         BackgroundCapture,
@@ -250,6 +248,6 @@ def _driver(
         nothing_to_prepare if masks is None else masks.prepare,
         BackgroundCapture(loaded.runner),
         start.statistics(),
-        kept,
+        loaded.kept,
         loaded.memory,
     )

@@ -15,7 +15,7 @@ from math import inf
 from pipeinfer.command_line import counted
 from pipeinfer.core import takeover_seconds
 from pipeinfer.messages import Heartbeat
-from pipeinfer.topology import Topology
+from pipeinfer.topology import SUPERVISOR, Topology
 
 PER_GROUP = ("scheduler", "engine")
 # A statistic that a stage's heartbeat has once the stage has started.
@@ -72,6 +72,7 @@ class Health:
     silence: seconds without a heartbeat after which a stage counts as lost.
     host_loss: seconds after that in which its return is awaited.
     stages: {stage id: status}.
+    standbys_ready: standbys of engines that the supervisor has ready, as it said last.
 
     The counts below are updated with every heartbeat, whose cost must not grow with the number of
     stages.
@@ -84,6 +85,7 @@ class Health:
         self, expected: Iterable[ExpectedStage], silence: float = 5.0, host_loss: float = inf
     ) -> None:
         self._silence, self._host_loss = silence, host_loss
+        self.standbys_ready = 0
         self._lost_since: dict[str, float] = {}  # monotonic seconds
         self.stages = {e.stage: StageStatus(e.stage, e.name, e.group, e.rank) for e in expected}
         self._order = list(self.stages.values())
@@ -100,6 +102,8 @@ class Health:
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Takes a heartbeat; those of unknown stages and of earlier incarnations are ignored."""
+        if beat.stage == SUPERVISOR:
+            self.standbys_ready = int(beat.stats.get("standbys_ready", 0))
         row = self.stages.get(beat.stage)
         if row is None or beat.incarnation < row.incarnation:
             return

@@ -311,6 +311,11 @@ class _StageCollector(Collector):
             ),
             ("pages", "All KV pages.", total("engine", "pages_total")),
             (
+                "standbys_ready",
+                "Standbys of engines (--standby) that could go on at once.",
+                self._health.standbys_ready,
+            ),
+            (
                 "target_step_tokens",
                 "Tokens of the longest step beside 64 streams within --itl-target, of all groups; "
                 "0 where step times are not known.",

@@ -255,8 +255,8 @@ WITHOUT_EFFECT = frozenset(
         "max_prompts", "max_queue", "max_queue_tokens", "memory_fraction", "no_keep_memory",
         "no_page", "otlp_endpoint", "overlap_depth", "policy", "port", "profile", "profile_dir",
         "public_address", "record", "record_max_bytes", "request_timeout", "routing", "seed",
-        "served_model_name", "stay_awake", "tls_cert", "tls_key", "topology", "ttft_target",
-        "vllm_metrics", "watchdog",
+        "served_model_name", "standby", "stay_awake", "tls_cert", "tls_key", "topology",
+        "ttft_target", "vllm_metrics", "watchdog",
     )
 )  # fmt: skip
 # Settings that name files, whose contents are part of the fingerprint.

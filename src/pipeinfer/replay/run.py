@@ -72,7 +72,7 @@ FACTS = {
     "step_tokens": "max_step_tokens",
 }
 # Only what this process is for; a replay records nothing and listens nowhere.
-OURS = {"record": "", "topology": "", "in_process": False, "port": 0}
+OURS = {"record": "", "topology": "", "in_process": False, "standby": False, "port": 0}
 
 
 @dataclass

@@ -35,6 +35,7 @@ ORDERLY = 0
 FAILED = 1
 MISCONFIGURED = 2  # no further start would mend it
 
+MAX_DEATHS = 5  # of a stage that was not ready in between; at one more it is given up
 
 PARENT_CHECK = 0.5  # seconds between two looks whether the parent is there
 ORDERLY_END = 10.0  # seconds that an orderly end may take after that
@@ -110,17 +111,20 @@ def inherited_status_writer(
 
 
 class StatusWriter:
-    """The stage's end of the status pipe, the descriptor `sink`; it never waits."""
+    """The stage's end of the status pipe, the descriptor `sink`; it never waits.
+
+    incarnation: of the process; 0: a standby, which has none yet.
+    """
 
     def __init__(self, sink: int, incarnation: int) -> None:
-        self.sink, self._incarnation = sink, incarnation
+        self.sink, self.incarnation = sink, incarnation
         os.set_blocking(sink, False)
         os.set_inheritable(sink, False)
 
     def write(self, state: State, reason: str, newest: int = 0) -> None:
         """Writes a StatusReport; nothing if the reader has gone, or the pipe is full."""
         reason = reason[:MAX_REASON_CHARS].encode("utf-8", "replace").decode()
-        report = StatusReport(state, reason, os.getpid(), self._incarnation, newest)
+        report = StatusReport(state, reason, os.getpid(), self.incarnation, newest)
         with suppress(OSError):
             os.write(self.sink, msgspec.json.encode(report) + b"\n")
 
@@ -238,17 +242,15 @@ class Child:
     _status_reader: StatusReader | None = None
 
     async def start(
-        self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        standby: bool = False,
     ) -> asyncio.subprocess.Process:
-        """Starts the command. OSError if it cannot be executed."""
-        self.ready.clear()
-        self.has_reported.clear()
-        # So that a late heartbeat of the old one is not taken for the new one's.
-        self.process = None
-        self._started_as = self.numbers.next(self.newest)
-        self._pid = 0
-        self.status, self.failure_reason = ("starting", ""), ""
-        self.close_reports()
+        """Starts the command. OSError if it cannot be executed. standby: it waits on stdin until it
+        is promoted, and has no number before."""
+        self._forget(0 if standby else self.numbers.next(self.newest))
         reports = self._status_reader = StatusReader()
         defaults = {} if self.identity.name == "engine" else LIGHT_STAGE_ENVIRONMENT
         ours = {REPORT_FD_VARIABLE: reports.name, INCARNATION_VARIABLE: str(self._started_as)}
@@ -258,7 +260,7 @@ class Child:
                 *arguments,
                 env={**defaults, **environment, **ours},
                 cwd=self.command.folder or None,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if standby else asyncio.subprocess.DEVNULL,
                 pass_fds=(*descriptors, reports.sink),
                 start_new_session=True,  # Ctrl-C is for this process, which drains them in order
             )
@@ -266,6 +268,30 @@ class Child:
             reports.close_sink()
         asyncio.get_running_loop().add_reader(reports.source, self.read_reports)
         return self.process
+
+    def promote(self, standby: Child) -> None:
+        """The process of `standby` is this stage's from now on, and is told its number."""
+        standby.read_reports()
+        process, reports = standby.process, standby._status_reader
+        standby._status_reader = None
+        assert process is not None and process.stdin is not None
+        self._forget(self.numbers.next(self.newest))
+        self.process, self._status_reader = process, reports
+        if reports is not None:
+            asyncio.get_running_loop().add_reader(reports.source, self.read_reports)
+        process.stdin.write(f"{self._started_as}\n".encode())
+        process.stdin.close()
+
+    def _forget(self, started_as: int) -> None:
+        """Another process comes, with that number."""
+        self.ready.clear()
+        self.has_reported.clear()
+        # So that a late heartbeat of the old one is not taken for the new one's.
+        self.process = None
+        self._started_as = started_as
+        self._pid = 0
+        self.status, self.failure_reason = ("starting", ""), ""
+        self.close_reports()
 
     def read_reports(self) -> None:
         """Takes the process's reports, also if it has ended since."""
@@ -294,7 +320,7 @@ class Child:
 
     def _on_status(self, status: Heartbeat | StatusReport) -> bool:
         """What a heartbeat and a report have in common; False if it is an earlier process's."""
-        if self.process is None:
+        if self.process is None or status.incarnation < 1 <= self._started_as:  # before promotion
             return False
         if status.pid != self.process.pid and status.incarnation < self._started_as:
             return False

@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -71,6 +72,7 @@ from pipeinfer.runtime.stage import (
     incarnation_after,
     own_incarnation,
 )
+from pipeinfer.runtime.standby import STANDBY_FLAG, StandbyBuild, no_report, read_promotion
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity, Topology, deployed_topology
 
@@ -222,9 +224,18 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         if not wait_until_listening(options.wait_fd):
             return ORDERLY
     gc.set_threshold(*(GATEWAY_GC_THRESHOLDS if identity.name == "gateway" else GC_THRESHOLDS))
+    build = partial(_build, identity.name, tuple(options.listen_fd))
+    if options.await_promotion:
+        report = no_report if status is None else status.write
+        build = StandbyBuild(build, StageContext(settings, topology, identity, 0, report))
+        incarnation = read_promotion(sys.stdin)
+        if not incarnation:
+            return ORDERLY
+        if status is not None:
+            status.incarnation = incarnation
     ties = ParentTies(incarnation, status, watch)
     try:
-        return uvloop.run(_run(settings, topology, identity, options, ties))
+        return uvloop.run(_run(settings, topology, identity, options, ties, build))
     except FencedOut as error:
         if status is not None:
             status.write(
@@ -288,6 +299,11 @@ def parser(stage: str | None) -> CommandLine:
         "--child", action="store_true", help="stop when the parent process is gone"
     )
     command_line.add_argument(
+        STANDBY_FLAG,
+        action="store_true",
+        help="be a standby until stdin says by which number it is to serve",
+    )
+    command_line.add_argument(
         "--listen-fd",
         type=int,
         action="append",
@@ -325,19 +341,21 @@ def _start_again(newest: int) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def _build(name: str, listen_fds: tuple[int, ...], context: StageContext) -> Stage:
+    stage = builder(name)(replace(context, listen_fds=listen_fds))
+    gc.collect()
+    gc.freeze()  # modules and weights stay: no collection looks at them again
+    return stage
+
+
 async def _run(
     settings: Settings,
     topology: Topology,
     identity: Identity,
     options: argparse.Namespace,
     ties: ParentTies,
+    build: Callable[[StageContext], Stage],
 ) -> int:
-    def build(context: StageContext) -> Stage:
-        stage = builder(identity.name)(replace(context, listen_fds=tuple(options.listen_fd)))
-        gc.collect()
-        gc.freeze()  # modules and weights stay: no collection looks at them again
-        return stage
-
     context = zmq.Context.instance()
     raise_socket_limits(context, topology)
     process = ProcessOptions(
@@ -357,6 +375,8 @@ async def _run(
     else:
         loop.add_signal_handler(signal.SIGINT, shell.drain)
         if identity.name == "engine":
+            if settings.standby:
+                log.warning("--standby: no supervisor started this engine, so it has none")
             end_on_group_fault(topology, identity, shell.incarnation, context, lambda: shell.built)
     if options.child:  # its parent shows the start of all stages
         return await run_shell(shell)

@@ -115,6 +115,8 @@ def local_stages(
         topology = _topology(settings, "inproc://")
         if topology.keyed:
             raise ConfigurationError("--in-process is one process, each stage's keys are its own")
+        if settings.standby:
+            raise ConfigurationError("--standby: with --in-process there is one process alone")
         from pipeinfer.runtime.entry import InProcess  # all that stages are made of
 
         identities = [e.identity for e in topology.entries if e.name != without]

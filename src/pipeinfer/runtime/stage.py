@@ -73,6 +73,8 @@ class StageContext:
     settings, topology, identity, incarnation: of the stage.
     report_status: `report(state, reason)` shows progress before there is a core.
     listen_fds: sockets for HTTP that the parent process opened; none: open your own.
+    promotion: of a standby (runtime/standby.py): waits until it is to serve, and returns the
+        context of the stage that it is then; None: the process serves from its start.
     """
 
     settings: Settings
@@ -81,6 +83,11 @@ class StageContext:
     incarnation: int
     report_status: Callable[[State, str], None]
     listen_fds: tuple[int, ...] = ()
+    promotion: Callable[[], StageContext] | None = None
+
+    def promoted(self) -> StageContext:
+        """To be called when all is done that touches nothing of the process that serves."""
+        return self if self.promotion is None else self.promotion()
 
     def log_progress(self, text: str) -> None:
         """Says what takes long before the stage knows whether it can start: as a line of the log,

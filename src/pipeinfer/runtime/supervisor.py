@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,19 @@ from pipeinfer.control import CHANNEL, Swap, SwapState
 from pipeinfer.core import EVERYONE, HEARTBEAT_SECONDS, Send
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import servers
-from pipeinfer.runtime.child import FAILED, MISCONFIGURED, ORDERLY, Child, Command, exit_cause
+from pipeinfer.runtime.child import (
+    FAILED,
+    MAX_DEATHS,
+    MISCONFIGURED,
+    ORDERLY,
+    Child,
+    Command,
+    exit_cause,
+)
 from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderProcess, keeps_memory
 from pipeinfer.runtime.servers import InheritedSockets
 from pipeinfer.runtime.stage import LEAVE_TIMEOUT, IncarnationNumbers, heartbeat
+from pipeinfer.runtime.standby import STANDBY_FLAG, Standbys
 from pipeinfer.settings import PREFIX, Settings, to_environment
 from pipeinfer.topology import SECRET_VARIABLE, Identity, Topology
 
@@ -48,6 +58,7 @@ class SwapController:
     start: starts a child's command, unless the server does not need it any more, and cares for its
         process once the swap is over; OSError if the command cannot be executed.
     restart: the same, and ends everything if it cannot.
+    standbys: of engines, which take over in a swap.
     gateway_seconds: that a gateway may take to finish its streams.
     """
 
@@ -58,6 +69,7 @@ class SwapController:
         children: Mapping[str, Child],
         start: Callable[[Child], Awaitable[None]],
         restart: Callable[[Child], Awaitable[None]],
+        standbys: Standbys,
         gateway_seconds: float,
     ) -> None:
         self._incarnation = time.time_ns()
@@ -65,6 +77,7 @@ class SwapController:
         self._children = children
         self._start = start
         self._restart = restart
+        self._standbys = standbys
         self._gateway_seconds = gateway_seconds
         self._tasks: set[asyncio.Task[None]] = set()
         self._heartbeats: asyncio.Task[None] | None = None
@@ -101,7 +114,10 @@ class SwapController:
             for child in self._children.values():
                 if child.death is not None:
                     self._bus.send(Send("group", EVERYONE, child.death))
-            beat = heartbeat(SUPERVISOR_IDENTITY, self._incarnation, "ready", pid=os.getpid())
+            stats = {"standbys_ready": float(self._standbys.ready)}
+            beat = heartbeat(
+                SUPERVISOR_IDENTITY, self._incarnation, "ready", pid=os.getpid(), stats=stats
+            )
             self._bus.send(Send("telemetry", EVERYONE, beat))
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
@@ -153,6 +169,8 @@ class SwapController:
 
     async def _replace(self, swap: Swap, group: list[Child]) -> None:
         old, before = tuple(c.pid for c in group), [c.command for c in group]
+        if not swap.command and group[0].identity.name == "engine":
+            await asyncio.gather(*map(self._standbys.renew, group))
         began = time.monotonic()
         self._publish_state(swap, "leaving", old=old)
         await self._stop_group(group)
@@ -240,7 +258,6 @@ async def _all_set(events: list[asyncio.Event]) -> None:
         await event.wait()
 
 
-MAX_DEATHS = 5  # of a stage that was not ready in between; at one more the server gives up
 STOP_GRACE = 10.0  # seconds a stage may take to stop after its own drain
 
 
@@ -261,12 +278,15 @@ class Supervisor:
         self._topology_file = topology_file
         numbers = IncarnationNumbers(clock)
         self._children = {i.id: Child(i, numbers=numbers) for i in identities}
+        self._standbys = Standbys(self._start_standby)
+        if not settings.standby:
+            self._standbys.stop()
         for child in self._children.values():
-            child.on_report = self._check_configs
+            child.on_report = partial(self._on_report, child)
         self._listener = Listener(topology, context)
         self._swaps: SwapController | None = None
         if topology.supervisor:
-            hands = (self._start, self._restart, settings.drain_timeout)
+            hands = (self._start, self._restart, self._standbys, settings.drain_timeout)
             self._swaps = SwapController(topology, context, self._children, *hands)
         self._http_sockets = (
             InheritedSockets()
@@ -309,6 +329,7 @@ class Supervisor:
             self._stopping.set()
             self._kill_all()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._standbys.close()
             if self._swaps is not None:
                 await self._swaps.close()
             for holder in self._holders.values():
@@ -335,6 +356,7 @@ class Supervisor:
             return
         self._code = code
         self._stopping.set()
+        self._standbys.stop()
         if self._swaps is not None:
             self._swaps.stop()
         # Only the gateway's own copies are left: it refuses requests, and then closes them.
@@ -383,17 +405,30 @@ class Supervisor:
             self._give_up(f"{child.identity.id}: cannot start {child.command}: {error}", FAILED)
 
     async def _spawn(self, child: Child) -> None:
-        who = child.identity
-        arguments = [
+        standby = self._standbys.take(child)
+        if standby is not None:
+            child.promote(standby)
+            log.info("the standby of %s, process %d, is promoted", child.identity.id, child.pid)
+            return
+        sockets = self._http_sockets
+        extra = (sockets.arguments, sockets.descriptors)
+        arguments, descriptors = extra if child.identity.name == "gateway" else ([], [])
+        words = [*self._arguments(child.identity), *arguments]
+        await child.start(words, self._environment(child.identity), descriptors)
+        if not self._should_run(child):
+            child.kill()  # too late for the signals that the others got
+
+    async def _start_standby(self, standby: Child) -> asyncio.subprocess.Process:
+        words = [*self._arguments(standby.identity), STANDBY_FLAG]
+        return await standby.start(words, self._environment(standby.identity), (), standby=True)
+
+    def _arguments(self, who: Identity) -> list[str]:
+        return [
             who.name, "--topology", self._topology_file, "--group", str(who.group),
             "--rank", str(who.rank), "--index", str(who.index), "--child",
         ]  # fmt: skip
-        descriptors: list[int] = []
-        if who.name == "gateway":
-            descriptors, arguments = (
-                self._http_sockets.descriptors,
-                arguments + self._http_sockets.arguments,
-            )
+
+    def _environment(self, who: Identity) -> dict[str, str]:
         inherited = {
             k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET_VARIABLE
         }
@@ -403,9 +438,7 @@ class Supervisor:
                 self._holders[who.id] = HolderProcess()
                 self._holders[who.id].start()
             environment[HOLDER_VARIABLE] = self._holders[who.id].address
-        await child.start(arguments, environment, descriptors)
-        if not self._should_run(child):
-            child.kill()  # too late for the signals that the others got
+        return environment
 
     def _watch(self, child: Child) -> None:
         assert child.process is not None
@@ -459,7 +492,12 @@ class Supervisor:
                 child.kill_for_group()
         elif isinstance(message, Heartbeat) and header.sender in self._children:
             self._children[header.sender].on_heartbeat(message)
-            self._check_configs()
+            self._on_report(self._children[header.sender])
+
+    def _on_report(self, child: Child) -> None:
+        self._check_configs()
+        if child.identity.name == "engine":
+            self._standbys.on_status(child)
 
     def _check_configs(self) -> None:
         """Whether the engines' configurations are known to be valid."""

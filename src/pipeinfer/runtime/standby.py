@@ -1,0 +1,198 @@
+"""Standbys: a second process of an engine, which has its weights and is silent until it is needed.
+
+    StandbyBuild   in the process: builds the stage up to what the process that serves still has
+    Standbys       in the supervisor: starts them, and gives one up where an engine has ended
+
+A standby has no incarnation, opens no socket and no recording, and asks its memory holder for
+nothing. It reports to its supervisor through the status pipe, and waits on stdin: a line with a
+number promotes it, the end of the file ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TextIO
+
+from pipeinfer.malloc import resident_bytes
+from pipeinfer.messages import State
+from pipeinfer.runtime.child import FAILED, MAX_DEATHS, MISCONFIGURED, Child, exit_cause
+from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.settings import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+STANDBY_FLAG = "--await-promotion"
+SETTLED_SECONDS = 1.0  # that an engine serves before a standby starts beside its requests
+
+
+class StandbyBuild:
+    """Builds a stage on a thread of its own from now on. A process that has not been promoted ends
+    when that fails."""
+
+    def __init__(self, build: Callable[[StageContext], Stage], context: StageContext) -> None:
+        """context: without an incarnation; it reports to the supervisor alone."""
+        self._report = context.report_status
+        self._promoted: Future[StageContext] = Future()
+        self._built: Future[Stage] = Future()
+        context = replace(context, report_status=self._say, promotion=self._wait)
+        threading.Thread(
+            target=self._run, args=(build, context), name="standby", daemon=True
+        ).start()
+
+    def __call__(self, context: StageContext) -> Stage:
+        """The builder of the promoted process: `context` is what it serves with."""
+        self._promoted.set_result(context)
+        return self._built.result()
+
+    def _run(self, build: Callable[[StageContext], Stage], context: StageContext) -> None:
+        try:
+            self._built.set_result(build(context))
+        except BaseException as error:
+            self._built.set_exception(error)
+            if not self._promoted.done():
+                misconfigured = isinstance(error, ConfigurationError)
+                log.error("a standby cannot start: %s", error, exc_info=not misconfigured)
+                self._report("failed", str(error))
+                os._exit(MISCONFIGURED if misconfigured else FAILED)
+
+    def _say(self, state: State, reason: str) -> None:
+        if self._promoted.done():
+            self._promoted.result().report_status(state, reason)
+        else:
+            self._report(state, reason)
+
+    def _wait(self) -> StageContext:
+        gc.collect()
+        gc.freeze()  # so that the collection after the promotion has little to look at
+        if not self._promoted.done():
+            self._report("ready", f"a standby of {resident_bytes() / 2**30:.2f} GiB")
+        return self._promoted.result()
+
+
+def no_report(_state: State, _reason: str) -> None:
+    """Where a command around the process has closed its status pipe."""
+
+
+def read_promotion(source: TextIO) -> int:
+    """Waits for the incarnation with which this process is to serve; 0: it is not needed."""
+    return int(source.readline() or 0)
+
+
+class Standbys:
+    """At most one standby of each engine."""
+
+    def __init__(
+        self,
+        start: Callable[[Child], Awaitable[asyncio.subprocess.Process]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """start: starts a child's command as a standby; OSError if it cannot be executed."""
+        self._start = start
+        self._clock = clock
+        self._ready_since: dict[str, float] = {}  # by the engine's id
+        self._standbys: dict[str, Child] = {}  # by the engine's id; also those given up
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def ready(self) -> int:
+        """How many could serve at once."""
+        return sum(one.running and one.status[0] == "ready" for one in self._standbys.values())
+
+    def on_status(self, engine: Child) -> None:
+        """Looks at an engine's state, again and again: one that has served for a while gets a
+        standby, one that sleeps loses it."""
+        state, name, now = engine.status[0], engine.identity.id, self._clock()
+        if state == "asleep":
+            self._drop(name)
+        if state != "ready":
+            self._ready_since.pop(name, None)
+            return
+        since = self._ready_since.setdefault(name, now)
+        if now - since >= SETTLED_SECONDS and name not in self._standbys and not self._closed:
+            self._begin(engine)
+
+    def take(self, engine: Child) -> Child | None:
+        """The standby that is to be promoted to `engine`, ready or not; None: there is none, or
+        only one of another command."""
+        self._ready_since.pop(engine.identity.id, None)
+        standby = self._standbys.get(engine.identity.id)
+        if standby is None or not standby.running or standby.command != engine.command:
+            self._drop(engine.identity.id)
+            return None
+        return self._standbys.pop(engine.identity.id)
+
+    async def renew(self, engine: Child) -> None:
+        """Puts a standby that reads everything anew in the place of the one before; returns when it
+        is ready, or when there will be none."""
+        self._drop(engine.identity.id)
+        if self._closed:
+            return
+        standby, ended = self._begin(engine)
+        ready = asyncio.ensure_future(standby.ready.wait())
+        await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+
+    def stop(self) -> None:
+        """Ends all, and begins none any more."""
+        self._closed = True
+        for name in list(self._standbys):
+            self._drop(name)
+
+    async def close(self) -> None:
+        """Returns when all have ended, those that were promoted as well."""
+        self.stop()
+        await asyncio.gather(*self._tasks)
+
+    def _drop(self, name: str) -> None:
+        standby = self._standbys.pop(name, None)
+        if standby is not None:
+            standby.kill()
+
+    def _begin(self, engine: Child) -> tuple[Child, asyncio.Task[None]]:
+        standby = Child(engine.identity, engine.command)
+        standby.on_report = lambda: self._on_report(standby)
+        self._standbys[engine.identity.id] = standby
+        task = asyncio.create_task(self._run(standby))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return standby, task
+
+    def _on_report(self, standby: Child) -> None:
+        state, what = standby.status
+        if state == "ready" and not standby.ready.is_set():
+            standby.ready.set()
+            log.info("%s has %s, process %d", standby.identity.id, what, standby.pid)
+
+    async def _run(self, standby: Child) -> None:
+        """Starts it again when it ends, until it is promoted, dropped or given up."""
+        name = standby.identity.id
+        while True:
+            try:
+                process = await self._start(standby)
+            except OSError as error:
+                log.warning("%s has no standby: cannot start %s: %s", name, standby.command, error)
+                return
+            if self._standbys.get(name) is not standby:
+                standby.kill()  # it was dropped before there was a process
+            code = await process.wait()
+            if self._standbys.get(name) is not standby:
+                standby.close_reports()
+                return
+            standby.read_reports()
+            standby.deaths += 1
+            if code == MISCONFIGURED or standby.deaths > MAX_DEATHS:
+                why = standby.failure_reason or exit_cause(code)
+                log.warning("%s has no standby any more: the last one ended (%s)", name, why)
+                return
+            log.warning(
+                "the standby of %s ended (%s), starting another one", name, exit_cause(code)
+            )
