@@ -290,6 +290,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "computes again what the last steps computed, and nothing else. Quantized weights do not "
         "outlive it yet. Prompts stay in memory as long as the server runs either way.",
         unset="pages and weights outlive their engine")] = False
+    keep_memory_on_stop: Annotated[bool, about("",
+        "let them outlive the server too, for the next one at the same --port",
+        "[The next server](operations.md#restart-a-server-and-keep-its-memory) with the same "
+        "`--host`, `--port` and `--topology` finds pages, and a GPU's weights, if the model and "
+        "what decides on its numbers are the same. Prompts and the GPU's memory stay as long, "
+        "however the server ends.", unset="they end with the server")] = False
+    kept_memory_timeout: Annotated[NonNegative, about("SECONDS",
+        "how long they wait for the next server",
+        "With `--keep-memory-on-stop`.")] = 600
     no_cuda_graph: Annotated[bool, about("", "launch every step kernel by kernel",
         "No effect on a CPU.", unset="CUDA graphs are used")] = False
     all_graphs_first: Annotated[bool, about("",

@@ -40,11 +40,13 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights, evenly spaced
 
 
 class PoolNote(msgspec.Struct, frozen=True):
-    """What a pool was made for: pages with the dummy, tokens of a page, bytes."""
+    """What a pool was made for: pages with the dummy, tokens of a page, bytes; and what its number
+    of pages follows from."""
 
     pages: int
     page_size: int
     size: int
+    sized_by: str
 
 
 def model_key(files: Iterable[Path], choices: Sequence[object]) -> bytes:
@@ -187,11 +189,11 @@ class KeptMemory:
         os.pwrite(descriptor, data, 0)
         self.keep(name, kind, note, descriptor)
 
-    def found_pages(self, page_size: int, wanted: int = 0) -> int:
+    def found_pages(self, page_size: int, sized_by: str = "") -> int:
         """Pages, with the dummy, of a pool that was left; 0: there is none of pages of `page_size`
-        tokens, and of `wanted` pages if that is not 0. What is not of use is given back."""
+        tokens whose number follows from `sized_by`. What is not of use is given back."""
         note = self._found_note()
-        if note is not None and note.page_size == page_size and wanted in (0, note.pages):
+        if note is not None and (note.page_size, note.sized_by) == (page_size, sized_by):
             return note.pages
         self.discard(*({POOL, DIRECTORY} & self.left))
         return 0
@@ -205,10 +207,12 @@ class KeptMemory:
         except msgspec.DecodeError:  # of another version
             return None
 
-    def open(self, pages: int, page_size: int, size: int, allocate: Allocate) -> KeptPool:
+    def open(
+        self, pages: int, page_size: int, size: int, allocate: Allocate, sized_by: str = ""
+    ) -> KeptPool:
         """The pool that was left, if it was made for the same, else a new one. `pages`: with the
-        dummy; `size`: bytes of the pool; `allocate` makes its memory."""
-        note = PoolNote(pages, page_size, size)
+        dummy; `size`: bytes of the pool; `allocate` makes its memory; `sized_by`: see PoolNote."""
+        note = PoolNote(pages, page_size, size, sized_by)
         left = self._found_note() == note
         if not left:
             self.discard(*({POOL, DIRECTORY} & self.left))

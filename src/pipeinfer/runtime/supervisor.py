@@ -25,7 +25,8 @@ from pipeinfer.core import EVERYONE, HEARTBEAT_SECONDS, Send
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.child import FAILED, MISCONFIGURED, ORDERLY, Child, Command, exit_cause
-from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderProcess, keeps_memory
+from pipeinfer.runtime.holder_process import HolderProcess, KeptHolders, keeps_memory
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE
 from pipeinfer.runtime.servers import InheritedSockets
 from pipeinfer.runtime.stage import LEAVE_TIMEOUT, IncarnationNumbers, heartbeat
 from pipeinfer.settings import PREFIX, Settings, to_environment
@@ -255,8 +256,9 @@ class Supervisor:
         identities: list[Identity],
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], int] = time.time_ns,
+        kept: KeptHolders | None = None,
     ) -> None:
-        """`clock`: Unix time in ns, which may be set back."""
+        """`clock`: Unix time in ns, which may be set back. `kept`: holders of the server before."""
         self._settings = settings
         self._topology_file = topology_file
         numbers = IncarnationNumbers(clock)
@@ -271,6 +273,7 @@ class Supervisor:
         self._http_sockets = (
             InheritedSockets()
         )  # for HTTP; each gateway process inherits its sockets
+        self._kept = kept or KeptHolders()
         self._holders: dict[str, HolderProcess] = {}  # by the engine's id
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()  # the gateways finish what runs
@@ -285,7 +288,9 @@ class Supervisor:
 
         Returns an exit code when all children are gone. ConfigurationError if it cannot listen.
         """
-        groups = {c.identity.group for c in self._other_children() if c.identity.name == "engine"}
+        engines = [i.identity for i in self._other_children() if i.identity.name == "engine"]
+        self._kept.end_others([i.id for i in engines] if keeps_memory(self._settings) else [])
+        groups = {identity.group for identity in engines}
         schedulers = {f"scheduler-{group}" for group in groups}  # on another host perhaps
         for stage in sorted(self._children.keys() - schedulers):
             self._listener.listen(stage)
@@ -400,7 +405,7 @@ class Supervisor:
         environment = {**inherited, **to_environment(self._settings)}
         if who.name == "engine" and keeps_memory(self._settings):
             if who.id not in self._holders:
-                self._holders[who.id] = HolderProcess()
+                self._holders[who.id] = HolderProcess(who.id, self._kept)
                 self._holders[who.id].start()
             environment[HOLDER_VARIABLE] = self._holders[who.id].address
         await child.start(arguments, environment, descriptors)
