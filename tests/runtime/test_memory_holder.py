@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from memory_holders import running_holder
 from pipeinfer.runtime.memory_holder import (
     LOSS_WINDOW,
+    Attached,
     HolderLink,
     HolderState,
     Keep,
@@ -254,6 +255,13 @@ def test_the_next_servers_holder_takes_over_what_is_kept_and_the_losses(orphan, 
     finally:
         after.stop()
         again.join()
+
+
+def test_that_a_server_slept_is_not_kept_for_the_next_server():
+    state = HolderState()
+    kept = Attached((Keep("pool", "pages"), Keep("sleep", "sleep")), 0)
+    assert state.take_over(kept, [8, 9], 0.0) == [9]  # to be closed
+    assert list(state.entries) == ["pool"]
 
 
 def test_what_a_holder_kept_is_free_when_it_was_told_to_end(orphan):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POOL, DIRECTORY, KEY_CENTERS, STEP_COST = "pool", "directory", "key centers", "step cost"
+SLEEP = "sleep"
 HOLDER_TIMEOUT = 60.0  # seconds that the process before may take to end
 RECONNECT = 1.0  # seconds between two attempts to reach a holder that has ended
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights, evenly spaced
@@ -188,6 +189,26 @@ class KeptMemory:
         descriptor = os.memfd_create("pipeinfer")
         os.pwrite(descriptor, data, 0)
         self.keep(name, kind, note, descriptor)
+
+    def note_sleep(self, level: int, refuses: bool) -> None:
+        """A successor is to sleep; see messages.Sleep."""
+        self.forget_sleep()
+        self.write(SLEEP, "sleep", msgspec.msgpack.encode((level, refuses)), b"")
+
+    def sleep_note(self) -> tuple[int, bool] | None:
+        """What the engine before has noted; None: it did not sleep."""
+        raw = self.note(SLEEP)
+        if raw is None:
+            return None
+        os.close(self._found.pop(SLEEP)[1])  # it goes on being kept
+        return msgspec.msgpack.decode(raw, type=tuple[int, bool])
+
+    def forget_sleep(self) -> None:
+        """A successor is to be awake."""
+        kept = self._kept.pop(SLEEP, None)
+        if kept is not None:
+            os.close(kept[1])
+            self._drop(SLEEP)
 
     def found_pages(self, page_size: int, sized_by: str = "") -> int:
         """Pages, with the dummy, of a pool that was left; 0: there is none of pages of `page_size`

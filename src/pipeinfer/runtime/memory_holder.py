@@ -44,7 +44,7 @@ HAND_OVER_SECONDS = 30.0  # that an earlier server's engine may take to end
 MAX_MESSAGE = 64 << 10  # bytes
 MAX_DESCRIPTORS = 64  # of one message
 
-Kind = Literal["pages", "weights", "measured"]
+Kind = Literal["pages", "weights", "measured", "sleep"]
 # What may have made an engine die is dropped first: (losses, what is kept no more).
 DROPPED: tuple[tuple[int, frozenset[Kind]], ...] = (
     (2, frozenset({"pages"})),
@@ -201,12 +201,14 @@ class HolderState:
         self.entries.clear()
         return closed
 
-    def take_over(self, kept: Attached, descriptors: Sequence[int], now: float) -> None:
-        """Begins with what an earlier holder kept, and with the losses that it knew of."""
-        for entry, descriptor in zip(kept.entries, descriptors, strict=True):
-            self.entries[entry.name] = entry, descriptor
+    def take_over(self, kept: Attached, descriptors: Sequence[int], now: float) -> list[int]:
+        """Begins with what an earlier holder kept, and with the losses that it knew of; returns the
+        descriptors to be closed. A server that was asleep is awake when it is started again."""
+        found = list(zip(kept.entries, descriptors, strict=True))
+        self.entries.update({one[0].name: one for one in found if one[0].kind != "sleep"})
         if kept.losses:
             self._losses, self._last_loss = kept.losses, now
+        return [descriptor for entry, descriptor in found if entry.kind == "sleep"]
 
     def hand_over(self, now: float) -> tuple[int, Attached, list[int], list[int]] | None:
         """The process that gets what is kept, the message, its descriptors, and those that are to
@@ -277,7 +279,7 @@ class MemoryHolder:
         holder ends. Raises OSError if it is not there, or its owner does not end."""
         link = HolderLink(address, HAND_OVER_SECONDS)
         try:
-            self._state.take_over(*link.attach(), self._clock())
+            _close(self._state.take_over(*link.attach(), self._clock()))
         finally:
             link.end()
 
