@@ -25,12 +25,12 @@ def environment() -> dict[str, str]:
 
 
 class Server:
-    """Starts `pipeinfer serve *arguments --port 0`, with the pipeinfer of `python`; use it as a
+    """Starts `pipeinfer serve *arguments --port PORT`, with the pipeinfer of `python`; use it as a
     context manager."""
 
-    def __init__(self, *arguments: str, python: str = sys.executable) -> None:
+    def __init__(self, *arguments: str, python: str = sys.executable, port: int = 0) -> None:
         self.process = subprocess.Popen(
-            [python, "-m", "pipeinfer", "serve", *arguments, "--port", "0"],
+            [python, "-m", "pipeinfer", "serve", *arguments, "--port", str(port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

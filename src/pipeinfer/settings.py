@@ -290,6 +290,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "computes again what the last steps computed, and nothing else. Quantized weights do not "
         "outlive it yet. Prompts stay in memory as long as the server runs either way.",
         unset="pages and weights outlive their engine")] = False
+    keep_memory_on_stop: Annotated[bool, about("",
+        "let them outlive the server too, for the next one at the same --port",
+        "[The next server](operations.md#restart-a-server-and-keep-its-memory) with the same "
+        "`--host`, `--port` and `--topology` finds pages, and a GPU's weights, if the model and "
+        "what decides on its numbers are the same. Prompts and the GPU's memory stay as long, "
+        "however the server ends.", unset="they end with the server")] = False
+    kept_memory_timeout: Annotated[NonNegative, about("SECONDS",
+        "how long they wait for the next server",
+        "With `--keep-memory-on-stop`.")] = 600
     standby: Annotated[bool, about("",
         "a second process of each engine, ready to go on where one ends",
         "It has the weights, waits in silence, and goes on with the pages of an engine that is "

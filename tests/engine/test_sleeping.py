@@ -67,8 +67,8 @@ class Engine:
 
     def work(self) -> list:
         match self.todo.popleft():
-            case Suspend(level):
-                return self.feed(Suspended(level))
+            case Suspend(level, refuses):
+                return self.feed(Suspended(level, refuses=refuses))
             case Resume():
                 self.has_memory = True
                 return self.feed(Resumed())
@@ -135,13 +135,32 @@ def test_the_next_scheduler_hears_at_which_level_it_sleeps():
     assert hello.sleep_level == 0
 
 
+def test_who_asks_again_otherwise_is_heard_and_no_sleep_gets_lighter():
+    engine = Engine()
+    engine.feed(Sleep(2, (ME,)))
+    engine.work()
+    assert engine.feed(Sleep(1, (ME,), refuses=True)) == []
+    assert engine.todo[0] == Suspend(2, True)
+    assert engine.work() == engine.feed(Sleep(1, (ME,), refuses=True)) == [Asleep(2, 0, ME)]
+
+
+def test_an_engine_whose_predecessor_slept_says_so_and_is_woken_as_that_one():
+    engine = Engine()
+    engine.has_memory = False
+    assert engine.feed(Suspended(2, refuses=True)) == []
+    [hello] = engine.feed(Tick())
+    assert (hello.sleep_level, hello.refuses) == (2, True)
+    assert engine.feed(Sleep(2, (ME,), refuses=True)) == [Asleep(2, 0, ME)] and not engine.todo
+    assert engine.begin() == [Ready(1, 0, ME)] and engine.has_memory
+
+
 @pytest.mark.parametrize("done", [Suspended(1, "no memory"), Resumed("no memory")])
 def test_a_device_that_cannot_ends_the_process(done):
     with pytest.raises(DeviceError, match="no memory"):
         Engine().feed(done)
 
 
-WORDS = st.sampled_from(["sleep 1", "sleep 2", "begin", "other", "work", "tick"])
+WORDS = st.sampled_from(["sleep 1", "sleep 2", "refuse 1", "begin", "other", "work", "tick"])
 
 
 @given(st.lists(WORDS, max_size=40))
@@ -151,6 +170,8 @@ def test_whatever_comes_in_whatever_order_no_epoch_runs_without_memory(words):
         match word.split():
             case ["sleep", level]:
                 engine.feed(Sleep(int(level), (ME,)))
+            case ["refuse", level]:
+                engine.feed(Sleep(int(level), (ME,), refuses=True))
             case ["begin"]:
                 engine.feed(Begin(1, (ME,)))
             case ["other"]:

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from pipeinfer import AsyncLLM, SamplingParams
-from pipeinfer.llm import Delta, RequestError
+from pipeinfer.llm import Delta, PipelineStopped, RequestError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -187,3 +187,35 @@ async def test_a_refused_request_is_refused_once_however_many_choices(async_llm:
     with pytest.raises(RequestError, match="context length"):
         await gather(async_llm.generate("abc", SamplingParams(max_tokens=10**6, n=3)))
     await until_idle(async_llm)
+
+
+async def test_requests_that_come_while_it_sleeps_wait_for_its_waking(async_llm: AsyncLLM) -> None:
+    expected = await gather(async_llm.generate("abc", GREEDY))
+    await async_llm.sleep(mode="keep")
+    waiting = asyncio.ensure_future(gather(async_llm.generate("abc", GREEDY)))
+    async with asyncio.timeout(30):
+        while not async_llm.stats()["scheduler-0"]["waiting"]:
+            await asyncio.sleep(0.05)
+    await async_llm.wake_up()
+    got = [token for delta in await waiting for token in delta.token_ids]
+    assert got == [token for delta in expected for token in delta.token_ids]
+
+
+async def test_who_waits_for_its_sleep_hears_that_it_was_closed(small: dict[str, Any]) -> None:
+    async with AsyncLLM(**small) as llm:
+        stream = llm.generate("abc", ENDLESS)
+        await anext(stream)
+        asked = asyncio.ensure_future(llm.sleep())  # when that request has ended
+        await asyncio.sleep(0)
+        await llm.close()
+        with pytest.raises(PipelineStopped):
+            await asked
+        with contextlib.suppress(PipelineStopped, RequestError):
+            await stream.aclose()
+
+
+async def test_where_memory_cannot_be_given_back_it_does_not_sleep(small: dict[str, Any]) -> None:
+    async with AsyncLLM(**small, no_keep_memory=True) as llm:
+        with pytest.raises(RuntimeError, match="engine-0-0 cannot give its memory back"):
+            await llm.sleep()
+        assert await gather(llm.generate("abc", GREEDY))

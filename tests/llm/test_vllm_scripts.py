@@ -266,6 +266,30 @@ def test_what_prompts_share_is_found_until_the_cache_is_reset(llm: LLM) -> None:
     assert third.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_sleeps_and_gives_the_same_texts_when_it_is_woken(llm: LLM, level: int) -> None:
+    prompt = "Here is a table of ages. " * 8
+    [before] = llm.generate(prompt, GREEDY)
+    llm.sleep(level)
+    assert llm.stats()["scheduler-0"]["sleep_level"] == level
+    with pytest.raises(RequestError, match="sleeps"):
+        llm.generate(prompt, GREEDY)  # nobody would wake it
+    llm.wake_up(tags=["weights", "kv_cache"])
+    [after] = llm.generate(prompt, GREEDY)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    assert after.num_cached_tokens == 0
+
+
+def test_it_does_not_sleep_as_nobody_can(llm: LLM) -> None:
+    for wrong in ({"level": 0}, {"level": 3}, {"mode": "soon"}):
+        with pytest.raises(ValueError, match="level is 1 or 2"):
+            llm.sleep(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="come together"):
+        llm.wake_up(tags=["weights"])
+    llm.wake_up()  # it is awake
+    assert llm.generate("Once", GREEDY)
+
+
 def test_cumulative_logprob_is_the_sum_of_the_chosen_tokens(llm: LLM) -> None:
     [output] = llm.generate("Once", SamplingParams(n=2, seed=1, logprobs=True, max_tokens=6))
     for choice in output.outputs:
@@ -327,7 +351,7 @@ def test_the_bar_says_tokens_a_second_and_is_quiet_without_a_terminal(
 
 
 @pytest.mark.parametrize(
-    "name", ["embed", "score", "classify", "beam_search", "sleep", "llm_engine"]
+    "name", ["embed", "score", "classify", "beam_search", "release_kv_cache_memory", "llm_engine"]
 )
 def test_what_there_is_not_says_what_to_use(llm: LLM, name: str) -> None:
     assert not hasattr(llm, name)

@@ -168,19 +168,48 @@ def all_asleep(server: Server) -> bool:
 
 
 @pytest.mark.parametrize(
-    "stages", [["engine"], ["scheduler"], ["tokenizer", "detokenizer"]], ids="-".join
+    ("stages", "level"),
+    [
+        (["engine"], 2),
+        (["scheduler"], 2),
+        (["tokenizer", "detokenizer"], 2),
+        (["scheduler", "engine"], 1),
+        (["tokenizer", "scheduler", "engine", "detokenizer"], 2),
+    ],
 )
-def test_who_comes_back_is_asleep(server, stages):
+def test_who_comes_back_is_asleep(server, stages, level):
     expected = text(ask(server))
-    fall_asleep(server, level=2)
+    fall_asleep(server, level)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(ask, server)
         server.wait(lambda: server.metric("pipeinfer_requests_waiting") == 1, "it waits")
         kill(server, *stages)
         server.wait(lambda: all_asleep(server), "all sleep again")
-        assert sleeps(server) and not waiting.done()
+        assert sleeps(server) and not waiting.done() and pool_bytes(server) == 0
+        assert f'pipeinfer_sleep_level{{group="0"}} {level}.0' in server.get("/metrics")[1]
         wake_up(server)
         assert text(waiting.result()) == expected
+    kill(server, "scheduler", "engine")  # awake, they come back awake
+    assert text(ask(server)) == expected
+
+
+def test_whoever_comes_back_refuses_what_it_was_told_to_refuse(server):
+    fall_asleep(server)
+    fall_asleep(server, wait="false")
+    kill(server, "scheduler", "engine")
+    server.wait(lambda: all_asleep(server), "all sleep again")
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "asleep")
+    wake_up(server)
+
+
+def test_who_was_woken_while_nobody_was_there_is_awake(server):
+    fall_asleep(server)
+    before = server.pid("engine")
+    os.kill(before, signal.SIGKILL)
+    wake_up(server)
+    assert server.pid("engine") != before
+    assert ask(server)["usage"]["completion_tokens"] == TOKENS
 
 
 def test_a_sleeping_gateway_that_comes_back_wakes_the_others(server):

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -19,9 +21,12 @@ from hypothesis import strategies as st
 from memory_holders import running_holder
 from pipeinfer.runtime.memory_holder import (
     LOSS_WINDOW,
+    Attached,
     HolderLink,
     HolderState,
     Keep,
+    MemoryHolder,
+    listen,
     socket_address,
 )
 
@@ -185,8 +190,108 @@ def test_a_holder_ends_with_its_parent_and_so_does_what_it_kept(tmp_path):
         os.close(pidfd)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["attach", "keep", "silent", "end", "leave", "wait"]),
-                          st.integers(0, 3)), max_size=40))  # fmt: skip
+@pytest.fixture
+def orphan(tmp_path):
+    """The thread of a holder whose server has ended, and its address; it waits for ten minutes."""
+    address = str(tmp_path / "orphan")
+    read, write = os.pipe()
+    made = MemoryHolder(listen(address), patience=600.0, server=read)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    os.close(write)
+    yield thread, address
+    made.stop()
+    thread.join()
+    os.close(read)
+
+
+def left_by_a_server(address, *words):
+    """An engine that has left memory, and has ended."""
+    one = engine(address, "first", *words)
+    assert first_line(one).startswith("0")
+    kill(one)
+
+
+def test_a_holder_outlives_its_server_for_a_while(tmp_path):
+    address = str(tmp_path / "holder")
+    read, write = os.pipe()
+    started = subprocess.Popen(
+        [sys.executable, "-m", "pipeinfer.runtime.memory_holder", address,
+         "--server", str(read), "--patience", "2"],
+        pass_fds=[read],
+    )  # fmt: skip
+    os.close(read)
+    while not Path(address).exists():
+        assert started.poll() is None
+    left_by_a_server(address, "leaving")
+    engine_of_server = engine(address)
+    assert first_line(engine_of_server) == "0 pool=first,model=first"
+    os.close(write)  # the server has ended, and its engine goes on
+    assert started.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        started.wait(2.5)
+    kill(engine_of_server)
+    began = time.monotonic()
+    assert started.wait(30) == 0
+    assert time.monotonic() - began >= 1.9
+    assert not Path(address).exists()
+
+
+def test_the_next_servers_holder_takes_over_what_is_kept_and_the_losses(orphan, tmp_path):
+    thread, address = orphan
+    left_by_a_server(address)
+    second = str(tmp_path / "second")
+    after = MemoryHolder(listen(second))
+    after.take_over(address)
+    thread.join(10)
+    assert not thread.is_alive()
+    again = threading.Thread(target=after.run)
+    again.start()
+    try:
+        for expected in ("1 pool=first,model=first", "2 model=first"):
+            one = engine(second)
+            assert first_line(one) == expected
+            kill(one)
+    finally:
+        after.stop()
+        again.join()
+
+
+def test_that_a_server_slept_is_not_kept_for_the_next_server():
+    state = HolderState()
+    kept = Attached((Keep("pool", "pages"), Keep("sleep", "sleep")), 0)
+    assert state.take_over(kept, [8, 9], 0.0) == [9]  # to be closed
+    assert list(state.entries) == ["pool"]
+
+
+def test_what_a_holder_kept_is_free_when_it_was_told_to_end(orphan):
+    thread, address = orphan
+    read, write = os.pipe()
+    mine = HolderLink(address, timeout=5)
+    mine.attach()
+    mine.keep(Keep("pool", "pages"), write)
+    os.close(write)
+    HolderLink(address, timeout=5).end()
+    os.set_blocking(read, False)
+    assert os.read(read, 1) == b""  # its copy was the last one, and is closed already
+    os.close(read)
+    mine.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_holder_of_another_user_is_given_nothing(holder, monkeypatch):
+    address, _ = holder
+    mine = os.geteuid()
+    monkeypatch.setattr("os.geteuid", lambda: mine + 1)
+    with pytest.raises(PermissionError, match=f"is of user {mine}"):
+        HolderLink(address)
+
+
+MOVES = ["attach", "keep", "silent", "end", "leave", "wait", "over"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 3)), max_size=40))
 def test_one_process_at_a_time_owns_what_is_kept_and_every_descriptor_is_closed_once(moves):
     state, now, opened, closed = HolderState(), 0.0, 0, list[int]()
     ended: set[int] = set()
@@ -205,6 +310,9 @@ def test_one_process_at_a_time_owns_what_is_kept_and_every_descriptor_is_closed_
             state.silent(process)
         elif move == "leave":
             state.leaving(process)
+        elif move == "over":
+            closed += state.end()
+            assert state.over and not state.entries
         else:
             now += 40.0
         owner = state.owner

@@ -120,17 +120,20 @@ class DistrustPages(Message, frozen=True):
 
 class Suspend(Message, frozen=True):
     """To the device: when no step is under way, give memory back as Sleep(level) says, which may
-    have been done at a lower level; then report it by Suspended."""
+    have been done at a lower level; then report it by Suspended. `refuses`: as in Sleep; for the
+    engine that comes after this one."""
 
     level: int
+    refuses: bool = False
 
 
 class Suspended(Message, frozen=True):
-    """From the device: it has done what Suspend(level) asks for, or could not because of
-    `error`."""
+    """From the device: it has done what Suspend(level) asks for, or could not because of `error`.
+    Unasked, when it begins: so the engine before has slept."""
 
     level: int
     error: str = ""
+    refuses: bool = False
 
 
 class Resume(Message, frozen=True):
@@ -251,16 +254,16 @@ class SleepState:
         """Whether an epoch may begin."""
         return not self.level and not self.doing
 
-    def suspend(self, level: int) -> bool:
+    def suspend(self, level: int, refuses: bool) -> bool:
         """Whether the device is to begin with it now."""
-        if self.doing or level <= self.level:
+        if self.doing or (level <= self.level and refuses == self.refuses):
             return False
         self.doing = "suspending"
         return True
 
-    def suspended(self, level: int) -> None:
+    def suspended(self, level: int, refuses: bool) -> None:
         """The device has done it."""
-        self.doing, self.level = "", level
+        self.doing, self.level, self.refuses = "", level, refuses
 
     def resume(self) -> bool:
         """Whether the device is to begin with it now."""
@@ -437,9 +440,10 @@ class EngineCore:
             return []
         if self._epoch is not None or self._beginning is not None:
             self._stop("falls asleep")
-        self._sleep.heard, self._sleep.refuses = True, sleep.refuses
-        if self._sleep.suspend(sleep.level):
-            return [Send(LOCAL, "", Suspend(sleep.level))]
+        self._sleep.heard = True
+        if self._sleep.suspend(sleep.level, sleep.refuses):
+            level = max(sleep.level, self._sleep.level)
+            return [Send(LOCAL, "", Suspend(level, sleep.refuses))]
         return self._asleep()
 
     def _on_sleep_done(self, event: Suspended | Resumed) -> list[Send]:
@@ -447,14 +451,14 @@ class EngineCore:
             raise DeviceError(event.error)
         match event:
             case Suspended():
-                self._sleep.suspended(event.level)
+                self._sleep.suspended(event.level, event.refuses)
                 return self._asleep()
             case Resumed():
                 self._sleep.resumed()
                 return []  # Begin comes again
 
     def _asleep(self) -> list[Send]:
-        if not self._sleep.level or self._sleep.doing:
+        if not self._sleep.level or self._sleep.doing or not self._sleep.heard:
             return []
         hello = self.hello
         asleep = Asleep(self._sleep.level, hello.rank, hello.incarnation)

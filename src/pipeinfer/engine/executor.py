@@ -253,6 +253,11 @@ class DeviceDriver:
     async def start(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
         self._executor = self._begin(self._done, self._failed)
+        if self._kept is not None and self._memory is not None:
+            slept = self._kept.sleep_note()
+            if slept is not None:
+                self._asleep = True
+                await self._suspend(Suspend(*slept))
         if self._kept is not None and self._kept.opened is not None:
             self._kept.watch(asyncio.get_running_loop())
         if self._background is not None:
@@ -313,28 +318,30 @@ class DeviceDriver:
         message = self._suspending
         if message is not None and not self._unreported:
             self._suspending = None
-            self._sleeps = asyncio.create_task(self._suspend(message.level))
+            self._sleeps = asyncio.create_task(self._suspend(message))
 
-    async def _suspend(self, level: int) -> None:
+    async def _suspend(self, message: Suspend) -> None:
         """Apart from the event loop, on which heartbeats go on."""
         began, error = time.monotonic(), ""
         try:
-            if self._memory is None:
+            if self._memory is None or self._kept is None:
                 raise RuntimeError("this engine cannot give its memory back")
             self._memory.withdraw()
-            await asyncio.to_thread(self._memory.give_back, level)
+            await asyncio.to_thread(self._memory.give_back, message.level)
+            self._kept.note_sleep(message.level, message.refuses)
         except Exception as failed:
             log.exception("falling asleep failed")
             error = f"falling asleep failed: {failed}"
         self._sleep_seconds["fall_asleep_seconds"] = time.monotonic() - began
-        self._feed_event(Suspended(level, error))
+        self._feed_event(Suspended(message.level, error, message.refuses))
 
     async def _resume(self) -> None:
         began, error = time.monotonic(), ""
         try:
-            assert self._memory is not None
+            assert self._memory is not None and self._kept is not None
             await asyncio.to_thread(self._memory.take_back)
             self._memory.keep()
+            self._kept.forget_sleep()
         except Exception as failed:
             log.exception("waking up failed")
             error = f"waking up failed: {failed}"

@@ -34,17 +34,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POOL, DIRECTORY, KEY_CENTERS, STEP_COST = "pool", "directory", "key centers", "step cost"
+SLEEP = "sleep"
 HOLDER_TIMEOUT = 60.0  # seconds that the process before may take to end
 RECONNECT = 1.0  # seconds between two attempts to reach a holder that has ended
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights, evenly spaced
 
 
 class PoolNote(msgspec.Struct, frozen=True):
-    """What a pool was made for: pages with the dummy, tokens of a page, bytes."""
+    """What a pool was made for: pages with the dummy, tokens of a page, bytes; and what its number
+    of pages follows from."""
 
     pages: int
     page_size: int
     size: int
+    sized_by: str
 
 
 def model_key(files: Iterable[Path], choices: Sequence[object]) -> bytes:
@@ -187,11 +190,31 @@ class KeptMemory:
         os.pwrite(descriptor, data, 0)
         self.keep(name, kind, note, descriptor)
 
-    def found_pages(self, page_size: int, wanted: int = 0) -> int:
+    def note_sleep(self, level: int, refuses: bool) -> None:
+        """A successor is to sleep; see messages.Sleep."""
+        self.forget_sleep()
+        self.write(SLEEP, "sleep", msgspec.msgpack.encode((level, refuses)), b"")
+
+    def sleep_note(self) -> tuple[int, bool] | None:
+        """What the engine before has noted; None: it did not sleep."""
+        raw = self.note(SLEEP)
+        if raw is None:
+            return None
+        os.close(self._found.pop(SLEEP)[1])  # it goes on being kept
+        return msgspec.msgpack.decode(raw, type=tuple[int, bool])
+
+    def forget_sleep(self) -> None:
+        """A successor is to be awake."""
+        kept = self._kept.pop(SLEEP, None)
+        if kept is not None:
+            os.close(kept[1])
+            self._drop(SLEEP)
+
+    def found_pages(self, page_size: int, sized_by: str = "") -> int:
         """Pages, with the dummy, of a pool that was left; 0: there is none of pages of `page_size`
-        tokens, and of `wanted` pages if that is not 0. What is not of use is given back."""
+        tokens whose number follows from `sized_by`. What is not of use is given back."""
         note = self._found_note()
-        if note is not None and note.page_size == page_size and wanted in (0, note.pages):
+        if note is not None and (note.page_size, note.sized_by) == (page_size, sized_by):
             return note.pages
         self.discard(*({POOL, DIRECTORY} & self.left))
         return 0
@@ -205,10 +228,12 @@ class KeptMemory:
         except msgspec.DecodeError:  # of another version
             return None
 
-    def open(self, pages: int, page_size: int, size: int, allocate: Allocate) -> KeptPool:
+    def open(
+        self, pages: int, page_size: int, size: int, allocate: Allocate, sized_by: str = ""
+    ) -> KeptPool:
         """The pool that was left, if it was made for the same, else a new one. `pages`: with the
-        dummy; `size`: bytes of the pool; `allocate` makes its memory."""
-        note = PoolNote(pages, page_size, size)
+        dummy; `size`: bytes of the pool; `allocate` makes its memory; `sized_by`: see PoolNote."""
+        note = PoolNote(pages, page_size, size, sized_by)
         left = self._found_note() == note
         if not left:
             self.discard(*({POOL, DIRECTORY} & self.left))

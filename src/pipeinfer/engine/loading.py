@@ -7,6 +7,7 @@ message, no plan and no process.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -57,8 +58,8 @@ from pipeinfer.models.loading import (
     load_weights,
     read_kv_scales,
 )
+from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import DETAILS
-from pipeinfer.runtime.memory_holder import keeps_memory
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import (
     MEASURED_TOKENS,
@@ -291,7 +292,8 @@ def _memory_key(settings: Settings, folder: Path, choices: EngineChoices) -> byt
         if settings.load_format != "dummy":
             files += weight_files(folder)
     numbers = choices.dtype, choices.kv_dtype, settings.quantization, choices.attention
-    where = choices.device, choices.ordinal, choices.shard
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    where = choices.device, visible, choices.ordinal, choices.shard
     dummy = settings.seed if settings.load_format == "dummy" else None
     return model_key(files, [*map(str, (*numbers, *where)), dummy, settings.model_impl])
 
@@ -613,7 +615,8 @@ def build_runner(
             found = PageChains.none(shape.page_size)
         else:
             size = pages * runner.pool.bytes_per_page
-            opened = kept.open(pages, shape.page_size, size, machine.allocate)
+            sized_by = _sized_by(settings, shape)
+            opened = kept.open(pages, shape.page_size, size, machine.allocate, sized_by)
             runner.bind(pool(pages, opened.memory.data))
             found = opened.found
         if collectives is not None:
@@ -646,17 +649,27 @@ def _pool_pages(
     collectives: TorchCollectives | None,
     kept: KeptMemory | None,
 ) -> int:
-    """Pages of the pool, with the dummy: as many as one has that engines before have left, if it is
-    the same on all ranks; else as `--kv-pages` says, or as fit on each of them."""
-    wanted = settings.kv_pages + 1 if settings.kv_pages else 0
-    found = 0 if kept is None else kept.found_pages(shape.page_size, wanted)
+    """Pages of the pool, with the dummy: as many as one has that engines before have left for the
+    same settings, if it is the same on all ranks; else as `--kv-pages` says, or as fit on each of
+    them."""
+    sized_by = _sized_by(settings, shape)
+    found = 0 if kept is None else kept.found_pages(shape.page_size, sized_by)
     least = _least(collectives)
     if least(found) == -least(-found) != 0:
         return found
     if kept is not None and found:
         kept.discard(POOL, DIRECTORY)
-    pages = wanted or 1 + _pages(settings, shape, machine, page_bytes)
+    pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, page_bytes))
     return pages if collectives is None else _agreed(collectives, pages)
+
+
+def _sized_by(settings: Settings, shape: EngineShape) -> str:
+    """The settings that decide on the number of pages: a pool of others is not taken over."""
+    if settings.kv_pages:
+        return f"{settings.kv_pages} pages"
+    beside = " beside a standby" if settings.standby else ""
+    steps = settings.max_running, settings.max_step_tokens, shape.pages_each
+    return f"{settings.memory_fraction} of the memory{beside}, {steps}"
 
 
 def _measure(

@@ -86,7 +86,7 @@ from pipeinfer.gateway.serving import (
     tokenize_call,
     tokenize_response,
 )
-from pipeinfer.gateway.sessions import RESET_TIMEOUT
+from pipeinfer.gateway.sessions import CANNOT_SLEEP, RESET_TIMEOUT, SLEEP_TAGS
 from pipeinfer.messages import SetSleep, SleepMode
 from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.version import __version__
@@ -113,13 +113,6 @@ def build_app(context: HandlerContext) -> web.Application:
     app.on_response_prepare.append(context.admission.add_limit_headers)
     handlers.route(app.router)
     return app
-
-
-SLEEP_TAGS = ("weights", "kv_cache")  # what vLLM wakes one after the other
-CANNOT_SLEEP = (
-    "{} cannot give its memory back: with --no-keep-memory, on a GPU whose driver exports no "
-    "memory, or because its weights are laid out anew when they are loaded"
-)
 
 
 def _query(request: web.Request, name: str, choices: Sequence[str]) -> str:
@@ -243,13 +236,12 @@ class _Handlers:
     async def sleep(self, request: web.Request) -> web.StreamResponse:
         """As vLLM's; the body is not read."""
         core = self._context.core
-        for row in core.health.stages.values():
-            can_sleep = row.stats.get("can_sleep") if row.name == "engine" else 1.0
-            if can_sleep is None:  # it cannot say so yet
-                message = f"{row.stage} is {row.state}"
-                raise ApiError(503, message, code="starting", retry_after=1)
-            if not can_sleep:
-                raise ApiError(501, CANNOT_SLEEP.format(row.stage), code="cannot_sleep")
+        row = core.health.cannot_sleep()
+        if row is not None and "can_sleep" not in row.stats:
+            message = f"{row.stage} is {row.state}"
+            raise ApiError(503, message, code="starting", retry_after=1)
+        if row is not None:
+            raise ApiError(501, CANNOT_SLEEP.format(row.stage), code="cannot_sleep")
         level = _query(request, "level", ("1", "2"))
         mode = cast(SleepMode, _query(request, "mode", get_args(SleepMode)))
         refuses = _query(request, "wait", ("true", "false")) == "false"

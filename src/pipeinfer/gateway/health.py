@@ -168,6 +168,12 @@ class Health:
         """Whether all groups sleep, and the stages that they share are ready."""
         return self._shared_not_ready == 0 and 0 < self._groups == self._asleep
 
+    def cannot_sleep(self) -> StageStatus | None:
+        """An engine that cannot give its memory back, or has not said yet whether it can: then its
+        stats have no `can_sleep`."""
+        engines = (row for row in self._order if row.name == "engine")
+        return next((row for row in engines if not row.stats.get("can_sleep")), None)
+
     def is_level(self, level: int) -> bool:
         """Whether every group sleeps at `level`, or a higher one, or, for 0, is ready."""
         if not level:

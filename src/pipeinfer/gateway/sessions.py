@@ -1,7 +1,7 @@
 """Sessions of HTTP requests with the core: calls go in, deltas go to the sinks that wait for them.
 
-Also resets of prefix caches, for the HTTP side and the offline classes. Used on one event loop
-only. Knows the local events and the metrics, no HTTP.
+Also resets of prefix caches, and sleep, for the HTTP side and the offline classes. Used on one
+event loop only. Knows the local events and the metrics, no HTTP.
 """
 
 from __future__ import annotations
@@ -23,8 +23,27 @@ from pipeinfer.params import choice_ids
 RESET_TIMEOUT = 10.0
 
 
+SLEEP_TAGS = ("weights", "kv_cache")  # what vLLM wakes one after the other
+CANNOT_SLEEP = (
+    "{} cannot give its memory back: with --no-keep-memory, on a GPU whose driver exports no "
+    "memory, or because its weights are laid out anew when they are loaded"
+)
 LOOK_SECONDS = 0.02  # between two looks at whether groups sleep, or are awake
 REPEAT_SECONDS = 1.0  # after which groups that are not are asked again
+
+
+async def reach_sleep_level(
+    asked: SetSleep, health: Health, feed: Callable[[Message], None]
+) -> None:
+    """Returns when all groups sleep as asked, or are awake. What is asked is repeated, because a
+    stage that is started again meanwhile may not have heard of it."""
+    feed(asked)
+    repeat_at = time.monotonic() + REPEAT_SECONDS
+    while not health.is_level(asked.level):
+        await asyncio.sleep(LOOK_SECONDS)
+        if time.monotonic() >= repeat_at:
+            feed(asked)
+            repeat_at += REPEAT_SECONDS
 
 
 class _PendingReset:
@@ -176,16 +195,9 @@ class RequestSessions:
             self._hang_up(session)
 
     async def set_sleep(self, asked: SetSleep, health: Health) -> None:
-        """Returns when all groups sleep as asked, or are awake. What is asked is repeated, because
-        a stage that is started again meanwhile may not have heard of it."""
+        """See reach_sleep_level."""
         assert self._feed is not None
-        self._feed(asked)
-        repeat_at = self._clock() + REPEAT_SECONDS
-        while not health.is_level(asked.level):
-            await asyncio.sleep(LOOK_SECONDS)
-            if self._clock() >= repeat_at:
-                self._feed(asked)
-                repeat_at += REPEAT_SECONDS
+        await reach_sleep_level(asked, health, self._feed)
 
     async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
         """As CacheResets.reset."""

@@ -250,13 +250,13 @@ WITHOUT_EFFECT = frozenset(
     (
         "all_graphs_first", "allowed_hosts", "allowed_origins", "api_key", "api_key_file", "dp",
         "drain_timeout", "flight_dir", "flight_recorder_mib", "grammar_cache_mib", "host",
-        "host_loss", "in_process", "itl_target", "key_concurrent", "key_requests_per_minute",
-        "key_tokens_per_minute", "kv_pages", "log_format", "log_level", "max_body_mib",
-        "max_prompts", "max_queue", "max_queue_tokens", "memory_fraction", "no_keep_memory",
-        "no_page", "otlp_endpoint", "overlap_depth", "policy", "port", "profile", "profile_dir",
-        "public_address", "record", "record_max_bytes", "request_timeout", "routing", "seed",
-        "served_model_name", "standby", "stay_awake", "tls_cert", "tls_key", "topology",
-        "ttft_target", "vllm_metrics", "watchdog",
+        "host_loss", "in_process", "itl_target", "keep_memory_on_stop", "kept_memory_timeout",
+        "key_concurrent", "key_requests_per_minute", "key_tokens_per_minute", "kv_pages",
+        "log_format", "log_level", "max_body_mib", "max_prompts", "max_queue", "max_queue_tokens",
+        "memory_fraction", "no_keep_memory", "no_page", "otlp_endpoint", "overlap_depth", "policy",
+        "port", "profile", "profile_dir", "public_address", "record", "record_max_bytes",
+        "request_timeout", "routing", "seed", "served_model_name", "standby", "stay_awake",
+        "tls_cert", "tls_key", "topology", "ttft_target", "vllm_metrics", "watchdog",
     )
 )  # fmt: skip
 # Settings that name files, whose contents are part of the fingerprint.

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack, get_args
 
 import msgspec
 import zmq
@@ -21,7 +21,7 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.health import StageStatus, expected_stages
+from pipeinfer.gateway.health import Health, StageStatus, expected_stages
 from pipeinfer.gateway.ledger import (
     Call,
     ClientDisconnected,
@@ -32,10 +32,16 @@ from pipeinfer.gateway.ledger import (
     StatusChanged,
 )
 from pipeinfer.gateway.requests import COMPLETION_MAX_TOKENS, sampling_defaults
-from pipeinfer.gateway.sessions import CacheResets
+from pipeinfer.gateway.sessions import (
+    CANNOT_SLEEP,
+    LOOK_SECONDS,
+    SLEEP_TAGS,
+    CacheResets,
+    reach_sleep_level,
+)
 from pipeinfer.gateway.stage import TICK
 from pipeinfer.gguf.header import is_gguf
-from pipeinfer.messages import CacheReset, Message, State
+from pipeinfer.messages import CacheReset, Message, SetSleep, SleepMode, State
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import AnyParams, ChatOptions, Options, Prompt, SamplingParams, public
 from pipeinfer.offline.keywords import settings_of
@@ -148,6 +154,27 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes that no request uses; whether all groups have done so."""
         return await self._running().reset_prefix_cache()
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "wait", *, wait: bool = True) -> None:
+        """Gives memory back, as `/sleep` of a server does; returns when it is free.
+
+        level: 1: weights of a GPU are copied to the host, 2: all weights are dropped, and read
+        again at waking. mode: what becomes of requests that run: they are answered first ("wait"),
+        go on at waking ("keep"), or end with what they have ("abort"). wait: requests that come
+        meanwhile wait for wake_up; else they are refused. Raises ValueError for another level or
+        mode, RuntimeError where memory cannot be given back.
+        """
+        modes = get_args(SleepMode)
+        if level not in (1, 2) or mode not in modes:
+            raise ValueError(f"level is 1 or 2, and mode {', '.join(modes)}: {level!r}, {mode!r}")
+        await self._running().set_sleep(SetSleep(level, mode, not wait))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Returns when requests are answered again. Weights and pages come together: `tags` must
+        name both, or nothing."""
+        if tags is not None and set(tags) != set(SLEEP_TAGS):
+            raise ValueError(f"weights and pages come together: {' and '.join(SLEEP_TAGS)}")
+        await self._running().set_sleep(SetSleep(0))
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The statistics of each stage, as of its latest heartbeat (twice a second)."""
@@ -310,6 +337,16 @@ class OfflineDriver:
         if self._sinks.pop(request_id, None) is not None and self._feed is not None:
             self._feed(ClientDisconnected(request_id))
 
+    async def reach_sleep_level(self, asked: SetSleep, health: Health) -> None:
+        """Returns when all groups sleep as asked, or are awake. Raises RuntimeError where memory
+        cannot be given back."""
+        assert self._feed is not None
+        while asked.level and (row := health.cannot_sleep()) is not None:
+            if "can_sleep" in row.stats:
+                raise RuntimeError(CANNOT_SLEEP.format(row.stage))
+            await asyncio.sleep(LOOK_SECONDS)  # it has not said so yet
+        await reach_sleep_level(asked, health, self._feed)
+
     async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
         """Groups of `stages` that were asked to forget what is cached, and have not said so."""
         assert self._feed is not None
@@ -396,9 +433,24 @@ class Pipeline:
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes that no request uses; whether all groups have done so."""
+        return not await self._driver.reset_caches(self._health().stages.values())
+
+    async def set_sleep(self, asked: SetSleep) -> None:
+        """Returns when all groups sleep as asked, or are awake."""
+        reached = asyncio.ensure_future(self._driver.reach_sleep_level(asked, self._health()))
+        try:
+            await asyncio.wait([reached, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            if not reached.done():
+                self._health()
+            await reached
+        finally:
+            reached.cancel()
+
+    def _health(self) -> Health:
+        """Raises PipelineStopped if the pipeline is not there any more."""
         if self._core is None or self._cause or self._stopped is not None:
             raise PipelineStopped(self._cause or "it was closed")
-        return not await self._driver.reset_caches(self._core.health.stages.values())
+        return self._core.health
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The statistics in each stage's latest heartbeat, by stage id."""

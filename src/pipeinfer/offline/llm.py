@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, Self, TypedDict, TypeVar, ca
 import uvloop
 from tqdm import tqdm
 
+from pipeinfer.messages import SleepMode
 from pipeinfer.offline import calls
 from pipeinfer.offline.async_llm import AsyncLLM
 from pipeinfer.offline.calls import (
@@ -163,13 +164,12 @@ FOR_BATCHES = {**NO_TARGETS, "policy": "throughput", "all_graphs_first": True}
 GENERATES = "models generate texts; LLM.generate and LLM.chat do so"
 FROM_OUTSIDE = "the model is in processes of its own; LLM.stats() says what they do"
 AT_ONCE = "give all prompts to LLM.generate at once, or use AsyncLLM"
-NO_SLEEP = "close() gives the memory back, and LLM(...) loads the model again"
 # What vLLM's LLM has and this one has not, and what to use instead.
 MISSING = {
     **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), GENERATES),
     "beam_search": "there is no beam search: ask for n outputs, choose by cumulative_logprob",
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), AT_ONCE),
-    **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), NO_SLEEP),
+    "release_kv_cache_memory": "sleep() gives pages and weights back",
     **dict.fromkeys(("start_profile", "stop_profile"), "use the settings profile and profile_dir"),
     **dict.fromkeys(
         ("llm_engine", "model_config", "collective_rpc", "apply_model", "get_world_size"),
@@ -248,6 +248,17 @@ class SyncModel:
         """Forgets cached prefixes; whether all groups have done so."""
         self._check_open()
         return self._thread.run(self._llm.reset_prefix_cache())
+
+    def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
+        """Gives memory back until wake_up(), as AsyncLLM.sleep(); requests that other threads send
+        meanwhile are refused with RequestError."""
+        self._check_open()
+        self._thread.run(self._llm.sleep(level, mode, wait=False))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Ends sleep(); see AsyncLLM.wake_up()."""
+        self._check_open()
+        self._thread.run(self._llm.wake_up(tags))
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The statistics of each stage, as of its latest heartbeat (twice a second)."""

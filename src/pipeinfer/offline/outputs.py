@@ -183,8 +183,8 @@ def _by_position(texts: LogprobTexts, raw_ids: bytes) -> Iterator[Logprobs]:
 
 
 def is_refusal(failed: Failed) -> bool:
-    """Whether the request itself is at fault, and not the pipeline or the time."""
-    return failed.status < 500 and failed.status != 408
+    """Whether who asks is at fault, and not the pipeline or the time."""
+    return failed.code == "asleep" or (failed.status < 500 and failed.status != 408)
 
 
 def _end_of(failed: Failed) -> tuple[FinishReason, str]:

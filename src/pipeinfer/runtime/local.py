@@ -27,6 +27,7 @@ from pipeinfer.command_line import did_you_mean
 from pipeinfer.gguf.header import is_gguf
 from pipeinfer.observe import observer
 from pipeinfer.runtime import servers
+from pipeinfer.runtime.holder_process import keeps_memory, kept_holders
 from pipeinfer.runtime.servers import PREFIX, TOPOLOGY, record_running
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import DEMO, ConfigurationError, Settings
@@ -111,6 +112,9 @@ def local_stages(
     why the processes are not started again any more. The folder of their sockets is removed at the
     end. Raises ConfigurationError.
     """
+    if settings.keep_memory_on_stop and not keeps_memory(settings):
+        why = "--in-process" if settings.in_process else "--no-keep-memory"
+        raise ConfigurationError(f"--keep-memory-on-stop: memory ends with its engine ({why})")
     if settings.in_process:
         topology = _topology(settings, "inproc://")
         if topology.keyed:
@@ -131,12 +135,21 @@ def local_stages(
         identities = [e.identity for e in topology.entries if e.name != without and e.host in here]
         file = Path(folder, TOPOLOGY)
         file.write_text(topology.to_toml())
-        service = Supervisor(settings, topology, str(file), identities, context)
-        service.on_give_up = on_give_up
-        with record_running(file):
-            yield LocalStages(service, topology)
+        names = {identity.name for identity in identities}
+        with kept_holders(settings, _server_name(settings, "gateway" in names)) as kept:
+            service = Supervisor(settings, topology, str(file), identities, context, kept=kept)
+            service.on_give_up = on_give_up
+            with record_running(file):
+                yield LocalStages(service, topology)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _server_name(settings: Settings, has_gateway: bool) -> str:
+    """By which a server finds the memory of the one before; "" if it has nothing to go by."""
+    if not settings.topology and not (has_gateway and settings.port):
+        return ""
+    return f"{_absolute(settings.topology)} {settings.host} {settings.port}"
 
 
 def _topology(settings: Settings, prefix: str) -> Topology:

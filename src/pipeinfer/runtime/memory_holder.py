@@ -1,7 +1,8 @@
 """The memory holder: a small process that keeps descriptors of memory which outlives its engine.
 
-    MemoryHolder: the process        HolderLink: an engine's end of the socket
-    HolderState: who may have what           HolderProcess: a holder as a supervisor's child
+    MemoryHolder   the process
+    HolderState    who may have what
+    HolderLink     an engine's end of the socket
 
 Memory lives as long as a descriptor of it or a mapping does: memfds on a CPU, memory of cuMemCreate
 on a GPU. The holder keeps descriptors and nothing else; it imports neither CUDA nor torch, and maps
@@ -9,15 +10,15 @@ nothing. One holder serves one rank. What it keeps is handed to one process at a
 next one only when the process before has ended: a dying process' kernels may still write.
 
 Its own death does no harm: an engine goes on with its mappings, and gives its descriptors to the
-next holder.
+next holder. How a server starts holders, and finds those of the server before, is the business of
+holder_process.py.
 """
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import logging
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -28,25 +29,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
 from pipeinfer.runtime.child import ParentWatch
-
-if TYPE_CHECKING:  # a holder needs none of it
-    from pipeinfer.settings import Settings
 
 log = logging.getLogger(__name__)
 
 HOLDER_VARIABLE = "PIPEINFER_MEMORY_HOLDER"  # in the environment of an engine: its holder's address
 SO_PEERPIDFD = 77  # of asm-generic/socket.h, Linux 6.5
 LOSS_WINDOW = 60.0  # seconds: so soon after a death another one is its second loss
-RESTART_SECONDS = 0.5  # between the end of a holder and the start of the next one
+HAND_OVER_SECONDS = 30.0  # that an earlier server's engine may take to end
 MAX_MESSAGE = 64 << 10  # bytes
 MAX_DESCRIPTORS = 64  # of one message
 
-Kind = Literal["pages", "weights", "measured"]
+Kind = Literal["pages", "weights", "measured", "sleep"]
 # What may have made an engine die is dropped first: (losses, what is kept no more).
 DROPPED: tuple[tuple[int, frozenset[Kind]], ...] = (
     (2, frozenset({"pages"})),
@@ -110,6 +108,16 @@ class Leaving(msgspec.Struct, tag=True):
         return ()
 
 
+class End(msgspec.Struct, tag=True):
+    """To a holder whose server has ended, from the next server: close all, and end."""
+
+    is_answered: ClassVar[bool] = False
+
+    def apply(self, state: HolderState, _number: int, _descriptors: list[int]) -> Sequence[int]:
+        """See Attach."""
+        return state.end()
+
+
 class Attached(msgspec.Struct, tag=True):
     """Holder to engine, with a descriptor for each of `entries`.
 
@@ -124,7 +132,7 @@ class Dropped(msgspec.Struct, tag=True):
     """Holder to engine: what a Drop named is closed."""
 
 
-_requests = msgspec.msgpack.Decoder(Attach | Keep | Drop | Leaving)
+_requests = msgspec.msgpack.Decoder(Attach | Keep | Drop | Leaving | End)
 _attached = msgspec.msgpack.Decoder(Attached)
 _dropped = msgspec.msgpack.Decoder(Dropped)
 
@@ -136,11 +144,13 @@ class HolderState:
     entries: by name, what is kept and its descriptor.
     owner: the process that was handed what is kept; None: nobody writes it.
     waiting: processes that want it, the longest waiting one first.
+    over: nothing is kept any more.
     """
 
     entries: dict[str, tuple[Keep, int]] = field(default_factory=dict[str, tuple[Keep, int]])
     owner: int | None = None
     waiting: list[int] = field(default_factory=list[int])
+    over: bool = False
     _orderly: set[int] = field(default_factory=set[int])
     _losses: int = 0
     _last_loss: float = float("-inf")
@@ -184,6 +194,22 @@ class HolderState:
                 self._losses, self._last_loss = self._losses + 1 if again else 1, now
         self._orderly.discard(process)
 
+    def end(self) -> list[int]:
+        """Nothing is kept any more; returns the descriptors to be closed."""
+        self.over = True
+        closed = [descriptor for _, descriptor in self.entries.values()]
+        self.entries.clear()
+        return closed
+
+    def take_over(self, kept: Attached, descriptors: Sequence[int], now: float) -> list[int]:
+        """Begins with what an earlier holder kept, and with the losses that it knew of; returns the
+        descriptors to be closed. A server that was asleep is awake when it is started again."""
+        found = list(zip(kept.entries, descriptors, strict=True))
+        self.entries.update({one[0].name: one for one in found if one[0].kind != "sleep"})
+        if kept.losses:
+            self._losses, self._last_loss = kept.losses, now
+        return [descriptor for entry, descriptor in found if entry.kind == "sleep"]
+
     def hand_over(self, now: float) -> tuple[int, Attached, list[int], list[int]] | None:
         """The process that gets what is kept, the message, its descriptors, and those that are to
         be closed because of losses; None while nobody may have it, or wants it."""
@@ -200,50 +226,85 @@ class HolderState:
 
 
 class MemoryHolder:
-    """Serves one rank's engines on a listening socket, until `stop` or until its parent ends."""
+    """Serves one rank's engines on a listening socket, until `stop`, or until `patience` seconds
+    after its server and the last engine have ended."""
 
     def __init__(
-        self, listener: socket.socket, clock: Callable[[], float] = time.monotonic
+        self,
+        listener: socket.socket,
+        clock: Callable[[], float] = time.monotonic,
+        patience: float = 0.0,
+        server: int | None = None,
     ) -> None:
-        """listener: AF_UNIX, SOCK_SEQPACKET."""
+        """listener: AF_UNIX, SOCK_SEQPACKET. server: a pipe that the server closes at its end."""
         self._listener = listener
         self._clock = clock
+        self._patience = patience
+        self._has_server = True
+        self._alone_since: float | None = None
         self._selector = selectors.DefaultSelector()
         self._state = HolderState()
         self._links: dict[int, socket.socket] = {}  # by the process's number
         self._pidfds: dict[int, int] = {}
         self._next = 0
         self._stopping = False
-        self._wakeup = os.eventfd(0)
+        self._wakeup = os.eventfd(0)  # open as long as the process lives: `stop` comes at any time
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: None)
+        if server is not None:
+            self._selector.register(
+                server, selectors.EVENT_READ, lambda: self._server_ended(server)
+            )
 
     def run(self) -> None:
-        """Returns after `stop`, with all descriptors closed."""
+        """Returns with all descriptors closed."""
         try:
-            while not self._stopping:
-                for key, _ in self._selector.select():
+            while not self._stopping and not self._state.over:
+                left = self._seconds_left()
+                if left is not None and left <= 0:
+                    break
+                for key, _ in self._selector.select(left):
                     key.data()
                 self._hand_over()
         finally:
+            _close(self._state.end())
             for link in self._links.values():
-                link.close()
-            _close([*self._pidfds.values(), *(fd for _, fd in self._state.entries.values())])
+                link.close()  # who waits for that finds the memory free
+            _close([*self._pidfds.values()])
             self._selector.close()
-            os.close(self._wakeup)
+
+    def take_over(self, address: str) -> None:
+        """Before `run`: takes what the holder at `address` keeps, when its owner has ended; that
+        holder ends. Raises OSError if it is not there, or its owner does not end."""
+        link = HolderLink(address, HAND_OVER_SECONDS)
+        try:
+            _close(self._state.take_over(*link.attach(), self._clock()))
+        finally:
+            link.end()
 
     def stop(self) -> None:
         """Ends `run`; may be called in a signal handler and on any thread."""
         self._stopping = True
         os.eventfd_write(self._wakeup, 1)
 
+    def _server_ended(self, server: int) -> None:
+        self._forget(server)
+        self._has_server = False
+
+    def _seconds_left(self) -> float | None:
+        """None while a server or an engine is there."""
+        if self._has_server or self._state.owner is not None:
+            self._alone_since = None
+            return None
+        if self._alone_since is None:
+            self._alone_since = self._clock()
+        return self._alone_since + self._patience - self._clock()
+
     def _accept(self) -> None:
         with suppress(BlockingIOError):
             link, _ = self._listener.accept()
-            pid, user, _group = struct.unpack(
-                "3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            )
+            pid, user = _peer(link)
             pidfd = _pidfd_of(link, pid) if user == os.geteuid() else None
             if pidfd is None:
                 log.warning("process %d of user %d is refused", pid, user)
@@ -310,6 +371,13 @@ class MemoryHolder:
             socket.send_fds(self._links[number], [msgspec.msgpack.encode(message)], descriptors)
 
 
+def _peer(link: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end: of a listening socket, who made it listen."""
+    raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, user, _group = struct.unpack("3i", raw)
+    return pid, user
+
+
 def _pidfd_of(link: socket.socket, pid: int) -> int | None:
     """A descriptor of the process at the other end, which becomes readable when it has ended; None
     where there is none, such as for a process of another PID namespace."""
@@ -337,6 +405,9 @@ class HolderLink:
         self._socket.settimeout(timeout)
         try:
             self._socket.connect(socket_address(address))
+            user = _peer(self._socket)[1]
+            if user != os.geteuid():
+                raise PermissionError(f"the memory holder at {address} is of user {user}")
         except OSError:
             self._socket.close()
             raise
@@ -371,6 +442,13 @@ class HolderLink:
     def leaving(self) -> None:
         """To be called before an end in good order."""
         self._send(Leaving())
+
+    def end(self) -> None:
+        """The holder ends, and all that it kept is closed when this returns; so is this link."""
+        with self._socket, suppress(OSError):  # it has ended already, or does not answer
+            self._send(End())
+            while self._socket.recv(MAX_MESSAGE):
+                continue
 
     def fileno(self) -> int:
         """Readable when the holder has ended."""
@@ -407,69 +485,40 @@ def listen(address: str) -> socket.socket:
     return made
 
 
-def keeps_memory(settings: Settings) -> bool:
-    """Whether an engine with these settings may leave its memory to a successor: not within one
-    process."""
-    return not (settings.no_keep_memory or settings.in_process)
-
-
-class HolderProcess:
-    """A memory holder as a child of this process, which is started again when it ends.
-
-    address: of its socket, which stays the same.
-    """
-
-    def __init__(self) -> None:
-        self.address = f"@pipeinfer-{secrets.token_hex(16)}"
-        self._listener = listen(self.address)
-        self._process: asyncio.subprocess.Process | None = None
-        self._watch: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """To be called once, on the running loop. Engines may connect at once, and wait until the
-        holder runs."""
-        self._watch = asyncio.create_task(self._run())
-
-    async def close(self) -> None:
-        """Ends the holder, and with it what it kept."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watch
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        self._listener.close()
-
-    async def _run(self) -> None:
-        number = self._listener.fileno()
-        while True:
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "pipeinfer.runtime.memory_holder", "--fd", str(number),
-                    stdin=asyncio.subprocess.DEVNULL, pass_fds=(number,), start_new_session=True,
-                )  # fmt: skip
-                code = await self._process.wait()
-                log.warning("a memory holder ended (code %d) and is started again", code)
-            except OSError as error:
-                log.warning("no memory holder can be started: %s", error)
-            await asyncio.sleep(RESTART_SECONDS)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m pipeinfer.runtime.memory_holder ADDRESS`, or `--fd N` for a socket that a parent
-    opened; ends with its parent, or on SIGTERM."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    inherited = words[0] == "--fd"
-    listener = socket.socket(fileno=int(words[1])) if inherited else listen(words[0])
-    holder = MemoryHolder(listener)
+    """`python -m pipeinfer.runtime.memory_holder`; ends on SIGTERM."""
+    parser = argparse.ArgumentParser(prog="python -m pipeinfer.runtime.memory_holder")
+    add = parser.add_argument
+    add("address", nargs="?", help="where to listen: a path, or @ and an abstract name")
+    add("--fd", type=int, metavar="N", help="instead: a listening socket of the parent")
+    add("--server", type=int, metavar="N", help="outlive the parent: a pipe that it closes")
+    add("--patience", type=float, default=0.0, metavar="SECONDS", help="after that")
+    add("--after", action="append", default=[], metavar="ADDRESS", help="of a holder to replace")
+    given = parser.parse_args(arguments)
+    inherited = given.fd is not None
+    listener = socket.socket(fileno=given.fd) if inherited else listen(given.address)
+    holder = MemoryHolder(listener, patience=given.patience, server=given.server)
     signal.signal(signal.SIGTERM, lambda *_: holder.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if inherited:
+    if inherited and given.server is None:
         ParentWatch().set_stop(holder.stop)
+    for address in given.after:
+        try:
+            holder.take_over(address)
+        except OSError as error:
+            log.warning("what the server before kept is lost: %s", error)
+        remove_socket(address)
+    address = listener.getsockname()
     holder.run()
+    if given.server is not None:
+        remove_socket(address)
     return 0
+
+
+def remove_socket(address: str) -> None:
+    """Removes the file of a socket on which nobody listens any more."""
+    with suppress(OSError):
+        Path(address).unlink()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ from pipeinfer.runtime.child import (
     Command,
     exit_cause,
 )
-from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderProcess, keeps_memory
+from pipeinfer.runtime.holder_process import HolderProcess, KeptHolders, keeps_memory
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE
 from pipeinfer.runtime.servers import InheritedSockets
 from pipeinfer.runtime.stage import LEAVE_TIMEOUT, IncarnationNumbers, heartbeat
 from pipeinfer.runtime.standby import STANDBY_FLAG, Standbys
@@ -272,8 +273,9 @@ class Supervisor:
         identities: list[Identity],
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], int] = time.time_ns,
+        kept: KeptHolders | None = None,
     ) -> None:
-        """`clock`: Unix time in ns, which may be set back."""
+        """`clock`: Unix time in ns, which may be set back. `kept`: holders of the server before."""
         self._settings = settings
         self._topology_file = topology_file
         numbers = IncarnationNumbers(clock)
@@ -291,6 +293,7 @@ class Supervisor:
         self._http_sockets = (
             InheritedSockets()
         )  # for HTTP; each gateway process inherits its sockets
+        self._kept = kept or KeptHolders()
         self._holders: dict[str, HolderProcess] = {}  # by the engine's id
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()  # the gateways finish what runs
@@ -305,7 +308,9 @@ class Supervisor:
 
         Returns an exit code when all children are gone. ConfigurationError if it cannot listen.
         """
-        groups = {c.identity.group for c in self._other_children() if c.identity.name == "engine"}
+        engines = [i.identity for i in self._other_children() if i.identity.name == "engine"]
+        self._kept.end_others([i.id for i in engines] if keeps_memory(self._settings) else [])
+        groups = {identity.group for identity in engines}
         schedulers = {f"scheduler-{group}" for group in groups}  # on another host perhaps
         for stage in sorted(self._children.keys() - schedulers):
             self._listener.listen(stage)
@@ -435,7 +440,7 @@ class Supervisor:
         environment = {**inherited, **to_environment(self._settings)}
         if who.name == "engine" and keeps_memory(self._settings):
             if who.id not in self._holders:
-                self._holders[who.id] = HolderProcess()
+                self._holders[who.id] = HolderProcess(who.id, self._kept)
                 self._holders[who.id].start()
             environment[HOLDER_VARIABLE] = self._holders[who.id].address
         return environment

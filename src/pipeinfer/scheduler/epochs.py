@@ -64,6 +64,7 @@ class Epochs:
         self._steps: dict[int, int] = {}  # of each rank that is ready
         self.sleep_level = 0  # at which the ranks are to sleep; 0: an epoch is to run
         self.refuses = False
+        self._repeat = False  # ranks that sleep are told once more, for schedulers that come later
         self._asleep: dict[int, int] = {}  # the level of each rank that sleeps
         self._begun = False
         self._since = 0.0  # when that was
@@ -119,6 +120,7 @@ class Epochs:
     def sleep(self, level: int, refuses: bool, now: float) -> None:
         """No epoch runs until `wake_up`; ranks are to sleep, also those that come later."""
         self.end("falls asleep")
+        self._repeat = refuses != self.refuses
         self.sleep_level, self.refuses, self._since = level, refuses, now
 
     def wake_up(self) -> None:
@@ -138,8 +140,9 @@ class Epochs:
 
         Published again and again until all ranks have answered: a subscription may be late.
         """
-        if self.running or self.asleep:
+        if self.running or (self.asleep and not self._repeat):
             return None
+        self._repeat = False
         if len(self._hellos) < self.tp:
             return Begin(self.epoch, ())  # engines of an earlier scheduler: say hello
         first = self._hellos[min(self._hellos)]

@@ -1,0 +1,167 @@
+"""A whole server that is stopped and started again finds its prefix cache."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import pipeinfer.demo
+from pipeinfer.demo import copy_task
+from pipeinfer.runtime.holder_process import FOLDER
+from servers import Server, alive, environment
+
+HOLDER = "pipeinfer.runtime.memory_holder"
+QUESTION = copy_task(random.Random(47), 60)[0]
+PAGES = ("--kv-pages", "400")
+KEEP = (*PAGES, "--keep-memory-on-stop")
+CACHED = 32  # tokens at least, of the question's
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def ask(server: Server) -> tuple[str, int]:
+    """The answer's text, and how many tokens of the question were cached."""
+    body = {"prompt": QUESTION, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    whole = answer.json()
+    cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return whole["choices"][0]["text"], cached
+
+
+def holder(server: Server) -> psutil.Process:
+    children = psutil.Process(server.process.pid).children()
+    return next(child for child in children if HOLDER in child.cmdline())
+
+
+def stop(server: Server) -> None:
+    assert server.stop() == 0
+
+
+def wait_gone(process: psutil.Process, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while alive(process.pid):
+        assert time.monotonic() < deadline, process
+        time.sleep(0.05)
+
+
+def memory_files(process: psutil.Process) -> int:
+    """Different pieces of memory that it keeps."""
+    files = (file for file in Path(f"/proc/{process.pid}/fd").iterdir())
+    return len({file.stat().st_ino for file in files if "memfd:" in str(file.readlink())})
+
+
+def sockets() -> set[Path]:
+    return set(Path(tempfile.gettempdir(), f"{FOLDER}-{os.geteuid()}").glob("*/*"))
+
+
+def test_a_restarted_server_finds_its_prefix_cache(port):
+    before = sockets()
+    with Server(*KEEP, port=port) as server:
+        first, cached = ask(server)
+        assert cached == 0
+        kept, entries = holder(server), memory_files(holder(server))
+        stop(server)
+    assert f"is kept for 600 s; to free it now, end process {kept.pid}" in "\n".join(server.log)
+    assert alive(kept.pid) and memory_files(kept) == entries >= 2
+    with Server(*KEEP, port=port) as server:
+        wait_gone(kept)
+        text, cached = ask(server)
+        assert text == first and cached >= CACHED
+        assert memory_files(holder(server)) == entries
+        kept = holder(server)
+        server.process.kill()  # and so it does however it ends
+        server.process.wait()
+    with Server(*PAGES, port=port) as server:  # which does not keep it any more
+        text, cached = ask(server)
+        assert text == first and cached >= CACHED
+        everyone = psutil.Process(server.process.pid).children(recursive=True)
+        wait_gone(kept)
+        stop(server)
+    for process in everyone:
+        wait_gone(process)
+    assert sockets() == before
+
+
+def other_fine_tune(folder: Path) -> Path:
+    """The demo model, of the same sizes, with other numbers."""
+    shutil.copytree(Path(pipeinfer.demo.__file__).parent, folder)
+    weights = load_file(folder / "model.safetensors")
+    noise = np.random.RandomState(1)
+    changed = {
+        name: one + (0.05 * noise.standard_normal(one.shape)).astype(one.dtype)
+        for name, one in weights.items()
+    }
+    save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_another_model_finds_nothing_and_frees_what_was_kept(port, tmp_path):
+    with Server(*KEEP, port=port) as server:
+        first, _ = ask(server)
+        entries = memory_files(holder(server))
+        kept = holder(server)
+        stop(server)
+    with Server(str(other_fine_tune(tmp_path / "other")), *KEEP, port=port) as server:
+        wait_gone(kept)
+        other, cached = ask(server)
+        assert cached == 0 and other != first
+        assert memory_files(holder(server)) <= entries  # its own alone
+        kept = holder(server)
+        stop(server)
+    with Server(*PAGES, "--no-keep-memory", port=port) as server:
+        assert not alive(kept.pid)  # before anything was loaded
+        assert ask(server) == (first, 0)
+
+
+def test_a_holder_that_nobody_comes_back_for_ends(port):
+    before = sockets()
+    with Server(*KEEP, port=port) as server:
+        ask(server)
+        stop(server)
+    few = ("--kv-pages", "300", "--keep-memory-on-stop", "--kept-memory-timeout", "4")
+    with Server(*few, port=port) as server:
+        assert ask(server)[1] == 0  # a pool of another size is not taken over
+        kept = holder(server)
+        stop(server)
+    began = time.monotonic()
+    assert alive(kept.pid)
+    wait_gone(kept, 20)
+    assert time.monotonic() - began > 2
+    assert sockets() == before
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--port", "0"], "--port"),
+        (["--no-keep-memory"], "--no-keep-memory"),
+        (["--in-process"], "--in-process"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(port, more, why):
+    asked = ("--keep-memory-on-stop", "--port", str(port), *more)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeinfer", "serve", *asked],
+        capture_output=True, text=True, timeout=60, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "--keep-memory-on-stop: " in done.stderr
+    assert why in done.stderr
