@@ -412,6 +412,9 @@ def _named(text: str, values: Mapping[str, object]) -> str:
     kind = re.fullmatch(r"Expected `(int|float)(?: \| null)?`, got `\w+`", text)
     reason = none_of(values[name], choices) if choices else text
     reason = no_number(values[name], kind[1]) if kind else reason
+    if bound := re.fullmatch(r"Expected `(?:int|float)(?: \| null)?` ([<>]=?) (\S+)", reason):
+        words = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}
+        reason = f"must be {words[bound[1]]} {bound[2]}, not {values[name]}"
     return f"{other_servers.flag(name)}: {reason}"
 
 

@@ -312,7 +312,10 @@ def describe_targets(targets: Targets, tokens: float, rate: float) -> str:
 def describe_rate(tokens: float, rate: float) -> str:
     """The same without the targets."""
     if not tokens:
-        return "the target leaves prompts nothing more, or step times were not measured"
+        return (
+            "steps beside streams are short: step times were not measured (on a CPU they never "
+            "are), or --itl-target leaves prompts nothing more"
+        )
     return (
         f"while prompts wait, steps of up to {tokens:,.0f} tokens beside {LOGGED_STREAMS} streams, "
         f"{rate:,.0f} prompt tokens a second"

@@ -376,7 +376,7 @@ def test_a_requests_way_through_the_stages_is_shown(server, chat):
     chat.keyboard.press("Escape")
     latency = chat.locator(".stage dl > div:nth-child(2) dd")
     expect(latency.filter(has_text=re.compile(r"^[\d.,]+\s(ms|s)$"))).to_have_count(5)
-    expect(chat.locator(".steps .quiet")).to_contain_text("steps, each on average")
+    expect(chat.locator(".steps .quiet")).to_contain_text("steps; decodes of each on average")
     chat.get_by_role("heading", name="Largest cached prefixes").click()
     expect(chat.locator(".prefixes li").first).to_contain_text("tokens")
 

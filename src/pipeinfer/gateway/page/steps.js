@@ -144,7 +144,7 @@ function summary(steps) {
   const half = times.length > made / 2
     ? ` half of them within ${duration(times[Math.floor(times.length / 2)])},` : "";
   const longest = Math.max(...steps.map(({ seconds }) => 1000 * seconds));
-  return `${count(made)} steps, each on average of ${each((step) => step.decodes)} decodes `
-    + `and ${each((step) => step.prompt_tokens)} prompt tokens;${half} the longest `
+  return `${count(made)} steps; decodes of each on average: ${each((step) => step.decodes)}, `
+    + `prompt tokens: ${each((step) => step.prompt_tokens)};${half} the longest `
     + `${duration(longest)}${late ? `; ${count(late)} longer than their target.` : "."}`;
 }
