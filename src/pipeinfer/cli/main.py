@@ -13,9 +13,7 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib
-import importlib.metadata
 import logging
 import platform
 import resource
@@ -218,6 +216,8 @@ def add_model(command_line: argparse.ArgumentParser) -> None:
 
 
 async def _run(service: Supervisor | InProcess, line: StatusLine) -> int:
+    import asyncio
+
     from pipeinfer.runtime.entry import add_reload_handler
     from pipeinfer.runtime.logs import show_until_ready
 
@@ -322,9 +322,11 @@ def _check_devices() -> Iterator[Finding]:
 
 
 def _check_package(name: str) -> Finding:
+    from importlib import metadata
+
     try:
-        return "ok", "package", f"{name} {importlib.metadata.version(name)}"
-    except importlib.metadata.PackageNotFoundError:
+        return "ok", "package", f"{name} {metadata.version(name)}"
+    except metadata.PackageNotFoundError:
         return "note", "package", f"{name} is missing: pip install 'pipeinfer[cuda]'"
 
 

@@ -11,7 +11,6 @@ comes from (https://www.w3.org/TR/trace-context/).
 from __future__ import annotations
 
 import re
-import statistics
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -249,7 +248,9 @@ class StageDurations:
         """Seconds; None where no span of the stage ended in the last minute."""
         oldest = self._clock() - MINUTE
         recent = [seconds for at, seconds in self._latest.get(stage, ()) if at >= oldest]
-        return statistics.median(recent) if recent else None
+        from statistics import median  # only here: the command line's start pays for every import
+
+        return median(recent) if recent else None
 
     def clear(self) -> None:
         """Forgets all durations."""

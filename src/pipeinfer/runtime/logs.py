@@ -11,7 +11,6 @@ Knows no command; of stages only the states that they report.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -196,6 +195,8 @@ async def show_until_ready(
     states: Callable[[], Mapping[str, tuple[State, str]]], line: StatusLine
 ) -> None:
     """Says what stages wait for until all are ready for the first time, at the level "info"."""
+    import asyncio  # only here: the command line's start pays for every import
+
     while log.isEnabledFor(logging.INFO) and (waiting := waiting_summary(states())):
         line.show(waiting)
         await asyncio.sleep(POLL_SECONDS)
