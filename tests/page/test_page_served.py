@@ -443,7 +443,7 @@ def test_a_killed_engine_is_seen_at_once_and_so_is_its_recovery(server, chat):
     seen, state = chat.evaluate("() => window.change")
     assert seen - killed < SILENCE, state  # its supervisor says so, well before that
     assert "ready" not in state
-    expect(engine.locator(".state")).to_have_text("● ready")
+    expect(engine.locator(".state")).to_have_text("● ready", timeout=60_000)
     expect(engine.locator(".life")).to_contain_text("1 restart")
     log = chat.get_by_role("log")
     expect(log).to_contain_text(re.compile(r"engine-0-0: a new process, \d+"))

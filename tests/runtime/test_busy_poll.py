@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from functools import partial
 
 import pytest
 
@@ -99,7 +100,8 @@ def test_a_stages_process_does_what_is_set(setting, monkeypatch):
     topology = topologies.local(settings, "inproc://wakefulness-")
     options = argparse.Namespace(listen_fd=[], child=False)
     ties = entry.ParentTies(1, None, None)
-    asyncio.run(entry._run(settings, topology, Identity("scheduler"), options, ties))
+    build = partial(entry._build, "scheduler", ())
+    asyncio.run(entry._run(settings, topology, Identity("scheduler"), options, ties, build))
     assert given == [BUSY_POLL_SECONDS if setting == "always" else 0.0]
 
 
