@@ -504,10 +504,7 @@ class SchedulerCore:
 
     def _on_prepared(self, prepared: Prepared, _now: float) -> None:
         for request in self._planner.on_prepared(prepared):
-            if prepared.error == NO_GRAMMAR_MEMORY:
-                self._without_grammar(request, prepared.error, 503)
-            else:
-                self._without_grammar(request, GRAMMAR_ERROR + prepared.error, 400)
+            self._without_grammar(request, prepared.error)
 
     def _on_admitted(self, admitted: Admitted, now: float) -> None:
         if not self._epochs.running or admitted.epoch != self._epochs.epoch:
@@ -548,8 +545,12 @@ class SchedulerCore:
         except (InvalidReport, ValueError) as error:
             self._end_epoch(str(error), now, blameless=True)
 
-    def _without_grammar(self, request: Request, why: str, status: int) -> None:
-        """Its client has read some of the output, or gets an error that says what it may do."""
+    def _without_grammar(self, request: Request, why: str) -> None:
+        """Its client has read some of the output, or gets an error that says what it may do. why:
+        as engines say it."""
+        status = 503
+        if why != NO_GRAMMAR_MEMORY:
+            status, why = 400, GRAMMAR_ERROR + why
         if request.outputs:
             self._fail(request, "error", why)
         else:
@@ -558,7 +559,7 @@ class SchedulerCore:
     def _on_row_error(self, request: Request, trouble: str) -> None:
         """A step could give no token of it."""
         if trouble == NO_GRAMMAR_MEMORY:
-            self._without_grammar(request, trouble, 503)
+            self._without_grammar(request, trouble)
         elif trouble is BAD_LOGITS:
             request.bad_logits = True
             self.counts["bad_logits"] += 1
