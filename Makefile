@@ -42,13 +42,14 @@ serve-smollm2: $(VENV)/smollm2.stamp ## serve SmolLM2-135M-Instruct, a small mod
 	exec $(BIN)/pipeinfer serve $(SMOLLM2) --served-model-name SmolLM2-135M-Instruct --port $(PORT)
 
 # Tests wait for the servers that they start, and for time to pass: half as many processes more
-# than cores keep these busy.
+# than cores keep these busy. A process of tests that dies ends the run: what it had left would wait
+# for ever.
 test: $(VENV)/test.stamp $(VENV)/smollm2.stamp ## lint, types and all tests, on WORKERS cores, 2 if nothing is said
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n $$(($(WORKERS) * 3 / 2)) --dist loadfile
+	$(BIN)/python -m pytest -n $$(($(WORKERS) * 3 / 2)) --dist loadfile --max-worker-restart 0
 
 # Clients that people use, in environments of their own: the newest, and some with openai 2.
 test-clients: $(VENV)/serve.stamp $(VENV)-clients/stamp $(VENV)-clients-openai-2/stamp ## tests with clients that people use: openai, langchain and others

@@ -164,6 +164,16 @@ async def test_a_body_is_called_json_and_the_refusal_says_how(gateway: Gateway, 
     assert not gateway.pipeline.submits
 
 
+async def test_no_body_needs_no_type_whatever_a_client_calls_it(gateway: Gateway) -> None:
+    """aiohttp calls it octets."""
+    kind = "application/octet-stream"
+    async with aiohttp.ClientSession(gateway.url) as http, http.post("/sleep?level=7") as answer:
+        assert answer.request_info.headers["Content-Type"] == kind
+        assert answer.status == 503, "its engine cannot sleep"
+    page = await ask(gateway, "POST", "/sleep?level=7", origin=gateway.url, content_type=kind)
+    assert error(page)[0] == 415
+
+
 async def test_a_page_names_the_type_of_its_body_and_a_program_need_not(gateway: Gateway) -> None:
     for marks in ({"origin": gateway.url}, {"sec_fetch_site": "same-origin"}):
         assert error(await ask(gateway, "POST", PATHS[1], BODY, **marks))[0] == 415

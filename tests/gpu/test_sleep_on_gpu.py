@@ -106,7 +106,7 @@ async def test_answers_are_the_same_after_a_sleep_and_after_a_death_in_it(
                 slept = await post(f"/sleep?level={level}")
                 asleep = free_gib()
                 print(f"level {level}: {slept:.2f} s to sleep, {asleep - awake:.2f} GiB more free")
-                assert asleep - awake >= 5, "a fifth of the GPU was taken"
+                assert asleep - awake >= 0.75, "the pool holds 262,144 tokens"
                 if kills:
                     os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
                 print(f"{await post('/wake_up'):.2f} s to wake up")

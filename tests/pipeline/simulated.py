@@ -27,6 +27,7 @@ from pipeinfer.engine.core import Compile
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.gateway.ledger import Call, ClientDisconnected, Failed, OutputDelta
+from pipeinfer.grammars.bounds import GRAMMAR_ERROR
 from pipeinfer.messages import (
     PROTOCOL,
     Ended,
@@ -150,12 +151,13 @@ class Client:
             return False
         kind, told = grammar_of(spec).kind, (self.failed.status, self.failed.message)
         if kind == "dead":
-            assert told == (500, DEAD), told
+            assert told == (500, GRAMMAR_ERROR + DEAD), told
             assert (self.text, self.ids, "error") == self.undisturbed()
             return True
-        refused = {"wrong": (400, WRONG), "huge": (400, HUGE)}
+        no_engine = GRAMMAR_ERROR + HUGE
+        refused = {"wrong": (400, WRONG), "huge": (400, no_engine)}
         if kind == "odd":  # 500: it had outputs, though none may have been shown
-            assert told in ((400, HUGE), (500, HUGE)), told
+            assert told in ((400, no_engine), (500, no_engine)), told
         else:
             assert told == refused[kind] and not self.ids, (told, self.ids)
         return True

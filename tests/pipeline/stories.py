@@ -22,6 +22,7 @@ from simulated_engine import PAGE_SIZE, POISON, EngineNode  # noqa: E402
 from simulated_grammars import DEAD, HUGE, WRONG, spec_of  # noqa: E402
 
 from pipeinfer.core import Send  # noqa: E402
+from pipeinfer.grammars.bounds import GRAMMAR_ERROR  # noqa: E402
 from pipeinfer.messages import (  # noqa: E402
     Abort,
     Digests,
@@ -222,9 +223,9 @@ class Story(Simulation):
         for client in self.clients.values():
             message = client.failed.message if client.failed is not None else ""
             self.seen["grammar refused"] += message == WRONG
-            self.seen["grammar without an end"] += message == DEAD
+            self.seen["grammar without an end"] += message == GRAMMAR_ERROR + DEAD
             which = "a new engine" if client.ids else "engines"
-            self.seen[f"grammar that {which} cannot have"] += message == HUGE
+            self.seen[f"grammar that {which} cannot have"] += message == GRAMMAR_ERROR + HUGE
 
     # ------------------------------------------------------------------------------- what happens
 

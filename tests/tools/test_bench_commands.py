@@ -91,6 +91,15 @@ def test_startup_is_ready_before_the_first_token(bench):
     assert sum(engine.values()) < metrics["ready_seconds"]
 
 
+def test_sleep_measures_each_level_beside_a_start(bench):
+    metrics, _ = bench("sleep", "--rounds", "1", "--threads", "1", "--dtype", "float32")
+    assert metrics["broken"] == [] and metrics["start_seconds"] > 0
+    for level in (1, 2):
+        found = metrics[f"level {level}"]
+        assert found["other_answers"] == 0
+        assert found["sleep_seconds"]["p50"] > 0 and found["wake_seconds"]["p50"] > 0
+
+
 def test_takeover_counts_what_the_next_engine_computes_again(bench):
     metrics, _ = bench(
         "takeover", "--streams", "3", "--context", "100", "--tokens", "150", "--kills", "1",

@@ -615,9 +615,10 @@ class BrowserGuard:
 
 def _check_json(request: web.Request) -> None:
     """Refuses bodies of other types, which a page may send without a preflight. A body without a
-    type is refused from browsers alone, which send Origin or Sec-Fetch-Site."""
+    type, and none at all (aiohttp names a type for it all the same), is refused from browsers
+    alone, which send Origin or Sec-Fetch-Site."""
     given = request.headers.get("Content-Type")
-    if given is None:
+    if given is None or not request.body_exists:
         bad = "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
     else:
         bad = JSON_TYPE.fullmatch(given.partition(";")[0].strip().lower()) is None

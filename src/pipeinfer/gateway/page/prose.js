@@ -8,7 +8,7 @@ import { blocksOf, codeBlock, elementsOf } from "./markdown.js";
 import { dress } from "./typeset.js";
 
 const PART = 4000; // letters that are parsed at once
-const LINES = 120; // of them: each is laid out
+const LINES = 60; // of them: each is laid out
 const BLOCKS = 120; // of them that are shown at once
 const PATIENCE = 3; // times as long as reading the end took, nothing of it is read again
 const HEAD = 600; // letters of a table's head that is said again
