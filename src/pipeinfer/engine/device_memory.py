@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 GRANULARITY = 2 << 20  # bytes: what cuMemCreate gives on every GPU so far is a multiple of it
 SCRATCH_BYTES = 64 << 20  # of the memory behind every part of a range that is scratch
+TOUCHING_THREADS = 8  # that make memory of the host together
+TOUCHED_BYTES = 64 << 20  # by one of them at once: a multiple of a huge page
 
 
 class DeviceMemory(Protocol):
@@ -205,10 +208,8 @@ class HostCopy:
 
     def __init__(self, data: torch.Tensor) -> None:
         """data: uint8 [size], on the GPU."""
-        import torch
-
         self._driver = Driver()
-        self.data = torch.empty(data.shape, dtype=data.dtype)
+        self.data = touched_memory(data.numel())
         self._pinned = True
         try:
             self._driver.pin(self.data.data_ptr(), self.data.numel())
@@ -222,6 +223,23 @@ class HostCopy:
         if self._pinned:
             self._driver.unpin(self.data.data_ptr())
             self._pinned = False
+
+
+def touched_memory(size: int) -> torch.Tensor:
+    """uint8 [size] of the host, all zero, which the kernel has made on several cores: where the
+    driver asks for pages that are not there yet, one core makes them all, at some 3 GB/s."""
+    import torch
+
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def touch(start: int) -> None:
+        data[start : start + TOUCHED_BYTES].zero_()
+
+    with ThreadPoolExecutor(TOUCHING_THREADS) as pool:
+        list(pool.map(touch, range(0, size, TOUCHED_BYTES)))
+    return data
 
 
 def cuda_obstacle() -> str:
