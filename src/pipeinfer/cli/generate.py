@@ -35,7 +35,7 @@ from pipeinfer.runtime.logs import StatusLine, undecodable_input
 from pipeinfer.settings import DEMO, ConfigurationError
 
 if TYPE_CHECKING:
-    from pipeinfer.offline.llm import LoopThread
+    from pipeinfer.offline.loop_thread import LoopThread
 
 
 MAX_TOKENS = 128
@@ -313,7 +313,7 @@ def model_session(flags: ModelFlags, answer_options: AnswerOptions) -> Iterator[
     try:
         model = _model(flags, answer_options, line)
 
-        from pipeinfer.offline.llm import LoopThread
+        from pipeinfer.offline.loop_thread import LoopThread
 
         thread = LoopThread()
         try:
