@@ -198,7 +198,7 @@ class StepDelta:
     - admitted: int32 [a], slots with new requests
     - fields: sampling parameters of the new requests, [a] each, by name
     - logit_biases: of those new requests that change single logits
-    - cleared: int32, pages to be zeroed
+    - to_zero: int32 [n], pages that are zeroed before the step computes
     - released: slots whose requests had a grammar and are gone; some may have new ones
     """
 
@@ -208,7 +208,7 @@ class StepDelta:
     admitted: np.ndarray = field(default_factory=lambda: _NONE)
     fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     logit_biases: tuple[RequestLogitBias, ...] = ()
-    cleared: np.ndarray = field(default_factory=lambda: _NONE)
+    to_zero: np.ndarray = field(default_factory=lambda: _NONE)
     released: tuple[int, ...] = ()
 
 

@@ -262,7 +262,7 @@ class MemoryMachine(RuleBasedStateMachine):
         rows = self.memory.apply(plan)
         self.number += 1
         self.memory.check_integrity()
-        assert set(rows.unverified.tolist()) <= set(rows.claimed.tolist()), "zeroed, yet believed"
+        assert set(rows.to_zero.tolist()) <= set(rows.claimed.tolist()), "zeroed, yet believed"
         self.check_forgotten(plan, evicted)
         for admit, cached in zip(plan.admits, rows.cached.tolist(), strict=True):
             self.requests.put(admit)

@@ -248,14 +248,14 @@ def test_pages_that_are_freed_unseen_are_zeroed_before_the_next_step_that_comput
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [7] * 8)])
     owned = set(memory.manager.table.pages_of(0).tolist())
     kept = memory.plan({}, releases=[Release(1, True)])
-    assert kept.unverified.tolist() == [] and memory.step(kept).delta.cleared.tolist() == []
+    assert kept.to_zero.tolist() == [] and memory.step(kept).delta.to_zero.tolist() == []
     freed = memory.plan({}, releases=[Release(0, False)])
-    assert set(freed.unverified.tolist()) == owned
+    assert set(freed.to_zero.tolist()) == owned
     assert len(memory.step(freed).slots) == 0, "nothing is computed, so nothing is zeroed"
     later = memory.step(memory.plan({2: 99}, [admit(2, [5] * 30)]))
-    assert set(later.delta.cleared.tolist()) == owned
+    assert set(later.delta.to_zero.tolist()) == owned
     assert owned & set(later.delta.pages.tolist()), "and they are somebody's again"
-    assert memory.step(memory.plan({2: 1})).delta.cleared.tolist() == []
+    assert memory.step(memory.plan({2: 1})).delta.to_zero.tolist() == []
 
 
 def test_pages_of_a_prompt_that_was_preempted_are_zeroed_when_they_are_freed():
@@ -264,16 +264,16 @@ def test_pages_of_a_prompt_that_was_preempted_are_zeroed_when_they_are_freed():
     memory.run({0: 10}, [admit(0, PROMPT)])
     *cached, partial = memory.manager.table.pages_of(0).tolist()
     [whole] = [memory.plan({}, releases=[Release(0, True)])]
-    assert whole.unverified.tolist() == [partial], "the cache has the others"
-    assert set(memory.plan({}, reset=True).unverified.tolist()) == set(cached)
+    assert whole.to_zero.tolist() == [partial], "the cache has the others"
+    assert set(memory.plan({}, reset=True).to_zero.tolist()) == set(cached)
 
 
 def test_pages_of_a_prompt_whose_logits_were_finite_are_not_zeroed():
     memory = Memory(pages=12)
     outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]
     freed = memory.plan({}, releases=[Release(0, True, pack(outputs))])
-    assert freed.unverified.tolist() == []
-    assert memory.plan({}, reset=True).unverified.tolist() == []
+    assert freed.to_zero.tolist() == []
+    assert memory.plan({}, reset=True).to_zero.tolist() == []
 
 
 def test_pages_that_a_preempted_prompt_left_in_the_cache_are_proven_by_who_reads_them():
@@ -284,7 +284,7 @@ def test_pages_that_a_preempted_prompt_left_in_the_cache_are_proven_by_who_reads
     rows, outputs = memory.run({1: 99}, [admit(1, PROMPT)])
     assert rows.cached.tolist() == [8] and set(memory.manager.table.pages_of(1)[:2]) == cached
     memory.plan({}, releases=[Release(1, True, pack(outputs))])
-    assert memory.plan({}, reset=True).unverified.tolist() == []
+    assert memory.plan({}, reset=True).to_zero.tolist() == []
 
 
 def test_pages_of_requests_that_an_epoch_ends_under_are_zeroed_in_the_next():
@@ -294,7 +294,7 @@ def test_pages_of_requests_that_an_epoch_ends_under_are_zeroed_in_the_next():
     memory.manager.reset()
     memory.number = 0
     step = memory.step(memory.plan({1: 99}, [admit(1, [5] * 8)]))
-    assert set(step.delta.cleared.tolist()) == owned
+    assert set(step.delta.to_zero.tolist()) == owned
 
 
 def test_confirmed_page_is_cached_even_if_surplus_was_computed_after_it():

@@ -28,8 +28,8 @@ class Traits:
     page_sizes: those that it takes, None for any. needs_kv: it attends to the step's own keys and
     values, too; else it reads pages only. host_lengths: its metadata depends on lengths that it
     reads on the host (AttentionInputs.host), so a graph's metadata is built before each replay.
-    captures_decode: a CUDA graph can hold steps of decode rows (without needs_kv only, because
-    padding has keys that are not stored); captures_prefill: and steps with both kinds of rows.
+    captures_decode: a CUDA graph can hold steps of decode rows (only without needs_kv: a graph's
+    padding rows have no keys); captures_prefill: and steps with both kinds of rows.
     lists_pages: kv_indices has the pages of row after row, else it is the page table of all slots.
     page_table: the rows whose pages it reads in DeviceStep.row_page_table: "all", the "prefills" or
     "none".

@@ -51,7 +51,8 @@ class PackedStep:
 
     buffers: of its parity; `num_words` of their pinned words are uploaded. views: of the device's
     buffers. graph: that is replayed; None: kernel by kernel.
-    sample_rows: int64 [S], where in `logits` the rows that sample stand; None: they are the first.
+    sample_rows: int64 [S], which rows of `logits` are those of rows that sample, in their order;
+    None: the first S.
     overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
     truncated: int64 [K], indices among the S rows that sample: those at random with top-k, top-p or
     min-p; biased: whether the logits of some of the S rows are raised or lowered.
@@ -72,7 +73,7 @@ class PackedStep:
 
     @property
     def rows(self) -> np.ndarray | slice:
-        """Which rows of `logits` are those of rows that sample, in their order."""
+        """`sample_rows`, as an index."""
         count = int(np.count_nonzero(self.step.samples))
         return slice(count) if self.sample_rows is None else self.sample_rows
 
@@ -202,14 +203,14 @@ class Runner:
         return self.launch(step).take()
 
     def launch(self, step: Step, before: BeforeLaunch | None = None) -> LaunchedStep:
-        """Queues the step behind those that were launched before. On a GPU the host packs within
-        this call, and waits for the device only where buffers of this parity are still in use,
-        which the depth of the overlap loop rules out on rank 0. On a CPU packing, too, is left to
-        the device's thread.
+        """Queues the step behind those that were launched before: calls `before(step)`, waits for
+        the buffers of the step's parity, packs the step into them, and launches its kernels.
 
-        `before` is called with `step`, on the thread that launches its kernels; only then does the
-        host wait for the buffers of the step's parity and pack the step into them. A step with
-        masked rows is computed up to their logits; see `sample_masked`.
+        On a GPU all of this happens within the call, and its errors are raised here. It waits only
+        if the step before last has not ended: never on rank 0, where the scheduler sends step N
+        when it has the result of step N - 2; other ranks may lag. On a CPU all of it happens on the
+        device's thread. A step with masked rows is computed up to their logits; see
+        `sample_masked`.
         """
         parity = self._launched % PARITIES
         self._launched += 1
@@ -286,8 +287,9 @@ class Runner:
             self._sample(packed, launched)
 
     def _fitting(self, step: Step) -> Captured | None:
-        """A graph for the step, if its logits are what is asked for: graphs have them for the rows
-        that sample alone, and without the ids that these must not sample yet."""
+        """A graph that the step fits into. None where log-probs are asked for that a graph's logits
+        do not have: it computes those of rows that sample alone, with ids that these must not
+        sample yet at -inf."""
         suppressed = step.logprobs is not None and step.logprobs.suppressed
         return None if suppressed or step.scored_chunks else self._graphs.fitting(step)
 
@@ -319,9 +321,9 @@ class Runner:
 
     def _upload(self, packed: PackedStep) -> None:
         """Queues the upload of slot changes and of the step, on the current stream."""
-        cleared, overflow = packed.step.delta.cleared, packed.overflow_changes
-        if len(cleared):  # rare: it waits for a copy, and so does what follows
-            self.pool.zero_pages(cleared)
+        to_zero, overflow = packed.step.delta.to_zero, packed.overflow_changes
+        if len(to_zero):  # rare: it waits for a copy, and so does what follows
+            self.pool.zero_pages(to_zero)
         if overflow is not None:
             pairs = tensor_of(overflow).to(self._state.words.device).view(-1, 2)
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
@@ -403,9 +405,11 @@ class Runner:
     def _draw(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
         """int64 [L, 2]: what the graph has sampled, unless some row needs more than temperature."""
         step, views, graph = packed.step, packed.views, packed.graph
-        sample_rows, truncated = packed.sample_rows, packed.truncated
-        alike = step.penalties is None and not len(truncated) and not packed.biased
-        if graph is not None and alike and step.masked is None:
+        sample_rows = packed.sample_rows
+        temperature_only = (
+            step.penalties is None and not len(packed.truncated) and not packed.biased
+        )
+        if graph is not None and temperature_only and step.masked is None:
             return graph.drawn
         if packed.biased or step.penalties is not None:
             logits = logits.to(torch.float32, copy=True)
@@ -415,8 +419,8 @@ class Runner:
         if step.penalties is not None:
             counted = self._penalties.apply(logits, step.penalties, sample_rows)
         last_token = self._state.by_slot.last_token
-        truncated = truncated if sample_rows is None else sample_rows[truncated]
-        drawn = self._sampler.sample(logits, views.sampling, last_token, truncated)
+        rows = packed.truncated if sample_rows is None else sample_rows[packed.truncated]
+        drawn = self._sampler.sample(logits, views.sampling, last_token, rows)
         if counted is not None:
             self._penalties.count(drawn, *counted)
         return drawn

@@ -60,7 +60,7 @@ class StepBuilder:
         self._requests = requests
         self._last: tuple[Step, np.ndarray] | None = None
         # Pages, since the last step that computes anything: see Rows.
-        self._unverified: list[np.ndarray] = []
+        self._to_zero: list[np.ndarray] = []
 
     def build(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
         """(step, plan_rows) of the plan that the memory applied last.
@@ -71,8 +71,8 @@ class StepBuilder:
         in the slots waits for a step that computes something.
         """
         last = self._last
-        if len(rows.unverified):
-            self._unverified.append(rows.unverified)
+        if len(rows.to_zero):
+            self._to_zero.append(rows.to_zero)
         before = (-1, -1) if last is None else (last[0].epoch, last[0].number)
         if last is not None and rows.same_as_previous and before == (epoch, rows.number - 1):
             self._last = self._next(last[0], rows), last[1]
@@ -164,9 +164,9 @@ class StepBuilder:
             delta = replace(delta, admitted=admitted, fields=fields, logit_biases=edits)
         if released := self._requests.take_dropped_grammars():
             delta = replace(delta, released=released)
-        if self._unverified:
-            delta = replace(delta, cleared=np.concatenate(self._unverified))
-            self._unverified.clear()
+        if self._to_zero:
+            delta = replace(delta, to_zero=np.concatenate(self._to_zero))
+            self._to_zero.clear()
         return delta
 
 

@@ -47,8 +47,8 @@ class Rows:
     slots: int32 [R].
     starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r] + counts[r] - 1.
     samples: bool [R], the row ends with a token that is sampled.
-    is_prefill: bool [R], the row computes known ids. False: a decode, of the id that the
-        step before sampled and that only the device knows.
+    is_prefill: bool [R], the row computes known ids: of a prompt, or that a grammar forces. False:
+        a decode, of the id that the step before sampled and that only the device knows.
     deferred: bool [R], there were no pages for the row, so it computes nothing.
     same_as_previous: the rows are those of the plan before, and both decode one token of each.
     number: of the plan.
@@ -57,8 +57,8 @@ class Rows:
     free, evictable: pages after the plan.
     evicted: pages that the cache has evicted since the epoch began.
     digest: 64 bits, hash of all decisions since the epoch began.
-    unverified: int32 [n], pages that were freed although it is not known that the logits that were
-        computed from them are finite; see KVPool.zero_pages.
+    to_zero: int32 [n], freed pages that may hold NaN: no finite logits were computed from them. A
+        step zeroes them before it computes; see KVPool.zero_pages.
     claimed: int32 [n], pages that the page directory must call invalid before a step is launched.
     fills: which pages the step fills; None where nobody tracks it.
     """
@@ -77,7 +77,7 @@ class Rows:
     evictable: int = 0
     evicted: int = 0
     digest: int = 0
-    unverified: np.ndarray = field(default_factory=lambda: _NONE)
+    to_zero: np.ndarray = field(default_factory=lambda: _NONE)
     claimed: np.ndarray = field(default_factory=lambda: _NONE)
     fills: StepFills | None = None
 
@@ -121,10 +121,10 @@ class MemoryManager:
         self.cache = make_cache(cache, page_size)
         self.table = PageTable(max_slots, -(-max_model_len // page_size))
         self.slots = SlotArrays(max_slots)
-        self._unverified: list[np.ndarray] = []  # freed since the last plan, see Rows.unverified
-        # bool [pages + 1], also of cached pages: no finite logits are known that were computed
-        # from them; zeroed when they are freed.
-        self._in_doubt = np.zeros(self.allocator.num_pages + 1, dtype=bool)
+        self._to_zero: list[np.ndarray] = []  # freed since the last plan, see Rows.to_zero
+        # bool [pages], the dummy page 0 included: pages, also cached ones, from which no finite
+        # logits were computed so far. They are zeroed when they are freed.
+        self._maybe_nan = np.zeros(self.allocator.num_pages + 1, dtype=bool)
         self._number = -1  # of the plan that is applied
         self.reset()
 
@@ -133,8 +133,8 @@ class MemoryManager:
         which are `PageChains.believed`, from whichever epoch; all others are free."""
         kept = _NONE if found is None else found.pages
         for slot in np.flatnonzero(self.slots.active).tolist():
-            self._in_doubt[self.table.owned_pages(slot)] = True
-        self._clear_if_in_doubt(np.setdiff1d(np.flatnonzero(self._in_doubt), kept))
+            self._maybe_nan[self.table.owned_pages(slot)] = True
+        self._zero_if_maybe_nan(np.setdiff1d(np.flatnonzero(self._maybe_nan), kept))
         self.allocator.reset()
         self.cache.reset()
         self.table.reset()
@@ -178,7 +178,7 @@ class MemoryManager:
         """Carries out `plan`: the rows of its step, with what became of the pages.
 
         Raises ProtocolError if the plan contradicts the state, IntegrityError if pages do not add
-        up; the state is of no use any more then.
+        up. The state is changed in part then, and the epoch must end.
         """
         self._number = plan.number
         rows = self._repeat_decodes(plan)  # nearly every plan: the same decodes, a token further
@@ -190,8 +190,8 @@ class MemoryManager:
         rows.free, rows.evictable = self.num_free, self.num_evictable
         rows.evicted = self.num_evicted
         rows.digest = self._digest.close()
-        if self._unverified:
-            rows.unverified, self._unverified = np.concatenate(self._unverified), []
+        if self._to_zero:
+            rows.to_zero, self._to_zero = np.concatenate(self._to_zero), []
         if self.chains is not None:
             rows.claimed = self.chains.take_claimed()
             rows.fills = self.chains.plan(rows, self.table, self.slots)
@@ -244,7 +244,7 @@ class MemoryManager:
             )
         tokens = np.concatenate((self.slots.known_tokens(slot), outputs))
         if release.cache_prefix and len(outputs):
-            self._in_doubt[self.table.pages_of(slot)] = False
+            self._maybe_nan[self.table.pages_of(slot)] = False
         if release.cache_prefix and not release.drop_prefix:
             # A surplus token is computed but not confirmed, the last output is confirmed but
             # perhaps not computed: neither has KV that another request may reuse.
@@ -257,7 +257,7 @@ class MemoryManager:
             freed.append(self.cache.remove(tokens, self.slots.salt[slot]))
         if not release.cache_prefix:
             for pages in freed:
-                self._in_doubt[pages] = True
+                self._maybe_nan[pages] = True
         if self.chains is not None:
             self.chains.release(slot)
         for pages in freed:
@@ -268,14 +268,15 @@ class MemoryManager:
     def _cache_finished_prompts(self, clock: int) -> None:
         """Caches the prompts that were completed two plans before.
 
-        Not earlier, because only by now the prompt's own result has been seen: a plan that brings
-        requests is published with at most one step in flight (a probe, which may be a third plan,
-        brings none, and caches a plan early). If its logits were bad, the request was released,
-        since attention may have carried NaN back into its keys and values. It also follows that a
-        request that ends with its prompt is inserted once only.
+        Plan N + 2 is published when the scheduler has the result of plan N, because at most two
+        steps are in flight (`overlap_depth`). So a prompt that plan N completed has been released
+        if its logits were bad: attention may have carried NaN back into its keys and values. A
+        probe is published without that result and may cache a plan early, but it admits no request
+        that could use the pages. It also follows that a request that ends with its prompt is
+        inserted once only.
         """
         for slot in self._finished_prompts[0].tolist():
-            self._in_doubt[self.table.pages_of(slot)] = False
+            self._maybe_nan[self.table.pages_of(slot)] = False
             self._cache_full_pages(
                 slot, self.slots.known_tokens(slot)[: self.slots.num_admitted[slot]], clock
             )
@@ -422,7 +423,7 @@ class MemoryManager:
         pages = self.allocator.allocate(count)
         self._add_to_digest(pages)
         self._claim(pages)
-        self._in_doubt[pages] = True
+        self._maybe_nan[pages] = True
         return pages
 
     def _claim(self, pages: np.ndarray) -> None:
@@ -438,15 +439,15 @@ class MemoryManager:
     def _free(self, pages: np.ndarray) -> None:
         self._add_to_digest(pages)
         self.allocator.free(pages)
-        self._clear_if_in_doubt(pages)
+        self._zero_if_maybe_nan(pages)
 
-    def _clear_if_in_doubt(self, pages: np.ndarray) -> None:
+    def _zero_if_maybe_nan(self, pages: np.ndarray) -> None:
         """Those that are will be zeroed, so they hold no more what the directory says."""
-        pages = pages[self._in_doubt[pages]]
+        pages = pages[self._maybe_nan[pages]]
         if len(pages):
             self._claim(pages)
-            self._unverified.append(pages)
-            self._in_doubt[pages] = False
+            self._to_zero.append(pages)
+            self._maybe_nan[pages] = False
 
     def _add_to_digest(self, *decisions: np.ndarray) -> None:
         for decision in decisions:

@@ -234,10 +234,10 @@ class Slots:
         return max(certain, round(longest * self._mean_output_fraction))
 
     def release(self, request: Request, count_pages: bool = True) -> None:
-        """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
-        as far as results have confirmed it. A prompt that nothing was sampled from before its
-        client left does not: its logits may be bad. count_pages: False if a StepComposer has
-        counted them."""
+        """Takes the slot back with the next plan. Tokens that results have confirmed may stay in
+        the prefix cache. If the request is over (its phase is "finished" by now) and has no token
+        since its admission, nothing new is cached, because nobody knows whether its logits were
+        finite. count_pages: False if a StepComposer has counted them."""
         del self.running[request.id]
         self.forced_ahead.pop(request.id, None)
         ids = pack(request.sampled_ids)

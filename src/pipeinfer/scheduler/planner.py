@@ -52,20 +52,20 @@ class Planner:
         self._turn_of_others = False  # whether the last step was one of those who are no suspects
         self._number = 0
 
-    def begin(self, shape: Hello, incarnations: Sequence[int], kept_pages: int = 0) -> None:
-        """An epoch begins, on engines of this `shape`, of which these are the processes.
-        kept_pages: in their prefix cache already."""
+    def begin(self, hello: Hello, incarnations: Sequence[int], kept_pages: int = 0) -> None:
+        """An epoch begins, on engines with the limits that `hello` names, of which these are the
+        processes. kept_pages: in their prefix cache already."""
         self._keeps_pages = kept_pages > 0
-        self._queue.begin(incarnations, self._options.prefix_block_size(shape.page_size))
-        self._max_tokens = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
+        self._queue.begin(incarnations, self._options.prefix_block_size(hello.page_size))
+        self._max_tokens = self._options.max_step_tokens or hello.step_tokens or DEFAULT_STEP_TOKENS
         step_tokens = self._options.mixed_step_tokens
         targets = self._options.targets
         self._prefill_budget = prefill_budget(
-            step_tokens, self._max_tokens, shape.step_cost, targets
+            step_tokens, self._max_tokens, hello.step_cost, targets
         )
         self.prefill_allowed = self._prefill_budget.within_itl_target()
-        slots = min(shape.max_slots, self._options.max_running, self._max_tokens)
-        self._slots.begin(slots, PageCredits(shape.page_size, shape.pages))
+        slots = min(hello.max_slots, self._options.max_running, self._max_tokens)
+        self._slots.begin(slots, PageCredits(hello.page_size, hello.pages))
         self._number = 0
 
     def on_epoch_lost(
@@ -108,10 +108,10 @@ class Planner:
             self._queue.put_in(request)
 
     def drop(self, request: Request) -> None:
-        """It is over, wherever it was; its slot is released with the next plan, which waits while a
-        suspect has to run alone."""
+        """It is over, wherever it was. If it has a slot, the next plan that is published releases
+        it: at once, or when a step in flight has ended, or when a suspect has run alone."""
         phase = request.phase
-        request.move("finished")
+        request.move("finished")  # before its release, which looks whether it is over or preempted
         if phase == "running":
             self._slots.release(request)
         elif phase == "waiting":
@@ -176,10 +176,13 @@ class Planner:
         request that is under test has to run alone and a step is still in flight.
 
         The scheduler's state advances at once, as if the plan had been computed: composing it takes
-        admitted requests off the queue; writing it fills and empties slots, advances
-        `Request.projected` of its rows, and reserves the pages that it may take until the engine
-        has reported its page counts after this plan or a later one (Admitted or Result). Below full
-        depth, requests whose wait is over have come into the queue, also where None is returned.
+        admitted requests off the queue; writing it fills and empties slots, and advances
+        `Request.projected` of its rows. The pages that it may take stay reserved until the engine
+        reports its page counts after this plan or a later one (Admitted or Result). So the caller
+        publishes what this returns.
+
+        Unless `overlap_depth` steps are in flight, requests that do not wait any more for a prompt
+        or for masks have come into the queue, even if None is returned.
         """
         if len(self._steps_in_flight) >= self._options.overlap_depth:
             return None
@@ -246,8 +249,8 @@ class Planner:
 
         When pages run short it comes first, and those who hold them have to give way.
         """
-        short = any(request.deferrals for request in self._slots.running.values())
-        self._turn_of_others = not (self._turn_of_others or short)
+        pages_short = any(request.deferrals for request in self._slots.running.values())
+        self._turn_of_others = not (self._turn_of_others or pages_short)
         if candidate.deferrals:
             composer.preempt_for(candidate)
         if self._turn_of_others:
@@ -268,6 +271,8 @@ class Planner:
     def _write(self, composer: StepComposer, epoch: int, now: float) -> Plan:
         """The plan: releases, admits, extends and rows. Preempts, gives out slots, and counts
         tokens, pages and mask units as used."""
+        # In this order: the slots that are released are free for those that are admitted, whose
+        # prefix another request may have that still runs.
         for request in composer.preempted:
             self._preempt(request)
         releases = self._slots.take_releases()
@@ -277,6 +282,7 @@ class Planner:
             if request.admission == 1:
                 request.admitted_at = now
                 self.queue_times.observe(now - request.arrived_at)
+        # Without the rows of requests that were preempted later in this composition.
         rows = [(request, count) for request, count in composer.rows if request.phase == "running"]
         extends: tuple[Extend, ...] = ()
         if self._slots.forced_ahead:

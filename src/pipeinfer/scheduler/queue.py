@@ -34,8 +34,9 @@ MIN_FINISHED_TO_SWEEP = 64
 
 
 class WaitingQueue:
-    """A sorted list. Nearly all come at its end and leave at its front, which moves the pointers
-    behind; a request that has ended stays until it comes up, or until most are.
+    """A sorted list. Nearly all requests come at its end and leave at its front, which moves a
+    short list of pointers. A request that has ended is removed when it comes to the front, or with
+    all others that have ended when most have.
 
     tokens: to be computed of all requests in it, counted when each came. grammars: for which some
     wait before they come into the queue.

@@ -1,7 +1,7 @@
 """One request as the scheduler sees it: a token sequence, and how far the engine has come with it.
 
-Knows no pages and no bus. Positions follow from one number: an engine that has computed c of a
-request's tokens, K of them from the scheduler, has sampled c - K + 1 more (none if c < K). Ids that
+Knows no pages and no bus. Positions follow from one number: if the scheduler gave an engine K ids
+of a request, and the engine has computed c tokens of it, it has sampled max(c - K + 1, 0). Ids that
 a grammar forces are known before they are computed: `jump` sends them to the engine.
 """
 
@@ -50,8 +50,8 @@ class Request:
     lost_tokens: tokens computed by an engine that was lost since; 0 once its successor has said
         how many of them it found in kept pages.
     queued_tokens: tokens to compute, as counted when it came into the queue.
-    prefix_source: the request that has computed its prompt, or, if shared_len is not 0, so many
-        first tokens of it.
+    prefix_source: the request whose pages this one will share: those of the first shared_len
+        tokens, or of the whole prompt if shared_len is 0.
     logprobs, prompt_logprobs: packed scores of its outputs, and of its prompt's tokens so far; of
         score_size and prompt_score_size bytes each, 0 where they are not asked for.
     mask_units: what a mask of its grammar costs, as engines found out last, -1 before. mask_turn:
