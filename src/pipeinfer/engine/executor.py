@@ -71,8 +71,8 @@ class StepObserver(Protocol):
 
 class Executor:
     """`on_done(step, sampled, seconds)` or `on_error(step, error)` is called on `loop`, in order,
-    exactly once for each step; after an error later steps run as usual. `busy_seconds` is the time
-    in which the device computed steps, `idle_seconds` that between steps with none queued.
+    exactly once for each step. An error is meant to end the process. `busy_seconds` is the time in
+    which the device computed steps, `idle_seconds` that between steps with none queued.
 
     What the masked rows of a step may sample follows from what the step before has given: once that
     was reported the step is finished, and those behind it are launched only then.

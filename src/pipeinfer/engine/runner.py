@@ -209,8 +209,8 @@ class Runner:
         On a GPU all of this happens within the call, and its errors are raised here. It waits only
         if the step before last has not ended: never on rank 0, where the scheduler sends step N
         when it has the result of step N - 2; other ranks may lag. On a CPU all of it happens on the
-        device's thread. A step with masked rows is computed up to their logits; see
-        `sample_masked`.
+        device's thread. If any row is masked, the launch ends with the logits of all rows, and
+        `sample_masked` samples them.
         """
         parity = self._launched % PARITIES
         self._launched += 1
@@ -350,7 +350,7 @@ class Runner:
         )
 
     def _forward(self, packed: PackedStep, metadata: AttentionMetadata) -> torch.Tensor | None:
-        """Logits [L, shard], ready to be sampled; None if no row samples."""
+        """Logits [L, shard], ready to be sampled; None if there is no graph and no row samples."""
         if packed.graph is None:
             return self._logits(packed.views, metadata, packed.scores)
         packed.graph.replay()  # sampling by temperature included

@@ -77,7 +77,7 @@ class LanguageModel(Protocol):
     ) -> torch.Tensor:
         """Hidden states [T, hidden], normed, for `logits`; or [S, hidden], of `rows` alone.
 
-        tokens, positions: int64 [T], or int32 on a GPU. attend: called once in each layer.
+        tokens, positions: int64 [T]. attend: called once in each layer.
         rows: int64 [S], which of the T tokens.
         """
         ...

@@ -302,7 +302,8 @@ class SchedulerCore:
             self._outbox.send("tokens", to, Done(tuple(ids)))
 
     def _remove(self, request_id: str, attempt: float = inf) -> tuple[str, ...]:
-        """It is over for good, up to `attempt`; returns the detokenizers that may know it."""
+        """Drops the request if it lives, whatever its attempt (callers have compared them), and
+        notes that its attempts up to `attempt` are over. The detokenizers that may know it."""
         request = self._live.get(request_id)
         if request is not None:
             self._drop(request, "aborted")

@@ -41,8 +41,8 @@ class StepComposer:
         nothing_in_flight: bool = False,
         keeps_pages: bool = False,
     ) -> None:
-        """max_tokens: of the step. now: seconds, by the clock of Request.arrived_at. keeps_pages:
-        the epoch began with pages that were computed before it."""
+        """max_tokens: of the step. now: seconds, by the SuspendAwareClock of SchedulerCore.
+        keeps_pages: the epoch began with pages that were computed before it."""
         self.rows: list[PlannedRow] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
@@ -116,8 +116,8 @@ class StepComposer:
 
     def limit_prefill(self, best_rate: bool = False) -> None:
         """After decode_all: prompts get as many tokens as the decodes can bear, at least 1, however
-        many requests run. best_rate: as many as cost least each, however long the decodes then
-        take. See step_cost.py.
+        many requests run. best_rate: the number that makes a prompt token cheapest, however long
+        the decodes then take. See step_cost.py.
         """
         if self.rows and (self._prompts or self._admissible()):
             jumped = sum([count for _, count in self.rows]) - len(self.rows)

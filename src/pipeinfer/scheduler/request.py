@@ -29,7 +29,7 @@ class Request:
 
     work: the message that it came with; its prompt stays there, as bytes.
     arrival: its number among all requests of this scheduler. arrived_at: when it came, in seconds
-        of the clock that plans are made by. admitted_at: when it first got a slot.
+        by the SuspendAwareClock of SchedulerCore. admitted_at: when it first got a slot.
     deadline: by the clock of events; infinite without one.
     max_total: most tokens, prompt and output, that it may have. prompt_len: of its prompt.
     outputs: ids, int32, that results have confirmed. stops: ids that end it.
