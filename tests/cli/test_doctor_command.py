@@ -107,6 +107,15 @@ def test_how_long_steps_beside_streams_may_be_is_said(capsys, asked, said):
     assert re.search(rf"^ok +steps +{said}", capsys.readouterr().out, re.M)
 
 
+def test_what_a_standby_takes_is_said_where_one_is_asked_for(capsys):
+    asked = ["doctor", "--port", "0", "--device", "cpu"]
+    assert main([*asked, "--standby"]) == 0
+    [line] = re.findall(r"^note +standby +(.*)", capsys.readouterr().out, re.M)
+    assert "a second process of each engine" in line and "memory for pages" in line
+    assert main(asked) == 0
+    assert "standby" not in capsys.readouterr().out
+
+
 def test_a_port_that_is_taken_is_in_the_way(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

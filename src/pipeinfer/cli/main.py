@@ -285,6 +285,10 @@ def _findings(flags: dict[str, object]) -> Iterator[Finding]:
     yield _check_sockets(settings)
     yield from _check_http(settings)
     yield _check_steps(settings)
+    if settings.standby:
+        text = "a second process of each engine loads the weights too, before any loss; the memory "
+        text += "for pages leaves as much free as the engine itself takes"
+        yield "note", "standby", text
     yield _check_port(settings)
     yield _check_open_files(settings)
     for server in running_servers():
