@@ -27,6 +27,7 @@ def made() -> CommandLine:
         (["a", "--xyz"], "unknown flag --xyz (`tool --help` says more)"),
         (["a", "--kv-pages"], "--kv-pages: expected one argument (`tool --help` says more)"),
         (["a", "-x"], "unexpected argument '-x' (`tool --help` says more)"),
+        (["a", "-kv-pages"], "unexpected argument '-kv-pages'; did you mean --kv-pages?"),
         ([], "WORD is missing (`tool --help` says more)"),
         (
             ["a", "--dtype", "flot32"],

@@ -59,7 +59,9 @@ class CommandLine(argparse.ArgumentParser):
         while many and left and not left[0].startswith("-"):
             getattr(options, many[0].dest).append(left.pop(0))
         if left:
-            self.error(f"unexpected argument {left[0]!r}")
+            flag = f"-{left[0]}"
+            meant = f"; did you mean {flag}?" if flag in self._option_string_actions else ""
+            self.error(f"unexpected argument {left[0]!r}{meant}")
         return options
 
     def error(self, message: str) -> NoReturn:

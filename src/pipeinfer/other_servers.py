@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[RefusedFlag, ...]] = {
             "It is llguidance or none."),
         _none("--default-chat-template-kwargs", "", "A request says chat_template_kwargs."),
         _none("--chat-template-content-format", "",
-            "Parts of type text reach the template as one text."),
+            "It follows from the template whether parts reach it as a list or as one text."),
         _none("--response-role", "", "The role is assistant."),
     ),
     "HTTP and logs": (

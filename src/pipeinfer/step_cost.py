@@ -313,8 +313,8 @@ def describe_rate(tokens: float, rate: float) -> str:
     """The same without the targets."""
     if not tokens:
         return (
-            "steps beside streams are short: step times were not measured (on a CPU they never "
-            "are), or --itl-target leaves prompts nothing more"
+            "steps beside streams stay short: how long steps take was not measured, which happens "
+            "on GPUs alone, or --itl-target leaves prompts nothing more"
         )
     return (
         f"while prompts wait, steps of up to {tokens:,.0f} tokens beside {LOGGED_STREAMS} streams, "

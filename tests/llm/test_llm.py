@@ -139,6 +139,22 @@ def test_a_message_of_a_chat_may_only_call_tools(llm: LLM, content: dict[str, An
     assert prompt(**content) == prompt(content="")
 
 
+def test_tools_that_the_template_would_leave_out_are_refused(llm: LLM) -> None:
+    tools: list[JsonObject] = [{"type": "function", "function": {"name": "now"}}]
+    chat = [{"role": "user", "content": "now?"}]
+    with pytest.raises(RequestError, match="chat template has none"):
+        llm.chat(chat, GREEDY, tools=tools, use_tqdm=False)
+    shown = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    [answer] = llm.chat(chat, GREEDY, tools=tools, chat_template=shown, use_tqdm=False)
+    [plain] = llm.generate(["now"], GREEDY, use_tqdm=False)
+    assert answer.prompt_token_ids == plain.prompt_token_ids
+
+
+def test_a_dict_is_no_parameters_of_sampling(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="must be SamplingParams, not a dict"):
+        llm.generate("a", {"temperature": 0}, use_tqdm=False)  # type: ignore[arg-type]
+
+
 def test_tools_of_a_chat_are_a_variable_of_its_template() -> None:
     tools: list[JsonObject] = [{"type": "function", "function": {"name": "now"}}]
     given, _ = calls.template_arguments({"enable_thinking": False}, {"tools": tools})

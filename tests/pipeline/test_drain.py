@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,3 +74,5 @@ def test_streams_finish_though_stages_are_swapped_and_killed_while_the_server_dr
         assert server.process.wait(60) == 0, "\n".join(server.log)
         assert not alive(pids["gateway"])
         assert sum("starting it again" in line for line in server.log) == 3
+        assert any(re.search(r"stopping: \d+ requests? left, at most 200 s more", line)
+                   for line in server.log)  # fmt: skip

@@ -61,4 +61,5 @@ def test_streams_survive_an_engine_killed_twice():
         disturbed = asyncio.run(_everybody(server, questions, kills=2))
         assert disturbed == undisturbed
         server.wait(lambda: server.metric("pipeinfer_requests_running") == 0, "nothing runs")
+        assert any("scheduler-0 ready again" in line for line in server.log)
         assert server.stop() == 0

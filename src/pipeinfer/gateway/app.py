@@ -298,12 +298,9 @@ class _Handlers:
     def _check_ready(self) -> None:
         core = self._context.core
         if not core.can_serve() and core.status != "asleep":
-            raise ApiError(
-                503,
-                f"the server is {core.status}: {core.health.reason()}",
-                code=core.status,
-                retry_after=1,
-            )
+            reason = core.health.reason()
+            message = f"the server is {core.status}" + (f": {reason}" if reason else "")
+            raise ApiError(503, message, code=core.status, retry_after=1)
 
     def _model_card(self) -> JsonObject:
         context = self._context

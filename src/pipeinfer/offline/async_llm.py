@@ -56,7 +56,7 @@ from pipeinfer.offline.outputs import (
     RequestOutput,
     output_of,
 )
-from pipeinfer.params import JsonValue, choice_ids
+from pipeinfer.params import JsonObject, JsonValue, choice_ids
 from pipeinfer.runtime import entry
 from pipeinfer.runtime.child import MISCONFIGURED
 from pipeinfer.runtime.entry import InProcess
@@ -221,8 +221,27 @@ class AsyncLLM:
         The rest is as for generate().
         """
         given = self._chosen(sampling_params, params)
-        arguments, rest = calls.template_arguments(chat_template_kwargs, options)
+        arguments, rest = self.template_arguments(chat_template_kwargs, options)
         return self.stream(calls.chat(self.name(request_id), messages, given, arguments, **rest))
+
+    def template_arguments(
+        self, variables: Mapping[str, JsonValue] | None, options: ChatOptions
+    ) -> tuple[JsonObject, Options]:
+        """As calls.template_arguments. RequestError for tools that the template would leave out."""
+        arguments, rest = calls.template_arguments(variables, options)
+        template = str(arguments.get("chat_template") or "")
+        if arguments.get("tools") and "tools" not in (template or self._chat_template()):
+            message = "tools: the model's chat template has none, so the model would not see them"
+            raise RequestError(message, "tools")
+        return arguments, rest
+
+    def _chat_template(self) -> str:
+        """The texts of the model's templates."""
+        config, override = (
+            read_tokenizer_config(self._folder),
+            self._running().settings.chat_template,
+        )
+        return "\n".join(template_sources(self._folder, config, override).values())
 
     async def collect(
         self, batch: Sequence[OfflineRequest], progress: Progress
@@ -397,7 +416,7 @@ class Pipeline:
 
     def __init__(self, settings: Settings) -> None:
         """`settings` are prepared: the model is a local folder."""
-        self._settings = settings
+        self.settings = settings
         self._resources = ExitStack()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -472,21 +491,21 @@ class Pipeline:
     def _begin(self) -> None:
         stages = self._resources.enter_context(
             local_stages(
-                self._settings, self._context, without="gateway", on_give_up=self._on_give_up
+                self.settings, self._context, without="gateway", on_give_up=self._on_give_up
             )
         )
         self._service = stages.service
         # The caller's own loop, and perhaps the only core that it has: awake only if asked to be.
-        poll_seconds = entry.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
+        poll_seconds = entry.BUSY_POLL_SECONDS if self.settings.stay_awake == "always" else 0.0
         self._shell = Shell(
-            self._settings, stages.topology, Identity("gateway"), self._context, self._build,
+            self.settings, stages.topology, Identity("gateway"), self._context, self._build,
             ProcessOptions(busy_poll=poll_seconds),
         )  # fmt: skip
         self._core = GatewayCore(
             expected_stages(stages.topology),
-            seed=self._settings.seed,
+            seed=self.settings.seed,
             incarnation=self._shell.incarnation,
-            traces=RequestTraces(str(self._shell.incarnation), bool(self._settings.otlp_endpoint)),
+            traces=RequestTraces(str(self._shell.incarnation), bool(self.settings.otlp_endpoint)),
         )
         for work in (self._shell.run(), self._service.run()):
             task = self._loop.create_task(work)

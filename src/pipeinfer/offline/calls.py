@@ -85,6 +85,8 @@ def each_params(given: AnyParams | Sequence[AnyParams], count: int) -> list[AnyP
     """Those of each of `count` prompts. Raises ValueError if there are not as many."""
     if isinstance(given, (SamplingParams, params.SamplingParams)):
         return [given] * count
+    if isinstance(given, Mapping):  # of fields, as other libraries take it
+        raise RequestError("sampling_params must be SamplingParams, not a dict", "params")
     return each(given, count, "SamplingParams")
 
 

@@ -298,7 +298,7 @@ class LLM(SyncModel):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        variables, _ = calls.template_arguments(chat_template_kwargs, chat_options)
+        variables, _ = self._llm.template_arguments(chat_template_kwargs, chat_options)
         batch = [
             calls.chat(self._llm.name(), chat, one, variables, **rest)
             for chat, one, rest in zip(chats, given, options, strict=True)

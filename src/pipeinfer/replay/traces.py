@@ -195,7 +195,12 @@ def merged(recordings: Sequence[LoadedTrace]) -> list[LoadedTrace]:
     stages = [recording.stage for recording in recordings]
     twice = sorted({stage for stage in stages if stages.count(stage) > 1})
     if twice:
-        raise CannotReplay(USAGE, f"two traces of {', '.join(twice)}: merge one life at a time")
+        files = [str(one.path) for one in recordings if one.stage in twice]
+        raise CannotReplay(
+            USAGE,
+            f"{', '.join(twice)} was started again meanwhile, and each process has a file of its "
+            f"own: give one of {', '.join(files)}",
+        )
     found = zip(recordings, offsets(recordings), strict=True)
     return [_moved(recording, offset) for recording, offset in found]
 

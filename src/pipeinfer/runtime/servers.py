@@ -141,7 +141,7 @@ def running_server(port: int | None = None) -> RunningServer:
     at_port = [one for one in servers if port is None or (one.served and one.served.port == port)]
     if len(at_port) == 1:
         return at_port[0]
-    why = f"no server of this user listens at port {port}" if not at_port else "which server?"
+    why = f"no server of this user listens at port {port}." if not at_port else "which server?"
     raise ConfigurationError("\n".join([f"{why} There are", *map(_line, servers)]))
 
 

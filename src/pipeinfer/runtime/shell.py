@@ -139,6 +139,7 @@ class Shell:
         self._observer = StageObserver(settings, identity, self.incarnation, self._on_observed)
         self._progress: tuple[State, str] = ("starting", "")
         self._published: tuple[State, str] | None = None
+        self._was_ready = False
         self._stop = asyncio.Event()
         self._drained_by = float("inf")
         self._leaving: asyncio.Task[None] | None = None
@@ -218,6 +219,9 @@ class Shell:
         self._drained_by = self._loop.time() + self.settings.drain_timeout
         self.handle(Drain())
         self._check_drained()
+        if not self._stop.is_set():
+            text = "stopping: %s, at most %g s more; stopped again, it ends at once"
+            log.info(text, self.state()[1] or "waits for what runs", self.settings.drain_timeout)
 
     def leave(self) -> None:
         """Another process takes over: hand on what is in hand, then stop, within seconds.
@@ -458,6 +462,9 @@ class Shell:
         self._publish_heartbeat()
         if was == "ready" and self._published[0] == "waiting":
             log.warning("not ready any more: %s", self._published[1])
+        elif was == "waiting" and self._published[0] == "ready" and self._was_ready:
+            log.info("ready again")
+        self._was_ready = self._was_ready or "ready" in (was, self._published[0])
 
     def _heartbeat(self) -> None:
         if self._stop.is_set():
