@@ -11,6 +11,7 @@ Physical memory lives as long as a mapping or a descriptor of it. Knows no page 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import mmap
@@ -231,7 +232,8 @@ def touched_memory(size: int) -> torch.Tensor:
     import torch
 
     memory = mmap.mmap(-1, size)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     data = torch.frombuffer(memory, dtype=torch.uint8)
 
     def touch(start: int) -> None:

@@ -237,11 +237,8 @@ class AsyncLLM:
 
     def _chat_template(self) -> str:
         """The texts of the model's templates."""
-        config, override = (
-            read_tokenizer_config(self._folder),
-            self._running().settings.chat_template,
-        )
-        return "\n".join(template_sources(self._folder, config, override).values())
+        config, settings = read_tokenizer_config(self._folder), self._running().settings
+        return "\n".join(template_sources(self._folder, config, settings.chat_template).values())
 
     async def collect(
         self, batch: Sequence[OfflineRequest], progress: Progress
