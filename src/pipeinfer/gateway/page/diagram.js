@@ -78,15 +78,16 @@ export class Diagram {
       .map(([, at]) => at);
     this.#lines.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.#lines.replaceChildren(s("defs", {}, s("marker", { id: "tip-of-line", viewBox: "0 0 8 8",
-      refX: "7", refY: "4", markerWidth: "7", markerHeight: "7", orient: "auto" },
+      refX: "7", refY: "4", markerWidth: "7", markerHeight: "7", orient: "auto-start-reverse" },
     s("path", { d: "M1 1l6 3-6 3" }))));
     for (const edge of this.#edges.values()) {
       const pace = edge.paths[0]?.getAttribute("class") ?? "flow pace0";
       const lines = (width < NARROW ? below : beside)(edge, of, height);
       edge.paths = lines.map(({ d }) => s("path", { class: pace, d }));
       for (const [index, { d }] of lines.entries()) {
-        this.#lines.append(s("path", { class: "line", d, "marker-end": "url(#tip-of-line)" }),
-          edge.paths[index]);
+        const ends = { "marker-end": "url(#tip-of-line)" };
+        if (edge.to === "engine") ends["marker-start"] = ends["marker-end"]; // results come back
+        this.#lines.append(s("path", { class: "line", d, ...ends }), edge.paths[index]);
       }
       const { x, y, anchor, stacked } = lines[0];
       for (const [name, value] of [["x", x], ["y", y], ["text-anchor", anchor]]) {
@@ -112,7 +113,7 @@ function beside({ from, to }, of) {
       const back = to === "gateway" || to === "detokenizer";
       const x1 = back ? a.left : a.right, x2 = back ? b.right - 1 : b.left - 1;
       const y1 = side(a, from, to), y2 = side(b, to, from), half = (x1 + x2) / 2;
-      const d = `M${x1} ${y1}C${half} ${y1} ${half} ${y2} ${x2 + (back ? 4 : -4)} ${y2}`;
+      const d = `M${x1 + (to === "engine" ? 4 : 0)} ${y1}C${half} ${y1} ${half} ${y2} ${x2 + (back ? 4 : -4)} ${y2}`;
       const flat = Math.abs(y1 - y2) < 12; // then the text stands above the line, else in it
       made.push({ d, x: half, y: (y1 + y2) / 2 + (flat ? -22 : -3), anchor: "middle",
         stacked: true });
