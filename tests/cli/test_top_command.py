@@ -148,4 +148,4 @@ def test_doctor_says_what_the_targets_allow_the_server_that_runs(server):
     ] for line in lines), done.stdout  # fmt: skip
     [at] = [n for n, line in enumerate(lines) if f"process {server.process.pid}," in line]
     # An engine on a CPU measures nothing.
-    assert "targets    scheduler-0: steps beside streams are short: step times" in lines[at + 1]
+    assert "targets    scheduler-0: steps beside streams stay short: how long" in lines[at + 1]
