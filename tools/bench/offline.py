@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from bench import batch, floor, shapes, workload
@@ -16,7 +14,7 @@ from pipeinfer.bench.dataset import TokenRange
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting."""
     add = parser.add_argument
-    add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
+    shapes.add_config(parser)
     add("--requests", type=int, default=256)
     add("--prompt-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
     add("--output-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
@@ -29,14 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; prints them too."""
-    with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
-        return _run(options, dict(settings), Path(temporary))
+    with shapes.settings_of(options.config, settings) as chosen:
+        return _run(options, chosen)
 
 
-def _run(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    if options.config:
-        shapes.write_folder(folder, shapes.shape(options.config))
-        settings |= {"model": str(folder), "load_format": settings.get("load_format", "dummy")}
+def _run(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     highest = shapes.highest_id(settings)
     spans = options.prompt_tokens, options.output_tokens
     work = workload.uniform(options.requests, *spans, highest, options.work_seed)

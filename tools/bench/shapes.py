@@ -5,10 +5,13 @@ Knows file formats only; no torch.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import string
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,24 @@ def shape(name: str) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigurationError(f"--config {name}: no such file; shapes: {', '.join(SHAPES)}")
     return json.loads(path.read_text())
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The flag --config, for `settings_of`."""
+    text = f"random weights: {', '.join(SHAPES)} or a file"
+    parser.add_argument("--config", metavar="SHAPE", help=text)
+
+
+@contextmanager
+def settings_of(config: str | None, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """`settings`; with the shape `config` those of a folder of that shape, which goes at the end,
+    and of random weights."""
+    if not config:
+        yield dict(settings)
+        return
+    with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as folder:
+        write_folder(Path(folder), shape(config))
+        yield {"load_format": "dummy", **settings, "model": folder}
 
 
 def write_folder(folder: Path, config: dict[str, Any]) -> Path:

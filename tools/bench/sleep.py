@@ -13,7 +13,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -31,17 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting."""
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="sleeps at each level")
-    add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
+    shapes.add_config(parser)
 
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics, and what was broken: answers that a sleep changed."""
-    with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
-        if options.config:
-            shapes.write_folder(Path(temporary), shapes.shape(options.config))
-            settings = {"load_format": "dummy", **settings, "model": temporary}
-        _served(settings, 0)  # compiles what the next start finds
-        start, levels = _served(settings, options.rounds)
+    with shapes.settings_of(options.config, settings) as chosen:
+        _served(chosen, 0)  # compiles what the next start finds
+        start, levels = _served(chosen, options.rounds)
     return {
         "start_seconds": start,
         **{f"level {level}": found for level, found in levels.items()},

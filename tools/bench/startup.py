@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench import shapes
@@ -29,16 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting."""
     add = parser.add_argument
     add("--rounds", type=int, default=3)
-    add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
+    shapes.add_config(parser)
 
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; prints them too."""
-    with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
-        if options.config:
-            shapes.write_folder(Path(temporary), shapes.shape(options.config))
-            settings = {"load_format": "dummy", **settings, "model": temporary}
-        rounds = [_once(settings) for _ in range(options.rounds)]
+    with shapes.settings_of(options.config, settings) as chosen:
+        rounds = [_once(chosen) for _ in range(options.rounds)]
     ready, first = [one.ready for one in rounds], [one.first_token for one in rounds]
     print(f"{'ready':24}{statistics.median(ready):10.2f} s")
     print(f"{'first token':24}{statistics.median(first):10.2f} s")

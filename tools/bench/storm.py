@@ -10,13 +10,11 @@ import argparse
 import asyncio
 import gc
 import random
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ TOGETHER = 1e-3  # seconds within which the tokens of one step are read
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting."""
     add = parser.add_argument
-    add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
+    shapes.add_config(parser)
     add("--policies", default="mixed,prefill-first", metavar="P,P", help="one run with each")
     add("--streams", type=int, default=64, help="requests that are running when the storm comes")
     add("--stream-prompt", type=int, default=128, help="tokens of each stream's prompt")
@@ -51,12 +49,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     if "policy" in settings:
         raise ConfigurationError("storm takes --policies, a list, instead of --policy")
     policies = {}
-    with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
-        chosen = dict(settings)
-        if options.config:
-            shapes.write_folder(Path(temporary), shapes.shape(options.config))
-            load_format = settings.get("load_format", "dummy")
-            chosen |= {"model": temporary, "load_format": load_format}
+    with shapes.settings_of(options.config, settings) as chosen:
         for policy in options.policies.split(","):
             measured = asyncio.run(_storm(options, {**chosen, "policy": policy}))
             policies[policy] = measured.metrics()

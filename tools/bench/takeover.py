@@ -14,12 +14,10 @@ import os
 import random
 import signal
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -49,7 +47,7 @@ HOLDER_MODULE = "pipeinfer.runtime.memory_holder"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting."""
     add = parser.add_argument
-    add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
+    shapes.add_config(parser)
     add("--streams", type=int, default=64)
     add("--context", type=int, default=1000, help="tokens of each stream's prompt")
     add("--tokens", type=int, default=400, help="of each answer")
@@ -65,11 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics, and what was broken."""
-    with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
-        if options.config:
-            shapes.write_folder(Path(temporary), shapes.shape(options.config))
-            settings = {"load_format": "dummy", **settings, "model": temporary}
-        highest = shapes.highest_id(dict(settings))
+    with shapes.settings_of(options.config, settings) as chosen:
+        highest = shapes.highest_id(chosen)
         source = random.Random(options.storm_seed)
         clients = [
             Client(number, [source.randint(0, highest) for _ in range(options.context)])
@@ -80,7 +75,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         until = time.monotonic() + options.seconds
         for _ in range(options.rounds):
             for name, one in runs.items():
-                with ServerUnderTest({**settings, **VARIANTS[name]}) as server:
+                with ServerUnderTest({**chosen, **VARIANTS[name]}) as server:
                     asyncio.run(one.serve(server, until))
     return {
         "streams": options.streams,

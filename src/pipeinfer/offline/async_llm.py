@@ -12,6 +12,7 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack, get_args
 
@@ -230,11 +231,12 @@ class AsyncLLM:
         """As calls.template_arguments. RequestError for tools that the template would leave out."""
         arguments, rest = calls.template_arguments(variables, options)
         template = str(arguments.get("chat_template") or "")
-        if arguments.get("tools") and "tools" not in (template or self._chat_template()):
+        if arguments.get("tools") and "tools" not in (template or self._chat_template):
             message = "tools: the model's chat template has none, so the model would not see them"
             raise RequestError(message, "tools")
         return arguments, rest
 
+    @cached_property
     def _chat_template(self) -> str:
         """The texts of the model's templates."""
         config, settings = read_tokenizer_config(self._folder), self._running().settings

@@ -113,7 +113,8 @@ function beside({ from, to }, of) {
       const back = to === "gateway" || to === "detokenizer";
       const x1 = back ? a.left : a.right, x2 = back ? b.right - 1 : b.left - 1;
       const y1 = side(a, from, to), y2 = side(b, to, from), half = (x1 + x2) / 2;
-      const d = `M${x1 + (to === "engine" ? 4 : 0)} ${y1}C${half} ${y1} ${half} ${y2} ${x2 + (back ? 4 : -4)} ${y2}`;
+      const begin = x1 + (to === "engine" ? 4 : 0), end = x2 + (back ? 4 : -4);
+      const d = `M${begin} ${y1}C${half} ${y1} ${half} ${y2} ${end} ${y2}`;
       const flat = Math.abs(y1 - y2) < 12; // then the text stands above the line, else in it
       made.push({ d, x: half, y: (y1 + y2) / 2 + (flat ? -22 : -3), anchor: "middle",
         stacked: true });
