@@ -20,7 +20,7 @@ from memory_holders import running_holder
 from pipeinfer.engine.device_memory import HostMemory, cuda_obstacle
 from pipeinfer.engine.kept_memory import KeptMemory, model_key, unbelieved
 from pipeinfer.memory.kv_pool import KVPool
-from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, MemoryHolder, listen
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderLink, MemoryHolder, listen
 from pipeinfer.step import AttentionShape
 
 PAGES, SIZE, PAGE_BYTES = 9, 4, 3000  # a page ends within a page of the kernel's
@@ -41,6 +41,21 @@ print("written", flush=True)
 sys.stdin.read()
 if sys.argv[2:]:
     kept.close()
+"""
+
+
+LENDER = """
+import sys
+from pipeinfer.engine.kept_memory import KeptMemory
+from pipeinfer.engine.device_memory import HostMemory
+kept = KeptMemory(sys.argv[1])
+kept.begin(b"model")
+kept.open(9, 4, 9 * 3000, HostMemory).memory.array[:] = 7
+kept.write("step cost", "measured", b"note", b"12 ms")
+if sys.argv[2:]:
+    kept.write("weights", "weights", sys.argv[2].encode(), sys.argv[2].encode())
+print("written", flush=True)
+sys.stdin.read()
 """
 
 
@@ -128,6 +143,112 @@ def test_pages_in_fp8_are_left_with_what_their_keys_are_stored_less(address, tmp
     first, second = (line.split("] ") for line in lines)
     assert first[0] == "[" and second[0] == "['directory', 'key centers', 'pool'"
     assert first[1] == second[1] and not first[1].startswith("0 ")
+
+
+def lender(address, *words):
+    """An engine that serves, and keeps memory."""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", LENDER, address, *words],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert engine.stdout.readline() == "written\n"
+    return engine
+
+
+def standby(address, wait):
+    kept = KeptMemory(address, wait)
+    kept.begin(b"model")
+    return kept
+
+
+def end(engine):
+    engine.send_signal(signal.SIGKILL)
+    engine.communicate()
+
+
+def test_a_standby_has_what_was_measured_at_once_and_pages_when_it_is_promoted(address):
+    engine = lender(address, "these")
+    kept = standby(address, lambda: end(engine))
+    assert kept.is_standby and kept.found_pages(SIZE) == PAGES
+    assert kept.read("step cost", b"note") == b"12 ms"
+    with pytest.raises(AssertionError, match="pool is not lent"):
+        kept.take("pool")
+    assert kept.read("weights", b"these") == b"these"
+    scratch = HostMemory(PAGES * PAGE_BYTES, scratch=True)
+    scratch.array[:] = 1
+    assert engine.poll() is None
+    kept.promote()
+    assert not kept.is_standby and kept.losses == 1 and engine.poll() is not None
+
+    def allocate(_size, descriptor):
+        scratch.map(descriptor)
+        return scratch
+
+    opened = kept.open(PAGES, SIZE, PAGES * PAGE_BYTES, allocate)
+    assert (opened.memory.array == 7).all()
+    kept.promote()  # nothing more comes of it
+    link = HolderLink(address, 30)
+    lent = [entry.name for entry in link.borrow()[0].lent]
+    assert lent == ["step cost", "weights"], "they go on being kept"
+    link.close()
+    kept.close()
+
+
+def test_a_standby_finds_nothing_of_another_model(address):
+    engine = lender(address, "these")
+    kept = KeptMemory(address, lambda: end(engine))
+    kept.begin(b"another")
+    assert not kept.left and kept.found_pages(SIZE) == 0
+    link = HolderLink(address, 30)
+    assert len(link.borrow()[0].lent) == 2, "only its copies are closed"
+    link.close()
+    kept.promote()
+    assert not kept.left
+    kept.close()
+
+
+def test_a_standby_does_not_serve_with_weights_that_are_kept_no_more(address):
+    """Three deaths, for which weights may be to blame."""
+    engine = lender(address, "these")
+    kept = standby(address, lambda: end(engine))
+    assert kept.read("weights", b"these") == b"these"
+    for _ in range(2):
+        end(engine)
+        engine = lender(address)
+    with pytest.raises(RuntimeError, match="weights: dropped after 3 losses"):
+        kept.promote()
+
+
+def test_a_standby_does_not_serve_with_weights_that_were_replaced(address):
+    engine = lender(address, "these")
+    kept = standby(address, lambda: end(engine))
+    assert kept.read("weights", b"these") == b"these"
+    end(engine)
+    engine = lender(address, "those")
+    with pytest.raises(RuntimeError, match="weights: replaced since"):
+        kept.promote()
+
+
+async def test_what_a_standby_was_lent_goes_to_a_holder_that_knows_of_nothing():
+    address = f"@pipeinfer-test-{secrets.token_hex(8)}"
+    listener = listen(address)
+    start = [sys.executable, "-m", "pipeinfer.runtime.memory_holder", f"--fd={listener.fileno()}"]
+    holder = subprocess.Popen(start, pass_fds=[listener.fileno()])
+    engine = await asyncio.to_thread(lender, address, "these")
+    kept = await asyncio.to_thread(standby, address, lambda: end(engine))
+    assert kept.read("weights", b"these") == b"these"
+    holder.kill()
+    holder.wait()
+    end(engine)
+    holder = subprocess.Popen(start, pass_fds=[listener.fileno()])
+    await asyncio.to_thread(kept.promote)
+    link = HolderLink(address, 30)
+    assert [entry.name for entry in link.borrow()[0].lent] == ["weights"]
+    link.close()
+    kept.close()
+    holder.kill()
+    holder.wait()
+    listener.close()
 
 
 def test_an_engine_that_saw_a_fault_leaves_nothing_to_believe(address):

@@ -110,6 +110,26 @@ def test_nobody_gets_memory_while_its_owner_lives(holder):
     kill(other)
 
 
+def test_a_standby_is_lent_weights_and_no_pages_while_their_owner_lives(holder):
+    address, _ = holder
+    owner = engine(address, "first")
+    assert first_line(owner) == "0"
+    link = HolderLink(address, timeout=30)
+    for _ in range(2):
+        found, [descriptor] = link.borrow()
+        assert [entry.name for entry in found.lent] == ["model"]
+        assert found.others == (Keep("pool", "pages", b"note"),)
+        assert os.pread(descriptor, 5, 0) == b"first" and not os.get_inheritable(descriptor)
+        os.close(descriptor)
+    kill(owner)
+    kept, descriptors = link.attach()
+    assert kept.losses == 1 and len(descriptors) == 2, "what is lent is kept"
+    for descriptor in descriptors:
+        os.close(descriptor)
+    assert len(link.borrow()[1]) == 1, "its own weights too"
+    link.close()
+
+
 def test_an_owner_that_closes_its_socket_owns_it_until_it_ends(holder):
     address, _ = holder
     mine = HolderLink(address, timeout=5)

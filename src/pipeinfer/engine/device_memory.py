@@ -12,6 +12,7 @@ Physical memory lives as long as a mapping or a descriptor of it. Knows no page 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import logging
 import mmap
@@ -34,12 +35,24 @@ SCRATCH_BYTES = 64 << 20  # of the memory behind every part of a range that is s
 TOUCHING_THREADS = 8  # that make memory of the host together
 TOUCHED_BYTES = 64 << 20  # by one of them at once: a multiple of a huge page
 
+# Linux's; the mmap module has no mapping at a given address.
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+
 
 class DeviceMemory(Protocol):
     """Bytes that a descriptor names.
 
     descriptor: of the memory; it is this process's own, open as long as the memory is.
     data: uint8 [size], where the memory is.
+
+    Its addresses last as long as the process; what stands behind them may change, so that tensors
+    and CUDA graphs that name addresses stay valid. As scratch, little or no memory stands there:
+    what is written is lost, and what is read is anything.
     """
 
     @property
@@ -60,6 +73,10 @@ class DeviceMemory(Protocol):
         """There is memory again where it was, all zero. Raises RuntimeError without any."""
         ...
 
+    def map(self, descriptor: int, /) -> None:
+        """Puts the memory of `descriptor`, this object's from now on, behind the addresses."""
+        ...
+
 
 # From a size in bytes, and a descriptor of memory of that size; without one it makes new memory,
 # all zero.
@@ -69,14 +86,14 @@ Allocate = Callable[[int, int | None], DeviceMemory]
 class HostMemory:
     """See DeviceMemory; it takes real memory only where it was written."""
 
-    def __init__(self, size: int, descriptor: int | None = None) -> None:
-        """descriptor: of a memfd of `size` bytes, this object's from now on."""
-        if descriptor is None:
-            descriptor = os.memfd_create("pipeinfer")
-            os.ftruncate(descriptor, size)
-        self.descriptor = descriptor
-        self._mapped = mmap.mmap(descriptor, size)
+    def __init__(self, size: int, descriptor: int | None = None, *, scratch: bool = False) -> None:
+        """descriptor: of a memfd of `size` bytes, this object's from now on. scratch: without one,
+        until `map` or `take_back`."""
+        self.descriptor = -1
+        self._mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
         self.array = np.frombuffer(self._mapped, np.uint8)
+        if not scratch:
+            self.map(_new_memfd(size) if descriptor is None else descriptor)
 
     @property
     def data(self) -> torch.Tensor:
@@ -94,6 +111,17 @@ class HostMemory:
 
     def take_back(self) -> None:
         """It comes back page by page as it is written."""
+        if self.descriptor < 0:
+            self.map(_new_memfd(len(self.array)))
+
+    def map(self, descriptor: int) -> None:
+        """Once: what was scratch is memory then."""
+        address, writable = self.array.ctypes.data, mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_SHARED | MAP_FIXED
+        found = _libc.mmap(address, len(self.array), writable, flags, descriptor, 0)
+        if found != address:
+            raise OSError(ctypes.get_errno(), "memory cannot be mapped where it is to be")
+        self.descriptor = descriptor
 
     def zero(self, begin: int, end: int) -> None:
         """Zeroes bytes begin .. end - 1."""
@@ -107,17 +135,18 @@ class HostMemory:
         self._mapped.madvise(mmap.MADV_REMOVE, first, last - first)
 
 
-class CudaMemory:
-    """See DeviceMemory; on the current GPU.
+def _new_memfd(size: int) -> int:
+    descriptor = os.memfd_create("pipeinfer")
+    os.ftruncate(descriptor, size)
+    return descriptor
 
-    The address range lasts as long as the process. `unmap` gives the memory behind it back, `map`
-    puts memory there again, so that tensors and CUDA graphs that name addresses stay valid.
-    """
+
+class CudaMemory:
+    """See DeviceMemory; on the current GPU. `unmap` gives the memory behind the addresses back."""
 
     def __init__(self, size: int, descriptor: int | None = None, *, scratch: bool = False) -> None:
         """descriptor: of memory of cuMemCreate of `size` bytes, this object's from now on. scratch:
-        the same little memory stands behind every part of the range until `map`, so what is written
-        is lost, and what is read is anything."""
+        until `map` or `take_back` the same little memory stands behind every part of the range."""
         import torch
 
         self._driver = Driver()

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import mmap
 import os
-from collections.abc import Iterable, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, MutableMapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -25,7 +25,13 @@ import msgspec
 import numpy as np
 
 from pipeinfer.memory.page_directory import PageChains, PageDirectory, directory_bytes
-from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderLink, Keep, Kind
+from pipeinfer.runtime.memory_holder import (
+    HOLDER_VARIABLE,
+    HolderLink,
+    Keep,
+    Kind,
+    dropped_after,
+)
 from pipeinfer.version import __version__
 
 if TYPE_CHECKING:
@@ -33,8 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POOL, DIRECTORY, KEY_CENTERS, STEP_COST = "pool", "directory", "key centers", "step cost"
-SLEEP = "sleep"
+POOL, DIRECTORY, WEIGHTS, SLEEP = "pool", "directory", "weights", "sleep"
+KEY_CENTERS, GRAPH_SIZES, STEP_COST = "key centers", "graph sizes", "step cost"  # found once
 HOLDER_TIMEOUT = 60.0  # seconds that the process before may take to end
 RECONNECT = 1.0  # seconds between two attempts to reach a holder that has ended
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights, evenly spaced
@@ -90,45 +96,102 @@ class KeptMemory:
     """An engine's end of its memory holder. Everything that is kept belongs to a key: what was left
     for another one is given back.
 
+    To a standby, what the engine that serves keeps is lent: it finds weights and what was measured,
+    and of pages what their pool was made for. With `promote` it has everything.
+
     losses: deaths of engines shortly before this one began.
     key: what this process finds and leaves belongs to it (see model_key); b"" before `begin`.
     taken: names of what an engine before has left, and this one uses.
     opened: the pool of this process, once it is there.
+    weight_bytes: of this process's weights that are kept, which a standby need not have again.
     """
 
-    def __init__(self, address: str) -> None:
-        """Waits until the process that had the memory has ended. Raises OSError when the holder is
-        not there, or that process does not end."""
+    def __init__(self, address: str, wait: Callable[[], object] | None = None) -> None:
+        """wait: of a standby, returns when it is to serve. Without it, this waits until the process
+        that had the memory has ended. Raises OSError when the holder is not there, or that process
+        does not end."""
         self._address = address
-        self._link: HolderLink | None = HolderLink(address, HOLDER_TIMEOUT)
-        kept, descriptors = self._link.attach()
-        self.losses = kept.losses
-        self._found = {
-            entry.name: (entry, descriptor)
-            for entry, descriptor in zip(kept.entries, descriptors, strict=True)
-        }
+        self._wait = wait
+        self._link: HolderLink | None = None
+        self._found: dict[str, tuple[Keep, int | None]] = {}  # None: of pages that are not lent
         self._kept: dict[str, tuple[Keep, int]] = {}
         self.key = b""
+        self.losses = 0
         self.taken: list[str] = []
         self.opened: KeptPool | None = None
+        self.weight_bytes = 0
         self._has_all = True
+        if wait is None:
+            self._attach()
+        else:
+            self._borrow()
 
     @classmethod
-    def from_environment(cls, environ: MutableMapping[str, str]) -> KeptMemory | None:
-        """The holder that `environ` names, which is taken out of it; None without one."""
+    def from_environment(
+        cls, environ: MutableMapping[str, str], wait: Callable[[], object] | None = None
+    ) -> KeptMemory | None:
+        """The holder that `environ` names, which is taken out of it; None without one, and then
+        `wait` has returned. wait: as of KeptMemory."""
         address = environ.pop(HOLDER_VARIABLE, "")
-        if not address:
-            return None
         try:
-            return cls(address)
+            if address:
+                return cls(address, wait)
         except OSError as error:
             log.warning("memory will not outlive this engine: its memory holder, %s", error)
-            return None
+        if wait is not None:
+            wait()
+        return None
+
+    def _attach(self) -> None:
+        self._link = HolderLink(self._address, HOLDER_TIMEOUT)
+        kept, descriptors = self._link.attach()
+        self.losses = kept.losses
+        for entry, descriptor in zip(kept.entries, descriptors, strict=True):
+            self._found[entry.name] = entry, descriptor
+
+    def _borrow(self) -> None:
+        link = HolderLink(self._address, HOLDER_TIMEOUT)
+        found, descriptors = link.borrow()
+        link.close()
+        self._found.update((entry.name, (entry, None)) for entry in found.others)
+        for entry, descriptor in zip(found.lent, descriptors, strict=True):
+            self._found[entry.name] = entry, descriptor
 
     def begin(self, key: bytes) -> None:
         """What this process finds and leaves belongs to `key` (see model_key)."""
         self.key = key
         self.discard(*(name for name, (entry, _) in self._found.items() if entry.key != key))
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether another process serves, to whose pages this one must not come."""
+        return self._wait is not None
+
+    def promote(self) -> None:
+        """Of a standby, after `begin`: returns when it is to serve, and the process that served has
+        ended. Of any other, at once.
+
+        Raises OSError as __init__ does, RuntimeError if something that it was lent is kept no more
+        because engines died, or was replaced."""
+        if self._wait is None:
+            return
+        self._wait()
+        self._wait = None
+        self.discard(*self._found)
+        mine, self._kept = self._kept, {}
+        self._attach()
+        self.begin(self.key)
+        for name, (entry, descriptor) in mine.items():
+            there, theirs = self._found.pop(name, (None, None))
+            if theirs is not None:
+                os.close(theirs)
+            if there is None and entry.kind in dropped_after(self.losses):
+                raise RuntimeError(f"{name}: dropped after {self.losses} losses")
+            if there is not None and there != entry:
+                raise RuntimeError(f"{name}: replaced since this standby was lent it")
+            self._kept[name] = entry, descriptor
+            if there is None:  # the holder was another one
+                self._send(name)
 
     @property
     def left(self) -> Set[str]:
@@ -143,6 +206,7 @@ class KeptMemory:
         """The descriptor of what was left under that name, the caller's from now on; it goes on
         being kept."""
         entry, descriptor = self._found.pop(name)
+        assert descriptor is not None, f"{name} is not lent"
         self._kept[name] = entry, descriptor
         self.taken.append(name)
         return descriptor
@@ -156,7 +220,9 @@ class KeptMemory:
         """Gives back what was left under these names; its memory is free when this returns, unless
         the holder has ended."""
         for name in names:
-            os.close(self._found.pop(name)[1])
+            descriptor = self._found.pop(name)[1]
+            if descriptor is not None:
+                os.close(descriptor)
             self._drop(name)
 
     def withdraw(self, *names: str) -> list[Keep]:
@@ -200,7 +266,9 @@ class KeptMemory:
         raw = self.note(SLEEP)
         if raw is None:
             return None
-        os.close(self._found.pop(SLEEP)[1])  # it goes on being kept
+        descriptor = self._found.pop(SLEEP)[1]  # it goes on being kept
+        if descriptor is not None:
+            os.close(descriptor)
         return msgspec.msgpack.decode(raw, type=tuple[int, bool])
 
     def forget_sleep(self) -> None:

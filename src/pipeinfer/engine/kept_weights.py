@@ -21,14 +21,13 @@ import msgspec
 import torch
 
 from pipeinfer.engine.device_memory import CudaMemory, DeviceMemory, HostCopy
-from pipeinfer.engine.kept_memory import KeptMemory
+from pipeinfer.engine.kept_memory import WEIGHTS, KeptMemory
 from pipeinfer.engine.sleeping import WITHOUT_WEIGHTS
 from pipeinfer.layers.placement import AllocateParameter
 from pipeinfer.models.causal_lm import CausalLM
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = "weights"
 ALIGNMENT = 512  # bytes, as torch's own allocator has it
 
 
@@ -84,7 +83,11 @@ def build_with_weights(
         fill(build(WeightMemory(data).allocate))
 
     found = _found_model(kept, sizes.size, build)
+    if found is None and kept.is_standby:  # there is no room for weights beside others
+        kept.promote()
+        found = _found_model(kept, sizes.size, build)
     if found is not None:
+        kept.weight_bytes = sizes.size
         return found[0], GpuWeights(found[1], fill_again)
     memory = CudaMemory(sizes.size)
     model = build(WeightMemory(memory.data).allocate)
@@ -97,6 +100,7 @@ def build_with_weights(
     memory.protect(writable=False)
     note = WeightsNote(sizes.size, _checksum(memory.data))
     kept.keep(WEIGHTS, "weights", msgspec.msgpack.encode(note), memory.descriptor)
+    kept.weight_bytes = sizes.size
     return model, GpuWeights(memory, fill_again)
 
 
@@ -126,9 +130,14 @@ class GpuWeights:
     ) -> None:
         """memory: has them, read-only. fill: loads them into `memory.data`."""
         self._memory, self._fill, self._copied = memory, fill, copy
+        self._checksum = _checksum(memory.data)
         self._there = True
         self._copy: WeightsCopy | None = None
         self.memories: dict[str, DeviceMemory] = {WEIGHTS: memory}
+
+    def check(self) -> None:
+        if _checksum(self._memory.data) != self._checksum:
+            raise RuntimeError("the weights in memory have changed since they were read")
 
     def give_back(self, level: int) -> None:
         if level >= WITHOUT_WEIGHTS:

@@ -23,10 +23,11 @@ from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
 from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.distributed.collectives import TorchCollectives
-from pipeinfer.engine.device_memory import cuda_obstacle
+from pipeinfer.engine.device_memory import Allocate, DeviceMemory, cuda_obstacle
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kept_memory import (
     DIRECTORY,
+    GRAPH_SIZES,
     KEY_CENTERS,
     POOL,
     STEP_COST,
@@ -172,11 +173,10 @@ def choose_engine(
     Raises ConfigurationError that names the culprit.
     """
     device, ordinal = _device(settings.device), rank if ordinal is None else ordinal
-    if settings.standby and (device == "cuda" or settings.tp > 1):
-        where = "on a GPU" if device == "cuda" else f"with --tp {settings.tp}"
+    if settings.standby and settings.tp > 1:
         raise ConfigurationError(
-            f"--standby: not {where} yet, where a standby would need ranks and kept weights that "
-            "only the engine that serves can have"
+            f"--standby: not with --tp {settings.tp} yet, where a standby would need ranks of its "
+            "own"
         )
     outline = read_outline(folder, settings.model_impl)
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
@@ -233,6 +233,7 @@ def load_engine(
     `collectives`: how several ranks compute together; all of them must be loading. `choices`: what
     `choose_engine` gave for this rank; it is asked here if they are not given. `kept`: gives memory
     that is to outlive this process; it is called once, on a CPU when all is done that needs none.
+    A standby's is promoted when this returns.
 
     Raises ConfigurationError before any weight is read if something does not fit. What it changes
     of the process stands in the machines' docstrings.
@@ -276,6 +277,8 @@ def load_engine(
 
     runner, weights = chosen.build(build)
     memory = taken()
+    if weights is not None:
+        weights.check()
     if memory is not None and memory.taken:
         details.info("an engine before has left: %s", ", ".join(memory.taken))
     loaded = _loaded(choices, settings.max_running, runner, memory)
@@ -351,10 +354,12 @@ def _model(
 
     plain = spec is None and choices.config.quantization is None
     on_gpu = choices.device == "cuda"
-    if on_gpu and plain and (memory := kept()) is not None:
-        from pipeinfer.engine.kept_weights import build_with_weights
+    if on_gpu and (memory := kept()) is not None:
+        if plain:
+            from pipeinfer.engine.kept_weights import build_with_weights
 
-        return build_with_weights(memory, build, fill)
+            return build_with_weights(memory, build, fill)
+        memory.promote()  # there is no room for weights beside others
 
     def load() -> LanguageModel:
         if spec is not None:
@@ -609,31 +614,71 @@ def build_runner(
         machine.warm_up(runner, shape.max_model_len)
     kept = take()
     with start.phase("pool"):
+        machine.trim()
         pages = _pool_pages(settings, shape, machine, runner.pool.bytes_per_page, collectives, kept)
-        if kept is None:
-            runner.bind(pool(pages))
-            found = PageChains.none(shape.page_size)
-        else:
-            size = pages * runner.pool.bytes_per_page
-            sized_by = _sized_by(settings, shape)
-            opened = kept.open(pages, shape.page_size, size, machine.allocate, sized_by)
-            runner.bind(pool(pages, opened.memory.data))
-            found = opened.found
-        if collectives is not None:
-            found = found.agreed(pages, collectives.all_gather_host)
-            if kept is not None and kept.opened is not None:
-                kept.opened.found, kept.opened.single_rank = found, False
-        if kept is not None and kept.opened is not None and POOL in kept.taken:
-            others, zero = unbelieved(pages, found.pages), kept.opened.memory.zero_pages
-            machine.device.run(lambda: zero(runner.pool, others))
+        size = pages * runner.pool.bytes_per_page
+        scratch = machine.scratch(size) if kept is not None and kept.is_standby else None
+        memory = scratch
+        if kept is not None and scratch is None:
+            memory = _open_pool(settings, shape, kept, pages, size, machine.allocate)
+        runner.bind(pool(pages, None if memory is None else memory.data))
+        if scratch is None:
+            _settle_pages(runner, machine, collectives, kept)
     if not settings.no_cuda_graph:
         with start.phase("graphs"):
-            _capture(runner, settings, largest, model, start)
+            _capture(runner, settings, largest, model, start, kept)
     with start.phase("step_times"):
         _measure(runner, settings, collectives, kept)
+    if kept is not None and scratch is not None:
+        kept.promote()
+        with start.phase("pool"):
+            _open_pool(settings, shape, kept, pages, size, partial(_map, scratch))
+            _settle_pages(runner, machine, collectives, kept)
     if runner.step_cost is not None:
         _log_step_cost(runner.step_cost, settings, tokens)
     return runner
+
+
+def _open_pool(
+    settings: Settings,
+    shape: EngineShape,
+    kept: KeptMemory,
+    pages: int,
+    size: int,
+    allocate: Allocate,
+) -> DeviceMemory:
+    """Memory of `size` bytes for `pages` with the dummy: what an engine before has left, if it can
+    be."""
+    return kept.open(pages, shape.page_size, size, allocate, _sized_by(settings, shape)).memory
+
+
+def _map(scratch: DeviceMemory, _size: int, descriptor: int | None) -> DeviceMemory:
+    """An Allocate, where there is only scratch."""
+    if descriptor is None:
+        scratch.take_back()
+    else:
+        scratch.map(descriptor)
+    return scratch
+
+
+def _settle_pages(
+    runner: Runner,
+    machine: Machine,
+    collectives: TorchCollectives | None,
+    kept: KeptMemory | None,
+) -> None:
+    """All ranks believe the same pages of those that were left, and the others are zero."""
+    opened = None if kept is None else kept.opened
+    pages, found = runner.pool.num_pages, PageChains.none(runner.pool.page_size)
+    if opened is not None:
+        found = opened.found
+    if collectives is not None:
+        found = found.agreed(pages, collectives.all_gather_host)
+        if opened is not None:
+            opened.found, opened.single_rank = found, False
+    if kept is not None and opened is not None and POOL in kept.taken:
+        others, zero = unbelieved(pages, found.pages), opened.memory.zero_pages
+        machine.device.run(lambda: zero(runner.pool, others))
 
 
 def _least(collectives: TorchCollectives | None) -> Callable[[int], int]:
@@ -654,12 +699,18 @@ def _pool_pages(
     them."""
     sized_by = _sized_by(settings, shape)
     found = 0 if kept is None else kept.found_pages(shape.page_size, sized_by)
+    if kept is not None and kept.is_standby and not found:  # there is no room for two pools
+        kept.promote()
+        found = kept.found_pages(shape.page_size, sized_by)
     least = _least(collectives)
     if least(found) == -least(-found) != 0:
         return found
     if kept is not None and found:
         kept.discard(POOL, DIRECTORY)
-    pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, page_bytes))
+    shared = None
+    if settings.standby:
+        shared = 0 if kept is None else kept.weight_bytes
+    pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, page_bytes, shared))
     return pages if collectives is None else _agreed(collectives, pages)
 
 
@@ -678,10 +729,14 @@ def _measure(
     collectives: TorchCollectives | None,
     kept: KeptMemory | None,
 ) -> None:
-    """What steps take; an engine that another one follows leaves it what it has measured."""
+    """What steps take; an engine that another one follows leaves it what it has measured. A standby
+    that was lent nothing waits: beside another engine's steps all would take longer."""
     least = _least(collectives)
     note = repr((runner.largest, runner.graph_sizes, runner.pool.num_pages)).encode()
     raw = None if kept is None else kept.read(STEP_COST, note)
+    if raw is None and kept is not None and kept.is_standby:
+        kept.promote()
+        raw = kept.read(STEP_COST, note)
     known = None if raw is None else msgspec.msgpack.decode(raw, type=StepCost)
     runner.measure(partial(all_find, least), known if least(known is not None) else None)
     if kept is not None and known is None and runner.measured_cost is not None:
@@ -713,7 +768,7 @@ def _key_centers(
     if kept is not None:
         kept.discard(*({POOL, DIRECTORY} & kept.left))
         numbers = [None if one is None else one.cpu().numpy().tobytes() for one in centers]
-        kept.write(KEY_CENTERS, "pages", b"", msgspec.msgpack.encode(numbers))
+        kept.write(KEY_CENTERS, "measured", b"", msgspec.msgpack.encode(numbers))
     return centers
 
 
@@ -760,8 +815,14 @@ def _log_step_cost(cost: StepCost, settings: Settings, tokens: int) -> None:
 
 
 def _capture(
-    runner: Runner, settings: Settings, largest: LargestStep, model: LanguageModel, start: Start
+    runner: Runner,
+    settings: Settings,
+    largest: LargestStep,
+    model: LanguageModel,
+    start: Start,
+    kept: KeptMemory | None,
 ) -> None:
+    """Which small sizes have no graph is measured once; an engine leaves it to the next one."""
     sizes = decode_ladder(min(settings.cuda_graph_max_batch, largest.rows))
     budget = max_graph_tokens(settings.mixed_step_tokens, largest.tokens)
     mixed = mixed_ladder(largest.tokens, largest.rows, max(sizes, default=0), budget)
@@ -769,8 +830,14 @@ def _capture(
     # cannot be captured is known when its first graph is.
     single_rank = settings.tp == 1
     later = single_rank and not settings.all_graphs_first
+    note = repr(sizes).encode()
+    raw = kept.read(GRAPH_SIZES, note) if kept is not None and single_rank else None
+    chosen = sizes if raw is None else msgspec.msgpack.decode(raw, type=tuple[int, ...])
+    drop_slower = single_rank and raw is None
     try:
-        runner.capture(sizes, mixed, start.captured, drop_slower=single_rank, later=later)
+        runner.capture(chosen, mixed, start.captured, drop_slower=drop_slower, later=later)
+        if kept is not None and drop_slower and runner.graph_sizes:
+            kept.write(GRAPH_SIZES, "measured", note, msgspec.msgpack.encode(runner.graph_sizes))
     except RuntimeError as error:
         if not model.capture_may_fail:
             raise
@@ -784,9 +851,12 @@ def _capture(
         )  # fmt: skip
 
 
-def _pages(settings: Settings, shape: EngineShape, machine: Machine, page_bytes: int) -> int:
-    """Pages without the dummy: what fits, and no more than all slots can use."""
-    free = machine.free_for_pages(settings.memory_fraction, settings.standby)
+def _pages(
+    settings: Settings, shape: EngineShape, machine: Machine, page_bytes: int, shared: int | None
+) -> int:
+    """Pages without the dummy: what fits, and no more than all slots can use. shared: as
+    Machine.free_for_pages has it."""
+    free = machine.free_for_pages(settings.memory_fraction, shared)
     pages = free // page_bytes - 1
     if pages < 1:
         raise ConfigurationError(

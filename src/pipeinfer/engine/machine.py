@@ -38,7 +38,7 @@ from pipeinfer.engine.calibrate import (
     largest_step,
 )
 from pipeinfer.engine.device import Device, HostDevice, Replay, Tensors, Work, nothing
-from pipeinfer.engine.device_memory import Allocate, CudaMemory, HostMemory
+from pipeinfer.engine.device_memory import Allocate, CudaMemory, DeviceMemory, HostMemory
 from pipeinfer.engine.graphs import MIN_SHARED_DECODES
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.start import hashing
@@ -90,14 +90,22 @@ class Machine(Protocol):
         request has at most so many tokens."""
         ...
 
-    def free_for_pages(self, fraction: float, standby: bool = False, /) -> int:
-        """Bytes for KV pages, if `fraction` of its memory may be in use. standby: as much as this
-        process takes is left to another one."""
+    def free_for_pages(self, fraction: float, shared: int | None = None, /) -> int:
+        """Bytes for KV pages, if `fraction` of its memory may be in use. shared: bytes of this
+        process that a standby shares; as much as the rest is left to it. None: there is none."""
         ...
 
     @property
     def allocate(self) -> Allocate:
         """Makes memory that can outlive this process."""
+        ...
+
+    def scratch(self, size: int, /) -> DeviceMemory:
+        """Addresses for `size` bytes of such memory, which are scratch until it is mapped there."""
+        ...
+
+    def trim(self) -> None:
+        """Gives back what was freed and is held for later."""
         ...
 
 
@@ -129,8 +137,14 @@ class HostMachine:
         """Nothing is compiled here; what sampling takes is noted."""
         self._sampling_bytes = runner.sampling_bytes
 
-    def free_for_pages(self, fraction: float, standby: bool = False) -> int:
-        free = available_bytes() - (resident_bytes() if standby else 0)
+    def scratch(self, size: int) -> DeviceMemory:
+        return HostMemory(size, scratch=True)
+
+    def trim(self) -> None:
+        """Nothing is held."""
+
+    def free_for_pages(self, fraction: float, shared: int | None = None) -> int:
+        free = available_bytes() - (0 if shared is None else resident_bytes() - shared)
         of_rank = int(free // self._ranks * fraction)
         return min(of_rank - self._sampling_bytes, MAX_HOST_BYTES)
 
@@ -397,16 +411,23 @@ class CudaMachine:
             runner.run(alike_decodes(rows, 0, page_size))
             runner.run(alike_decodes(MIN_SHARED_DECODES, 1, page_size))
 
-    def free_for_pages(self, fraction: float, standby: bool = False) -> int:
-        """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the
-        warm-up's pool is gone."""
+    def scratch(self, size: int) -> DeviceMemory:
+        return CudaMemory(size, scratch=True)
+
+    def trim(self) -> None:
         torch.cuda.synchronize()
         gc.collect()
-        peak = torch.cuda.max_memory_reserved()
         torch.cuda.empty_cache()
+
+    def free_for_pages(self, fraction: float, shared: int | None = None) -> int:
+        """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the
+        warm-up's pool is gone. A standby takes as much at its start."""
+        self.trim()
+        transient = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
         free, total = torch.cuda.mem_get_info()
-        transient = peak - torch.cuda.memory_reserved()
-        return int(total * fraction) - (total - free) - transient
+        taken = total - free + transient
+        standby = 0 if shared is None else taken - shared
+        return int(total * fraction) - taken - standby
 
 
 HEADS = (64, 96, 128, 192, 256)

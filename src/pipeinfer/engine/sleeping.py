@@ -34,6 +34,10 @@ class SleepingWeights(Protocol):
         """Their memory that a memory holder has, by name."""
         ...
 
+    def check(self) -> None:
+        """Raises RuntimeError if they are not as they were when this process had them first."""
+        ...
+
     def give_back(self, level: int, /) -> None:
         """As SetSleep(level) says; they may be at a lower level already."""
         ...
@@ -126,6 +130,9 @@ class ReloadableModel:
 
     def attention_shapes(self) -> Sequence[AttentionShape]:
         return self._shapes
+
+    def check(self) -> None:
+        """No other process has them."""
 
     def give_back(self, level: int) -> None:
         if level >= WITHOUT_WEIGHTS:

@@ -48,11 +48,19 @@ def build(context: StageContext) -> Stage:
     def say(text: str) -> None:
         context.report_status(state, text)
 
-    def kept_memory() -> KeptMemory | None:
-        """Where memory outlives this process; a standby has it when it is to serve."""
+    def wait() -> None:
+        """Of a standby, until it is to serve."""
         nonlocal context
         context = context.promoted()
-        return KeptMemory.from_environment(os.environ) if keeps_memory(settings) else None
+
+    def kept_memory() -> KeptMemory | None:
+        """Where memory outlives this process. To a standby it is lent; without it, a standby has
+        nothing to do before it is to serve."""
+        until = wait if context.promotion is not None else None
+        if keeps_memory(settings):
+            return KeptMemory.from_environment(os.environ, until)
+        wait()
+        return None
 
     start = Start(say)
     start.took("process", process_age())

@@ -25,11 +25,11 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 
@@ -50,30 +50,52 @@ DROPPED: tuple[tuple[int, frozenset[Kind]], ...] = (
     (2, frozenset({"pages"})),
     (3, frozenset({"pages", "weights", "measured"})),
 )
+LENT: frozenset[Kind] = frozenset({"weights", "measured"})  # what nobody writes once it is kept
 
 
-class Attach(msgspec.Struct, tag=True):
-    """Engine to holder: hand over what is kept when nobody else writes it."""
+def dropped_after(losses: int) -> Set[Kind]:
+    """What is kept no more after so many."""
+    return {kind for least, kinds in DROPPED if losses >= least for kind in kinds}
 
-    is_answered: ClassVar[bool] = False
 
-    def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
+class Request(msgspec.Struct, tag=True):
+    """To a holder."""
+
+    def apply(self, _state: HolderState, _number: int, _descriptors: list[int]) -> Sequence[int]:
         """Changes the state, as process `number` asks; returns the descriptors to be closed.
 
         descriptors: that came with the message; those that are kept are taken out.
         """
+        return ()
+
+    def answer(self, _state: HolderState) -> tuple[msgspec.Struct, list[int]] | None:
+        """The message that is sent back at once, and its descriptors; None: none is."""
+        return None
+
+
+class Attach(Request, tag=True):
+    """Engine to holder: hand over what is kept when nobody else writes it."""
+
+    def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
+        """See Request."""
         state.attach(number)
         return ()
 
 
-class Keep(msgspec.Struct, tag=True):
+class Borrow(Request, tag=True):
+    """Standby to holder: answer Borrowed. Whoever has what is kept goes on having it."""
+
+    def answer(self, state: HolderState) -> tuple[msgspec.Struct, list[int]]:
+        """See Request."""
+        return state.borrow()
+
+
+class Keep(Request, tag=True):
     """Engine to holder, with one descriptor: keep it, instead of what has that name.
 
     name: of the memory. kind: what it is for. note, key: bytes that are handed over with it: what
     it holds, and what it belongs to.
     """
-
-    is_answered: ClassVar[bool] = False
 
     name: str
     kind: Kind
@@ -81,40 +103,38 @@ class Keep(msgspec.Struct, tag=True):
     key: bytes = b""
 
     def apply(self, state: HolderState, number: int, descriptors: list[int]) -> Sequence[int]:
-        """See Attach."""
+        """See Request."""
         return state.keep(number, self, descriptors.pop()) if len(descriptors) == 1 else ()
 
 
-class Drop(msgspec.Struct, tag=True):
+class Drop(Request, tag=True):
     """Engine to holder: close what has that name, and answer Dropped."""
-
-    is_answered: ClassVar[bool] = True
 
     name: str
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See Attach."""
+        """See Request."""
         return state.drop(number, self.name)
 
+    def answer(self, _state: HolderState) -> tuple[msgspec.Struct, list[int]]:
+        """See Request."""
+        return Dropped(), []
 
-class Leaving(msgspec.Struct, tag=True):
+
+class Leaving(Request, tag=True):
     """Engine to holder: it ends in good order, so that its end is no loss."""
 
-    is_answered: ClassVar[bool] = False
-
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See Attach."""
+        """See Request."""
         state.leaving(number)
         return ()
 
 
-class End(msgspec.Struct, tag=True):
+class End(Request, tag=True):
     """To a holder whose server has ended, from the next server: close all, and end."""
 
-    is_answered: ClassVar[bool] = False
-
     def apply(self, state: HolderState, _number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See Attach."""
+        """See Request."""
         return state.end()
 
 
@@ -128,12 +148,24 @@ class Attached(msgspec.Struct, tag=True):
     losses: int
 
 
+class Borrowed(msgspec.Struct, tag=True):
+    """Holder to standby, with a descriptor for each of `lent`.
+
+    lent: what is kept and may be read while its engine runs, see LENT. others: the rest of what is
+    kept.
+    """
+
+    lent: tuple[Keep, ...]
+    others: tuple[Keep, ...]
+
+
 class Dropped(msgspec.Struct, tag=True):
     """Holder to engine: what a Drop named is closed."""
 
 
-_requests = msgspec.msgpack.Decoder(Attach | Keep | Drop | Leaving | End)
+_requests = msgspec.msgpack.Decoder(Attach | Borrow | Keep | Drop | Leaving | End)
 _attached = msgspec.msgpack.Decoder(Attached)
+_borrowed = msgspec.msgpack.Decoder(Borrowed)
 _dropped = msgspec.msgpack.Decoder(Dropped)
 
 
@@ -174,6 +206,14 @@ class HolderState:
         if process != self.owner or name not in self.entries:
             return []
         return [self.entries.pop(name)[1]]
+
+    def borrow(self) -> tuple[Borrowed, list[int]]:
+        """What is kept, and the descriptors of what is lent."""
+        kept = list(self.entries.values())
+        lent = [(entry, descriptor) for entry, descriptor in kept if entry.kind in LENT]
+        others = tuple(entry for entry, _ in kept if entry.kind not in LENT)
+        message = Borrowed(tuple(entry for entry, _ in lent), others)
+        return message, [descriptor for _, descriptor in lent]
 
     def silent(self, process: int) -> None:
         """`process` says and hears no more; what it owns stays its own until it has ended."""
@@ -217,7 +257,7 @@ class HolderState:
             return None
         self.owner = self.waiting.pop(0)
         losses = self._losses if now - self._last_loss < LOSS_WINDOW else 0
-        dropped = {kind for least, kinds in DROPPED if losses >= least for kind in kinds}
+        dropped = dropped_after(losses)
         lost = [name for name, (entry, _) in self.entries.items() if entry.kind in dropped]
         closed = [self.entries.pop(name)[1] for name in lost]
         entries = tuple(entry for entry, _ in self.entries.values())
@@ -341,9 +381,10 @@ class MemoryHolder:
             descriptors = []
         _close(message.apply(self._state, number, descriptors))
         _close(descriptors)
-        if message.is_answered:
+        answer = message.answer(self._state)
+        if answer is not None:
             with suppress(OSError):  # it has ended, which its pidfd will say
-                link.send(msgspec.msgpack.encode(Dropped()))
+                _send(link, *answer)
         return True
 
     def _ended(self, number: int) -> None:
@@ -368,7 +409,11 @@ class MemoryHolder:
         number, message, descriptors, closed = found
         _close(closed)
         with suppress(OSError):  # it has ended, which its pidfd will say
-            socket.send_fds(self._links[number], [msgspec.msgpack.encode(message)], descriptors)
+            _send(self._links[number], message, descriptors)
+
+
+def _send(link: socket.socket, message: msgspec.Struct, descriptors: Sequence[int]) -> None:
+    socket.send_fds(link, [msgspec.msgpack.encode(message)], descriptors)
 
 
 def _peer(link: socket.socket) -> tuple[int, int]:
@@ -425,10 +470,14 @@ class HolderLink:
     def answer(self) -> tuple[Attached, list[int]]:
         """What `attach` returns, after `ask`."""
         raw, descriptors = self._receive()
-        answer = _attached.decode(raw)
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        return answer, descriptors
+        return _attached.decode(raw), descriptors
+
+    def borrow(self) -> tuple[Borrowed, list[int]]:
+        """What the process that serves keeps, and descriptors of what it lends, which are the
+        caller's; at once."""
+        self._send(Borrow())
+        raw, descriptors = self._receive()
+        return _borrowed.decode(raw), descriptors
 
     def keep(self, entry: Keep, descriptor: int) -> None:
         """The holder gets a descriptor of its own of the same memory."""
@@ -461,6 +510,8 @@ class HolderLink:
         raw, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_DESCRIPTORS)
         if not raw:
             raise ConnectionResetError("the memory holder has ended")
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         return raw, descriptors
 
     def _send(self, message: msgspec.Struct) -> None:

@@ -1,0 +1,82 @@
+"""A standby on a GPU: it shares the weights, and goes on with the pages of an engine that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))  # what serves a test is there
+from bench.shapes import write_tokenizer
+from bench.takeover import forget_losses
+from harness.server import ServerUnderTest
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[index * step % 90 + 2 for index in range(200)] for step in (1, 7)]
+
+
+async def ask(api: aiohttp.ClientSession, model: str, prompt: list[int]):
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "logprobs": 3}
+    body |= {"temperature": 0.0, "ignore_eos": True}
+    async with api.post("/v1/completions", json=body) as answer:
+        found = await answer.json()
+        assert answer.status == 200, found
+    details = found["usage"].get("prompt_tokens_details") or {}
+    choice = found["choices"][0]
+    return (choice["text"], choice["logprobs"]), details.get("cached_tokens", 0)
+
+
+async def ready_standby(api: aiohttp.ClientSession) -> None:
+    async with asyncio.timeout(100):
+        while True:
+            async with api.get("/metrics") as answer:
+                if "\npipeinfer_standbys_ready 1" in await answer.text():
+                    return
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+async def test_killed_engines_are_followed_by_standbys_with_the_same_answers(
+    gpu_checkpoints, tmp_path, kv
+):
+    """Log-probs too, and from the pages that the first engine has filled, until a second loss drops
+    them; with a third one the weights go, which the standby has been lent."""
+    folder = tmp_path / "model"
+    shutil.copytree(gpu_checkpoints("Qwen3ForCausalLM"), folder)
+    write_tokenizer(folder, 1024)
+    settings = {"model": str(folder), "device": "cuda", "memory_fraction": 0.3, "standby": True}
+    settings |= {"kv_cache_dtype": kv}
+    with ServerUnderTest(settings, "-v") as server:
+        try:
+            patience = aiohttp.ClientTimeout(total=120)
+            async with aiohttp.ClientSession(server.url, timeout=patience) as api:
+                before = [(await ask(api, settings["model"], prompt))[0] for prompt in PROMPTS]
+                await ready_standby(api)
+                free = torch.cuda.mem_get_info()[0]
+                cached: list[int] = []
+                for losses in (1, 1, 2, 3):
+                    if losses == 1:
+                        forget_losses(server.process.pid)
+                        await asyncio.sleep(4.0)  # the next holder gets what the engine keeps
+                    os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
+                    answers = [await ask(api, settings["model"], prompt) for prompt in PROMPTS]
+                    assert [answer for answer, _ in answers] == before
+                    cached.append(min(tokens for _, tokens in answers))
+                    await ready_standby(api)
+                taken = (free - torch.cuda.mem_get_info()[0]) >> 20
+                print(f"STANDBY {kv}: after four deaths {taken} MiB more are taken")
+                assert taken < 512
+        finally:
+            print(server.log())
+        log = server.log()
+    assert cached[0] >= 128 and cached[1] >= 128 and cached[2:] == [0, 0]
+    assert log.count("is promoted") == 4
+    assert log.count("dropped after 3 losses") == 1
