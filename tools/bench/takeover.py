@@ -12,8 +12,10 @@ import argparse
 import asyncio
 import os
 import random
+import shutil
 import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,6 +155,7 @@ class Run:
         self._standby = standby
         self._starting: list[float] = []  # gaps while a standby starts
         self._calm: list[float] = []  # gaps before a kill
+        self._standby_mib: list[int] = []  # of a GPU, that a standby took
         self._url = ""
         self._over = False
         self._kills: list[Kill] = []
@@ -228,11 +231,13 @@ class Run:
 
     async def _standby_ready(self, api: aiohttp.ClientSession) -> None:
         begun, deadline = time.monotonic(), time.monotonic() + PATIENCE
+        before = used_mib()
         await asyncio.sleep(SETTLED_SECONDS)
         while not (await self._metrics(api))["pipeinfer_standbys_ready"]:
             if time.monotonic() > deadline:
                 raise TimeoutError("no standby is ready")
             await asyncio.sleep(0.2)
+        self._standby_mib.append(used_mib() - before)
         now = time.monotonic()
         self._starting += [gap for one in self._clients for gap in one.gaps(begun, now)]
 
@@ -257,7 +262,8 @@ class Run:
         return found
 
     def metrics(self) -> dict[str, Any]:
-        """recomputed: tokens of all streams, by kill."""
+        """recomputed: tokens of all streams, by kill. standby_mib: the most that the start of a
+        standby took of a GPU."""
         gaps = [kill.gap for kill in self._kills]
         return {
             "kills": len(self._kills),
@@ -266,6 +272,7 @@ class Run:
             "gap_seconds": _spread(gaps),
             "p99_gap_calm": _p99(self._calm),
             "p99_gap_while_a_standby_starts": _p99(self._starting),
+            "standby_mib": max(self._standby_mib, default=0),
             "recomputed": _spread([kill.recomputed for kill in self._kills]),
             "recomputed_of_a_stream": _spread(
                 [kill.recomputed / len(self._clients) for kill in self._kills]
@@ -275,6 +282,14 @@ class Run:
                 for phase in TAKEOVER_PHASES
             },
         }
+
+
+def used_mib() -> int:
+    """Of all GPUs; 0 where nvidia-smi is not there."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(map(int, subprocess.check_output(query, text=True).split()))
 
 
 def forget_losses(supervisor: int) -> None:

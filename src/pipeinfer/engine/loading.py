@@ -248,6 +248,7 @@ def load_engine(
         memory = kept()
         if memory is not None and choices.device == "cuda" and (why := cuda_obstacle()):
             log.warning("memory will not outlive this engine: %s", why)
+            memory.promote()  # and a standby has none to wait with
             return None
         if memory is not None:
             memory.begin(key)
