@@ -6,12 +6,13 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))  # what serves a test is there
 from bench.shapes import write_tokenizer
@@ -43,6 +44,15 @@ async def ready_standby(api: aiohttp.ClientSession) -> None:
             await asyncio.sleep(0.1)
 
 
+def taken_mib(server: ServerUnderTest) -> list[int]:
+    """Of the GPU, by process of the server."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.check_output(query, text=True).splitlines()
+    found = {int(line.split(",")[0]): int(line.split(",")[1]) for line in lines}
+    children = psutil.Process(server.process.pid).children()
+    return [found[child.pid] for child in children if child.pid in found]
+
+
 @pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
 async def test_killed_engines_are_followed_by_standbys_with_the_same_answers(
     gpu_checkpoints, tmp_path, kv
@@ -52,7 +62,7 @@ async def test_killed_engines_are_followed_by_standbys_with_the_same_answers(
     folder = tmp_path / "model"
     shutil.copytree(gpu_checkpoints("Qwen3ForCausalLM"), folder)
     write_tokenizer(folder, 1024)
-    settings = {"model": str(folder), "device": "cuda", "memory_fraction": 0.3, "standby": True}
+    settings = {"model": str(folder), "device": "cuda", "kv_pages": 2000, "standby": True}
     settings |= {"kv_cache_dtype": kv}
     with ServerUnderTest(settings, "-v") as server:
         try:
@@ -60,7 +70,7 @@ async def test_killed_engines_are_followed_by_standbys_with_the_same_answers(
             async with aiohttp.ClientSession(server.url, timeout=patience) as api:
                 before = [(await ask(api, settings["model"], prompt))[0] for prompt in PROMPTS]
                 await ready_standby(api)
-                free = torch.cuda.mem_get_info()[0]
+                first = taken_mib(server)
                 cached: list[int] = []
                 for losses in (1, 1, 2, 3):
                     if losses == 1:
@@ -71,9 +81,9 @@ async def test_killed_engines_are_followed_by_standbys_with_the_same_answers(
                     assert [answer for answer, _ in answers] == before
                     cached.append(min(tokens for _, tokens in answers))
                     await ready_standby(api)
-                taken = (free - torch.cuda.mem_get_info()[0]) >> 20
-                print(f"STANDBY {kv}: after four deaths {taken} MiB more are taken")
-                assert taken < 512
+                last = taken_mib(server)
+                print(f"STANDBY {kv}: {first} MiB by process, after four deaths {last}")
+                assert len(last) == len(first) == 2 and sum(last) < sum(first) + 512
         finally:
             print(server.log())
         log = server.log()
