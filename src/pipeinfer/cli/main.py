@@ -286,8 +286,8 @@ def _findings(flags: dict[str, object]) -> Iterator[Finding]:
     yield from _check_http(settings)
     yield _check_steps(settings)
     if settings.standby:
-        text = "a second process of each engine loads the weights too, before any loss; the memory "
-        text += "for pages leaves as much free as the engine itself takes"
+        text = "a second process of each engine has the weights too, before any loss, a GPU's in "
+        text += "common; the memory for pages leaves as much free as the engine takes beside them"
         yield "note", "standby", text
     yield _check_port(settings)
     yield _check_open_files(settings)

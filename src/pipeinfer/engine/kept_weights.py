@@ -148,6 +148,8 @@ class GpuWeights:
             self._there = False
             self._memory.give_back()
         torch.cuda.empty_cache()
+        reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        log.debug("asleep, torch holds %d bytes, of which %d are in use", reserved, allocated)
 
     def take_back(self) -> None:
         self._memory.take_back()

@@ -631,6 +631,7 @@ def build_runner(
     with start.phase("step_times"):
         _measure(runner, settings, collectives, kept)
     if kept is not None and scratch is not None:
+        machine.trim()  # what captures have freed is taken by the first steps, and not before
         kept.promote()
         with start.phase("pool"):
             _open_pool(settings, shape, kept, pages, size, partial(_map, scratch))

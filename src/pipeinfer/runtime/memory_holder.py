@@ -7,7 +7,8 @@
 Memory lives as long as a descriptor of it or a mapping does: memfds on a CPU, memory of cuMemCreate
 on a GPU. The holder keeps descriptors and nothing else; it imports neither CUDA nor torch, and maps
 nothing. One holder serves one rank. What it keeps is handed to one process at a time, and to the
-next one only when the process before has ended: a dying process' kernels may still write.
+next one only when the process before has ended: a dying process' kernels may still write. What
+nobody writes once it is kept (LENT) is lent to standbys meanwhile.
 
 Its own death does no harm: an engine goes on with its mappings, and gives its descriptors to the
 next holder. How a server starts holders, and finds those of the server before, is the business of

@@ -3,8 +3,8 @@
     StandbyBuild   in the process: builds the stage up to what the process that serves still has
     Standbys       in the supervisor: starts them, and gives one up where an engine has ended
 
-A standby has no incarnation, opens no socket and no recording, and asks its memory holder for
-nothing. It reports to its supervisor through the status pipe, and waits on stdin: a line with a
+A standby has no incarnation, opens no socket and no recording, and of its memory holder it only
+borrows. It reports to its supervisor through the status pipe, and waits on stdin: a line with a
 number promotes it, the end of the file ends it.
 """
 
