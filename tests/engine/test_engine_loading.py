@@ -128,9 +128,10 @@ def test_more_requests_than_graphs_have_room_for_is_said(folder, monkeypatch, ca
     assert [line.endswith(said) for line in found] == ([True] if said else [])
 
 
-def test_where_a_standby_cannot_be_is_said(folder):
-    with pytest.raises(ConfigurationError, match="--standby: not with --tp 2 yet"):
-        choose_engine(Settings(tp=2, standby=True), folder)
+def test_where_a_standby_cannot_be_is_said(folder, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigurationError, match="--standby: not with --tp 2 on GPUs yet"):
+        choose_engine(Settings(device="cuda", tp=2, standby=True), folder)
 
 
 def test_pages_follow_free_memory_and_are_capped(folder, monkeypatch):

@@ -19,7 +19,7 @@ from pipeinfer.runtime.child import MAX_DEATHS
 from pipeinfer.runtime.standby import STANDBY_FLAG
 from servers import Server, alive, environment
 
-STREAMS, TOKENS = 12, 150
+STREAMS, TOKENS, PAGE = 12, 150, 64
 
 
 @pytest.fixture
@@ -29,15 +29,20 @@ def server():
 
 
 def standbys(server: Server) -> list[int]:
-    """Processes that were started as standbys and are not the engine."""
-    engine = server.pid("engine")
+    """Processes that were started as standbys and are no engine."""
+    serving = engines(server)
     return [
         child.pid
         for child in psutil.Process(server.process.pid).children()
         if child.status() != psutil.STATUS_ZOMBIE
         and STANDBY_FLAG in child.cmdline()
-        and child.pid != engine
+        and child.pid not in serving
     ]
+
+
+def engines(server: Server) -> list[int]:
+    """Processes of all ranks."""
+    return [one["pid"] for one in server.health()["stages"] if one["name"] == "engine"]
 
 
 def ready_standby(server: Server, but: int = 0) -> int:
@@ -152,6 +157,37 @@ def test_asleep_there_is_no_standby(server):
     server.wait(lambda: not alive(standby) and not standbys(server), "it ends")
     assert httpx.post(f"{server.url}/wake_up", timeout=60).status_code == 200
     ready_standby(server)
+
+
+def recomputed(server: Server) -> float:
+    """Tokens, so far."""
+    lines = server.get("/metrics")[1].splitlines()
+    counted = [one for one in lines if one.startswith("pipeinfer_recomputed_tokens_total")]
+    return sum(float(one.split()[-1]) for one in counted)
+
+
+def test_where_one_rank_is_killed_the_standbys_of_all_ranks_go_on():
+    """With the pages that both ranks have left; a second loss so soon drops them."""
+    with (
+        Server("--standby", "--kv-pages", "400", "--tp", "2", "--threads", "1") as server,
+        ThreadPoolExecutor(STREAMS) as pool,
+    ):
+        undisturbed = texts(asked(server, pool))
+        for rank in (1, 0):
+            server.wait(lambda: server.metric("pipeinfer_standbys_ready") == 1, "they are ready")
+            next_ones = sorted(standbys(server))
+            assert len(next_ones) == 2
+            running, before = asked(server, pool), recomputed(server)
+            os.kill(engines(server)[rank], signal.SIGKILL)
+            server.wait(
+                lambda ids=next_ones: (
+                    sorted(engines(server)) == ids and server.health()["status"] == "ready"
+                ),
+                "they serve",
+            )
+            assert texts(running) == undisturbed
+            if rank == 1:
+                assert 0 < recomputed(server) - before <= STREAMS * PAGE
 
 
 def test_no_standby_outlives_a_server_that_is_killed(server):

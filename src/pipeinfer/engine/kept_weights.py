@@ -72,9 +72,11 @@ def build_with_weights(
     kept: KeptMemory,
     build: Callable[[AllocateParameter], CausalLM],
     fill: Callable[[CausalLM], None],
+    least: Callable[[int], int],
 ) -> tuple[CausalLM, GpuWeights | None]:
     """A model whose weights are final, and those; None: they are not in one piece. build: makes it
-    with parameters from what it is given. fill: loads its weights and packs them."""
+    with parameters from what it is given. fill: loads its weights and packs them. least: from a
+    number of this rank to the least of all ranks, which all call it."""
     sizes = ParameterSizes()
     build(sizes.allocate)
 
@@ -83,9 +85,9 @@ def build_with_weights(
         fill(build(WeightMemory(data).allocate))
 
     found = _found_model(kept, sizes.size, build)
-    if found is None and kept.is_standby:  # there is no room for weights beside others
-        kept.promote()
-        found = _found_model(kept, sizes.size, build)
+    if not least(found is not None or not kept.is_standby):
+        kept.promote()  # there is no room for weights beside others
+        found = found or _found_model(kept, sizes.size, build)
     if found is not None:
         kept.weight_bytes = sizes.size
         return found[0], GpuWeights(found[1], fill_again)

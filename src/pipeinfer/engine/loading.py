@@ -173,10 +173,9 @@ def choose_engine(
     Raises ConfigurationError that names the culprit.
     """
     device, ordinal = _device(settings.device), rank if ordinal is None else ordinal
-    if settings.standby and settings.tp > 1:
+    if settings.standby and device == "cuda" and settings.tp > 1:
         raise ConfigurationError(
-            f"--standby: not with --tp {settings.tp} yet, where a standby would need ranks of its "
-            "own"
+            f"--standby: not with --tp {settings.tp} on GPUs yet, where it was never run"
         )
     outline = read_outline(folder, settings.model_impl)
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
@@ -359,7 +358,7 @@ def _model(
         if plain:
             from pipeinfer.engine.kept_weights import build_with_weights
 
-            return build_with_weights(memory, build, fill)
+            return build_with_weights(memory, build, fill, _least(collectives))
         memory.promote()  # there is no room for weights beside others
 
     def load() -> LanguageModel:
@@ -699,16 +698,23 @@ def _pool_pages(
     """Pages of the pool, with the dummy: as many as one has that engines before have left for the
     same settings, if it is the same on all ranks; else as `--kv-pages` says, or as fit on each of
     them."""
-    sized_by = _sized_by(settings, shape)
-    found = 0 if kept is None else kept.found_pages(shape.page_size, sized_by)
-    if kept is not None and kept.is_standby and not found:  # there is no room for two pools
-        kept.promote()
-        found = kept.found_pages(shape.page_size, sized_by)
-    least = _least(collectives)
-    if least(found) == -least(-found) != 0:
+    sized_by, least = _sized_by(settings, shape), _least(collectives)
+
+    def left() -> int:
+        """By all ranks; 0: not by all of them, or not by all the same."""
+        found = 0 if kept is None else kept.found_pages(shape.page_size, sized_by)
+        return found if least(found) == -least(-found) else 0
+
+    found = left()
+    if not least(found > 0 and kept is not None and kept.is_standby):
+        # A standby has no room for another pool, and waits for no rank that is none.
+        if kept is not None:
+            kept.promote()
+        found = left()
+    if found:
         return found
-    if kept is not None and found:
-        kept.discard(POOL, DIRECTORY)
+    if kept is not None:
+        kept.discard(*({POOL, DIRECTORY} & kept.left))
     shared = None
     if settings.standby:
         shared = 0 if kept is None else kept.weight_bytes
@@ -736,11 +742,11 @@ def _measure(
     least = _least(collectives)
     note = repr((runner.largest, runner.graph_sizes, runner.pool.num_pages)).encode()
     raw = None if kept is None else kept.read(STEP_COST, note)
-    if raw is None and kept is not None and kept.is_standby:
+    all_know = least(raw is not None)
+    if kept is not None and kept.is_standby and not all_know:
         kept.promote()
-        raw = kept.read(STEP_COST, note)
-    known = None if raw is None else msgspec.msgpack.decode(raw, type=StepCost)
-    runner.measure(partial(all_find, least), known if least(known is not None) else None)
+    known = msgspec.msgpack.decode(raw, type=StepCost) if raw is not None and all_know else None
+    runner.measure(partial(all_find, least), known)
     if kept is not None and known is None and runner.measured_cost is not None:
         kept.write(STEP_COST, "measured", note, msgspec.msgpack.encode(runner.measured_cost))
 

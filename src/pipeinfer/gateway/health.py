@@ -72,7 +72,7 @@ class Health:
     silence: seconds without a heartbeat after which a stage counts as lost.
     host_loss: seconds after that in which its return is awaited.
     stages: {stage id: status}.
-    standbys_ready: standbys of engines that the supervisor has ready, as it said last.
+    standbys_ready: groups whose engines have standbys that are ready, as the supervisor said last.
 
     The counts below are updated with every heartbeat, whose cost must not grow with the number of
     stages.

@@ -16,10 +16,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TextIO
+from typing import TextIO, TypeGuard
 
 from pipeinfer.malloc import resident_bytes
 from pipeinfer.messages import State
@@ -87,7 +87,8 @@ def read_promotion(source: TextIO) -> int:
 
 
 class Standbys:
-    """At most one standby of each engine."""
+    """At most one standby of each engine. Those of a group's ranks compute together, so they are
+    promoted together, and where one ends, all begin again."""
 
     def __init__(
         self,
@@ -99,13 +100,16 @@ class Standbys:
         self._clock = clock
         self._ready_since: dict[str, float] = {}  # by the engine's id
         self._standbys: dict[str, Child] = {}  # by the engine's id; also those given up
+        self._promised: dict[str, Child] = {}  # another rank of their group is promoted already
+        self._given_up: set[int] = set()  # groups
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def ready(self) -> int:
-        """How many could serve at once."""
-        return sum(one.running and one.status[0] == "ready" for one in self._standbys.values())
+        """How many groups could serve at once."""
+        groups = {one.identity.group for one in self._standbys.values()}
+        return sum(all(map(_is_ready, self._of_group(group))) for group in groups)
 
     def on_status(self, engine: Child) -> None:
         """Looks at an engine's state, again and again: one that has served for a while gets a
@@ -120,20 +124,28 @@ class Standbys:
         if now - since >= SETTLED_SECONDS and name not in self._standbys and not self._closed:
             self._begin(engine)
 
-    def take(self, engine: Child) -> Child | None:
+    def take(self, engine: Child, ranks: Sequence[Child]) -> Child | None:
         """The standby that is to be promoted to `engine`, ready or not; None: there is none, or
-        only one of another command."""
-        self._ready_since.pop(engine.identity.id, None)
-        standby = self._standbys.get(engine.identity.id)
-        if standby is None or not standby.running or standby.command != engine.command:
-            self._drop(engine.identity.id)
+        only one of another command. ranks: all of its group; what the first of them gets, a standby
+        or none, the others get as well, even if it has ended since."""
+        name, group = engine.identity.id, engine.identity.group
+        self._ready_since.pop(name, None)
+        if name in self._promised:
+            return self._promised.pop(name)
+        found = {one.identity.id: self._standbys.get(one.identity.id) for one in ranks}
+        if not all(_could_be(found[one.identity.id], one) for one in ranks):
+            for one in self._of_group(group):
+                self._drop(one.identity.id)
             return None
-        return self._standbys.pop(engine.identity.id)
+        for other in found:
+            self._promised[other] = self._standbys.pop(other)
+        return self._promised.pop(name)
 
     async def renew(self, engine: Child) -> None:
         """Puts a standby that reads everything anew in the place of the one before; returns when it
         is ready, or when there will be none."""
         self._drop(engine.identity.id)
+        self._given_up.discard(engine.identity.group)
         if self._closed:
             return
         standby, ended = self._begin(engine)
@@ -144,7 +156,7 @@ class Standbys:
     def stop(self) -> None:
         """Ends all, and begins none any more."""
         self._closed = True
-        for name in list(self._standbys):
+        for name in [*self._standbys, *self._promised]:
             self._drop(name)
 
     async def close(self) -> None:
@@ -152,10 +164,15 @@ class Standbys:
         self.stop()
         await asyncio.gather(*self._tasks)
 
+    def _of_group(self, group: int) -> list[Child]:
+        return [one for one in self._standbys.values() if one.identity.group == group]
+
     def _drop(self, name: str) -> None:
-        standby = self._standbys.pop(name, None)
-        if standby is not None:
-            standby.kill()
+        for standbys in (self._standbys, self._promised):
+            standby = standbys.pop(name, None)
+            if standby is not None:
+                self._given_up.discard(standby.identity.group)
+                standby.kill()
 
     def _begin(self, engine: Child) -> tuple[Child, asyncio.Task[None]]:
         standby = Child(engine.identity, engine.command)
@@ -174,25 +191,48 @@ class Standbys:
 
     async def _run(self, standby: Child) -> None:
         """Starts it again when it ends, until it is promoted, dropped or given up."""
-        name = standby.identity.id
+        name, group = standby.identity.id, standby.identity.group
         while True:
             try:
                 process = await self._start(standby)
             except OSError as error:
-                log.warning("%s has no standby: cannot start %s: %s", name, standby.command, error)
+                why = f"cannot start {standby.command}: {error}"
+                self._give_up(standby, why)
                 return
-            if self._standbys.get(name) is not standby:
+            if self._standbys.get(name) is not standby and self._promised.get(name) is not standby:
                 standby.kill()  # it was dropped before there was a process
             code = await process.wait()
             if self._standbys.get(name) is not standby:
                 standby.close_reports()
                 return
             standby.read_reports()
+            if group in self._given_up:
+                return
+            if standby.killed_for_group is process:
+                continue
             standby.deaths += 1
             if code == MISCONFIGURED or standby.deaths > MAX_DEATHS:
                 why = standby.failure_reason or exit_cause(code)
-                log.warning("%s has no standby any more: the last one ended (%s)", name, why)
+                self._give_up(standby, f"the last one ended ({why})")
                 return
             log.warning(
                 "the standby of %s ended (%s), starting another one", name, exit_cause(code)
             )
+            for other in self._of_group(group):
+                if other is not standby:
+                    other.kill_for_group()
+
+    def _give_up(self, standby: Child, why: str) -> None:
+        """The group's engines serve without; the next ones may have standbys again."""
+        log.warning("%s has no standby any more: %s", standby.identity.id, why)
+        self._given_up.add(standby.identity.group)
+        for other in self._of_group(standby.identity.group):
+            other.kill()
+
+
+def _is_ready(standby: Child) -> bool:
+    return standby.running and standby.status[0] == "ready"
+
+
+def _could_be(standby: Child | None, engine: Child) -> TypeGuard[Child]:
+    return standby is not None and standby.running and standby.command == engine.command

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -281,7 +282,10 @@ class Supervisor:
         numbers = IncarnationNumbers(clock)
         self._children = {i.id: Child(i, numbers=numbers) for i in identities}
         self._standbys = Standbys(self._start_standby)
-        if not settings.standby:
+        ranks = Counter(i.group for i in identities if i.name == "engine")
+        if settings.standby and any(count < settings.tp for count in ranks.values()):
+            log.warning("--standby: there are none for groups with ranks on other hosts")
+        if not settings.standby or any(count < settings.tp for count in ranks.values()):
             self._standbys.stop()
         for child in self._children.values():
             child.on_report = partial(self._on_report, child)
@@ -410,7 +414,8 @@ class Supervisor:
             self._give_up(f"{child.identity.id}: cannot start {child.command}: {error}", FAILED)
 
     async def _spawn(self, child: Child) -> None:
-        standby = self._standbys.take(child)
+        ranks = self._group(child.identity.group) if child.identity.name == "engine" else []
+        standby = self._standbys.take(child, ranks) if ranks else None
         if standby is not None:
             child.promote(standby)
             log.info("the standby of %s, process %d, is promoted", child.identity.id, child.pid)
