@@ -99,6 +99,7 @@ AREAS = {
         (
             "tests/scheduler/test_epochs.py",
             "tests/scheduler/test_ranks.py",
+            "tests/scheduler/test_groups_that_sleep.py",
             "tests/tokenizer/test_routing.py",
             "tests/scheduler/test_quarantine.py",
             "tests/test_core.py",
