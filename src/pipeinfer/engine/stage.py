@@ -206,7 +206,7 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
         return None
     import zmq
 
-    from pipeinfer.bus.sockets import SocketFactory
+    from pipeinfer.bus.bus import SocketFactory
     from pipeinfer.distributed.collectives import join_group
 
     context.report_status("loading", "waiting for the other ranks")
