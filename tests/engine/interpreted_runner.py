@@ -26,7 +26,7 @@ from pipeinfer.attention import hybrid  # noqa: E402
 from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
-from pipeinfer.distributed.collectives import join_group  # noqa: E402
+from pipeinfer.collectives import join_group  # noqa: E402
 from pipeinfer.engine import calibrate, graphs, loading  # noqa: E402
 from pipeinfer.engine.calibrate import alike_decodes  # noqa: E402
 from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402

@@ -22,7 +22,7 @@ from pipeinfer.attention.registry import Gpu
 from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
 from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.quantization import choose_quantization
-from pipeinfer.distributed.collectives import TorchCollectives
+from pipeinfer.collectives import TorchCollectives
 from pipeinfer.engine.device_memory import Allocate, DeviceMemory, cuda_obstacle
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kept_memory import (

@@ -27,7 +27,7 @@ from pipeinfer.wire import pack
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipeinfer.distributed.collectives import TorchCollectives
+    from pipeinfer.collectives import TorchCollectives
     from pipeinfer.engine.executor import DeviceDriver
     from pipeinfer.engine.kept_memory import KeptMemory
     from pipeinfer.engine.loading import LoadedEngine
@@ -207,7 +207,7 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     import zmq
 
     from pipeinfer.bus.bus import SocketFactory
-    from pipeinfer.distributed.collectives import join_group
+    from pipeinfer.collectives import join_group
 
     context.report_status("loading", "waiting for the other ranks")
     first = context.topology.address(f"engine-{identity.group}-0")
