@@ -35,7 +35,7 @@ from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
 from pipeinfer.kernels.interface import GraphShape  # noqa: E402
 from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig  # noqa: E402
-from pipeinfer.memory import shared_prefixes  # noqa: E402
+from pipeinfer.memory import pages as kv_pages  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 from quick_interpreter import hurry  # noqa: E402
 
@@ -163,7 +163,7 @@ def checked(work):
 
 
 hurry()
-shared_prefixes.MIN_SHARED_TOKENS = 16  # tokens: prompts here are short
+kv_pages.MIN_SHARED_TOKENS = 16  # tokens: prompts here are short
 graphs.MIN_SHARED_DECODES = 2
 READ = LoadConfig(block_n=16, num_warps=4, num_stages=2)
 FEW = DecodeConfig(8, 4, 64, READ, prefix_queries=16, min_prefix_tokens=16, prefix_load=READ)
