@@ -23,8 +23,7 @@ from overlapped import GpuCores  # noqa: E402
 from runner_requests import good_ones, masks_for, run_alike, scores, submit_all  # noqa: E402
 
 from pipeinfer.attention import hybrid  # noqa: E402
-from pipeinfer.attention.interface import Traits  # noqa: E402
-from pipeinfer.attention.paged import PagedKind  # noqa: E402
+from pipeinfer.attention.interface import PagedKind, Traits  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.collectives import join_group  # noqa: E402
 from pipeinfer.engine import calibrate, graphs, loading  # noqa: E402

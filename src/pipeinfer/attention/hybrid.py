@@ -15,8 +15,13 @@ from functools import lru_cache
 import torch
 
 from pipeinfer.attention.fa3_backend import Fa3Kernel
-from pipeinfer.attention.interface import AttentionInputs, Traits
-from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
+from pipeinfer.attention.interface import (
+    PAGE_SIZES,
+    PREFERRED_PAGE_SIZE,
+    AttentionInputs,
+    PagedKind,
+    Traits,
+)
 from pipeinfer.kernels.decode_attention import (
     MIN_QUERY_ROWS,
     DecodePrefixes,
@@ -224,7 +229,7 @@ HYBRID = PagedKind(
     Fa3Kernel,
     Traits(
         PAGE_SIZES,
-        PREFERRED,
+        PREFERRED_PAGE_SIZE,
         captures_decode=True,
         captures_prefill=True,
         page_table="prefills",
