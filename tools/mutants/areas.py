@@ -80,7 +80,6 @@ AREAS = {
         (
             "tests/memory/test_pages.py",
             "tests/memory/test_memory_manager.py",
-            "tests/memory/test_kv_pool.py",
             "tests/memory/test_prefix_cache.py",
             "tests/memory/test_memory_machine.py::"
             "test_every_row_reads_the_kv_of_its_own_tokens[4-radix]",

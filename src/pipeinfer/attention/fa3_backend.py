@@ -14,11 +14,11 @@ from pipeinfer.attention.interface import (
     PAGE_SIZES,
     PREFERRED_PAGE_SIZE,
     AttentionInputs,
+    KVPool,
     PagedKind,
     Traits,
 )
 from pipeinfer.kernels.formats import E4M3, quantize_e4m3
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 

@@ -19,6 +19,7 @@ from pipeinfer.attention.interface import (
     PAGE_SIZES,
     PREFERRED_PAGE_SIZE,
     AttentionInputs,
+    KVPool,
     PagedKind,
     Traits,
 )
@@ -36,7 +37,6 @@ from pipeinfer.kernels.decode_attention import (
 )
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 # (rows * KV heads at most, how rows are split): measured on an H200. Few rows have small splits, so
