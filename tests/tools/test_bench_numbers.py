@@ -12,8 +12,8 @@ import pytest
 
 from bench import TOOL, compare, floor, online, shapes, storm, workload
 from harness.command_line import write_report
+from pipeinfer.bench.client import GoodputTarget, RequestTiming, benchmark_metrics
 from pipeinfer.bench.dataset import TokenRange
-from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
 
 H200 = floor.Machine(flops=790e12, bandwidth=4.3e12)
 

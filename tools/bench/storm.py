@@ -21,7 +21,7 @@ import numpy as np
 
 from bench import shapes
 from pipeinfer import AsyncLLM, SamplingParams
-from pipeinfer.bench.metrics import percentiles
+from pipeinfer.bench.client import percentiles
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.settings import ConfigurationError
