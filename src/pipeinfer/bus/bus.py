@@ -28,10 +28,15 @@ from pathlib import Path
 import zmq
 from zmq.backend import Socket
 
-from pipeinfer.bus import frames, reliable
+from pipeinfer.bus import frames
 from pipeinfer.bus.curve import CurveAuthenticator, Keyring, keyring
-from pipeinfer.bus.frames import FRAME_BYTES, TELEMETRY_BYTES, FrameHeader
-from pipeinfer.bus.reliable import ReliableLinks
+from pipeinfer.bus.frames import (
+    FRAME_BYTES,
+    LINK_CHANNEL,
+    TELEMETRY_BYTES,
+    FrameHeader,
+    ReliableLinks,
+)
 from pipeinfer.control import CHANNEL as CONTROL
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import PROTOCOL, Message
@@ -465,7 +470,7 @@ class Bus:
     def _accepts(self, channel: str, header: FrameHeader, message: Message) -> bool:
         """Whether a frame is for the stage, and has not come before."""
         who, process = header.sender, header.incarnation
-        if channel == reliable.CHANNEL:
+        if channel == LINK_CHANNEL:
             self._links.on_message(who, process, message, self._clock())
             return False
         if not header.link:
@@ -475,7 +480,7 @@ class Bus:
 
     def _send_link_message(self, stage: str, message: Message) -> None:
         header = FrameHeader(PROTOCOL, self.identity.id, self.incarnation, 0, self._clock())
-        self._push(stage, frames.encode(reliable.CHANNEL, header, message))
+        self._push(stage, frames.encode(LINK_CHANNEL, header, message))
 
     def _close_outbox(self, stage: str) -> None:
         """Frames to `stage` are kept no longer; libzmq's queue goes, and a new one is made when
