@@ -202,6 +202,7 @@ STALL = 0.5  # seconds in which the loop does nothing else
 EVERY = 0.005  # seconds between looks at the clock
 BEATS = 200  # inputs between two heartbeats
 PATHS = (CHAT, COMPLETION)
+STATIC = ("text/plain", "text/html", "text/css", "text/javascript", "image/")  # of /metrics, pages
 
 
 def make() -> Http:
@@ -434,7 +435,7 @@ def _check(answer: raw_http.Answer) -> None:
                 raise Wrong(f"an error in another form: {answer.body[:300]!r}")
     elif kind.startswith("text/event-stream"):
         _check_stream(answer.body)
-    elif answer.status == 200 and not kind.startswith("text/plain"):
+    elif answer.status == 200 and not kind.startswith(STATIC):
         raise Wrong(f"an answer of type {kind!r}")
 
 
