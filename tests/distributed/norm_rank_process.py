@@ -18,7 +18,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from pipeinfer.distributed import collectives
+from pipeinfer import collectives
 from triton.runtime.interpreter import InterpreterBuilder
 
 from pipeinfer.collectives import AllReduceNorm
