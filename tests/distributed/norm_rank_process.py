@@ -18,9 +18,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from pipeinfer import collectives
 from triton.runtime.interpreter import InterpreterBuilder
 
+from pipeinfer import collectives
 from pipeinfer.collectives import AllReduceNorm
 from pipeinfer.kernels.elementwise import all_reduce_norm_reference
 from quick_interpreter import hurry
