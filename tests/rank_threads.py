@@ -26,7 +26,7 @@ class ThreadGroup:
 
 
 class ThreadCollectives:
-    """Those of one rank, whichever thread calls them; see distributed/collectives.py."""
+    """Those of one rank, whichever thread calls them; see collectives.py."""
 
     fusion = None
 

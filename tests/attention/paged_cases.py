@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from device_steps import device_step
-from pipeinfer.attention.interface import AttentionInputs
+from pipeinfer.attention.interface import AttentionInputs, KVPool
 from pipeinfer.attention.torch_backend import RowPages
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.interface import GraphShape
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape, Step
 from step_pages import all_pages, pages_of
 

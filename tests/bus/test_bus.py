@@ -1,8 +1,11 @@
-"""The bus over real sockets: typed frames, a late peer misses nothing, bad ones kill nothing."""
+"""The bus over real sockets: typed frames, a late peer misses nothing, bad ones kill nothing, and
+a process has room for a socket to every stage of its deployment."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -211,3 +214,38 @@ async def test_what_a_stage_has_no_time_to_read_waits_with_its_sender(place):
             while peer.bus.reader.bad_frames < sent:
                 await asyncio.sleep(0.01)
         peer.bus.close()
+
+
+# With a soft limit of 256 descriptors, as a process may find it.
+MANY_SOCKETS = """
+import resource, sys, zmq
+from pipeinfer.bus.bus import raise_socket_limits
+from pipeinfer.settings import Settings
+from pipeinfer import topology
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+place = topology.local(Settings(dp=150, tp=8), "ipc:///tmp/nowhere/")
+context = zmq.Context()
+if sys.argv[1] == "room":
+    raise_socket_limits(context, place)
+sockets = []
+for entry in place.entries:
+    socket = context.socket(zmq.SUB)
+    socket.connect(entry.address)
+    sockets.append(socket)
+print(len(sockets))
+context.destroy(linger=0)
+"""
+
+
+def connect_many(word: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", MANY_SOCKETS, word], capture_output=True, text=True, check=False
+    )
+
+
+def test_there_may_be_more_sockets_than_zeromq_and_the_system_allow_at_first():
+    assert "Too many open files" in connect_many("none").stderr
+    made = connect_many("room")
+    assert made.returncode == 0, made.stderr
+    assert int(made.stdout) == 150 * 9 + 3

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pipeinfer.bus.reliable import (
+from pipeinfer.bus.frames import (
     REPORT_BYTES,
     REPORT_FRAMES,
     RETRY_SECONDS,

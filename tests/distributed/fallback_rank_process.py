@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from pipeinfer.distributed.collectives import join_group
+from pipeinfer.collectives import join_group
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from pipeinfer.distributed import collectives
-from pipeinfer.distributed.collectives import AllReduceNorm
+from pipeinfer import collectives
+from pipeinfer.collectives import AllReduceNorm
 from pipeinfer.kernels.elementwise import all_reduce_norm_reference
 from quick_interpreter import hurry
 

@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 import torch  # noqa: E402
 from cores import Cores  # noqa: E402
 
-from pipeinfer.distributed.collectives import join_group  # noqa: E402
+from pipeinfer.collectives import join_group  # noqa: E402
 from pipeinfer.params import SamplingParams, normalized  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeinfer.distributed.collectives import (
+from pipeinfer.collectives import (
     ARRIVALS_OFFSET,
     FUSED_ONE_SHOT_MAX_BYTES,
     MAX_MESSAGE_BYTES,

@@ -14,8 +14,8 @@ import pytest
 import zmq
 from torch.distributed.distributed_c10d import Store
 
-from pipeinfer.bus.sockets import SocketFactory
-from pipeinfer.distributed.collectives import RendezvousError, disable_multicast, rendezvous
+from pipeinfer.bus.bus import SocketFactory
+from pipeinfer.collectives import RendezvousError, disable_multicast, rendezvous
 from pipeinfer.topology import StageEntry, Topology, socket_address
 from port_rows import port_row
 

@@ -23,10 +23,9 @@ from overlapped import GpuCores  # noqa: E402
 from runner_requests import good_ones, masks_for, run_alike, scores, submit_all  # noqa: E402
 
 from pipeinfer.attention import hybrid  # noqa: E402
-from pipeinfer.attention.interface import Traits  # noqa: E402
-from pipeinfer.attention.paged import PagedKind  # noqa: E402
+from pipeinfer.attention.interface import PagedKind, Traits  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
-from pipeinfer.distributed.collectives import join_group  # noqa: E402
+from pipeinfer.collectives import join_group  # noqa: E402
 from pipeinfer.engine import calibrate, graphs, loading  # noqa: E402
 from pipeinfer.engine.calibrate import alike_decodes  # noqa: E402
 from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
@@ -35,7 +34,7 @@ from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
 from pipeinfer.kernels.interface import GraphShape  # noqa: E402
 from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig  # noqa: E402
-from pipeinfer.memory import shared_prefixes  # noqa: E402
+from pipeinfer.memory import pages as kv_pages  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 from quick_interpreter import hurry  # noqa: E402
 
@@ -163,7 +162,7 @@ def checked(work):
 
 
 hurry()
-shared_prefixes.MIN_SHARED_TOKENS = 16  # tokens: prompts here are short
+kv_pages.MIN_SHARED_TOKENS = 16  # tokens: prompts here are short
 graphs.MIN_SHARED_DECODES = 2
 READ = LoadConfig(block_n=16, num_warps=4, num_stages=2)
 FEW = DecodeConfig(8, 4, 64, READ, prefix_queries=16, min_prefix_tokens=16, prefix_load=READ)

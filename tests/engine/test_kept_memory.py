@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from checkpoints import make_checkpoint
 from memory_holders import running_holder
+from pipeinfer.attention.interface import KVPool
 from pipeinfer.engine.device_memory import HostMemory, cuda_obstacle
 from pipeinfer.engine.kept_memory import KeptMemory, model_key, unbelieved
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderLink, MemoryHolder, listen
 from pipeinfer.step import AttentionShape
 

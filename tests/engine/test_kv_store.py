@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from hadamard_matrix import matrix
+from pipeinfer.attention.interface import KVPool
 from pipeinfer.checkpoint.config import RopeConfig
 from pipeinfer.engine.kv_store import StepAttention, TorchStore, store_valid
 from pipeinfer.kernels.formats import E4M3, KVScales, hadamard_transform
 from pipeinfer.layers.attention import MergedQKV, Rope, RotatedQKV
 from pipeinfer.layers.elementwise import GEMMA_RMS_NORM, RMS_NORM, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4

@@ -49,7 +49,7 @@ def words_of(submit: Submit) -> list[str]:
     if submit.prompt_ids is not None:
         words = [str(token) for token in unpack(submit.prompt_ids)]
     else:
-        words = (submit.text or str((submit.chat or [])[-1]["content"])).split()
+        words = (submit.text or str((submit.chat or [{}])[-1].get("content", ""))).split()
     return [word + " " for word in words][
         : None if submit.only_encode else submit.params.max_tokens
     ]
@@ -63,7 +63,7 @@ def each_choice(submit: Submit) -> list[Submit]:
     for number, name in zip(submit.choices, names, strict=True):
         more = f" {number}" if number else ""
         said = text + more if text is not None else None
-        turns = [*chat[:-1], {"content": str(chat[-1]["content"]) + more}] if chat else chat
+        turns = [*chat[:-1], {"content": str(chat[-1].get("content", "")) + more}] if chat else chat
         made.append(
             msgspec.structs.replace(submit, request_id=name, choices=(0,), text=said, chat=turns)
         )
@@ -125,7 +125,7 @@ class Pipeline:
         self._loop.call_soon(self.feed, refused)
 
     def _fits(self, submit: Submit) -> bool:
-        words = " ".join(str(turn["content"]) for turn in submit.chat or ()).split()
+        words = " ".join(str(turn.get("content", "")) for turn in submit.chat or ()).split()
         return not self.context or len(words) + (submit.params.max_tokens or 1) <= self.context
 
     def _answer(self, submit: Submit) -> None:

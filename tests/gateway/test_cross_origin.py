@@ -246,6 +246,23 @@ async def test_http_1_0_without_a_host_is_no_browser_and_a_whole_url_counts_as_o
         await client.close()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [b"Host: ev\xaeil.example", b"Origin: http://ev\xaeil", b"Authorization: Bearer \xae",
+     b"Content-Encoding: \xae", b"Content-Type: \xae", b"X-Request-Id: \xae"],
+)  # fmt: skip
+@pytest.mark.parametrize("start", [b"GET /v1/models", b"POST /v1/messages", b"GET /n\xaeone"])
+async def test_a_header_that_is_no_utf_8_gets_an_answer_of_its_own(
+    gateway: Gateway, start: bytes, line: bytes
+) -> None:
+    client = await RawClient.connect(gateway)
+    host = b"" if line.startswith(b"Host") else b"Host: localhost\r\n"
+    client.send(start + b" HTTP/1.1\r\n" + host + line + b"\r\nConnection: close\r\n\r\n")
+    [(status, _, body)] = answers(await client.all(60))
+    assert status < 500 and json.loads(body), (status, body)
+    await client.close()
+
+
 async def test_named_hosts_and_origins_are_let_in(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(
         allowed_hosts="llm.example.org, Other.example.org.", allowed_origins=EVIL

@@ -8,8 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from pipeinfer.attention.flashinfer_backend import FLASHINFER
+from pipeinfer.attention.interface import KVPool
 from pipeinfer.kernels.formats import KVScales
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 

@@ -29,13 +29,16 @@ from bench.workload import Work, uniform  # noqa: E402
 from harness.processes import cpu_seconds  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
-from pipeinfer.bench.client import Endpoint  # noqa: E402
+from pipeinfer.bench.client import (  # noqa: E402
+    Endpoint,
+    GoodputTarget,
+    benchmark_metrics,
+)
 from pipeinfer.bench.dataset import (  # noqa: E402
     CustomDataset,
     SampleRequest,
     TokenRange,
 )
-from pipeinfer.bench.metrics import GoodputTarget, benchmark_metrics  # noqa: E402
 from pipeinfer.bench.runner import OpenLoop, run_load  # noqa: E402
 from pipeinfer.runtime.local import stop_process, wait_ready  # noqa: E402
 

@@ -77,7 +77,7 @@ def all_reduce_rank(address: str, rank: str, ranks: str, folder: str) -> None:
     import torch
     from fused_all_reduce import measured as measured_norms
 
-    from pipeinfer.distributed.collectives import join_group
+    from pipeinfer.collectives import join_group
 
     result: dict[str, Any] = {"ranks": int(ranks)}
 
@@ -111,7 +111,7 @@ def measured(collectives: Any, rows: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from pipeinfer.distributed.collectives import MAX_MESSAGE_BYTES
+    from pipeinfer.collectives import MAX_MESSAGE_BYTES
 
     torch.manual_seed(collectives.rank)
     x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")

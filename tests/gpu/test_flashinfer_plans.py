@@ -8,9 +8,8 @@ import torch
 
 from device_steps import device_step
 from draws import seeded
-from pipeinfer.attention.interface import AttentionInputs, HostLengths
+from pipeinfer.attention.interface import AttentionInputs, HostLengths, KVPool
 from pipeinfer.kernels.interface import GraphShape
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 pytestmark = pytest.mark.gpu

@@ -13,10 +13,9 @@ from test_cuda_parity import BACKENDS, cores, generate, prompts
 from device_steps import device_step
 from draws import seeded
 from pipeinfer.attention import registry
-from pipeinfer.attention.interface import AttentionInputs, HostLengths
+from pipeinfer.attention.interface import AttentionInputs, HostLengths, KVPool
 from pipeinfer.kernels.formats import E4M3, KVScales, quantize_e4m3
 from pipeinfer.kernels.interface import GraphShape
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 pytestmark = pytest.mark.gpu

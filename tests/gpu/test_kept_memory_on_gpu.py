@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from memory_holders import running_holder
+from pipeinfer.attention.interface import KVPool
 from pipeinfer.engine.device_memory import GRANULARITY, CudaMemory
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.runtime.memory_holder import HolderLink, Keep
 from pipeinfer.step import AttentionShape
 

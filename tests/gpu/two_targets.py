@@ -19,9 +19,14 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent / "tools"), str(HERE.parent.parent / "src")]
 
 from bench import shapes  # noqa: E402
-from pipeinfer.bench.client import Endpoint  # noqa: E402
+from pipeinfer.bench.client import (  # noqa: E402
+    Endpoint,
+    GoodputTarget,
+    RequestTiming,
+    benchmark_metrics,
+    percentiles,
+)
 from pipeinfer.bench.dataset import RandomDataset, TokenRange  # noqa: E402
-from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics, percentiles  # noqa: E402
 from pipeinfer.bench.runner import (  # noqa: E402
     OpenLoop,
     poisson_arrivals,

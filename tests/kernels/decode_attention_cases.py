@@ -11,7 +11,7 @@ from device_steps import device_step
 from draws import seeded
 from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, randn_on_device, relative_error
 from pipeinfer.attention.hybrid import TritonDecodeKernel
-from pipeinfer.attention.interface import AttentionInputs
+from pipeinfer.attention.interface import AttentionInputs, KVPool
 from pipeinfer.kernels.decode_attention import (
     DecodePrefixes,
     DecodeRows,
@@ -28,7 +28,6 @@ from pipeinfer.kernels.decode_attention import (
 from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 from pipeinfer.wire import MAX_SHARED_PREFIXES, PREFIX_UPPER
 

@@ -8,13 +8,13 @@ import torch
 from draws import seeded
 from hadamard_matrix import matrix
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
+from pipeinfer.attention.interface import KVPool
 from pipeinfer.checkpoint.config import RopeConfig
 from pipeinfer.engine.kv_store import FusedStore, TorchStore
 from pipeinfer.kernels.formats import E4M3, E4M3_MAX, KVScales, dequantize_e4m3, quantize_e4m3
 from pipeinfer.kernels.rotate_and_store import rotate_and_store, rotate_and_store_reference
 from pipeinfer.layers.attention import CosSin, MergedQKV, Rope, rotate
 from pipeinfer.layers.elementwise import rms_normalize
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 PAGE_SIZE = 4

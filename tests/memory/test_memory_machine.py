@@ -21,7 +21,6 @@ from hypothesis.stateful import (
 from hash_device import HashDevice, chain
 from page_mirror import PageMirror
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.memory import shared_prefixes
 from pipeinfer.memory.manager import MemoryManager, Rows
 from pipeinfer.memory.page_directory import (
     ChainTracker,
@@ -407,7 +406,7 @@ class MemoryMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 def test_every_row_reads_the_kv_of_its_own_tokens(page_size: int, cache: str, monkeypatch):
-    monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 1)
+    monkeypatch.setattr("pipeinfer.memory.pages.MIN_SHARED_TOKENS", 1)
     machine = type("Machine", (MemoryMachine,), {"page_size": page_size, "cache": cache})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -6,8 +6,8 @@ import pytest
 import zmq
 
 from pipeinfer.bus import curve
-from pipeinfer.bus.sockets import SocketFactory
-from pipeinfer.distributed.collectives import RendezvousError, rendezvous
+from pipeinfer.bus.bus import SocketFactory
+from pipeinfer.collectives import RendezvousError, rendezvous
 from pipeinfer.topology import StageEntry, Topology, socket_address
 from port_rows import port_row
 

@@ -6,11 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import zmq
-
-from pipeinfer.bus.bus import ControlClient
-from pipeinfer.messages import Heartbeat
-from pipeinfer.runtime.servers import running_servers
 from servers import Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -27,12 +22,9 @@ def leftovers(server: Server) -> dict[str, float]:
 
 def statistics(server: Server, stage: str) -> dict[str, float]:
     """Those in the next heartbeat of stage id `stage`."""
-    topology = next(s.topology for s in running_servers() if s.pid == server.process.pid)
     deadline = time.monotonic() + PATIENCE
-    with zmq.Context() as context, ControlClient(topology, context) as caller:
-        caller.listen(stage)
-        while time.monotonic() < deadline:
-            for _, beat in caller.receive(1.0):
-                if isinstance(beat, Heartbeat) and beat.stage == stage:
-                    return beat.stats
-    raise AssertionError(f"{stage} is silent")
+    with under_test.StageListener(server.process.pid) as listener:
+        while stage not in listener.beats:
+            assert time.monotonic() < deadline, f"{stage} is silent"
+            listener.hear(1.0)
+    return listener.beats[stage].stats

@@ -134,17 +134,10 @@ def test_storm_compares_what_running_streams_feel_under_each_policy(bench):
     assert set(metrics["policies"]) == {"mixed", "prefill-first"}
     for name, found in metrics["policies"].items():
         assert name in printed
-        calm, storm = found["calm_itl_ms"], found["storm_itl_ms"]
-        assert found["ratio"] == pytest.approx(storm["p99"] / found["undisturbed_itl_ms"]["p50"])
-        assert found["ratio_before"] == pytest.approx(storm["p99"] / calm["p50"])
-        assert found["ratio_after"] == pytest.approx(storm["p99"] / found["after_itl_ms"]["p50"])
-        assert 0 < calm["p50"] <= calm["p99"]
+        same, storm = found["undisturbed_itl_ms"], found["storm_itl_ms"]
+        assert found["ratio"] == pytest.approx(storm["p99"] / same["p50"])
+        assert 0 < same["p50"] <= same["p99"]
         assert 0 < storm["p50"] <= storm["p99"] <= storm["longest"]
-        for slowest, longest in (("slowest", storm["longest"]), ("calm_slowest", None)):
-            told = found[slowest]
-            assert 0 < len(told) <= 20
-            assert all(at > 0 and 0 < ms <= told[0][1] and gaps for at, ms, gaps in told)
-            assert longest is None or told[0][1] == pytest.approx(longest, abs=1e-3)
         assert 0 < found["storm_ttft_ms"]["p50"] <= found["storm_seconds"] * 1e3
     # Prompts of 24 steps: prefill-first keeps the streams waiting for all of them.
     mixed, alone = metrics["policies"]["mixed"], metrics["policies"]["prefill-first"]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from planted_faults import PLANTS
 
 import servers
 from fuzz import inputs
 from fuzz.engines import TARGETS
-from fuzz.plants import PLANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 # With the seeds that find them soon: what other seeds take stands in docs/benchmarks.md.
@@ -22,24 +23,31 @@ CHOSEN = {
 }  # fmt: skip
 
 
-def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
+def fuzz(*arguments: str, plant: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs tools/fuzz; `plant`: a folder whose sitecustomize.py puts a fault in."""
+    environment = servers.environment()
+    if plant is not None:
+        paths = (str(plant), str(Path(__file__).parent), environment.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return subprocess.run(
         [sys.executable, "tools/fuzz", *arguments],
-        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=200,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_planted_fault_is_found_and_its_input_shows_it_again(name, tmp_path):
     plant, out = PLANTS[name], tmp_path / "result.json"
+    program = f"import planted_faults\nplanted_faults.plant({name!r})\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
     words = ("--engine", "mutate", "--seed", str(CHOSEN[name]), "--seconds", "150")
     words += ("--first", plant.found, "--out", str(tmp_path / "out"), "--json", str(out))
-    done = fuzz(plant.target, "--plant", name, *words)
+    done = fuzz(plant.target, *words, plant=tmp_path)
     assert done.returncode == 1 and out.exists(), done.stderr
     metrics = json.loads(out.read_text())["metrics"]
     [finding] = [one for one in metrics["findings"] if plant.found in one["signature"]]
     assert metrics["executions"] > 0 and finding["after_executions"] > 1, "not the first input"
-    again = fuzz(plant.target, "--plant", name, "--replay", finding["file"])
+    again = fuzz(plant.target, "--replay", finding["file"], plant=tmp_path)
     assert again.returncode == 1 and "Traceback" in again.stderr
     without = fuzz(plant.target, "--replay", finding["file"])
     assert without.returncode == 0, without.stderr

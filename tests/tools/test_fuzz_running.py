@@ -6,11 +6,11 @@ import logging
 from random import Random
 
 import pytest
+from planted_faults import PLANTS, plant
 
 from fuzz import cores
 from fuzz.cores import Program
 from fuzz.engines import Wrong
-from fuzz.plants import PLANTS, plant
 from pipeinfer.bus import frames
 from pipeinfer.scheduler import engine_state
 from pipeinfer.scheduler.engine_state import PageAllowance, PageCredits

@@ -60,11 +60,11 @@ def model_size(
     stored in other number formats, or rounded to; the last two as in the settings."""
     import torch
 
+    from pipeinfer.attention.interface import bytes_per_page
     from pipeinfer.checkpoint.config import read_config
     from pipeinfer.checkpoint.quantization import choose_quantization as format_of
     from pipeinfer.kernels.formats import E4M3
     from pipeinfer.layers.quantized import QuantizingTarget
-    from pipeinfer.memory.kv_pool import bytes_per_page
     from pipeinfer.models.loading import build_model
 
     number = getattr(torch, dtype)

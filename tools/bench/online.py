@@ -13,9 +13,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.bench.client import WARMUP_SEED, Endpoint, stream_all
+from pipeinfer.bench.client import (
+    WARMUP_SEED,
+    Endpoint,
+    GoodputTarget,
+    RequestTiming,
+    benchmark_metrics,
+    stream_all,
+)
 from pipeinfer.bench.dataset import RandomDataset, SampleRequest, TokenRange
-from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
 from pipeinfer.bench.runner import OpenLoop, load_trace, poisson_arrivals, run_load
 from pipeinfer.runtime.local import LocalServer
 from pipeinfer.settings import ConfigurationError

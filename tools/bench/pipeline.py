@@ -22,9 +22,8 @@ from bench import instant_engine
 from harness.processes import cpu_seconds
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
-from pipeinfer.bench.client import Endpoint, stream_all
+from pipeinfer.bench.client import Endpoint, RequestTiming, percentiles, stream_all
 from pipeinfer.bench.dataset import RandomDataset, TokenRange
-from pipeinfer.bench.metrics import RequestTiming, percentiles
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.runtime.local import stop_process, wait_ready

@@ -21,14 +21,10 @@ import numpy as np
 
 from bench import shapes
 from pipeinfer import AsyncLLM, SamplingParams
-from pipeinfer.bench.metrics import percentiles
+from pipeinfer.bench.client import percentiles
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.settings import ConfigurationError
-
-WARM_TOKENS = 8  # of each stream, that are not measured
-SLOWEST = 20  # steps of which it is told when they were
-TOGETHER = 1e-3  # seconds within which the tokens of one step are read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policies", default="mixed,prefill-first", metavar="P,P", help="one run with each")
     add("--streams", type=int, default=64, help="requests that are running when the storm comes")
     add("--stream-prompt", type=int, default=128, help="tokens of each stream's prompt")
-    add("--calm-tokens", type=int, default=200, help="of each stream, before the storm and after")
+    add("--calm-tokens", type=int, default=200, help="of each stream, before the storm")
     add("--prompts", type=int, default=32, help="requests of the storm")
     add("--prompt-tokens", type=int, default=4000, help="of each of them; one token is generated")
     add("--every", type=float, default=0.0, metavar="S", help="seconds between them; 0: at once")
@@ -68,12 +64,8 @@ class Stream:
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Seconds between pieces, of the gaps that lie in that time, in part or wholly."""
-        return [late - early for early, late in self.waits(begin, end)]
-
-    def waits(self, begin: float, end: float) -> list[tuple[float, float]]:
-        """(from, to) of the same gaps."""
         times = [*self.pieces, *([] if self.ended else [end])]  # one may still wait
-        return [pair for pair in pairwise(times) if pair[1] > begin and pair[0] < end]
+        return [late - early for early, late in pairwise(times) if late > begin and early < end]
 
 
 Span = tuple[float, float]  # begin and end
@@ -81,62 +73,30 @@ Span = tuple[float, float]  # begin and end
 
 @dataclass(frozen=True)
 class Measured:
-    """Streams, and the times of the calm, of the storm and of the calm after it; and others that
-    nothing disturbed, with the time in which they made the tokens that those made in the storm.
+    """Streams, and the time of the storm; and others that nothing disturbed, with the time in which
+    they made the tokens that those made in the storm.
     """
 
     streams: Sequence[Stream]
-    calm: Span
     storm: Span
-    after: Span
     firsts: Sequence[float]  # seconds to the first token of each request of the storm
     others: Sequence[Stream]
     same: Span
 
     def metrics(self) -> dict[str, Any]:
-        """ratio: 99th percentile in the storm over the median of the same tokens without a storm;
-        ratio_before: over that of the calm before, whose contexts are shorter; ratio_after: over
-        that of the calm after, whose contexts are longer.
-        """
-        calm, storm, after = (
-            [gap for stream in self.streams for gap in stream.gaps(*span)]
-            for span in (self.calm, self.storm, self.after)
-        )
+        """ratio: 99th percentile in the storm over the median of the same tokens without it."""
+        storm = [gap for stream in self.streams for gap in stream.gaps(*self.storm)]
         same = [gap for stream in self.others for gap in stream.gaps(*self.same)]
-        quiet, loud, later = percentiles(calm), percentiles(storm), percentiles(after)
-        undisturbed = percentiles(same)
+        loud, undisturbed = percentiles(storm), percentiles(same)
         worst = max(np.percentile(stream.gaps(*self.storm), 99) for stream in self.streams)
         return {
-            "calm_itl_ms": quiet,
             "storm_itl_ms": loud | {"longest": max(storm) * 1e3},
-            "after_itl_ms": later,
             "undisturbed_itl_ms": undisturbed,
             "ratio": loud["p99"] / undisturbed["p50"],
-            "ratio_before": loud["p99"] / quiet["p50"],
-            "ratio_after": loud["p99"] / later["p50"],
             "worst_stream_ratio": float(worst) * 1e3 / undisturbed["p50"],
             "storm_seconds": self.storm[1] - self.storm[0],
             "storm_ttft_ms": percentiles(self.firsts),
-            "calm_slowest": slowest(self.streams, *self.calm),
-            "slowest": slowest(self.streams, *self.storm),
         }
-
-
-def slowest(
-    streams: Sequence[Stream], begin: float, end: float, most: int = SLOWEST
-) -> list[tuple[float, float, int]]:
-    """When it was that streams waited longest: (seconds after `begin`, milliseconds of the longest
-    gap, how many gaps), the longest first. Gaps that end together are those of one step.
-    """
-    waits = sorted((late, late - early) for one in streams for early, late in one.waits(begin, end))
-    steps: list[list[tuple[float, float]]] = []
-    for late, gap in waits:
-        if not steps or late - steps[-1][0][0] > TOGETHER:
-            steps.append([])
-        steps[-1].append((late, gap))
-    found = [(max(gap for _, gap in step), step[0][0], len(step)) for step in steps]
-    longest = sorted(found, reverse=True)[:most]
-    return [(round(late - begin, 4), round(gap * 1e3, 3), many) for gap, late, many in longest]
 
 
 @dataclass(frozen=True)
@@ -183,9 +143,7 @@ async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measu
         await _first_token(llm, prompt(min(options.prompt_tokens, limit - 2)), 0.0)
         run = Run(llm, prompt, options, limit)
         streams, tasks = run.streams()
-        await _reached(streams, WARM_TOKENS, tasks)
-        calm = time.perf_counter()
-        await _reached(streams, WARM_TOKENS + options.calm_tokens, tasks)
+        await _reached(streams, options.calm_tokens, tasks)
         begin, first = time.perf_counter(), min(one.tokens for one in streams)
         arrivals = [
             _first_token(llm, ids, begin + index * options.every) for index, ids in enumerate(storm)
@@ -197,11 +155,9 @@ async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measu
                 "streams ended before the storm did: they need a longer context, or a shorter calm"
             )
         stormy = max(one.tokens for one in streams)
-        await _reached(streams, stormy + options.calm_tokens, tasks)
-        last = time.perf_counter()
         await _abandon(tasks)
         others, same = await run.undisturbed(first, stormy)
-    return Measured(streams, (calm, begin), (begin, end), (end, last), firsts, others, same)
+    return Measured(streams, (begin, end), firsts, others, same)
 
 
 async def _follow(llm: AsyncLLM, prompt: list[int], limit: int, stream: Stream) -> None:
@@ -255,7 +211,6 @@ def _show(policy: str, metrics: Mapping[str, Any]) -> None:
         f"{policy:>14}: between tokens {quiet['p50']:.2f} ms (p99 {quiet['p99']:.2f}); in a storm"
         f" of {metrics['storm_seconds']:.2f} s {loud['p50']:.2f} ms, p99 {loud['p99']:.2f}, longest"
         f" {loud['longest']:.2f}: {metrics['ratio']:.2f} times the median of the same tokens"
-        f" without it ({metrics['ratio_before']:.2f} times that of the calm before, whose contexts"
-        f" are shorter, {metrics['ratio_after']:.2f} times that of the calm after)",
+        f" without it",
         flush=True,
     )

@@ -34,28 +34,21 @@ Build = Callable[[], list[bytes]]
 
 @dataclass(frozen=True)
 class Case:
-    """`build`: the requests, sent in turn on each of `connections`. `expected`: what may come back
+    """`build`: the requests, sent in turn on each of `connections`. `answers`: what may come back
     ("429" always may): statuses, "closed", "0" where nobody waits for one, and "cut" where all may
     still be under way when the time is over. `unlimited`: by a key without limits."""
 
     name: str
     build: Build
-    expected: frozenset[str]
+    answers: str
     send: raw_http.SendMethod = raw_http.whole
     connections: int = 4
     unlimited: bool = False
 
-
-def _case(
-    name: str,
-    build: Build,
-    expected: str,
-    send: raw_http.SendMethod = raw_http.whole,
-    connections: int = 4,
-    unlimited: bool = False,
-) -> Case:
-    statuses = frozenset((*expected.split(), "429"))
-    return Case(name, build, statuses, send, connections, unlimited)
+    @property
+    def expected(self) -> frozenset[str]:
+        """All that may come back."""
+        return frozenset((*self.answers.split(), "429"))
 
 
 def chat(headers: Mapping[str, str] | None = None, **fields: Any) -> bytes:
@@ -72,12 +65,12 @@ def completion(**fields: Any) -> bytes:
 
 def chats(name: str, expected: str, connections: int = 4, **fields: Any) -> Case:
     """A case of one chat request."""
-    return _case(name, lambda: [chat(**fields)], expected, connections=connections)
+    return Case(name, lambda: [chat(**fields)], expected, connections=connections)
 
 
 def completions(name: str, expected: str, connections: int = 4, **fields: Any) -> Case:
     """A case of one completion request."""
-    return _case(name, lambda: [completion(**fields)], expected, connections=connections)
+    return Case(name, lambda: [completion(**fields)], expected, connections=connections)
 
 
 def nested(depth: int) -> Any:
@@ -170,46 +163,46 @@ LETTERS = MAX_STOP_CHARS
 
 CASES: tuple[Case, ...] = (
     # ------------------------------------------------------------------------------- nested JSON
-    _case("nested at the bound", lambda: [chat(chat_template_kwargs={"a": nested(DEPTH)})], "200"),
-    _case(
+    Case("nested at the bound", lambda: [chat(chat_template_kwargs={"a": nested(DEPTH)})], "200"),
+    Case(
         "nested beyond the bound",
         lambda: [_deep("chat_template_kwargs", n) for n in (DEPTH + 1, 980)], "400",
     ),
-    _case(
+    Case(
         "nested near the stack's end",
         lambda: [_deep("chat_template_kwargs", n) for n in range(970, 985)], "400",
     ),
-    _case(
+    Case(
         "tool_calls near the stack's end",
         lambda: [_deep("tool_calls", n) for n in range(965, 985)], "400",
     ),
-    _case("nested far beyond", lambda: [_deep("chat_template_kwargs", 100_000)], "400"),
-    _case("nested 900,000 deep", lambda: [_deep("tool_calls", 900_000)], "400"),
-    _case(
+    Case("nested far beyond", lambda: [_deep("chat_template_kwargs", 100_000)], "400"),
+    Case("nested 900,000 deep", lambda: [_deep("tool_calls", 900_000)], "400"),
+    Case(
         "wide arguments",
         lambda: [chat(chat_template_kwargs={f"k{n}": n for n in range(90_000)})], "200 400",
     ),
-    _case(
+    Case(
         "wider arguments",
         lambda: [chat(chat_template_kwargs={f"k{n}": n for n in range(300_000)})], "400",
     ),
     # -------------------------------------------------------------------------------- parameters
-    _case(
+    Case(
         "small repetition_penalty",
         lambda: [chat(repetition_penalty=p) for p in (1e-300, 1e-38, 5e-324, 1e-20)], "400",
     ),
-    _case(
+    Case(
         "repetition_penalty at its bounds",
         lambda: [
             chat(repetition_penalty=p, max_tokens=200, ignore_eos=True)
             for p in (MIN_REPETITION, MAX_REPETITION)
         ], "200",
     ),
-    _case(
+    Case(
         "large repetition_penalty",
         lambda: [chat(repetition_penalty=p) for p in (1e300, 1e38)], "400",
     ),
-    _case(
+    Case(
         "parameters at their edges",
         lambda: [
             chat(temperature=1e-300), chat(temperature=MAX_TEMPERATURE), chat(top_p=MIN_TOP_P),
@@ -222,7 +215,7 @@ CASES: tuple[Case, ...] = (
             chat(logit_bias={str(token): 100 for token in range(VOCABULARY)}),
         ], "200",
     ),
-    _case(
+    Case(
         "parameters beyond their edges",
         lambda: [
             chat(temperature=1e300), chat(top_p=-0.1), chat(top_k=2**31), chat(min_p=1.1),
@@ -232,7 +225,7 @@ CASES: tuple[Case, ...] = (
             chat(logit_bias={str(VOCABULARY): 1}),
         ], "400",
     ),
-    _case(
+    Case(
         "short timeouts", lambda: [
             chat(timeout=t, max_tokens=500, ignore_eos=True) for t in (1e-9, 0.01, 0.1)
         ], "200 408",
@@ -247,29 +240,29 @@ CASES: tuple[Case, ...] = (
         min_tokens=8, stop_token_ids=list(range(256, 256 + MAX_STOP_TOKENS)),
     ),
     # What is large is made when it is sent.
-    _case(
+    Case(
         "a million stop ids",
         lambda: [chat(min_tokens=8, stop_token_ids=list(range(10**6)))], "400",
     ),
-    _case(
+    Case(
         "one stop id a million times",
         lambda: [chat(min_tokens=8, stop_token_ids=[97] * 10**6)], "400",
     ),
     chats("ten thousand biases", "400", logit_bias={str(token): 1 for token in range(10**4)}),
-    _case(
+    Case(
         "a million biases",
         lambda: [completion(logit_bias={str(n): 1 for n in range(10**6 - 9)})], "400",
     ),
     # --------------------------------------------------------------------------- lists of prompts
-    _case("5 MB of prompts", lambda: [completion(prompt=["a"] * (MEGABYTES // 4))], "400"),
-    _case(
+    Case("5 MB of prompts", lambda: [completion(prompt=["a"] * (MEGABYTES // 4))], "400"),
+    Case(
         "32 MB of prompts", lambda: [completion(prompt=["a"] * (32 * 2**20 // 5))], "400 413",
     ),
-    _case(
+    Case(
         "prompts at the bound",
         lambda: [completion(prompt=["a"] * MAX_PROMPTS, max_tokens=1)], "200 cut", unlimited=True,
     ),
-    _case(
+    Case(
         "long prompts at the bound",
         lambda: [completion(prompt=["a" * (CONTEXT - 8)] * MAX_PROMPTS, max_tokens=1)],
         "200 cut", connections=2, unlimited=True,
@@ -310,7 +303,7 @@ CASES: tuple[Case, ...] = (
     chats("many optional keys", "400", guided_json=MANY_KEYS),
     chats("a grammar of 5 MB", "400", guided_grammar="a" * MEGABYTES),
     chats("a schema nested beyond the bound", "400", guided_json={"a": nested(DEPTH + 1)}),
-    _case(
+    Case(
         "schemas that nobody knows yet",
         lambda: [chat(guided_regex=f"[a-c]{{{n}}}x") for n in range(1, 200)], "200",
     ),
@@ -324,28 +317,28 @@ CASES: tuple[Case, ...] = (
     chats("as many choices as may be", "200 cut", n=128, max_tokens=50, ignore_eos=True),
     chats("choices in every place", "200 cut", n=16, max_tokens=200, ignore_eos=True),
     # --------------------------------------------------------------------------------- below JSON
-    _case("broken gzip", _broken_gzip, "400"),
-    _case("gzip bomb", lambda: [_gzip(b" " * (200 << 20))], "400 413"),
-    _case("malformed requests", lambda: list(MALFORMED), "400 401 200 closed", connections=2),
-    _case("half-closed", lambda: [chat()], "200", raw_http.half_closed),
-    _case("slow requests", lambda: [chat()], "408 closed cut", raw_http.slow, 64),
-    _case("dropped connections", _each(b""), "0 closed", raw_http.dropped, 64),
-    _case(
+    Case("broken gzip", _broken_gzip, "400"),
+    Case("gzip bomb", lambda: [_gzip(b" " * (200 << 20))], "400 413"),
+    Case("malformed requests", lambda: list(MALFORMED), "400 401 200 closed", connections=2),
+    Case("half-closed", lambda: [chat()], "200", raw_http.half_closed),
+    Case("slow requests", lambda: [chat()], "408 closed cut", raw_http.slow, 64),
+    Case("dropped connections", _each(b""), "0 closed", raw_http.dropped, 64),
+    Case(
         "dropped requests", lambda: [chat(max_tokens=1000, ignore_eos=True, stream=True)],
         "0 closed", raw_http.dropped, 32,
     ),
-    _case(
+    Case(
         "unread streams", lambda: [chat(max_tokens=1000, ignore_eos=True, stream=True)],
         "200 closed cut", raw_http.unread, 16,
     ),
-    _case("pipelined", lambda: [chat(max_tokens=1) * 200], "200"),
+    Case("pipelined", lambda: [chat(max_tokens=1) * 200], "200"),
     # ------------------------------------------------------------------------------- simply much
     chats("small requests", "200", max_tokens=1, connections=32),
     chats("whole contexts", "200 cut", connections=64, max_tokens=2000, ignore_eos=True),
     completions(
         "long prompts", "200 cut", connections=32, prompt="a" * (CONTEXT - 5),
     ),
-    _case(
+    Case(
         "salts", lambda: [completion(prompt="a" * 1000, cache_salt=f"s{n}") for n in range(500)],
         "200", connections=8,
     ),

@@ -23,9 +23,8 @@ import aiohttp
 import psutil
 
 from chaos.harms import Broken
-from harness.server import ServerUnderTest, leftovers
+from harness.server import ServerUnderTest, leftovers, running
 from pipeinfer.demo import copy_task
-from pipeinfer.runtime.servers import running_servers
 
 SAMPLING = (
     {"temperature": 0.0},
@@ -154,7 +153,7 @@ class FaultRun:
     def _serve(self, server: ServerUnderTest, plan: FaultPlan, over: Callable[[], None]) -> None:
         with server:
             pid = server.process.pid
-            folder = next(s.file.parent for s in running_servers() if s.pid == pid)
+            folder = running(pid).file.parent
             calm = asyncio.run(self._everybody(server, ()))
             if self.broken:
                 return

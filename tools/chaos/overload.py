@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import psutil
 import uvloop
 
 from harness import raw_http
 from harness.processes import Helper
 from harness.server import ServerUnderTest
+from pipeinfer.bench.client import distribution
 
 PATIENCE = 300.0  # seconds for requests that were accepted
 Row = tuple[float, float, float, int, bool]  # of a request: due, sent, answered, status, good
@@ -205,7 +205,7 @@ def judged(rows: list[Row], samples: Samples, options: argparse.Namespace) -> di
     """The metrics, "broken" among them."""
     refused = [row for row in rows if row[3] == 429]
     accepted = [row for row in rows if row[3] == 200]
-    since_sent = _milliseconds([row[2] - row[1] for row in refused])
+    since_sent = distribution([row[2] - row[1] for row in refused])
     broken = []
     if any(not row[4] for row in rows):
         broken.append(f"{sum(not row[4] for row in rows)} answers were not whole")
@@ -223,11 +223,11 @@ def judged(rows: list[Row], samples: Samples, options: argparse.Namespace) -> di
         "offered_per_s": round(len(rows) / options.seconds, 1),
         "statuses": {str(status): count for status, count in statuses.items()},
         "refused_ms": since_sent,
-        "refused_since_due_ms": _milliseconds([row[2] - row[0] for row in refused]),
+        "refused_since_due_ms": distribution([row[2] - row[0] for row in refused]),
         "slow_seconds": _slow(refused),
-        "accepted_s": _milliseconds([(row[2] - row[1]) / 1e3 for row in accepted]),
-        "late_ms": _milliseconds([row[1] - row[0] for row in rows if row[3] != -1]),
-        "health_ms": _milliseconds(samples.health),
+        "accepted_s": distribution([(row[2] - row[1]) / 1e3 for row in accepted]),
+        "late_ms": distribution([row[1] - row[0] for row in rows if row[3] != -1]),
+        "health_ms": distribution(samples.health),
         "health_samples": len(samples.health) + samples.unanswered,
         "gateway_mib": samples.rss >> 20,
         "broken": broken,
@@ -241,10 +241,3 @@ def _slow(refused: list[Row]) -> dict[str, int]:
         int(row[1] - first) for row in refused if row[2] - row[1] > MAX_REFUSAL_SECONDS / 2
     )
     return {str(second): count for second, count in sorted(late.items())}
-
-
-def _milliseconds(seconds: list[float]) -> dict[str, float]:
-    if not seconds:
-        return {}
-    values = np.percentile(np.asarray(seconds) * 1e3, (50, 99, 100)).round(2)
-    return dict(zip(("p50", "p99", "max"), values.tolist(), strict=True))

@@ -20,8 +20,7 @@ from chaos.fault_run import Fault, FaultRun, summary
 from chaos.harms import KINDS, LINKS, SPARED, Broken, Harm, Network, SmallDisk, drawn
 from chaos.kills import POOL
 from harness.processes import Helper
-from harness.server import ServerUnderTest
-from pipeinfer.runtime.servers import running_servers
+from harness.server import ServerUnderTest, running
 from pipeinfer.settings import ConfigurationError
 
 SLOW = (0.05, 200_000.0)  # seconds that each piece comes late, bytes a second
@@ -128,8 +127,7 @@ class Storm:
 
     def _record(self) -> None:
         assert self.disk is not None
-        pid = self.server.process.pid
-        topology = next(s.file for s in running_servers() if s.pid == pid)
+        topology = running(self.server.process.pid).file
         pids = self.server.pids().values()
         self.disk.record(str(topology), self._options.seconds, pids, len(self.server.log()))
         if self.disk.reason not in self.server.log():

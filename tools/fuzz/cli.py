@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fuzz import engines, plants
+from fuzz import engines
 from fuzz.engines import Judge, last_input
 from harness.command_line import write_report
 
@@ -33,7 +33,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of the first worker, then one more each")
     made.add_argument("--workers", type=int, default=1)
     made.add_argument("--engine", choices=engines.ENGINES, default="auto")
-    made.add_argument("--plant", choices=list(plants.PLANTS), help="a fault that must be found")
     said = "end with the first finding, or with the first whose signature contains TEXT"
     made.add_argument("--first", metavar="TEXT", nargs="?", const="", help=said)
     made.add_argument("--out", type=Path, help="where inputs that broke something are put")
@@ -65,15 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if metrics["findings"] else 0
 
 
-def _make(options: argparse.Namespace) -> engines.Target:
-    if options.plant:
-        plants.plant(options.plant)
-    return engines.make(options.target)
-
-
 def _replay(options: argparse.Namespace) -> int:
     """Raises what the input raises, with its traceback."""
-    chosen = _make(options)
+    chosen = engines.make(options.target)
     chosen.one(options.replay.read_bytes())
     chosen.close()
     print(f"{options.replay} breaks nothing")
@@ -81,13 +74,12 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _work(options: argparse.Namespace) -> None:
-    def judge(chosen: engines.Target) -> Judge:
-        return Judge(chosen, options.target, options.out, options.worker, options.first)
-
+    target = engines.make(options.target)
+    judge = Judge(target, options.target, options.out, options.worker, options.first)
     corpus = options.corpus or options.out / "corpus" / options.target
     engine = engines.chosen(options.engine)
     seed = options.seed + options.worker
-    engines.run(engine, lambda: _make(options), judge, options.seconds, seed, corpus)
+    engines.run(engine, target, judge, options.seconds, seed, corpus)
 
 
 def _run(options: argparse.Namespace, words: list[str]) -> list[int]:
@@ -127,7 +119,6 @@ def _result(options: argparse.Namespace, codes: list[int]) -> dict[str, Any]:
     return {
         "target": options.target,
         "engine": engines.chosen(options.engine),
-        "plant": options.plant or "",
         "workers": options.workers,
         "executions": sum(one.get("executions", 0) for one in said),
         "seconds": max((one.get("seconds", 0.0) for one in said), default=0.0),

@@ -19,7 +19,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -177,14 +176,14 @@ def chosen(name: str) -> str:
 
 def run(
     engine: str,
-    make: Callable[[], Target],
-    judge: Callable[[Target], Judge],
+    target: Target,
+    judging: Judge,
     seconds: float,
     seed: int,
     corpus: Path,
 ) -> None:
     """Feeds inputs until the time is over; atheris then ends the process."""
-    {"atheris": _atheris, "mutate": _mutate}[engine](make, judge, seconds, seed, corpus)
+    {"atheris": _atheris, "mutate": _mutate}[engine](target, judging, seconds, seed, corpus)
 
 
 def _write_seeds(target: Target, corpus: Path) -> list[bytes]:
@@ -196,14 +195,13 @@ def _write_seeds(target: Target, corpus: Path) -> list[bytes]:
 
 
 def _mutate(
-    make: Callable[[], Target],
-    judge: Callable[[Target], Judge],
+    target: Target,
+    judging: Judge,
     seconds: float,
     seed: int,
     corpus: Path,
 ) -> None:
-    target = make()
-    judging, source = judge(target), Random(seed)
+    source = Random(seed)
     inputs = _write_seeds(target, corpus)
 
     def too_slow(*_: object) -> None:
@@ -238,15 +236,13 @@ def _another(target: Target, inputs: list[bytes], source: Random) -> bytes:
 
 
 def _atheris(
-    make: Callable[[], Target],
-    judge: Callable[[Target], Judge],
+    target: Target,
+    judging: Judge,
     seconds: float,
     seed: int,
     corpus: Path,
 ) -> None:
     atheris: Any = importlib.import_module("atheris")
-    target = make()
-    judging = judge(target)
     _write_seeds(target, corpus)
     for name in target.instrumented:
         _instrument(atheris, sys.modules[name])
@@ -267,7 +263,7 @@ def _atheris(
 
 
 def _instrument(atheris: Any, module: Any) -> None:
-    """Every function of a module that is loaded already, in place: planted faults stay in it."""
+    """Every function of a module that is loaded already, in place: what tests put there stays."""
     for owner in [module, *(c for c in vars(module).values() if _is_class_of(c, module))]:
         for name, value in list(vars(owner).items()):
             plain = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value

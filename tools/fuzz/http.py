@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import importlib
 import json
 import logging
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -25,19 +27,21 @@ from msgspec import inspect
 from fuzz import inputs
 from fuzz.engines import Wrong
 from harness import raw_http
+from harness.command_line import ROOT
 from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import FrameHeader
-from pipeinfer.core import LOCAL, Tick
+from pipeinfer.core import LOCAL, Core, Send, Tick
 from pipeinfer.gateway.errors import REFUSED
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.gateway.stage import build
-from pipeinfer.messages import PROTOCOL, Abort, Accepted, Heartbeat, Message, Submit, Text, TextRow
-from pipeinfer.params import choice_ids
+from pipeinfer.messages import PROTOCOL, Message, Submit
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity
-from pipeinfer.wire import pack, unpack
+
+sys.path.append(str(ROOT / "tests/gateway"))
+gateway_pipeline: Any = importlib.import_module("gateway_pipeline")
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 KINDS = {CHAT: ChatRequest, COMPLETION: CompletionRequest}
@@ -115,119 +119,79 @@ def mutated_body(body: bytes, source: Random) -> bytes:
 
 
 MODEL = "fuzz"
-STAGES = ("tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")
 MOST_WORDS = 8
 BODY = 1  # MiB; little enough for an input to reach
 
 
-class Gateway:
-    """A gateway's core and driver. `failures`: what a core or a frame raised, since last asked."""
+class FramedCore:
+    """The gateway's core. What it sends to others arrives as through the bus."""
 
-    def __init__(self) -> None:
-        settings = Settings(port=0, served_model_name=MODEL, max_body_mib=BODY)
-        topology = topologies.local(settings, "inproc://fuzz-")
-        stage = build(StageContext(settings, topology, Identity("gateway"), 1, lambda *_: None))
-        self._core, self._driver = stage.core, stage.driver
-        self._gone: set[str] = set()
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def handle(self, event: Message, now: float) -> list[Send]:
+        """As the core's."""
+        sends = self._core.handle(event, now)
+        return [send if send.channel == LOCAL else _framed(send) for send in sends]
+
+
+def _framed(send: Send) -> Send:
+    header = FrameHeader(PROTOCOL, "gateway-0", 1, 0, 0.0)
+    _, _, arrived = frames.decode(frames.encode(send.channel, header, send.message))
+    return send._replace(message=arrived)
+
+
+class Stages(gateway_pipeline.Pipeline):
+    """The others, as tests/gateway plays them. `failures`: what the core or a frame raised, since
+    last asked."""
+
+    def __init__(self, core: Any, driver: Any) -> None:
+        super().__init__(core, driver)
+        self.cut = self._few_words
         self.failures: list[Exception] = []
         self.on_failure: Callable[[], None] = lambda: None
 
+    def feed(self, event: Message) -> None:
+        """As the shell does; what would end the stage is noted."""
+        try:
+            super().feed(event)
+        except Exception as error:
+            self.failures.append(error)
+            self.on_failure()  # its client may wait for ever
+        self.submits.clear()
+
+    def _few_words(self, submit: Submit) -> list[str]:
+        """None that tests have a meaning for."""
+        words = gateway_pipeline.words_of(submit)[:MOST_WORDS]
+        return [f"{word[:20].strip()}. " for word in words] or ["nothing"]
+
+
+class Gateway:
+    """A gateway's core and driver among the other stages, which are played."""
+
     async def start(self) -> str:
         """Its URL, when it serves."""
-        self._loop = asyncio.get_running_loop()
-        assert self._driver is not None
-        await self._driver.start(self._feed)
+        settings = Settings(port=0, served_model_name=MODEL, max_body_mib=BODY)
+        topology = topologies.local(settings, "inproc://fuzz-")
+        stage = build(StageContext(settings, topology, Identity("gateway"), 1, lambda *_: None))
+        self._driver: Any = stage.driver
+        self.stages = Stages(FramedCore(stage.core), self._driver)
+        await self._driver.start(self.stages.feed)
         self.beat()
         while not getattr(self._driver, "url", ""):
             await asyncio.sleep(0.01)
-        return getattr(self._driver, "url", "")
+        return self._driver.url
 
     async def stop(self) -> None:
         """Closes its sockets."""
-        assert self._driver is not None
         await self._driver.stop()
 
     def beat(self) -> None:
         """The others say that they are well, and a timer fires."""
-        for stage in STAGES:
-            name, group, *rank = stage.split("-")
-            at = int(group) if name in ("scheduler", "engine") else 0
-            self._feed(
-                Heartbeat(
-                    stage=stage,
-                    name=name,
-                    group=at,
-                    rank=int((rank or [0])[0]),
-                    index=0,
-                    pid=7,
-                    incarnation=1,
-                    state="ready",
-                )
-            )
-        self._feed(Tick())
-
-    def _feed(self, event: Message) -> None:
-        """As the shell does; what would end the stage is noted."""
-        assert self._driver is not None
-        local: list[Any] = []
-        try:
-            for send in self._core.handle(event, self._loop.time()):
-                if send.channel == LOCAL:
-                    local.append(send.message)
-                else:
-                    self._travel(send.channel, send.message)
-            for message in local:
-                self._driver.deliver(message)
-        except Exception as error:
-            self.failures.append(error)
-            self.on_failure()  # its client may wait for ever
-
-    def _travel(self, channel: str, message: Message) -> None:
-        parts = frames.encode(channel, FrameHeader(PROTOCOL, "gateway-0", 1, 0, 0.0), message)
-        _, _, arrived = frames.decode(parts)
-        if isinstance(arrived, Abort):
-            self._gone.add(arrived.request_id)
-        elif isinstance(arrived, Submit):
-            for name in choice_ids(arrived.request_id, arrived.choices):
-                one = msgspec.structs.replace(arrived, request_id=name, choices=(0,))
-                self._loop.call_soon(self._answer, one)
-
-    def _answer(self, submit: Submit) -> None:
-        if submit.prompt_ids is not None:
-            words = [str(token) for token in unpack(submit.prompt_ids)[:MOST_WORDS]]
-        else:
-            chat = submit.chat or [{"content": ""}]
-            words = (submit.text or str(chat[-1].get("content", ""))).split()[:MOST_WORDS]
-        words = [word[:20] + " " for word in words[: submit.params.max_tokens]] or ["nothing"]
-        count = len(unpack(submit.prompt_ids or b"")) or len(words)
-        self._feed(
-            Accepted(
-                request_id=submit.request_id, attempt=submit.attempt, group=0, prompt_tokens=count
-            )
-        )
-        self._say(submit, words, 0, 0)
-
-    def _say(self, submit: Submit, words: list[str], at: int, offset: int) -> None:
-        if submit.request_id in self._gone:
-            self._gone.discard(submit.request_id)
-            return
-        last = at + 1 == len(words)
-        row = TextRow(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            text=words[at],
-            byte_offset=offset,
-            token_offset=at,
-            ids=pack([at]),
-            finish="stop" if last else None,
-            stop_reason=None,
-            output_tokens=at + 1 if last else 0,
-            cached_tokens=0,
-        )
-        self._feed(Text((row,)))
-        if not last:
-            size = len(words[at].encode(errors="replace"))
-            self._loop.call_soon(self._say, submit, words, at + 1, offset + size)
+        self.stages.beat()
+        self.stages.feed(Tick())
+        self.stages.gone.clear()
+        self.stages.aborts = asyncio.Queue()
 
 
 RAW, WHOLE, CHUNKED, PACKED, TWICE, HALF, PATH, HEADERS = range(8)
@@ -238,6 +202,7 @@ STALL = 0.5  # seconds in which the loop does nothing else
 EVERY = 0.005  # seconds between looks at the clock
 BEATS = 200  # inputs between two heartbeats
 PATHS = (CHAT, COMPLETION)
+STATIC = ("text/plain", "text/html", "text/css", "text/javascript", "image/")  # of /metrics, pages
 
 
 def make() -> Http:
@@ -360,7 +325,7 @@ class Http:
             self._loop.run_until_complete(self._exchange(data[0] % WAYS, data[1] % 2, data[2:]))
         finally:
             errors, self._errors.found = self._errors.found, []
-            failures, self._gateway.failures = self._gateway.failures, []
+            failures, self._gateway.stages.failures = self._gateway.stages.failures, []
             if failures:
                 raise failures[0] from None  # the reason of whatever the client saw
         if errors:
@@ -393,7 +358,7 @@ class Http:
                 async with asyncio.timeout(
                     CANARY if sure and not answers else PATIENCE
                 ) as patience:
-                    self._gateway.on_failure = lambda: patience.reschedule(0)
+                    self._gateway.stages.on_failure = lambda: patience.reschedule(0)
                     answer = await raw_http.answer(reader)
                 _check(answer)
                 answers += 1
@@ -406,7 +371,7 @@ class Http:
             if sure and not answers:
                 raise Wrong("a well-formed request gets no answer, the connection ends") from None
         finally:
-            self._gateway.on_failure = lambda: None
+            self._gateway.stages.on_failure = lambda: None
             writer.transport.abort()
 
     async def _canary(self) -> None:
@@ -420,7 +385,7 @@ class Http:
             raise Wrong("the next client is not answered") from None
         finally:
             writer.transport.abort()
-        if answer.status != 200 or json.loads(answer.body)["choices"][0]["text"] != "one two ":
+        if answer.status != 200 or json.loads(answer.body)["choices"][0]["text"] != "one. two. ":
             raise Wrong(f"the next client gets {answer.status}: {answer.body[:200]!r}")
 
     def close(self) -> None:
@@ -470,7 +435,7 @@ def _check(answer: raw_http.Answer) -> None:
                 raise Wrong(f"an error in another form: {answer.body[:300]!r}")
     elif kind.startswith("text/event-stream"):
         _check_stream(answer.body)
-    elif answer.status == 200 and not kind.startswith("text/plain"):
+    elif answer.status == 200 and not kind.startswith(STATIC):
         raise Wrong(f"an answer of type {kind!r}")
 
 

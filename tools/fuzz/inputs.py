@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from pipeinfer import control
-from pipeinfer.bus import reliable
+from pipeinfer.bus.frames import LINK_CHANNEL, LINK_MESSAGES
 from pipeinfer.messages import CHANNELS
 
 LONGEST = 1 << 16  # bytes of an input
@@ -138,7 +138,7 @@ def _change(holder: Any, place: Any, source: Random, wilder: Callable[[Random], 
 TYPES: dict[str, Any] = {
     **CHANNELS,
     control.CHANNEL: control.CONTROL,
-    reliable.CHANNEL: reliable.LINK,
+    LINK_CHANNEL: LINK_MESSAGES,
 }
 NAMES = tuple(TYPES)
 DEPTHS = (2, 30, 500, 1100, 5000, 60_000)

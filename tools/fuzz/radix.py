@@ -16,7 +16,7 @@ from hypothesis.stateful import get_state_machine_test
 
 from fuzz.inputs import changed_program
 from harness.command_line import ROOT
-from pipeinfer.memory import shared_prefixes
+from pipeinfer.memory import pages
 
 MACHINES = {"test_prefix_cache": "RadixMachine", "test_memory_machine": "MemoryMachine"}
 SIZES = (1, 4, 16)  # of pages, in tokens
@@ -40,7 +40,7 @@ class Radix:
 
     def __init__(self) -> None:
         sys.path[:0] = [str(ROOT / "tests/memory"), str(ROOT / "tests")]
-        shared_prefixes.MIN_SHARED_TOKENS = 1
+        pages.MIN_SHARED_TOKENS = 1
         chosen = settings(database=None, deadline=None, stateful_step_count=STEPS)
         self._tests: list[Any] = []
         for module, name in MACHINES.items():

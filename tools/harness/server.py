@@ -23,7 +23,7 @@ import zmq
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime import local
-from pipeinfer.runtime.servers import running_servers
+from pipeinfer.runtime.servers import RunningServer, running_servers
 
 Stage = tuple[str, int, int]  # name, group and rank of a stage
 RETURN_SECONDS = 120.0  # seconds for a stage to come back
@@ -109,27 +109,59 @@ EMPTY = {
 FORGET_SECONDS = 120.0
 
 
+def running(pid: int) -> RunningServer:
+    """The server whose supervisor is process `pid`."""
+    return next(one for one in running_servers() if one.pid == pid)
+
+
+class StageListener:
+    """Hears all stages of the server whose supervisor is process `pid`, as a context manager.
+
+    beats: the latest heartbeat of each stage. stages: their ids.
+    """
+
+    def __init__(self, pid: int) -> None:
+        topology = running(pid).topology
+        self.stages = set(topology.ids())
+        self.beats: dict[str, Heartbeat] = {}
+        self._context = zmq.Context()
+        self._caller = ControlClient(topology, self._context)
+
+    def __enter__(self) -> StageListener:
+        self._caller.__enter__()
+        for stage in self.stages:
+            self._caller.listen(stage)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._caller.__exit__()
+        self._context.destroy(linger=0)
+
+    def hear(self, seconds: float) -> None:
+        """Waits for heartbeats so long at most, and takes all that have come."""
+        while heard := self._caller.receive(seconds):
+            for _, beat in heard:
+                if isinstance(beat, Heartbeat):
+                    self.beats[beat.stage] = beat
+            seconds = 0.0
+
+    def hear_all(self, deadline: float) -> None:
+        """Waits until every stage was heard; TimeoutError at the monotonic time `deadline`."""
+        while set(self.beats) != self.stages:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"only {sorted(self.beats)} were heard")
+            self.hear(0.2)
+
+
 def leftovers(pid: int) -> dict[str, float]:
     """{stage and statistic: value} of what is not empty at last, of every stage of the server
     whose supervisor is process `pid`. TimeoutError if a stage is silent."""
-    topology = next(s.topology for s in running_servers() if s.pid == pid)
-    latest: dict[str, Heartbeat] = {}
     deadline = time.monotonic() + FORGET_SECONDS
-    with zmq.Context() as context, ControlClient(topology, context) as caller:
-        for stage in topology.ids():
-            caller.listen(stage)
-        while True:
-            for _, beat in caller.receive(0.2):
-                if isinstance(beat, Heartbeat):
-                    latest[beat.stage] = beat
-            left = _left(latest)
-            whole = set(latest) == set(topology.ids())
-            if whole and not left:
-                return left
-            if time.monotonic() > deadline:
-                if not whole:
-                    raise TimeoutError(f"only {sorted(latest)} were heard")
-                return left
+    with StageListener(pid) as listener:
+        listener.hear_all(deadline)
+        while (left := _left(listener.beats)) and time.monotonic() < deadline:
+            listener.hear(0.2)
+    return left
 
 
 def _left(latest: dict[str, Heartbeat]) -> dict[str, float]:

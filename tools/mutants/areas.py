@@ -80,7 +80,6 @@ AREAS = {
         (
             "tests/memory/test_pages.py",
             "tests/memory/test_memory_manager.py",
-            "tests/memory/test_kv_pool.py",
             "tests/memory/test_prefix_cache.py",
             "tests/memory/test_memory_machine.py::"
             "test_every_row_reads_the_kv_of_its_own_tokens[4-radix]",
@@ -99,6 +98,7 @@ AREAS = {
         (
             "tests/scheduler/test_epochs.py",
             "tests/scheduler/test_ranks.py",
+            "tests/scheduler/test_groups_that_sleep.py",
             "tests/tokenizer/test_routing.py",
             "tests/scheduler/test_quarantine.py",
             "tests/test_core.py",

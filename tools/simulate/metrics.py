@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from math import exp, floor, log
 from typing import Any
 
-import numpy as np
-
+from pipeinfer.bench import client
 from simulate.workloads import Arrival
 
 RESOLUTION = 2000  # bins for each factor of e: a percentile is right within 0.03 %
@@ -155,8 +154,6 @@ def show(name: str, metrics: Mapping[str, Any]) -> None:
 
 def percentiles(seconds: Any) -> dict[str, float]:
     """p50, p90, p99 and mean of `seconds`, in milliseconds; {} without any."""
-    if not len(seconds):
-        return {}
-    values = 1e3 * np.asarray(seconds)
-    found = np.percentile(values, [100 * share for share in SHARES.values()])
-    return {**dict(zip(SHARES, found.tolist(), strict=True)), "mean": float(values.mean())}
+    found = client.distribution(seconds)
+    found.pop("max", None)
+    return found

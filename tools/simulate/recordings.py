@@ -190,14 +190,7 @@ def inbound(found: Sequence[LoadedTrace]) -> list[float]:
 
 def turnaround(engine: LoadedTrace) -> list[float]:
     """Seconds from the end of a step until the engine launched the one that was planned upon it."""
-    depth = engine.header.settings["overlap_depth"]
-    launches, ends = _launches(engine)
-    found: list[float] = []
-    for (epoch, number), launched in launches.items():
-        end = ends.get((epoch, number - depth))
-        if end is not None:
-            found.append(launched - end)
-    return found
+    return _waits(engine, engine.header.settings["overlap_depth"])
 
 
 def bubble(engine: LoadedTrace) -> list[float]:
@@ -205,13 +198,17 @@ def bubble(engine: LoadedTrace) -> list[float]:
     engines that have several steps under way, else nothing."""
     if engine.header.settings["overlap_depth"] < 2:
         return []
+    return [max(seconds, 0.0) for seconds in _waits(engine, 1)]
+
+
+def _waits(engine: LoadedTrace, steps: int) -> list[float]:
+    """Seconds from the end of a step until that which is so many `steps` later was launched."""
     launches, ends = _launches(engine)
-    found: list[float] = []
-    for (epoch, number), launched in launches.items():
-        end = ends.get((epoch, number - 1))
-        if end is not None:
-            found.append(max(launched - end, 0.0))
-    return found
+    return [
+        launched - ends[epoch, number - steps]
+        for (epoch, number), launched in launches.items()
+        if (epoch, number - steps) in ends
+    ]
 
 
 def _launches(engine: LoadedTrace) -> tuple[dict[tuple[int, int], float], ...]:

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zmq
+import psutil
 
 from harness.processes import cpu_seconds
-from harness.server import ServerUnderTest
-from pipeinfer.bus.bus import ControlClient
-from pipeinfer.messages import Heartbeat
-from pipeinfer.runtime.servers import running_servers
+from harness.server import ServerUnderTest, StageListener
 
 SAMPLE = re.compile(r"^pipeinfer_(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 VALUE = re.compile(r'="([^"]*)"')
@@ -76,45 +73,36 @@ class Watcher:
 
     def __init__(self, server: ServerUnderTest) -> None:
         self._server = server
-        self._topology = next(
-            one.topology for one in running_servers() if one.pid == server.process.pid
-        )
-        self._context = zmq.Context()
-        self._caller = ControlClient(self._topology, self._context)
-        self._beats: dict[str, Heartbeat] = {}
+        self._listener = StageListener(server.process.pid)
 
     def __enter__(self) -> Watcher:
-        self._caller.__enter__()
-        for stage in self._topology.ids():
-            self._caller.listen(stage)
+        self._listener.__enter__()
         self.said(anew=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._caller.__exit__()
-        self._context.destroy(linger=0)
+        self._listener.__exit__()
 
     def said(self, anew: bool = False) -> dict[str, dict[str, float]]:
         """The latest statistics of each stage; `anew`: only those that are told from now on, for
         which it waits."""
-        everybody = set(self._topology.ids())
+        listener = self._listener
+        listener.hear(0.0)
         if anew:
-            self._hear(0.0)
-            self._beats.clear()
-        began = time.monotonic()
-        while anew and (time.monotonic() < began + BEATS or set(self._beats) != everybody):
-            if time.monotonic() > began + PATIENCE:
-                raise TimeoutError(f"only {sorted(self._beats)} were heard")
-            self._hear(0.2)
-        self._hear(0.0)
-        return {stage: beat.stats for stage, beat in sorted(self._beats.items())}
+            listener.beats.clear()
+            began = time.monotonic()
+            while time.monotonic() < began + BEATS:
+                listener.hear(0.2)
+            listener.hear_all(began + PATIENCE)
+        return {stage: beat.stats for stage, beat in sorted(listener.beats.items())}
 
     def processes(self) -> dict[str, Held]:
         """What each process holds."""
         names = {self._server.process.pid: "supervisor"}
-        names |= {beat.pid: stage for stage, beat in self._beats.items()}
+        names |= {beat.pid: stage for stage, beat in self._listener.beats.items()}
         found: dict[str, Held] = {}
-        for pid, parent in sorted(_parents().items()):
+        for process in psutil.process_iter(["ppid"]):  # in the order of their numbers
+            pid, parent = process.pid, process.info["ppid"]
             if pid not in names and parent in names:
                 names[pid] = f"{names[parent]} child"
             if pid in names:
@@ -138,20 +126,3 @@ class Watcher:
             "stages": said,
             "metrics": self.metrics(),
         }
-
-    def _hear(self, seconds: float) -> None:
-        while heard := self._caller.receive(seconds):
-            for _, message in heard:
-                if isinstance(message, Heartbeat):
-                    self._beats[message.stage] = message
-            seconds = 0.0
-
-
-def _parents() -> dict[int, int]:
-    """The parent of every process."""
-    found: dict[int, int] = {}
-    for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
-            words = (place / "stat").read_text().rpartition(")")[2].split()
-            found[int(place.name)] = int(words[1])
-    return found

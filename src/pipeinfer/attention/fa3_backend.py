@@ -10,10 +10,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipeinfer.attention.interface import AttentionInputs, Traits
-from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
+from pipeinfer.attention.interface import (
+    PAGE_SIZES,
+    PREFERRED_PAGE_SIZE,
+    AttentionInputs,
+    KVPool,
+    PagedKind,
+    Traits,
+)
 from pipeinfer.kernels.formats import E4M3, quantize_e4m3
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 
@@ -134,5 +139,5 @@ def _window(shape: AttentionShape) -> tuple[int, int]:
 FA3 = PagedKind(
     Fa3Kernel,
     Fa3Kernel,
-    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, page_table="all"),
+    Traits(PAGE_SIZES, PREFERRED_PAGE_SIZE, captures_decode=True, page_table="all"),
 )

@@ -13,10 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeinfer.attention.interface import AttentionInputs, Traits
-from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
+from pipeinfer.attention.interface import (
+    PAGE_SIZES,
+    PREFERRED_PAGE_SIZE,
+    AttentionInputs,
+    KVPool,
+    PagedKind,
+    Traits,
+)
 from pipeinfer.kernels.formats import E4M3
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 PARITIES = 2
@@ -299,5 +304,7 @@ class DecodeKernel(_Wrappers):
 FLASHINFER = PagedKind(
     DecodeKernel,
     PrefillKernel,
-    Traits(PAGE_SIZES, PREFERRED, host_lengths=True, captures_decode=True, lists_pages=True),
+    Traits(
+        PAGE_SIZES, PREFERRED_PAGE_SIZE, host_lengths=True, captures_decode=True, lists_pages=True
+    ),
 )

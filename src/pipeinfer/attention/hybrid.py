@@ -15,8 +15,14 @@ from functools import lru_cache
 import torch
 
 from pipeinfer.attention.fa3_backend import Fa3Kernel
-from pipeinfer.attention.interface import AttentionInputs, Traits
-from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
+from pipeinfer.attention.interface import (
+    PAGE_SIZES,
+    PREFERRED_PAGE_SIZE,
+    AttentionInputs,
+    KVPool,
+    PagedKind,
+    Traits,
+)
 from pipeinfer.kernels.decode_attention import (
     MIN_QUERY_ROWS,
     DecodePrefixes,
@@ -31,7 +37,6 @@ from pipeinfer.kernels.decode_attention import (
 )
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 # (rows * KV heads at most, how rows are split): measured on an H200. Few rows have small splits, so
@@ -224,7 +229,7 @@ HYBRID = PagedKind(
     Fa3Kernel,
     Traits(
         PAGE_SIZES,
-        PREFERRED,
+        PREFERRED_PAGE_SIZE,
         captures_decode=True,
         captures_prefill=True,
         page_table="prefills",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import pkgutil
 import sys
 import threading
 from collections.abc import Generator, Sequence
@@ -163,8 +164,7 @@ def padded_head_dim(head_dim: int, backend: str = "") -> int:
 
 def load(name: str) -> AttentionKind:
     """What backend `name`, as `resolve` returned it, is built by."""
-    module, _, attribute = BACKENDS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return pkgutil.resolve_name(BACKENDS[name])
 
 
 def resolve_page_size(name: str, page_size: int) -> int:

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeinfer.attention.interface import KV, AttentionInputs, Traits
+from pipeinfer.attention.interface import KV, AttentionInputs, KVPool, Traits
 from pipeinfer.kernels.formats import E4M3, KVScales, dequantize_e4m3
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 NEVER = float("-inf")

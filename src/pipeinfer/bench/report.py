@@ -21,7 +21,7 @@ from typing import TextIO
 
 import numpy as np
 
-from pipeinfer.bench.metrics import GoodputTarget, RequestTiming
+from pipeinfer.bench.client import GoodputTarget, RequestTiming
 from pipeinfer.bench.runner import PointResult, WorkerProgress
 from pipeinfer.command_line import counted
 from pipeinfer.version import __version__

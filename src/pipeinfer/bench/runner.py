@@ -43,23 +43,26 @@ import uvloop
 from msgspec import Meta
 
 from pipeinfer import pipes
-from pipeinfer.bench.client import EncodedRequest, Endpoint, session, stream_into
-from pipeinfer.bench.dataset import (
-    MIN_REQUESTS,
-    MIN_REQUESTS_PER_STREAM,
-    CustomDataset,
-    RandomDataset,
-)
-from pipeinfer.bench.metrics import (
+from pipeinfer.bench.client import (
     BenchmarkMetrics,
     ClientLoad,
     ClientStats,
+    EncodedRequest,
+    Endpoint,
     GoodputTarget,
     LoopLagMonitor,
     RequestTiming,
     benchmark_metrics,
     client_stats,
     client_warnings,
+    session,
+    stream_into,
+)
+from pipeinfer.bench.dataset import (
+    MIN_REQUESTS,
+    MIN_REQUESTS_PER_STREAM,
+    CustomDataset,
+    RandomDataset,
 )
 from pipeinfer.command_line import counted
 from pipeinfer.settings import ConfigurationError

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from pipeinfer.bench import client, report, runner
-from pipeinfer.bench.client import Endpoint, ServerNotUsable
+from pipeinfer.bench.client import Endpoint, GoodputTarget, ServerNotUsable
 from pipeinfer.bench.dataset import (
     DEFAULT_CONCURRENCY,
     CustomDataset,
     RandomDataset,
     load_custom_dataset,
 )
-from pipeinfer.bench.metrics import GoodputTarget
 from pipeinfer.bench.runner import (
     Benchmark,
     LoadLimits,

@@ -26,7 +26,7 @@ import numpy as np
 if TYPE_CHECKING:  # memory of a host can be looked at without torch
     import torch
 
-    from pipeinfer.memory.kv_pool import KVPool
+    from pipeinfer.attention.interface import KVPool
 
 log = logging.getLogger(__name__)
 

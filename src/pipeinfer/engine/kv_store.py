@@ -16,12 +16,18 @@ from functools import cache
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import KV, Attention, AttentionMetadata, Traits
+from pipeinfer.attention.interface import (
+    KV,
+    Attention,
+    AttentionMetadata,
+    KeyCenter,
+    KVPool,
+    Traits,
+)
 from pipeinfer.attention.torch_backend import attend_unfused
 from pipeinfer.kernels.formats import E4M3, dequantize_e4m3, hadamard_transform, quantize_e4m3
 from pipeinfer.kernels.interface import tensor_of
 from pipeinfer.layers.attention import LayerQKV
-from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import AttentionShape
 

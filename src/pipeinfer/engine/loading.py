@@ -18,11 +18,12 @@ import msgspec
 import torch
 
 from pipeinfer.attention import registry
+from pipeinfer.attention.interface import KeyCenter, KVPool
 from pipeinfer.attention.registry import Gpu
 from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
 from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.quantization import choose_quantization
-from pipeinfer.distributed.collectives import TorchCollectives
+from pipeinfer.collectives import TorchCollectives
 from pipeinfer.engine.device_memory import Allocate, DeviceMemory, cuda_obstacle
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kept_memory import (
@@ -47,7 +48,6 @@ from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import AllocateParameter, Shard
 from pipeinfer.malloc import return_freed_memory
-from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.memory.page_directory import PageChains
 from pipeinfer.models.causal_lm import CausalLM, LanguageModel
 from pipeinfer.models.loading import (

@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import Attention, AttentionMetadata
+from pipeinfer.attention.interface import Attention, AttentionMetadata, KVPool
 from pipeinfer.engine import calibrate
 from pipeinfer.engine.calibrate import empty_step
 from pipeinfer.engine.device import Device, StepEvent, TwoPhaseEvent
@@ -39,7 +39,6 @@ from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, StepScor
 from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
 from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS
 from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels, tensor_of
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost

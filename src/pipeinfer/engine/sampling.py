@@ -99,7 +99,7 @@ class LocalSampler:
 
 
 class Ranks(Protocol):
-    """What ranks exchange; see distributed/collectives.py."""
+    """What ranks exchange; see collectives.py."""
 
     def all_gather_stacked(self, partial: torch.Tensor) -> torch.Tensor:
         """[size, ...]: `partial` of every rank."""

@@ -27,7 +27,7 @@ from pipeinfer.wire import pack
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipeinfer.distributed.collectives import TorchCollectives
+    from pipeinfer.collectives import TorchCollectives
     from pipeinfer.engine.executor import DeviceDriver
     from pipeinfer.engine.kept_memory import KeptMemory
     from pipeinfer.engine.loading import LoadedEngine
@@ -206,8 +206,8 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
         return None
     import zmq
 
-    from pipeinfer.bus.sockets import SocketFactory
-    from pipeinfer.distributed.collectives import join_group
+    from pipeinfer.bus.bus import SocketFactory
+    from pipeinfer.collectives import join_group
 
     context.report_status("loading", "waiting for the other ranks")
     first = context.topology.address(f"engine-{identity.group}-0")

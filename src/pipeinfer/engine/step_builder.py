@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pipeinfer.memory.manager import MemoryManager, Rows
-from pipeinfer.memory.shared_prefixes import find_shared_prefixes
+from pipeinfer.memory.pages import find_shared_prefixes
 from pipeinfer.messages import Admit
 from pipeinfer.params import (
     MAX_BAD_WORD_IDS,

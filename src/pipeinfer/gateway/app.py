@@ -388,7 +388,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
         response.headers["request-id"] = name  # as Anthropic's clients know it
     if IGNORED_SCHEMA in request:
         response.headers["x-schema-left-out"] = request[IGNORED_SCHEMA]
-    del response.headers["Server"]  # which software answers is not disclosed
+    response.headers.pop("Server", None)  # which software answers is not disclosed
 
 
 def _kv_cache_dtype(stats: Mapping[str, float]) -> JsonObject:

@@ -57,7 +57,8 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int = 0,
     ) -> None:
-        message = _shortened(message)
+        # It may quote a header, whose bytes need not be UTF-8.
+        message = _shortened(message.encode(errors="replace").decode())
         super().__init__(message)
         self.status = status
         self.message = message

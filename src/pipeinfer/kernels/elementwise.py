@@ -2,7 +2,7 @@
 
 RMSNorm: alone, with residual addition, of partial sums, to FP8, and with the all-reduce over ranks.
 The all-reduce reads every rank's partial sums in memory that all ranks have mapped, without
-multicast and without nvcc; distributed/ maps the memory and chooses messages. Quantization has a
+multicast and without nvcc; collectives.py maps the memory and chooses messages. Quantization has a
 scale a row or a group of values, and runs by itself or as the end of another kernel
 (`store_quantized`). For devices on which no library's kernel is better, and for what no library's
 kernel takes. Needs triton; formats.py has quantization in plain torch. Knows tensors and addresses,

@@ -14,9 +14,9 @@ Files are safetensors or GGUF. Knows no architecture: the model's `sources` say 
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
+import pkgutil
 import re
 import threading
 import zlib
@@ -100,8 +100,7 @@ def build_model(
 
 def _builder(architecture: str) -> Callable[..., object]:
     """The builder, imported only now; raises KeyError for one that is not in the table."""
-    module, _, name = ARCHITECTURES[architecture].partition(":")
-    return getattr(importlib.import_module(module), name)
+    return pkgutil.resolve_name(ARCHITECTURES[architecture])
 
 
 def _compile(model: CausalLM, placement: Placement) -> None:

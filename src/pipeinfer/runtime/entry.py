@@ -38,10 +38,9 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
-from pipeinfer.bus.bus import Listener
+from pipeinfer.bus.bus import AddressTaken, Listener, raise_socket_limits
 from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.frames import FrameHeader
-from pipeinfer.bus.sockets import AddressTaken, raise_socket_limits
 from pipeinfer.command_line import CommandLine
 from pipeinfer.gguf.header import only_gguf
 from pipeinfer.malloc import map_large_allocations

@@ -64,7 +64,7 @@ from pipeinfer.scheduler.engine_state import (
     RanksDisagree,
     StepOverdue,
 )
-from pipeinfer.scheduler.epochs import Epochs, GroupAnnouncer, RanksDiverged
+from pipeinfer.scheduler.epochs import Epochs, GroupAnnouncer, RanksDiverged, SleepRequest
 from pipeinfer.scheduler.planner import Planner, SchedulerOptions
 from pipeinfer.scheduler.recovery import (
     Outbox,
@@ -76,7 +76,6 @@ from pipeinfer.scheduler.recovery import (
     refusal,
 )
 from pipeinfer.scheduler.request import Request, TooLong, max_total, request_of
-from pipeinfer.scheduler.sleep import SleepRequest
 
 # "draining": until its requests have ended. "left": they are left to another scheduler.
 DrainState = Literal["serving", "draining", "left"]

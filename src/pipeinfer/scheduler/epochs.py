@@ -1,9 +1,14 @@
-"""Which engine ranks are there, whether they agree to begin an epoch, and which must be killed.
+"""Which engine ranks are there, whether they agree to begin an epoch or to sleep, and which must be
+killed.
 
-Knows no request. A group starts only after every rank said hello with the same model, page size,
-pool, KV dtype, graph sizes and attention backend, and answered that it hears the plan channel and
-has put as many steps on its device as all others: else they would never meet again inside a
-collective.
+- Epochs: the ranks of the group, and the epoch that they are in.
+- FencedRanks: which of them must be killed. RankStates: what each says of itself.
+- GroupAnnouncer: what others are told of the group, and when.
+- SleepRequest: whether the group is to sleep, and the requests that wait until it does.
+
+A group starts only after every rank said hello with the same model, page size, pool, KV dtype,
+graph sizes and attention backend, and answered that it hears the plan channel and has put as many
+steps on its device as all others: else they would never meet again inside a collective.
 """
 
 from __future__ import annotations
@@ -23,10 +28,13 @@ from pipeinfer.messages import (
     Hello,
     RankStatus,
     Ready,
+    SetSleep,
     Sleep,
+    SleepMode,
     State,
 )
 from pipeinfer.scheduler.planner import SchedulerOptions
+from pipeinfer.scheduler.request import Request
 
 AGREED = (
     "model",
@@ -362,3 +370,56 @@ class GroupAnnouncer:
         self._published = readiness
         self._published_at = now
         return [Send("group", EVERYONE, make_status())]
+
+
+class SleepRequest:
+    """What was asked for last.
+
+    level: see SetSleep; 0: to be awake. held: by id, requests that have come since, while those
+    before are answered. settled: what holds is known, so no engine's word of earlier times counts.
+    """
+
+    def __init__(self) -> None:
+        self.level = 0
+        self.held: dict[str, Request] = {}
+        self.settled = False
+        self._refuses = False
+        self._mode: SleepMode = "wait"
+        self._told: tuple[int, bool] = (0, False)  # level and refusals that ranks were told of
+
+    @property
+    def refuses(self) -> bool:
+        """Whether requests that come now are refused."""
+        return self.level > 0 and self._refuses
+
+    @property
+    def falls(self) -> bool:
+        """Whether the group is awake, and is to sleep."""
+        return self.level > 0 and not self._told[0]
+
+    def ask(self, asked: SetSleep) -> None:
+        """It is to sleep. Who asks again may hurry, or want a deeper sleep, but no lighter one."""
+        self.settled = True
+        self.level = max(self.level, asked.level)
+        self._mode, self._refuses = asked.mode, asked.refuses
+
+    def due(self, live: int) -> bool:
+        """Whether ranks are to be told now. live: requests that the group has, with `held`."""
+        if not self.level or self._told == (self.level, self._refuses):
+            return False
+        return not self.falls or self._mode == "keep" or live == len(self.held)
+
+    def begin(self) -> list[Request]:
+        """Ranks are told; returns those that were held, which now wait as for any engine."""
+        self._told = self.level, self._refuses
+        return self._take_held()
+
+    def wake_up(self) -> list[Request]:
+        """It is to be awake; returns those that were held."""
+        self.settled = True
+        self.level, self._told = 0, (0, False)
+        return self._take_held()
+
+    def _take_held(self) -> list[Request]:
+        held, self.held = list(self.held.values()), {}
+        return held

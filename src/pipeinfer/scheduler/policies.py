@@ -7,7 +7,7 @@ order of its own and knows nothing else. There is one class for each policy, fou
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Protocol
 
 from pipeinfer.command_line import none_of
@@ -320,12 +320,11 @@ class Policy(Protocol):
 def create(name: str) -> Policy:
     """The policy called `name`, or module:Class of one's own; ConfigurationError if unknown."""
     target = POLICIES.get(name, name)
-    module, separator, cls = target.partition(":")
-    if not separator:
+    if ":" not in target:
         raise ConfigurationError(f"--policy: {none_of(name, POLICIES)}")
     try:
-        return getattr(importlib.import_module(module), cls)()
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(target)()
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(f"policy {name!r} cannot be imported: {error}") from None
 
 

@@ -15,7 +15,7 @@ Knows no clock. docs/recording.md is its page.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -345,18 +345,13 @@ class RecordDecoder:
             return Union[CHANNELS[channel], Unencoded] if direction == "out" else CHANNELS[channel]
         if direction == "in":
             common = [getattr(core, name) for name in COMMON_MESSAGES]
-            own = [_named(name) for name in LOCAL_IN.get(self._stage, ())]
+            own = [pkgutil.resolve_name(name) for name in LOCAL_IN.get(self._stage, ())]
             # A gateway hears itself without a socket.
             return Union[tuple(common + own + [Heartbeat] * (self._stage == "gateway"))]
         names = LOCAL_OUT.get(self._stage)
         if not names:
             raise UnreadableTrace(f"a {self._stage} has no local outputs")
-        return Union[(Unencoded, *(_named(name) for name in names))]
-
-
-def _named(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+        return Union[(Unencoded, *(pkgutil.resolve_name(name) for name in names))]
 
 
 class Trace:

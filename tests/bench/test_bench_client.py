@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.bench import metrics
-from pipeinfer.bench.metrics import (
+from pipeinfer.bench import client
+from pipeinfer.bench.client import (
     ClientLoad,
     ClientStats,
     GoodputTarget,
@@ -50,7 +50,7 @@ def timelines(draw: st.DrawFn) -> RequestTiming:
 
 @given(st.lists(SECONDS, min_size=1))
 def test_quantiles_are_numpys_in_milliseconds(seconds: list[float]) -> None:
-    found = metrics.distribution(seconds)
+    found = client.distribution(seconds)
     ordered = sorted(seconds)
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         assert found[name] == pytest.approx(1e3 * np.quantile(seconds, share), abs=1e-6)
@@ -81,8 +81,8 @@ def test_what_several_processes_saw_is_what_one_would_have_seen(lines, many, cha
     merged = join_results([report.result for report in reports if report.result is not None])
     flat = lambda found: dict(_numbers(found))  # noqa: E731
     alone, together = (
-        metrics.benchmark_metrics(lines, TARGET),
-        metrics.benchmark_metrics(merged.timings, TARGET),
+        client.benchmark_metrics(lines, TARGET),
+        client.benchmark_metrics(merged.timings, TARGET),
     )
     assert flat(together) == pytest.approx(flat(alone))
     assert len([one for own in merged.client_loads for one in own.loop_lags]) == len(lines)
@@ -99,7 +99,7 @@ def _numbers(found, name=""):
 
 @given(st.lists(timelines(), max_size=12))
 def test_a_summary_counts_each_request_once(lines: list[RequestTiming]) -> None:
-    found = metrics.benchmark_metrics(lines, TARGET)
+    found = client.benchmark_metrics(lines, TARGET)
     whole = [line for line in lines if not line.error and line.chunk_times]
     assert found["requests"] == len(lines)
     assert found["failed"] == len(lines) - len(whole) == sum(found["failures"].values())
@@ -141,24 +141,24 @@ def test_a_loop_that_is_held_up_is_seen_late() -> None:
 
 
 def test_a_client_that_was_late_says_so_and_one_that_was_not_is_silent() -> None:
-    quick = metrics.benchmark_metrics(
+    quick = client.benchmark_metrics(
         [RequestTiming(0.0, [0.02, 0.03, 0.04], output_tokens=3)], TARGET
     )
     calm = ClientStats(1, {"p99": 1.0}, {"p99": 1.0}, 0.3)
-    assert metrics.client_warnings(calm, quick) == []
-    (late,) = metrics.client_warnings(ClientStats(1, {"p99": 9.0}, {"p99": 1.0}, 0.3), quick)
+    assert client.client_warnings(calm, quick) == []
+    (late,) = client.client_warnings(ClientStats(1, {"p99": 9.0}, {"p99": 1.0}, 0.3), quick)
     assert "event loop by 9.0 ms" in late and "--processes" in late
-    (late,) = metrics.client_warnings(ClientStats(1, {"p99": 1.0}, {"p99": 7.0}, 0.3), quick)
+    (late,) = client.client_warnings(ClientStats(1, {"p99": 1.0}, {"p99": 7.0}, 0.3), quick)
     assert "sent up to 7.0 ms" in late
-    (busy,) = metrics.client_warnings(ClientStats(1, {"p99": 1.0}, {"p99": 1.0}, 0.97), quick)
+    (busy,) = client.client_warnings(ClientStats(1, {"p99": 1.0}, {"p99": 1.0}, 0.97), quick)
     assert "97%" in busy
-    slow = metrics.benchmark_metrics([RequestTiming(0.0, [2.0, 3.0, 4.0], output_tokens=3)], TARGET)
-    assert metrics.client_warnings(ClientStats(1, {"p99": 9.0}, {"p99": 9.0}, 0.3), slow) == []
+    slow = client.benchmark_metrics([RequestTiming(0.0, [2.0, 3.0, 4.0], output_tokens=3)], TARGET)
+    assert client.client_warnings(ClientStats(1, {"p99": 9.0}, {"p99": 9.0}, 0.3), slow) == []
 
 
 def test_only_requests_that_were_sent_can_be_late() -> None:
     lines = [RequestTiming(1.0, sent=1.004), RequestTiming(2.0)]
-    found = metrics.client_stats([ClientLoad([0.001], 0.2), ClientLoad([0.003], 0.6)], lines)
+    found = client.client_stats([ClientLoad([0.001], 0.2), ClientLoad([0.003], 0.6)], lines)
     assert found.late_ms["p50"] == pytest.approx(4.0)
     assert (found.processes, found.busy) == (2, 0.6)
     assert found.lag_ms["p50"] == pytest.approx(2.0)

@@ -39,8 +39,8 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import Store
 
+from pipeinfer.bus.bus import SocketFactory
 from pipeinfer.bus.frames import DECODE_ERRORS
-from pipeinfer.bus.sockets import SocketFactory
 from pipeinfer.step import PeerLost
 from pipeinfer.topology import is_loopback, listen_host, socket_address
 

@@ -1,6 +1,7 @@
-"""Faults to be found: each is plausible, is put in at run time, and is not hit by the first input.
+"""Faults that tools/fuzz must find: each is plausible, and is not hit by the first input.
 
-A fuzzer that finds nothing proves little unless it is known to find something.
+A fuzzer that finds nothing proves little unless it is known to find something. A fault is put into
+a process at run time, into others by a sitecustomize.py.
 """
 
 from __future__ import annotations
@@ -202,10 +203,10 @@ class Plant:
 
 
 PLANTS: dict[str, Plant] = {
-    "unknown-tag": Plant("frames", _unknown_tag, "KeyError at fuzz/plants.py"),
+    "unknown-tag": Plant("frames", _unknown_tag, "KeyError at tools/planted_faults.py"),
     "deep-frame": Plant("frames", _deep_frame, "RecursionError"),
     "trusted-length": Plant("traces", _trusted_length, "MiB"),
-    "unhashable": Plant("traces", _unhashable, "TypeError at fuzz/plants.py"),
+    "unhashable": Plant("traces", _unhashable, "TypeError at tools/planted_faults.py"),
     "any-blocks": Plant("checkpoint", _any_blocks, "Error at"),
     "bound-left-out": Plant("http", _bound_left_out, "bus/frames.py"),
     "error-by-hand": Plant("http", _error_by_hand, "JSONDecodeError"),

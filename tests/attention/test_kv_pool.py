@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipeinfer.attention.interface import KVPool
 from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.malloc import resident_bytes
-from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 
