@@ -304,8 +304,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "It has the weights, waits in silence, and goes on with the pages of an engine that is "
         "killed or swapped, without a start. Then the next one is started. On a GPU it shares "
         "weights that are not quantized; otherwise it takes as much memory as the engine without "
-        "its pages, which the pool leaves free. Of engines that a supervisor starts; with several ranks "
-        "if all are on its host, and so far on CPUs alone.",
+        "its pages, which the pool leaves free. Of engines that a supervisor starts; with several "
+        "ranks if all are on its host, and so far on CPUs alone.",
         unset="an engine that ends is started anew")] = False
     no_cuda_graph: Annotated[bool, about("", "launch every step kernel by kernel",
         "No effect on a CPU.", unset="CUDA graphs are used")] = False

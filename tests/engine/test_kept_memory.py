@@ -54,6 +54,7 @@ kept.open(9, 4, 9 * 3000, HostMemory).memory.array[:] = 7
 kept.write("step cost", "measured", b"note", b"12 ms")
 if sys.argv[2:]:
     kept.write("weights", "weights", sys.argv[2].encode(), sys.argv[2].encode())
+kept._drop("nothing")  # which is answered when the holder has all that came before
 print("written", flush=True)
 sys.stdin.read()
 """

@@ -149,7 +149,7 @@ class CudaMemory:
         until `map` or `take_back` the same little memory stands behind every part of the range."""
         import torch
 
-        self._driver = Driver()
+        self._driver = CudaDriver()
         self._size = -(-size // GRANULARITY) * GRANULARITY
         self._address = self._driver.reserve(self._size)
         self._mapped: list[tuple[int, int]] = []  # address and size of each mapping
@@ -238,7 +238,7 @@ class HostCopy:
 
     def __init__(self, data: torch.Tensor) -> None:
         """data: uint8 [size], on the GPU."""
-        self._driver = Driver()
+        self._driver = CudaDriver()
         self.data = touched_memory(data.numel())
         self._pinned = True
         try:
@@ -292,7 +292,7 @@ class _Bytes:
         }  # fmt: skip
 
 
-class Driver:
+class CudaDriver:
     """The driver's virtual memory calls for the current GPU. Raises RuntimeError with the driver's
     name of what went wrong; ImportError without the package cuda-bindings, which torch for CUDA
     brings along.

@@ -312,7 +312,7 @@ class _StageCollector(Collector):
             ("pages", "All KV pages.", total("engine", "pages_total")),
             (
                 "standbys_ready",
-                "Standbys of engines (--standby) that could go on at once.",
+                "Groups whose engines have standbys (--standby) that could go on at once.",
                 self._health.standbys_ready,
             ),
             (

@@ -131,7 +131,7 @@ class Leaving(Request, tag=True):
         return ()
 
 
-class End(Request, tag=True):
+class Finish(Request, tag="End"):
     """To a holder whose server has ended, from the next server: close all, and end."""
 
     def apply(self, state: HolderState, _number: int, _descriptors: list[int]) -> Sequence[int]:
@@ -164,7 +164,7 @@ class Dropped(msgspec.Struct, tag=True):
     """Holder to engine: what a Drop named is closed."""
 
 
-_requests = msgspec.msgpack.Decoder(Attach | Borrow | Keep | Drop | Leaving | End)
+_requests = msgspec.msgpack.Decoder(Attach | Borrow | Keep | Drop | Leaving | Finish)
 _attached = msgspec.msgpack.Decoder(Attached)
 _borrowed = msgspec.msgpack.Decoder(Borrowed)
 _dropped = msgspec.msgpack.Decoder(Dropped)
@@ -496,7 +496,7 @@ class HolderLink:
     def end(self) -> None:
         """The holder ends, and all that it kept is closed when this returns; so is this link."""
         with self._socket, suppress(OSError):  # it has ended already, or does not answer
-            self._send(End())
+            self._send(Finish())
             while self._socket.recv(MAX_MESSAGE):
                 continue
 
