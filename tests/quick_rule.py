@@ -29,17 +29,33 @@ QUICK_ANYWAY = frozenset((
 ))  # fmt: skip
 
 
+@cache
 def is_quick(path: Path) -> bool:
     """Whether the test module at `path` is."""
     if path.name in QUICK_ANYWAY:
         return True
     fixtures = _heavy_fixtures(path.parent)
-    asked = set(re.findall(r"\w+", path.read_text())) & fixtures
+    asked = fixtures and set(re.findall(r"\w+", path.read_text())) & fixtures
     return not asked and not _is_heavy(path)
 
 
 @cache
-def _is_heavy(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
+def _is_heavy(path: Path) -> bool:
+    """Whether it, or a helper that it imports, directly or not, imports what is heavy."""
+    todo, seen = [path], {path}
+    while todo:
+        heavy, helpers = _imports(todo.pop())
+        if heavy:
+            return True
+        todo += helpers - seen
+        seen |= helpers
+    return False
+
+
+@cache
+def _imports(path: Path) -> tuple[bool, frozenset[Path]]:
+    """Whether the module itself imports what is heavy; and the helpers that it imports."""
+    helpers: set[Path] = set()
     for node in _statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names, wanted = {alias.name for alias in node.names}, set()
@@ -49,11 +65,9 @@ def _is_heavy(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
         else:
             continue
         if any(map(_starts_heavy, names)) or wanted & HEAVY_NAMES:
-            return True
-        for helper in _helpers(path, names) - seen:
-            if _is_heavy(helper, seen | {path}):
-                return True
-    return False
+            return True, frozenset()
+        helpers |= _helpers(path, names)
+    return False, frozenset(helpers)
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -72,9 +86,14 @@ def _starts_heavy(name: str) -> bool:
 
 def _helpers(path: Path, names: set[str]) -> set[Path]:
     """Files of those modules of these names that are the tests' own, or tools."""
+    files = {f"{name.replace('.', '/')}.py" for name in names}
     folders = (path.parent, TESTS, TOOLS)
-    paths = [folder / f"{name.replace('.', '/')}.py" for name in names for folder in folders]
-    return {path for path in paths if path.exists()}
+    return {folder / file for folder in folders for file in files if _is_there(folder, file)}
+
+
+@cache
+def _is_there(folder: Path, file: str) -> bool:
+    return (folder / file).exists()
 
 
 @cache

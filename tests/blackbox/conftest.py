@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -65,6 +64,8 @@ def api(server):
 
 @pytest.fixture(scope="session")
 def claude(server):
+    import anthropic  # 2 s, which only the worker that has these tests spends
+
     with anthropic.Anthropic(
         base_url=server.url, api_key="none", timeout=120, max_retries=0
     ) as made:

@@ -4,11 +4,13 @@ how to call, so whatever they write, the parser that is chosen for them must rea
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2 import Template
 
 import template_families
 from pipeinfer.gateway.response_json import ParsedOutput
@@ -134,9 +136,12 @@ CALLS = st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_s
 
 
 ENVIRONMENT = make_environment(lambda form: form)
-TEMPLATES = {
-    family: ENVIRONMENT.from_string(template_families.source(family)) for family in PARSERS
-}
+
+
+@cache
+def template_of(family: str) -> Template:
+    """Compiled when it is first asked for: every worker collects, and one compiles."""
+    return ENVIRONMENT.from_string(template_families.source(family))
 
 
 def written(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
@@ -156,8 +161,8 @@ def written(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     content = None if "deepseek" in family else ""
     said: list[Any] = [*asked, {"role": "assistant", "content": content, "tool_calls": made}]
     given: Any = {"bos_token": "<s>", "eos_token": "</s>", "tools": []}
-    before = TEMPLATES[family].render(messages=asked, **given)
-    whole = TEMPLATES[family].render(messages=said, **given)
+    before = template_of(family).render(messages=asked, **given)
+    whole = template_of(family).render(messages=said, **given)
     same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), -1)
     return whole[same:] if same >= 0 else whole[len(before) :]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
-from vocabularies import SPECIALS, byte_fallback, byte_level, certain
+from vocabularies import CERTAIN, SPECIALS, byte_fallback, byte_level
 
 from pipeinfer.tokenizer.prompts import NFC_SHRINK, token_length_bound
 
@@ -22,7 +22,7 @@ texts = st.lists(
 ).map("".join)
 
 
-@pytest.mark.parametrize("name", certain())
+@pytest.mark.parametrize("name", CERTAIN)
 @settings(max_examples=120, deadline=None)
 @given(text=texts)
 @example(text="<|im_start|>" * 100)
@@ -30,15 +30,15 @@ texts = st.lists(
 @example(text="\u1fbe\u0308\u0301" * 200)
 @example(text="\u212a" * 200)
 def test_no_text_has_fewer_tokens_than_its_length_says(name: str, text: str) -> None:
-    tokenizer = certain()[name]
+    tokenizer = CERTAIN[name]()
     bound = token_length_bound(tokenizer)
     assert bound is not None
     assert len(tokenizer.encode(text, add_special_tokens=False).ids) >= bound.min_token_count(text)
 
 
-@pytest.mark.parametrize("name", certain())
+@pytest.mark.parametrize("name", CERTAIN)
 def test_the_bound_is_of_use(name: str) -> None:
-    bound = token_length_bound(certain()[name])
+    bound = token_length_bound(CERTAIN[name]())
     assert bound is not None
     assert bound.max_token_bytes <= 64
     assert bound.min_token_count("x" * 1_000_000) >= 1_000_000 // 64
