@@ -9,10 +9,12 @@ is most of what an operation takes, since the numbers in it are few.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
 import triton.language as tl
 from triton._utils import validate_block_shape
 from triton.language.semantic import TritonSemantic
@@ -27,7 +29,9 @@ def hurry() -> None:
     _describe_shapes_once()
     _compare_types_by_what_they_are()
     _broadcast_what_differs()
-    _hand_arguments_on()
+    _convert_what_differs()
+    _compute_at_once()
+    _find_builtins_once()
 
 
 def _compute_no_overflow() -> None:
@@ -105,28 +109,134 @@ def _compare_types_by_what_they_are() -> None:
 def _broadcast_what_differs() -> None:
     broadcast = TritonSemantic.broadcast_impl_value
 
+    @functools.cache
+    def block_of(sizes: tuple[int, ...], element_ty: tl.dtype) -> tl.block_type:
+        return tl.block_type(element_ty, sizes)
+
+    def filled(self: TritonSemantic, scalar: tl.tensor, block: tl.dtype) -> tl.tensor:
+        make = block_of if _plain_dtype(scalar.type) else block_of.__wrapped__
+        kind = make(tuple(block.shape.values), scalar.type)
+        return tl.tensor(self.builder.create_splat(kind, scalar.handle), kind)
+
     def where_shapes_differ(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor):
         one, other = lhs.type, rhs.type
         if one is other:
             return lhs, rhs
-        if one.is_block() and other.is_block() and one.shape.values == other.shape.values:
-            return lhs, rhs
+        if one.is_block():
+            if not other.is_block():
+                return lhs, filled(self, rhs, one)
+            if one.shape.values == other.shape.values:
+                return lhs, rhs
+        elif other.is_block():
+            return filled(self, lhs, other), rhs
         return broadcast(self, lhs, rhs)
 
     TritonSemantic.broadcast_impl_value = where_shapes_differ
+    tl.dtype.__hash__ = lambda self: hash(self.name)
 
 
-def _hand_arguments_on() -> None:
-    """What triton.language has is called as it was, without a copy of its arguments by name."""
+def _plain_dtype(kind: tl.dtype) -> bool:
+    """Of numbers, not of pointers."""
+    return type(kind) is tl.dtype
 
-    def patch(obj, name: str, member, builder, scope) -> None:
+
+def _convert_what_differs() -> None:
+    """Operands of one type need no conversion; a number beside a tensor becomes the same constant
+    each time."""
+    general = TritonSemantic.binary_op_type_checking_impl
+    unwrap, numbers = tl.core._unwrap_if_constexpr, (int, float)
+
+    def operands(
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True,
+        div_or_mod=False,
+    ):  # fmt: skip
+        if type(lhs) is tl.tensor and not div_or_mod and _plain_dtype(lhs.dtype):
+            kind = type(rhs)
+            if kind is tl.tensor:
+                if rhs.dtype is lhs.dtype:
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif kind in numbers and arithmetic_check and rhs == rhs:
+                dtype = lhs.dtype
+                same = kind is int if dtype.is_int() else dtype.is_floating()
+                if same and self.to_tensor_type(rhs).kind().value <= dtype.kind().value:
+                    sign = math.copysign(1.0, rhs)
+                    right = _known(self, rhs, sign, kind, dtype)
+                    return self.broadcast_impl_value(lhs, right)
+        return general(
+            self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        )
+
+    @functools.cache
+    def _known(self, value, sign, kind, dtype):
+        return self._cast_to_computation_type(value, dtype)
+
+    TritonSemantic.binary_op_type_checking_impl = operands
+
+    as_it_is = frozenset((tl.tensor, int, float, bool, str, type(None)))
+
+    def unwrapped(o):
+        kind = type(o)
+        if kind is tl.constexpr:
+            return o.value
+        return o if kind in as_it_is else unwrap(o)
+
+    tl.core._unwrap_if_constexpr = unwrapped
+
+
+def _compute_at_once() -> None:
+    """Sizes are looked up, and what is checked is checked once."""
+    builder, handle, bools = interpreter.InterpreterBuilder, interpreter.TensorHandle, np.dtype(bool)
+    general = builder.binary_op
+
+    @functools.cache
+    def most_bytes(dtype: tl.dtype) -> int:
+        return max(dtype.primitive_bitwidth // 8, 1) if _plain_dtype(dtype) else 8
+
+    checked = handle.__post_init__
+
+    def make_handle(self, data, dtype, attr=None) -> None:
+        self.data, self.dtype = data, dtype
+        self.attr = {} if attr is None else attr
+        if type(dtype) is tl.dtype and data.itemsize > most_bytes(dtype):
+            checked(self)
+
+    def binary_op(self, lhs, rhs, op):
+        left, right = lhs.data, rhs.data
+        if left.dtype is bools and right.dtype is bools:
+            return general(self, lhs, rhs, op)
+        output, dtype = op(left, right), lhs.dtype.scalar
+        if type(dtype) is tl.dtype and output.itemsize > most_bytes(dtype):
+            output = output.astype(interpreter._get_np_dtype(dtype))
+        return handle(output, dtype)
+
+    handle.__init__, builder.binary_op = make_handle, binary_op
+
+
+def _find_builtins_once() -> None:
+    """What triton.language has is found once, and called without a copy of its arguments by name."""
+
+    def called_with(member):
+        if member.__code__ is wrapper:
+            member = member.__wrapped__  # asks whether `_semantic` is there
+
         def called(*args, **kwargs):
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return member(*args, **kwargs)
 
-        scope.set_attr(obj, name, called)
+        return called
 
-    interpreter._patch_attr = patch
+    wrapper = tl.core.builtin(lambda: None).__code__
+
+    @functools.cache
+    def builtins_of(package) -> list:
+        found = inspect.getmembers(package)
+        return [(name, called_with(member)) for name, member in found if tl.core.is_builtin(member)]
+
+    def patch(package, builder, scope) -> None:
+        for name, called in builtins_of(package):
+            scope.set_attr(package, name, called)
+
+    interpreter._patch_builtin = patch
 
 
 def remap_once() -> None:
