@@ -162,9 +162,7 @@ def _convert_what_differs() -> None:
                     sign = math.copysign(1.0, rhs)
                     right = _known(self, rhs, sign, kind, dtype)
                     return self.broadcast_impl_value(lhs, right)
-        return general(
-            self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
-        )
+        return general(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     @functools.cache
     def _known(self, value, sign, kind, dtype):
@@ -185,8 +183,8 @@ def _convert_what_differs() -> None:
 
 def _compute_at_once() -> None:
     """Sizes are looked up, and what is checked is checked once."""
-    builder, handle, bools = interpreter.InterpreterBuilder, interpreter.TensorHandle, np.dtype(bool)
-    general = builder.binary_op
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    general, bools = builder.binary_op, np.dtype(bool)
 
     @functools.cache
     def most_bytes(dtype: tl.dtype) -> int:
@@ -213,7 +211,7 @@ def _compute_at_once() -> None:
 
 
 def _find_builtins_once() -> None:
-    """What triton.language has is found once, and called without a copy of its arguments by name."""
+    """Of triton.language; and they are called without a copy of their arguments by name."""
 
     def called_with(member):
         if member.__code__ is wrapper:

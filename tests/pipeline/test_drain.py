@@ -15,7 +15,7 @@ import openai
 from pipeinfer.runtime.servers import running_servers
 from servers import Server, alive, environment
 
-STREAMS, TOKENS = 8, 900  # long enough for an engine to start meanwhile
+STREAMS, TOKENS = 4, 900  # long enough for an engine to start meanwhile
 
 
 async def _streams(server: Server, disturb: Callable[[], None] | None = None) -> list[str]:

@@ -12,7 +12,7 @@ import openai
 from pipeinfer.demo import copy_task
 from servers import Server
 
-STREAMS = 24
+STREAMS = 12
 
 
 async def _ask(api: openai.AsyncOpenAI, question: str, changed: int, started: asyncio.Event) -> str:

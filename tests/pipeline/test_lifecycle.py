@@ -193,16 +193,17 @@ def missing_tensor(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("damage", "named"),
+    ("damage", "named", "how"),
     [
-        (truncated, "model.safetensors"),
-        (unknown_architecture, "GPT2LMHeadModel"),
-        (wrong_shape, "mlp"),
-        (missing_tensor, "model.layers.2."),
+        (truncated, "model.safetensors", ["--in-process"]),
+        (unknown_architecture, "GPT2LMHeadModel", ["--in-process"]),
+        (wrong_shape, "mlp", ["--in-process"]),
+        (missing_tensor, "model.layers.2.", []),
     ],
 )
-def test_bad_checkpoint_is_one_clear_error_before_the_server_listens(tmp_path, damage, named):
-    server = Server(str(damage(tmp_path / "model")))
+def test_bad_checkpoint_is_one_clear_error_before_the_server_listens(tmp_path, damage, named, how):
+    """In a process of its own or not, an engine refuses all of them in the same way."""
+    server = Server(str(damage(tmp_path / "model")), *how)
     assert server.process.wait(60) == 2
     for thread in server._threads:
         thread.join(10)

@@ -189,7 +189,13 @@ def test_who_comes_back_is_asleep(server, stages, level):
         assert f'pipeinfer_sleep_level{{group="0"}} {level}.0' in server.get("/metrics")[1]
         wake_up(server)
         assert text(waiting.result()) == expected
-    kill(server, "scheduler", "engine")  # awake, they come back awake
+
+
+def test_who_comes_back_awake_is_awake(server):
+    expected = text(ask(server))
+    fall_asleep(server)
+    wake_up(server)
+    kill(server, "scheduler", "engine")
     assert text(ask(server)) == expected
 
 

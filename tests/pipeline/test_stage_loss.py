@@ -17,7 +17,7 @@ from leftovers import leftovers
 from pipeinfer.demo import copy_task
 from servers import Server
 
-STREAMS = 24
+STREAMS = 12
 TRIES = 5
 VICTIMS = (
     ("scheduler",),
