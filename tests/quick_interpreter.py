@@ -188,14 +188,14 @@ def _compute_at_once() -> None:
 
     @functools.cache
     def most_bytes(dtype: tl.dtype) -> int:
-        return max(dtype.primitive_bitwidth // 8, 1) if _plain_dtype(dtype) else 8
+        return max(dtype.primitive_bitwidth // 8, 1)
 
     checked = handle.__post_init__
 
     def make_handle(self, data, dtype, attr=None) -> None:
         self.data, self.dtype = data, dtype
         self.attr = {} if attr is None else attr
-        if type(dtype) is tl.dtype and data.itemsize > most_bytes(dtype):
+        if _plain_dtype(dtype) and data.itemsize > most_bytes(dtype):
             checked(self)
 
     def binary_op(self, lhs, rhs, op):
@@ -203,7 +203,7 @@ def _compute_at_once() -> None:
         if left.dtype is bools and right.dtype is bools:
             return general(self, lhs, rhs, op)
         output, dtype = op(left, right), lhs.dtype.scalar
-        if type(dtype) is tl.dtype and output.itemsize > most_bytes(dtype):
+        if _plain_dtype(dtype) and output.itemsize > most_bytes(dtype):
             output = output.astype(interpreter._get_np_dtype(dtype))
         return handle(output, dtype)
 
