@@ -41,22 +41,15 @@ serve-smollm2: $(VENV)/smollm2.stamp ## serve SmolLM2-135M-Instruct, a small mod
 	@$(call TRY,What is the capital of France?,$(comma) "temperature": 0) \
 	exec $(BIN)/pipeinfer serve $(SMOLLM2) --served-model-name SmolLM2-135M-Instruct --port $(PORT)
 
-# Types take one core a minute or more: they are checked beside the tests, and said behind them.
-define TEST_AND_TYPES
-said=$$(mktemp); trap 'kill $$types 2>/dev/null; rm -f "$$said"' EXIT; trap 'exit 130' INT; \
-$(BIN)/pyright >"$$said" 2>&1 & types=$$!; \
-$(BIN)/python -m pytest $(1); tests=$$?; \
-wait $$types; code=$$?; cat "$$said"; exit $$((tests + code))
-endef
-
 # Tests wait for the servers that they start, and for time to pass: half as many processes more
 # than cores keep these busy. A process of tests that dies ends the run: what it had left would wait
 # for ever.
 test: $(VENV)/test.stamp $(VENV)/smollm2.stamp ## lint, types and all tests, on WORKERS cores, 2 if nothing is said
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright
 	$(BIN)/lint-imports
-	@$(call TEST_AND_TYPES,-n $$(($(WORKERS) * 3 / 2)) --dist loadfile --max-worker-restart 0)
+	$(BIN)/python -m pytest -n $$(($(WORKERS) * 3 / 2)) --dist loadfile --max-worker-restart 0
 
 # Clients that people use, in environments of their own: the newest, and some with openai 2.
 test-clients: $(VENV)/serve.stamp $(VENV)-clients/stamp $(VENV)-clients-openai-2/stamp ## tests with clients that people use: openai, langchain and others
@@ -69,8 +62,9 @@ test-clients: $(VENV)/serve.stamp $(VENV)-clients/stamp $(VENV)-clients-openai-2
 quick: $(VENV)/test.stamp ## lint, types and the tests that start no process
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright
 	$(BIN)/lint-imports
-	@$(call TEST_AND_TYPES,--quick -n $(WORKERS) --dist loadfile)
+	$(BIN)/python -m pytest --quick -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/test.stamp ## lint and types alone
 	$(BIN)/ruff check .
