@@ -32,6 +32,7 @@ from pipeinfer.engine.kept_memory import (
     KEY_CENTERS,
     POOL,
     STEP_COST,
+    WEIGHTS,
     KeptMemory,
     KeptPool,
     model_key,
@@ -234,13 +235,16 @@ def load_engine(
     that is to outlive this process; it is called once, on a CPU when all is done that needs none.
     A standby's is promoted when this returns.
 
-    Raises ConfigurationError before any weight is read if something does not fit. What it changes
-    of the process stands in the machines' docstrings.
+    Raises ConfigurationError before any weight is read if something does not fit, RuntimeError if
+    the files of a model with standbys are others once weights were read: what is kept would belong
+    to the model before. What it changes of the process stands in the machines' docstrings.
     """
     choices, start = choices or choose_engine(settings, folder, rank), start or Start()
     with start.phase("weights"):
         chosen = machine(choices.device, settings, choices.ordinal)
-    key = _memory_key(settings, folder, choices) if keeps_memory(settings) else b""
+    key = b""
+    if keeps_memory(settings) or settings.standby:
+        key = _memory_key(settings, folder, choices)
 
     @cache
     def taken() -> KeptMemory | None:
@@ -263,6 +267,10 @@ def load_engine(
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
             model, weights = _model(settings, folder, choices, collectives, progress, taken)
+            lent = choices.device == "cuda" and (it := taken()) is not None and WEIGHTS in it.taken
+            # A standby may have waited for long since it looked at the files.
+            if settings.standby and not lent and _memory_key(settings, folder, choices) != key:
+                raise RuntimeError("the model's files have changed since they were looked at")
         with start.phase("attention"):
             kernels.join()
         shape = EngineShape(
