@@ -11,6 +11,7 @@ import pytest
 import torch
 from single_steps import Row, build_step
 
+from checkpoints import make_checkpoint
 from kept_logits import logits_of
 from pipeinfer.engine import loading, machine
 from pipeinfer.engine.calibrate import allow_all, largest_step
@@ -132,6 +133,19 @@ def test_where_a_standby_cannot_be_is_said(folder, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigurationError, match="--standby: not with --tp 2 on GPUs yet"):
         choose_engine(Settings(device="cuda", tp=2, standby=True), folder)
+
+
+def test_files_that_change_before_a_standby_has_read_its_weights_are_not_served(tmp_path):
+    """It would take pages of the model before for its own; on a GPU it may wait for days."""
+    make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    settings = Settings(kv_pages=8, max_running=2, standby=True)
+    load_engine(settings, tmp_path)
+
+    def change(_done, _total):
+        (tmp_path / "generation_config.json").write_text('{"another": 1}')
+
+    with pytest.raises(RuntimeError, match="files have changed"):
+        load_engine(settings, tmp_path, change)
 
 
 def test_pages_follow_free_memory_and_are_capped(folder, monkeypatch):

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -66,7 +68,11 @@ from pathlib import Path
 from pipeinfer.engine.kept_memory import KeptMemory
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.settings import Settings
-kept = KeptMemory(sys.argv[1])
+def wait():
+    print("waits", flush=True)
+    sys.stdin.readline()
+
+kept = KeptMemory(sys.argv[1], wait if sys.argv[3:] else None)
 settings = Settings(kv_pages=16, max_running=2, kv_cache_dtype="fp8_e4m3", threads=1)
 engine = load_engine(settings, Path(sys.argv[2]), kept=lambda: kept)
 centers = [one for one in engine.runner.pool.key_centers if one is not None]
@@ -144,6 +150,56 @@ def test_pages_in_fp8_are_left_with_what_their_keys_are_stored_less(address, tmp
     first, second = (line.split("] ") for line in lines)
     assert first[0] == "[" and second[0] == "['directory', 'key centers', 'pool'"
     assert first[1] == second[1] and not first[1].startswith("0 ")
+
+
+def test_a_standby_that_was_lent_no_key_centers_takes_those_of_the_pages(address, tmp_path):
+    """The holder had ended, and the engine had not given the next one anything yet."""
+    make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    start = [sys.executable, "-c", FP8_ENGINE, address, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    kept = subprocess.Popen([*start, "standby"], **pipes)
+    assert kept.stdout.readline() == "waits\n"
+    engine = subprocess.Popen(start, **pipes)
+    first = engine.stdout.readline()
+    end(engine)
+    kept.stdin.write("\n")
+    kept.stdin.flush()
+    second = kept.stdout.readline()
+    assert second == first.replace("[]", "['directory', 'key centers', 'pool']")
+    end(kept)
+
+
+def test_a_holder_that_ends_before_it_answers_is_followed_by_the_next_one():
+    """A standby asks it again, at its start and when it is promoted, and so does any engine."""
+    address = f"@pipeinfer-test-{secrets.token_hex(8)}"
+    listener = listen(address)
+
+    def end_one_holder():
+        listener.setblocking(True)  # a holder has changed that
+        link, _ = listener.accept()
+        link.recv(100)
+        link.close()
+
+    @contextmanager
+    def holder_after_one_that_ends():
+        with ThreadPoolExecutor() as pool:
+            ends = pool.submit(end_one_holder)
+            made = MemoryHolder(listener.dup())
+            serves = pool.submit(lambda: (ends.result(), made.run()))
+            try:
+                yield
+            finally:
+                made.stop()
+            serves.result()
+
+    with holder_after_one_that_ends():
+        kept = KeptMemory(address, lambda: None)
+        kept.begin(b"model")
+    with holder_after_one_that_ends():
+        kept.promote()
+        assert kept.connected
+        kept.close()
+    listener.close()
 
 
 def lender(address, *words):

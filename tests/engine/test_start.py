@@ -62,6 +62,14 @@ def test_a_phase_that_raises_took_its_time_too():
     assert start.seconds["checks"] == 2.0
 
 
+def test_what_a_standby_waits_is_no_part_of_its_start():
+    times = iter([0.0, 1.0, 3601.0, 3603.0])
+    start = Start(clock=lambda: next(times))
+    with start.phase("pool"), start.waiting():
+        pass
+    assert start.seconds["pool"] == 3.0
+
+
 def test_a_process_is_as_old_as_it_is(tmp_path):
     began = time.monotonic()
     program = "import time; from pipeinfer.engine.start import process_age as age; print(age())"

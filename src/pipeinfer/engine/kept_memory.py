@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,8 +42,12 @@ log = logging.getLogger(__name__)
 POOL, DIRECTORY, WEIGHTS, SLEEP = "pool", "directory", "weights", "sleep"
 KEY_CENTERS, GRAPH_SIZES, STEP_COST = "key centers", "graph sizes", "step cost"  # found once
 HOLDER_TIMEOUT = 60.0  # seconds that the process before may take to end
+HOLDERS_TRIED = 3  # one after the other, where they end before they answer
 RECONNECT = 1.0  # seconds between two attempts to reach a holder that has ended
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights, evenly spaced
+
+
+Answer = TypeVar("Answer")
 
 
 class PoolNote(msgspec.Struct, frozen=True):
@@ -143,19 +147,29 @@ class KeptMemory:
         return None
 
     def _attach(self) -> None:
-        self._link = HolderLink(self._address, HOLDER_TIMEOUT)
-        kept, descriptors = self._link.attach()
+        self._link, (kept, descriptors) = self._ask(HolderLink.attach)
         self.losses = kept.losses
         for entry, descriptor in zip(kept.entries, descriptors, strict=True):
             self._found[entry.name] = entry, descriptor
 
     def _borrow(self) -> None:
-        link = HolderLink(self._address, HOLDER_TIMEOUT)
-        found, descriptors = link.borrow()
+        link, (found, descriptors) = self._ask(HolderLink.borrow)
         link.close()
         self._found.update((entry.name, (entry, None)) for entry in found.others)
         for entry, descriptor in zip(found.lent, descriptors, strict=True):
             self._found[entry.name] = entry, descriptor
+
+    def _ask(self, ask: Callable[[HolderLink], Answer]) -> tuple[HolderLink, Answer]:
+        """A link, and what the holder answers; the next holder, where one ends meanwhile."""
+        for left in reversed(range(HOLDERS_TRIED)):
+            link = HolderLink(self._address, HOLDER_TIMEOUT)
+            try:
+                return link, ask(link)
+            except OSError as error:
+                link.close()
+                if not (left and isinstance(error, ConnectionResetError | BrokenPipeError)):
+                    raise
+        raise AssertionError("the last one was asked")
 
     def begin(self, key: bytes) -> None:
         """What this process finds and leaves belongs to `key` (see model_key)."""

@@ -32,6 +32,7 @@ from pipeinfer.engine.kept_memory import (
     KEY_CENTERS,
     POOL,
     STEP_COST,
+    WEIGHTS,
     KeptMemory,
     KeptPool,
     model_key,
@@ -234,13 +235,16 @@ def load_engine(
     that is to outlive this process; it is called once, on a CPU when all is done that needs none.
     A standby's is promoted when this returns.
 
-    Raises ConfigurationError before any weight is read if something does not fit. What it changes
-    of the process stands in the machines' docstrings.
+    Raises ConfigurationError before any weight is read if something does not fit, RuntimeError if
+    the files of a model with standbys are others once weights were read: what is kept would belong
+    to the model before. What it changes of the process stands in the machines' docstrings.
     """
     choices, start = choices or choose_engine(settings, folder, rank), start or Start()
     with start.phase("weights"):
         chosen = machine(choices.device, settings, choices.ordinal)
-    key = _memory_key(settings, folder, choices) if keeps_memory(settings) else b""
+    key = b""
+    if keeps_memory(settings) or settings.standby:
+        key = _memory_key(settings, folder, choices)
 
     @cache
     def taken() -> KeptMemory | None:
@@ -263,6 +267,10 @@ def load_engine(
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
             model, weights = _model(settings, folder, choices, collectives, progress, taken)
+            lent = choices.device == "cuda" and (it := taken()) is not None and WEIGHTS in it.taken
+            # A standby may have waited for long since it looked at the files.
+            if settings.standby and not lent and _memory_key(settings, folder, choices) != key:
+                raise RuntimeError("the model's files have changed since they were looked at")
         with start.phase("attention"):
             kernels.join()
         shape = EngineShape(
@@ -731,21 +739,30 @@ def _sized_by(settings: Settings, shape: EngineShape) -> str:
     return f"{settings.memory_fraction} of the memory{beside}, {steps}"
 
 
+def _left_to_all(
+    kept: KeptMemory | None, name: str, note: bytes, least: Callable[[int], int]
+) -> bytes | None:
+    """What an engine before has left; None: not on all ranks. Standbys that were not all lent it
+    wait until they are to serve: what they found out for themselves would be measured beside the
+    steps of others, or not be what pages were stored with."""
+    raw = None if kept is None else kept.read(name, note)
+    if not least(raw is not None) and kept is not None and kept.is_standby:
+        kept.promote()
+        raw = kept.read(name, note) if raw is None else raw
+    return raw if least(raw is not None) else None
+
+
 def _measure(
     runner: Runner,
     settings: Settings,
     collectives: TorchCollectives | None,
     kept: KeptMemory | None,
 ) -> None:
-    """What steps take; an engine that another one follows leaves it what it has measured. A standby
-    that was lent nothing waits: beside another engine's steps all would take longer."""
+    """What steps take; an engine that another one follows leaves it what it has measured."""
     least = _least(collectives)
     note = repr((runner.largest, runner.graph_sizes, runner.pool.num_pages)).encode()
-    raw = None if kept is None else kept.read(STEP_COST, note)
-    all_know = least(raw is not None)
-    if kept is not None and kept.is_standby and not all_know:
-        kept.promote()
-    known = msgspec.msgpack.decode(raw, type=StepCost) if raw is not None and all_know else None
+    raw = _left_to_all(kept, STEP_COST, note, least)
+    known = None if raw is None else msgspec.msgpack.decode(raw, type=StepCost)
     runner.measure(partial(all_find, least), known)
     if kept is not None and known is None and runner.measured_cost is not None:
         kept.write(STEP_COST, "measured", note, msgspec.msgpack.encode(runner.measured_cost))
@@ -760,10 +777,9 @@ def _key_centers(
 ) -> tuple[KeyCenter, ...]:
     """What each layer's keys are stored less, as pages hold e4m3. Pages that were left are of use
     with the centers that they were stored with, and with no others."""
-    raw = None if kept is None else kept.read(KEY_CENTERS, b"")
-    least = _least(collectives)
-    if least(raw is not None):
-        stored = msgspec.msgpack.decode(raw or b"", type=list[bytes | None])
+    raw = _left_to_all(kept, KEY_CENTERS, b"", _least(collectives))
+    if raw is not None:
+        stored = msgspec.msgpack.decode(raw, type=list[bytes | None])
         return tuple(
             None
             if one is None
@@ -839,7 +855,7 @@ def _capture(
     single_rank = settings.tp == 1
     later = single_rank and not settings.all_graphs_first
     note = repr(sizes).encode()
-    raw = kept.read(GRAPH_SIZES, note) if kept is not None and single_rank else None
+    raw = _left_to_all(kept, GRAPH_SIZES, note, int) if single_rank else None
     chosen = sizes if raw is None else msgspec.msgpack.decode(raw, type=tuple[int, ...])
     drop_slower = single_rank and raw is None
     try:

@@ -51,7 +51,8 @@ def build(context: StageContext) -> Stage:
     def wait() -> None:
         """Of a standby, until it is to serve."""
         nonlocal context
-        context = context.promoted()
+        with start.waiting():
+            context = context.promoted()
 
     def kept_memory() -> KeptMemory | None:
         """Where memory outlives this process. To a standby it is lent; without it, a standby has

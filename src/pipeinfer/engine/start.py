@@ -62,18 +62,28 @@ class Start:
         self.graphs = ""
         self._say = say
         self._clock = clock
+        self._waited = 0.0
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Times the body as a part of phase `name`; a phase may have several parts."""
-        began = self._clock()
+        began = self._clock() - self._waited
         if name in WORDS:
             self._say(WORDS[name])
         try:
             yield
         finally:
-            self.took(name, self._clock() - began)
+            self.took(name, self._clock() - self._waited - began)
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """The body is no part of the start, also within a phase: a standby waits."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._waited += self._clock() - began
 
     def took(self, name: str, seconds: float) -> None:
         """Adds `seconds` to phase `name`."""
