@@ -302,10 +302,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     standby: Annotated[bool, about("",
         "a second process of each engine, ready to go on where one ends",
         "It has the weights, waits in silence, and goes on with the pages of an engine that is "
-        "killed or swapped, without a start. Then the next one is started. On a GPU it shares "
-        "weights that are not quantized; otherwise it takes as much memory as the engine without "
-        "its pages, which the pool leaves free. Of engines that a supervisor starts; with several "
-        "ranks if all are on its host, and so far on CPUs alone.",
+        "killed or swapped, without a start. Then the next one is started. On a GPU it shares the "
+        "weights; quantized ones it loads when it is promoted. The pool leaves as much memory free "
+        "as the engine takes without pages, and on a GPU without weights. Of engines that a "
+        "supervisor starts; with several ranks if all are on its host, and so far on CPUs alone.",
         unset="an engine that ends is started anew")] = False
     no_cuda_graph: Annotated[bool, about("", "launch every step kernel by kernel",
         "No effect on a CPU.", unset="CUDA graphs are used")] = False

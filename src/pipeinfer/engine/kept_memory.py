@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -107,7 +107,8 @@ class KeptMemory:
     key: what this process finds and leaves belongs to it (see model_key); b"" before `begin`.
     taken: names of what an engine before has left, and this one uses.
     opened: the pool of this process, once it is there.
-    weight_bytes: of this process's weights that are kept, which a standby need not have again.
+    weight_bytes: of this process's weights on a GPU, which a standby is lent, or loads when it is
+        promoted.
     """
 
     def __init__(self, address: str, wait: Callable[[], object] | None = None) -> None:
@@ -200,12 +201,16 @@ class KeptMemory:
             if theirs is not None:
                 os.close(theirs)
             if there is None and entry.kind in dropped_after(self.losses):
-                raise RuntimeError(f"{name}: dropped after {self.losses} losses")
+                self._refuse(f"{name}: dropped after {self.losses} losses")
             if there is not None and there != entry:
-                raise RuntimeError(f"{name}: replaced since this standby was lent it")
+                self._refuse(f"{name}: replaced since this standby was lent it")
             self._kept[name] = entry, descriptor
             if there is None:  # the holder was another one
                 self._send(name)
+
+    def _refuse(self, why: str) -> NoReturn:
+        self.close()  # the end of this process is no loss: it never computed anything
+        raise RuntimeError(why)
 
     @property
     def left(self) -> Set[str]:

@@ -98,6 +98,7 @@ def build_with_weights(
     gc.collect()
     if torch.cuda.memory_allocated() > before:
         log.debug("weights are not kept: some were laid out anew when they were loaded")
+        kept.weight_bytes = torch.cuda.memory_allocated() + sizes.size
         return model, None
     memory.protect(writable=False)
     note = WeightsNote(sizes.size, _checksum(memory.data))

@@ -377,7 +377,10 @@ def _model(
         return model
 
     if on_gpu or not keeps_memory(settings):
-        return load(), None
+        model = load()
+        if on_gpu and (memory := kept()) is not None:
+            memory.weight_bytes = torch.cuda.memory_allocated()
+        return model, None
     model = ReloadableModel(load, return_freed_memory)
     return model, model
 
