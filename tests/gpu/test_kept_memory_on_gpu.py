@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
 import torch
+from greedy_answers import ask, settings_of_small_model  # which puts tools on the path
 
+from harness.server import ServerUnderTest
 from memory_holders import running_holder
 from pipeinfer.attention.interface import KVPool
 from pipeinfer.engine.device_memory import GRANULARITY, CudaMemory
 from pipeinfer.runtime.memory_holder import HolderLink, Keep
 from pipeinfer.step import AttentionShape
-
-sys.path.append(str(Path(__file__).parents[2] / "tools"))  # what serves a test is there
-from bench.shapes import write_tokenizer
-from harness.server import ServerUnderTest
 
 pytestmark = pytest.mark.gpu
 
@@ -127,32 +123,14 @@ async def test_a_killed_engine_leaves_its_weights_and_pages_to_the_next_one(
     gpu_checkpoints, tmp_path
 ):
     """Greedy answers and their log-probs are the same, and a long prompt is not computed again."""
-    folder = tmp_path / "model"
-    shutil.copytree(gpu_checkpoints("Qwen3ForCausalLM"), folder)
-    write_tokenizer(folder, 1024)
-    settings = {"model": str(folder), "device": "cuda", "memory_fraction": 0.2}
+    settings = settings_of_small_model(gpu_checkpoints, tmp_path, memory_fraction=0.2)
+    model = settings["model"]
     short, long = list(range(2, 12)), [index % 90 + 2 for index in range(200)]
     with ServerUnderTest(settings, "-v") as server:
         async with aiohttp.ClientSession(server.url) as api:
-
-            async def ask(prompt):
-                body = {
-                    "model": settings["model"],
-                    "prompt": prompt,
-                    "max_tokens": 8,
-                    "logprobs": 3,
-                }
-                body |= {"temperature": 0.0, "ignore_eos": True}
-                async with api.post("/v1/completions", json=body) as answer:
-                    found = await answer.json()
-                    assert answer.status == 200, found
-                choice, usage = found["choices"][0], found["usage"]
-                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-                return choice["text"], choice["logprobs"], cached
-
-            before, long_before = await ask(short), await ask(long)
+            before, long_before = await ask(api, model, short), await ask(api, model, long)
             os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
-            after, long_after = await ask(short), await ask(long)
+            after, long_after = await ask(api, model, short), await ask(api, model, long)
         log = server.log()
     print(log)
     assert after == before

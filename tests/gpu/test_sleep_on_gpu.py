@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import sys
 import time
-from pathlib import Path
 
 import aiohttp
 import pytest
 import torch
+from greedy_answers import ask, settings_of_small_model  # which puts tools on the path
 
+from harness.server import ServerUnderTest
 from pipeinfer.engine.device_memory import CudaMemory, HostCopy
 from pipeinfer.engine.kept_weights import GpuWeights
-
-sys.path.append(str(Path(__file__).parents[2] / "tools"))  # what serves a test is there
-from bench.shapes import write_tokenizer
-from harness.server import ServerUnderTest
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +37,7 @@ def test_weights_come_back_where_they_were_and_graphs_read_them(level):
     with torch.cuda.graph(graph):
         total.copy_(numbers.sum())
     memory.protect(writable=False)
-    weights = GpuWeights(memory, fill)
+    weights = GpuWeights(memory, fill, int(wanted.view(torch.int64).sum()))
     for _ in range(2):
         before = torch.cuda.mem_get_info()[0]
         weights.give_back(level)
@@ -76,10 +71,8 @@ def free_gib() -> float:
 async def test_answers_are_the_same_after_a_sleep_and_after_a_death_in_it(
     gpu_checkpoints, tmp_path, level
 ):
-    folder = tmp_path / "model"
-    shutil.copytree(gpu_checkpoints("Qwen3ForCausalLM"), folder)
-    write_tokenizer(folder, 1024)
-    settings = {"model": str(folder), "device": "cuda", "memory_fraction": 0.2}
+    settings = settings_of_small_model(gpu_checkpoints, tmp_path, memory_fraction=0.2)
+    model = settings["model"]
     prompt = [index % 90 + 2 for index in range(200)]
     with ServerUnderTest(settings, "-v") as server:
         patience = aiohttp.ClientTimeout(total=120)
@@ -91,17 +84,7 @@ async def test_answers_are_the_same_after_a_sleep_and_after_a_death_in_it(
                     assert answer.status == 200, await answer.text()
                 return time.monotonic() - began
 
-            async def ask():
-                body = {"model": settings["model"], "prompt": prompt, "max_tokens": 8}
-                body |= {"logprobs": 3, "temperature": 0.0, "ignore_eos": True}
-                async with api.post("/v1/completions", json=body) as answer:
-                    found = await answer.json()
-                    assert answer.status == 200, found
-                details = found["usage"].get("prompt_tokens_details") or {}
-                choice = found["choices"][0]
-                return choice["text"], choice["logprobs"], details.get("cached_tokens", 0)
-
-            before, awake = await ask(), free_gib()
+            before, awake = await ask(api, model, prompt), free_gib()
             for kills in (False, True):
                 slept = await post(f"/sleep?level={level}")
                 asleep = free_gib()
@@ -110,7 +93,7 @@ async def test_answers_are_the_same_after_a_sleep_and_after_a_death_in_it(
                 if kills:
                     os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
                 print(f"{await post('/wake_up'):.2f} s to wake up")
-                text, logprobs, cached = await ask()
+                text, logprobs, cached = await ask(api, model, prompt)
                 assert (text, cached) == (before[0], 0)
                 assert logprobs == before[1]
         print(server.log())

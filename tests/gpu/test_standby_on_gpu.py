@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
+from greedy_answers import ask, settings_of_small_model  # which puts tools on the path
 
-sys.path.append(str(Path(__file__).parents[2] / "tools"))  # what serves a test is there
-from bench.shapes import write_tokenizer
 from bench.takeover import forget_losses
 from harness.server import ServerUnderTest
 
 pytestmark = pytest.mark.gpu
 
 PROMPTS = [[index * step % 90 + 2 for index in range(200)] for step in (1, 7)]
-
-
-async def ask(api: aiohttp.ClientSession, model: str, prompt: list[int]):
-    body = {"model": model, "prompt": prompt, "max_tokens": 12, "logprobs": 3}
-    body |= {"temperature": 0.0, "ignore_eos": True}
-    async with api.post("/v1/completions", json=body) as answer:
-        found = await answer.json()
-        assert answer.status == 200, found
-    details = found["usage"].get("prompt_tokens_details") or {}
-    choice = found["choices"][0]
-    return (choice["text"], choice["logprobs"]), details.get("cached_tokens", 0)
 
 
 async def ready_standby(api: aiohttp.ClientSession) -> None:
@@ -59,18 +44,16 @@ async def test_killed_engines_are_followed_by_standbys_with_the_same_answers(
     """Log-probs too, and from the pages that the first engine has filled, until a second loss drops
     them; with a third one the weights go, which the standby has been lent. A prompt whose begin is
     cached rounds differently, so there are answers of both kinds to compare with."""
-    folder = tmp_path / "model"
-    shutil.copytree(gpu_checkpoints("Qwen3ForCausalLM"), folder)
-    write_tokenizer(folder, 1024)
-    settings = {"model": str(folder), "device": "cuda", "kv_pages": 2000, "standby": True}
+    settings = settings_of_small_model(gpu_checkpoints, tmp_path, kv_pages=2000, standby=True)
     with ServerUnderTest(settings, "-v") as server:
         try:
             patience = aiohttp.ClientTimeout(total=120)
             async with aiohttp.ClientSession(server.url, timeout=patience) as api:
 
                 async def ask_all():
-                    found = [await ask(api, settings["model"], prompt) for prompt in PROMPTS]
-                    return [answer for answer, _ in found], min(tokens for _, tokens in found)
+                    found = [await ask(api, settings["model"], prompt, 12) for prompt in PROMPTS]
+                    answers = [(text, logprobs) for text, logprobs, _ in found]
+                    return answers, min(tokens for _, _, tokens in found)
 
                 computed, cached = await ask_all(), await ask_all()
                 assert computed[1] == 0 and cached[1] >= 128

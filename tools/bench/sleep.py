@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from bench import shapes
+from harness.processes import used_gpu_mib
 from pipeinfer.runtime.local import LocalServer
 
 LEVELS = (1, 2)
@@ -66,12 +66,12 @@ async def _levels(url: str, rounds: int) -> dict[int, dict[str, Any]]:
         for level in LEVELS:
             sleeps: list[float] = []
             wakes: list[float] = []
-            asleep: list[float] = []
+            asleep: list[int] = []
             answers: list[str] = []
-            awake = _gpu_mib()
+            awake = used_gpu_mib()
             for _ in range(rounds):
                 sleeps.append(await _post(api, f"/sleep?level={level}"))
-                asleep.append(_gpu_mib())
+                asleep.append(used_gpu_mib())
                 wakes.append(await _post(api, "/wake_up"))
                 answers.append(await _answer(api))
             found[level] = {
@@ -97,16 +97,6 @@ async def _answer(api: aiohttp.ClientSession) -> str:
     async with api.post("/v1/completions", json=body) as answer:
         answer.raise_for_status()
         return (await answer.json())["choices"][0]["text"]
-
-
-def _gpu_mib() -> float:
-    """What is taken of the memory of all GPUs; 0 on a machine without one."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except FileNotFoundError:
-        return 0.0
-    return float(sum(map(float, said.split())))
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

@@ -12,10 +12,8 @@ import argparse
 import asyncio
 import os
 import random
-import shutil
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench import shapes
+from harness.processes import used_gpu_mib
 from harness.server import ServerUnderTest
 from pipeinfer.bench.client import Endpoint
 from pipeinfer.bench.dataset import SampleRequest
@@ -231,13 +230,13 @@ class Run:
 
     async def _standby_ready(self, api: aiohttp.ClientSession) -> None:
         begun, deadline = time.monotonic(), time.monotonic() + PATIENCE
-        before = used_mib()
+        before = used_gpu_mib()
         await asyncio.sleep(SETTLED_SECONDS)
         while not (await self._metrics(api))["pipeinfer_standbys_ready"]:
             if time.monotonic() > deadline:
                 raise TimeoutError("no standby is ready")
             await asyncio.sleep(0.2)
-        self._standby_mib.append(used_mib() - before)
+        self._standby_mib.append(used_gpu_mib() - before)
         now = time.monotonic()
         self._starting += [gap for one in self._clients for gap in one.gaps(begun, now)]
 
@@ -282,14 +281,6 @@ class Run:
                 for phase in TAKEOVER_PHASES
             },
         }
-
-
-def used_mib() -> int:
-    """Of all GPUs; 0 where nvidia-smi is not there."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return sum(map(int, subprocess.check_output(query, text=True).split()))
 
 
 def forget_losses(supervisor: int) -> None:

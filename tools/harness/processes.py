@@ -1,6 +1,7 @@
-"""Processes beside a tool: helpers that it runs, the CPU time of one, what all others take.
+"""Processes beside a tool: helpers that it runs, the CPU time of one, what all others take of the
+processor and of GPUs.
 
-Knows Linux' /proc.
+Knows Linux' /proc, and nvidia-smi.
 """
 
 from __future__ import annotations
@@ -101,3 +102,13 @@ def _busy_seconds() -> float:
 def _own_seconds() -> float:
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
+
+
+def used_gpu_mib() -> int:
+    """What is taken of the memory of all GPUs; 0 where nvidia-smi is not there."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.check_output(command, text=True)
+    except FileNotFoundError:
+        return 0
+    return sum(map(int, said.split()))

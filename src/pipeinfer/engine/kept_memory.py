@@ -197,9 +197,7 @@ class KeptMemory:
         self._attach()
         self.begin(self.key)
         for name, (entry, descriptor) in mine.items():
-            there, theirs = self._found.pop(name, (None, None))
-            if theirs is not None:
-                os.close(theirs)
+            there = self._let_go(name)
             if there is None and entry.kind in dropped_after(self.losses):
                 self._refuse(f"{name}: dropped after {self.losses} losses")
             if there is not None and there != entry:
@@ -239,10 +237,15 @@ class KeptMemory:
         """Gives back what was left under these names; its memory is free when this returns, unless
         the holder has ended."""
         for name in names:
-            descriptor = self._found.pop(name)[1]
-            if descriptor is not None:
-                os.close(descriptor)
+            self._let_go(name)
             self._drop(name)
+
+    def _let_go(self, name: str) -> Keep | None:
+        """What was found under that name, if anything; this process has no descriptor of it."""
+        entry, descriptor = self._found.pop(name, (None, None))
+        if descriptor is not None:
+            os.close(descriptor)
+        return entry
 
     def withdraw(self, *names: str) -> list[Keep]:
         """Keeps no more what it keeps under these names, which is returned; descriptors stay the
@@ -285,9 +288,7 @@ class KeptMemory:
         raw = self.note(SLEEP)
         if raw is None:
             return None
-        descriptor = self._found.pop(SLEEP)[1]  # it goes on being kept
-        if descriptor is not None:
-            os.close(descriptor)
+        self._let_go(SLEEP)  # it goes on being kept
         return msgspec.msgpack.decode(raw, type=tuple[int, bool])
 
     def forget_sleep(self) -> None:

@@ -90,7 +90,8 @@ def build_with_weights(
         found = found or _found_model(kept, sizes.size, build)
     if found is not None:
         kept.weight_bytes = sizes.size
-        return found[0], GpuWeights(found[1], fill_again)
+        model, memory, checksum = found
+        return model, GpuWeights(memory, fill_again, checksum)
     memory = CudaMemory(sizes.size)
     model = build(WeightMemory(memory.data).allocate)
     before = torch.cuda.memory_allocated()
@@ -104,7 +105,7 @@ def build_with_weights(
     note = WeightsNote(sizes.size, _checksum(memory.data))
     kept.keep(WEIGHTS, "weights", msgspec.msgpack.encode(note), memory.descriptor)
     kept.weight_bytes = sizes.size
-    return model, GpuWeights(memory, fill_again)
+    return model, GpuWeights(memory, fill_again, note.checksum)
 
 
 class ProtectedMemory(DeviceMemory, Protocol):
@@ -129,11 +130,13 @@ class GpuWeights:
         self,
         memory: ProtectedMemory,
         fill: Callable[[torch.Tensor], None],
+        checksum: int,
         copy: Callable[[torch.Tensor], WeightsCopy] = HostCopy,
     ) -> None:
-        """memory: has them, read-only. fill: loads them into `memory.data`."""
+        """memory: has them, read-only. fill: loads them into `memory.data`. checksum: see
+        WeightsNote."""
         self._memory, self._fill, self._copied = memory, fill, copy
-        self._checksum = _checksum(memory.data)
+        self._checksum = checksum
         self._there = True
         self._copy: WeightsCopy | None = None
         self.memories: dict[str, DeviceMemory] = {WEIGHTS: memory}
@@ -173,9 +176,9 @@ class GpuWeights:
 
 def _found_model(
     kept: KeptMemory, size: int, build: Callable[[AllocateParameter], CausalLM]
-) -> tuple[CausalLM, CudaMemory] | None:
-    """The model over the weights that an engine before has left, and their memory; None: there are
-    none of `size` bytes, or they have changed. What is not of use is given back."""
+) -> tuple[CausalLM, CudaMemory, int] | None:
+    """The model over the weights that an engine before has left, their memory and their checksum;
+    None: there are none of `size` bytes, or they have changed. What is not of use is given back."""
     raw = kept.note(WEIGHTS)
     if raw is None:
         return None
@@ -189,7 +192,7 @@ def _found_model(
     torch.cuda.synchronize()
     memory.map(kept.take(WEIGHTS), writable=False)
     if _checksum(memory.data) == note.checksum:
-        return model, memory
+        return model, memory, note.checksum
     log.warning("the weights in memory have changed since they were read: they are read again")
     kept.withdraw(WEIGHTS)
     memory.unmap()

@@ -24,7 +24,7 @@ from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
 from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.collectives import TorchCollectives
-from pipeinfer.engine.device_memory import Allocate, DeviceMemory, cuda_obstacle
+from pipeinfer.engine.device_memory import DeviceMemory, cuda_obstacle
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kept_memory import (
     DIRECTORY,
@@ -267,9 +267,11 @@ def load_engine(
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
             model, weights = _model(settings, folder, choices, collectives, progress, taken)
-            lent = choices.device == "cuda" and (it := taken()) is not None and WEIGHTS in it.taken
+            memory = taken() if choices.device == "cuda" else None
+            left = memory is not None and WEIGHTS in memory.taken
+            lent = left and memory is not None and memory.is_standby
             # A standby may have waited for long since it looked at the files.
-            if settings.standby and not lent and _memory_key(settings, folder, choices) != key:
+            if settings.standby and not left and _memory_key(settings, folder, choices) != key:
                 raise RuntimeError("the model's files have changed since they were looked at")
         with start.phase("attention"):
             kernels.join()
@@ -281,12 +283,12 @@ def load_engine(
             choices.kv_scales,
         )
         runner = build_runner(model, settings, shape, chosen, collectives, start, taken)
+        if lent and weights is not None:
+            weights.check()
         return runner, weights
 
     runner, weights = chosen.build(build)
     memory = taken()
-    if weights is not None:
-        weights.check()
     if memory is not None and memory.taken:
         details.info("an engine before has left: %s", ", ".join(memory.taken))
     loaded = _loaded(choices, settings.max_running, runner, memory)
@@ -625,13 +627,14 @@ def build_runner(
         machine.warm_up(runner, shape.max_model_len)
     kept = take()
     with start.phase("pool"):
-        machine.trim()
         pages = _pool_pages(settings, shape, machine, runner.pool.bytes_per_page, collectives, kept)
         size = pages * runner.pool.bytes_per_page
+        pool_of = pages, shape.page_size, size
+        sized_by = _sized_by(settings, shape)
         scratch = machine.scratch(size) if kept is not None and kept.is_standby else None
         memory = scratch
         if kept is not None and scratch is None:
-            memory = _open_pool(settings, shape, kept, pages, size, machine.allocate)
+            memory = kept.open(*pool_of, machine.allocate, sized_by).memory
         runner.bind(pool(pages, None if memory is None else memory.data))
         if scratch is None:
             _settle_pages(runner, machine, collectives, kept)
@@ -644,24 +647,11 @@ def build_runner(
         machine.trim()  # what captures have freed is taken by the first steps, and not before
         kept.promote()
         with start.phase("pool"):
-            _open_pool(settings, shape, kept, pages, size, partial(_map, scratch))
+            kept.open(*pool_of, partial(_map, scratch), sized_by)
             _settle_pages(runner, machine, collectives, kept)
     if runner.step_cost is not None:
         _log_step_cost(runner.step_cost, settings, tokens)
     return runner
-
-
-def _open_pool(
-    settings: Settings,
-    shape: EngineShape,
-    kept: KeptMemory,
-    pages: int,
-    size: int,
-    allocate: Allocate,
-) -> DeviceMemory:
-    """Memory of `size` bytes for `pages` with the dummy: what an engine before has left, if it can
-    be."""
-    return kept.open(pages, shape.page_size, size, allocate, _sized_by(settings, shape)).memory
 
 
 def _map(scratch: DeviceMemory, _size: int, descriptor: int | None) -> DeviceMemory:

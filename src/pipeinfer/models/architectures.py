@@ -12,6 +12,7 @@ causal_lm.py; ARCHITECTURES in checkpoint/config.py names the builder of each ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from pipeinfer.checkpoint.config import ModelConfig
@@ -34,29 +35,45 @@ from pipeinfer.models.causal_lm import (
 )
 
 
-def build_llama(config: ModelConfig, placement: Placement) -> CausalLM:
-    """Llama 1 to 3: biases only where config.json asks for them, then on all four projections."""
+def _decoder_model(
+    config: ModelConfig,
+    placement: Placement,
+    mlp: Callable[[int, Placement], FeedForward],
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: bool = False,
+) -> CausalLM:
+    """Of decoder layers as Llama has them; mlp(index, placement): of one layer."""
     layers = [
         decoder_layer(
             config,
             index,
             at,
-            dense_mlp(config, at, bias=config.mlp_bias),
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
+            mlp(index, at),
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            qk_norm=qk_norm,
         )
         for index, at in each_layer(config, placement)
     ]
     return CausalLM(config, layers, placement)
 
 
+def build_llama(config: ModelConfig, placement: Placement) -> CausalLM:
+    """Llama 1 to 3: biases only where config.json asks for them, then on all four projections."""
+    return _decoder_model(
+        config,
+        placement,
+        lambda _, at: dense_mlp(config, at, bias=config.mlp_bias),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+    )
+
+
 def build_mistral(config: ModelConfig, placement: Placement) -> CausalLM:
     """Mistral: no biases, and one sliding window for all layers or none."""
-    layers = [
-        decoder_layer(config, index, at, dense_mlp(config, at))
-        for index, at in each_layer(config, placement)
-    ]
-    return CausalLM(config, layers, placement)
+    return _decoder_model(config, placement, lambda _, at: dense_mlp(config, at))
 
 
 def build_mixtral(config: ModelConfig, placement: Placement) -> CausalLM:
@@ -64,53 +81,35 @@ def build_mixtral(config: ModelConfig, placement: Placement) -> CausalLM:
 
     A sliding window is the exception. Names of experts in files: checkpoint/files.py.
     """
-    layers = [
-        decoder_layer(config, index, at, sparse_mlp(config, at))
-        for index, at in each_layer(config, placement)
-    ]
-    return CausalLM(config, layers, placement)
+    return _decoder_model(config, placement, lambda _, at: sparse_mlp(config, at))
 
 
 def build_qwen2(config: ModelConfig, placement: Placement) -> CausalLM:
     """Qwen2 and Qwen2.5: biases on Q, K and V, never on the output; windows by layer."""
-    layers = [
-        decoder_layer(config, index, at, dense_mlp(config, at), qkv_bias=True)
-        for index, at in each_layer(config, placement)
-    ]
-    return CausalLM(config, layers, placement)
+    return _decoder_model(config, placement, lambda _, at: dense_mlp(config, at), qkv_bias=True)
 
 
 def build_qwen3(config: ModelConfig, placement: Placement) -> CausalLM:
     """Qwen3: a norm on each query and key head before RoPE, and a head size of its own."""
-    layers = [
-        decoder_layer(
-            config,
-            index,
-            at,
-            dense_mlp(config, at),
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            qk_norm=True,
-        )
-        for index, at in each_layer(config, placement)
-    ]
-    return CausalLM(config, layers, placement)
+    return _decoder_model(
+        config,
+        placement,
+        lambda _, at: dense_mlp(config, at),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        qk_norm=True,
+    )
 
 
 def build_qwen2_moe(config: ModelConfig, placement: Placement) -> CausalLM:
     """Qwen2-MoE: Qwen2 with a mixture of experts beside an expert that all tokens go to, which has
     a gate of its own (https://arxiv.org/abs/2407.10671)."""
-    layers = [
-        decoder_layer(
-            config,
-            index,
-            at,
-            _qwen2_moe_mlp(config, index, at),
-            qkv_bias=config.attention_bias,
-        )
-        for index, at in each_layer(config, placement)
-    ]
-    return CausalLM(config, layers, placement)
+    return _decoder_model(
+        config,
+        placement,
+        lambda index, at: _qwen2_moe_mlp(config, index, at),
+        qkv_bias=config.attention_bias,
+    )
 
 
 def _qwen2_moe_mlp(config: ModelConfig, index: int, placement: Placement) -> FeedForward:
@@ -122,19 +121,14 @@ def _qwen2_moe_mlp(config: ModelConfig, index: int, placement: Placement) -> Fee
 
 def build_qwen3_moe(config: ModelConfig, placement: Placement) -> CausalLM:
     """Qwen3 with mixtures of experts in the layers that config.json calls sparse."""
-    layers = [
-        decoder_layer(
-            config,
-            index,
-            at,
-            _qwen3_moe_mlp(config, index, at),
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            qk_norm=True,
-        )
-        for index, at in each_layer(config, placement)
-    ]
-    return CausalLM(config, layers, placement)
+    return _decoder_model(
+        config,
+        placement,
+        lambda index, at: _qwen3_moe_mlp(config, index, at),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        qk_norm=True,
+    )
 
 
 def _qwen3_moe_mlp(config: ModelConfig, index: int, placement: Placement) -> FeedForward:
@@ -146,17 +140,12 @@ def _qwen3_moe_mlp(config: ModelConfig, index: int, placement: Placement) -> Fee
 def build_glm(config: ModelConfig, placement: Placement) -> CausalLM:
     """The first GLM-4 (glm-4-9b): Llama's layers with the biases and the RoPE of GLM-4
     (https://arxiv.org/abs/2406.12793)."""
-    layers = [
-        decoder_layer(
-            config,
-            index,
-            at,
-            dense_mlp(config, at, merged=True),
-            qkv_bias=config.attention_bias,
-        )
-        for index, at in each_layer(config, placement)
-    ]
-    return CausalLM(config, layers, placement)
+    return _decoder_model(
+        config,
+        placement,
+        lambda _, at: dense_mlp(config, at, merged=True),
+        qkv_bias=config.attention_bias,
+    )
 
 
 GLM4_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
@@ -185,18 +174,13 @@ def build_glm4_moe(config: ModelConfig, placement: Placement) -> CausalLM:
     """GLM-4.5 and after: mixtures whose experts are chosen in groups, beside an expert that all
     tokens go to. The first layers are dense, and half of each head is rotated. The layer behind the
     last, which drafts, is left out. Source: https://arxiv.org/abs/2508.06471"""
-    layers = [
-        decoder_layer(
-            config,
-            index,
-            at,
-            _glm4_moe_mlp(config, index, at),
-            qkv_bias=config.attention_bias,
-            qk_norm=config.qk_norm,
-        )
-        for index, at in each_layer(config, placement)
-    ]
-    return CausalLM(config, layers, placement)
+    return _decoder_model(
+        config,
+        placement,
+        lambda index, at: _glm4_moe_mlp(config, index, at),
+        qkv_bias=config.attention_bias,
+        qk_norm=config.qk_norm,
+    )
 
 
 def _glm4_moe_mlp(config: ModelConfig, index: int, placement: Placement) -> FeedForward:
@@ -253,18 +237,13 @@ def _gemma3_layer(config: ModelConfig, index: int, placement: Placement) -> Sand
 def build_gpt_oss(config: ModelConfig, placement: Placement) -> CausalLM:
     """gpt-oss: attention with sinks, a window in each second layer, and experts with bounds and
     biases. Source: https://arxiv.org/abs/2508.10925"""
-    layers = [
-        decoder_layer(
-            config,
-            index,
-            at,
-            _gpt_oss_mlp(config, at),
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-        )
-        for index, at in each_layer(config, placement)
-    ]
-    return CausalLM(config, layers, placement)
+    return _decoder_model(
+        config,
+        placement,
+        lambda _, at: _gpt_oss_mlp(config, at),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+    )
 
 
 def _gpt_oss_mlp(config: ModelConfig, placement: Placement) -> SparseMoeBlock:

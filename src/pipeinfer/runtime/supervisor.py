@@ -283,9 +283,10 @@ class Supervisor:
         self._children = {i.id: Child(i, numbers=numbers) for i in identities}
         self._standbys = Standbys(self._start_standby)
         ranks = Counter(i.group for i in identities if i.name == "engine")
-        if settings.standby and any(count < settings.tp for count in ranks.values()):
+        elsewhere = any(count < settings.tp for count in ranks.values())
+        if settings.standby and elsewhere:
             log.warning("--standby: there are none for groups with ranks on other hosts")
-        if not settings.standby or any(count < settings.tp for count in ranks.values()):
+        if not settings.standby or elsewhere:
             self._standbys.stop()
         for child in self._children.values():
             child.on_report = partial(self._on_report, child)
