@@ -20,13 +20,12 @@ pytestmark = pytest.mark.gpu
 PROMPTS = [[index * step % 90 + 2 for index in range(200)] for step in (1, 7)]
 
 
-async def ready_standby(api: aiohttp.ClientSession) -> None:
-    async with asyncio.timeout(100):
-        while True:
-            async with api.get("/metrics") as answer:
-                if "\npipeinfer_standbys_ready 1" in await answer.text():
-                    return
-            await asyncio.sleep(0.1)
+def engine_with_standby(server: ServerUnderTest, killed: list[int]) -> int:
+    """The process that serves after these, once its standby is ready."""
+    wanted = len(killed) + 1
+    server.wait(lambda: server.log().count("has a standby of") == wanted, "a standby is ready")
+    server.wait(lambda: server.pids()[("engine", 0, 0)] not in killed, "its engine is known")
+    return server.pids()[("engine", 0, 0)]
 
 
 def taken_mib(server: ServerUnderTest) -> list[int]:
@@ -57,15 +56,17 @@ async def test_killed_engines_are_followed_by_standbys_with_the_same_answers(
 
                 computed, cached = await ask_all(), await ask_all()
                 assert computed[1] == 0 and cached[1] >= 128
-                await ready_standby(api)
+                killed: list[int] = []
+                engine = await asyncio.to_thread(engine_with_standby, server, killed)
                 first = taken_mib(server)
                 for losses, expected in ((1, cached), (1, cached), (2, computed), (3, computed)):
                     if losses == 1:
                         forget_losses(server.process.pid)
                         await asyncio.sleep(4.0)  # the next holder gets what the engine keeps
-                    os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
+                    os.kill(engine, signal.SIGKILL)
+                    killed.append(engine)
                     assert await ask_all() == expected
-                    await ready_standby(api)
+                    engine = await asyncio.to_thread(engine_with_standby, server, killed)
                 last = taken_mib(server)
                 print(f"STANDBY: {first} MiB by process, after four deaths {last}")
                 assert len(last) == len(first) == 2 and sum(last) < sum(first) + 512
