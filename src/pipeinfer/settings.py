@@ -305,7 +305,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "killed or swapped, without a start. Then the next one is started. On a GPU it shares the "
         "weights; quantized ones it loads when it is promoted. The pool leaves as much memory free "
         "as the engine takes without pages, and on a GPU without weights. Of engines that a "
-        "supervisor starts; with several ranks if all are on its host, and so far on CPUs alone.",
+        "supervisor starts; with several ranks if all are on its host, and so far on CPUs alone. "
+        "Of containers, one that finds all engines running is a standby.",
         unset="an engine that ends is started anew")] = False
     no_cuda_graph: Annotated[bool, about("", "launch every step kernel by kernel",
         "No effect on a CPU.", unset="CUDA graphs are used")] = False

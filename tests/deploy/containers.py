@@ -22,6 +22,7 @@ from compose import ROOT, Compose
 DOCKERFILE = (ROOT / "stages/Dockerfile").read_text()
 TOPOLOGY, SOCKETS, SECRETS = "/etc/pipeinfer/pipeinfer.toml", "/run/pipeinfer", "/run/secrets"
 Inside = Callable[..., list[str]]  # (service, words)
+MEMORY = "memory"  # the service of memory holders
 HEAVY = ("torch", "transformers", "safetensors")
 
 
@@ -50,13 +51,20 @@ class ContainerHost:
     def start(self, service: str, copy: int = 1) -> None:
         """Container `copy` of the service; more than one is what --scale does."""
         name = f"{service}-{copy}"
-        self._home(name).mkdir()
+        self._home(name).mkdir(exist_ok=True)
         words = self.command(self.compose.services[service]["command"])
-        self.processes[name] = subprocess.Popen(
-            self._inside(service, *words),
-            cwd=self._home(name),
-            env=self._environment(service, name),
-        )
+        with self._log(name).open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                self._inside(service, *words),
+                cwd=self._home(name),
+                env=self._environment(service, name),
+                stdout=log,
+                stderr=log,
+            )
+
+    def said(self, name: str, what: str) -> int:
+        """How many times the log of container `name` says it."""
+        return self._log(name).read_text().count(what)
 
     def health(self, name: str) -> int:
         """The exit code of the health check of container `name`."""
@@ -75,16 +83,25 @@ class ContainerHost:
         self.processes[name].send_signal(signal.SIGTERM)
         return self.processes[name].wait(int(service["stop_grace_period"].removesuffix("s")))
 
+    def kill_one(self, name: str) -> None:
+        """Ends container `name` with SIGKILL."""
+        self.processes[name].kill()
+        self.processes[name].wait()
+
     def kill(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
+        """Ends all, and prints what they have said."""
+        for name in self.processes:
+            self.kill_one(name)
+            print(f"## {name}\n{self._log(name).read_text()}")
 
     def command(self, words: list[str]) -> list[str]:
         assert words[0] == "python"
         there = {t: str(ROOT / source) for t, source in image_files().items()}
         there |= {TOPOLOGY: f"{self.folder}/pipeinfer.toml", SOCKETS: f"{self.folder}/run"}
         return [sys.executable, *(there.get(word, word) for word in words[1:])]
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
 
     def _home(self, name: str) -> Path:
         return self.folder / name
@@ -115,8 +132,9 @@ class ContainerHost:
 
 
 def stage_of(service: dict[str, Any]) -> str:
-    """The stage that a service runs."""
-    return service["command"][3]
+    """The stage that a service runs, or MEMORY."""
+    module, stage = service["command"][2:4]
+    return MEMORY if module == "pipeinfer.runtime.memory_holder" else stage
 
 
 def body(text: str, tokens: int) -> bytes:

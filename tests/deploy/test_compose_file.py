@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from compose import FILE, GPU, HOSTS, ROOT, VARIABLE, Compose, load, variables
-from containers import DOCKERFILE, HEAVY, SECRETS, TOPOLOGY, image_files, stage_of
+from containers import DOCKERFILE, HEAVY, MEMORY, SECRETS, TOPOLOGY, image_files, stage_of
 
 from pipeinfer.settings import Settings, from_environment
 from pipeinfer.topology import (
@@ -133,7 +133,7 @@ def test_a_service_is_whole(where, name):
     service, tree = SERVICES[where, name], DEPLOYMENTS[where].tree
     assert bool(service.get("profiles")) == ("hosts" in where), "all, where one host is all"
     assert not (service.get("ports") and service["network_mode"] == "host")
-    assert set(service.get("depends_on", {})) <= set(NAMES)
+    assert set(service.get("depends_on", {})) <= {*NAMES, MEMORY}
     for volume in service["volumes"]:
         source, target, *_ = volume.split(":")
         assert source in tree["volumes"]
@@ -195,10 +195,12 @@ def test_every_deployment_runs_each_stage_once():
     """The first without a .env, and without a profile."""
     for where, compose in DEPLOYMENTS.items():
         active = compose.active(*(("front", "gpu") if "hosts" in where else ()))
-        assert sorted(stage_of(compose.services[name]) for name in active) == sorted(NAMES), where
+        assert sorted(stage_of(compose.services[name]) for name in active) == sorted(
+            [*NAMES, MEMORY]
+        ), where
     hosts = DEPLOYMENTS["hosts"]
     assert hosts.active() == []
-    assert hosts.active("gpu") == ["scheduler", "engine"]
+    assert hosts.active("gpu") == ["scheduler", "memory", "engine"]
 
 
 def test_the_gateway_prints_the_address_that_is_published():
@@ -211,16 +213,21 @@ def test_the_gateway_prints_the_address_that_is_published():
 
 
 def test_what_must_stop_later_is_depended_on():
-    """A gateway before all others, a scheduler before its engine; missing ones are not missed."""
+    """A gateway before all others, a scheduler before its engine, that before its memory's holder,
+    for which it waits; missing ones are not missed."""
     for (where, name), service in SERVICES.items():
-        after = {"gateway": set(NAMES) - {"gateway"}, "scheduler": {"engine"}}
+        after = {
+            "gateway": set(NAMES) - {"gateway"}, "scheduler": {"engine"}, "engine": {MEMORY},
+        }  # fmt: skip
         depends = service.get("depends_on", {})
         assert set(depends) == after.get(name, set()), (where, name)
-        assert all(how["required"] is False for how in depends.values())
+        for other, how in depends.items():
+            waits = "service_healthy" if other == MEMORY else "service_started"
+            assert how == {"condition": waits, "required": False}
 
 
 def test_those_who_watch_run_beside_the_stages_and_read_files_that_are_there():
-    active = set(COMPOSE.active("monitoring")) - set(NAMES)
+    active = set(COMPOSE.active("monitoring")) - {*NAMES, MEMORY}
     assert active == {"prometheus", "grafana"}
     for name in active:
         service = COMPOSE.services[name]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 from compose import FILE, GPU, HOSTS, ROOT, Compose, variables
@@ -46,6 +51,22 @@ def ready(network: Hosts, host: str) -> bool:
     return network.call(host, there)
 
 
+def start_all(host: ContainerHost, services: list[str]) -> None:
+    """The holders of memory first, and nothing before they are well, as the engine asks for."""
+    if "memory" in services:
+        host.start("memory")
+        until(lambda: host.health("memory-1") == 0, "memory is never held")
+    for service in services:
+        if service != "memory":
+            host.start(service)
+
+
+def metric(network: Hosts, host: str, name: str) -> float:
+    """Of all groups."""
+    text = network.call(host, lambda: fetch(f"{URL}/metrics")[1])
+    return sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
+
+
 def complete(network: Hosts, host: str) -> None:
     status, text = network.call(
         host, lambda: fetch(f"{URL}/v1/completions", body("count from 1 to 5", 5))
@@ -59,15 +80,68 @@ def test_one_host_runs_as_it_is_checked_out_each_service_alone_in_its_network(fo
     with Hosts(*active) as network:
         host = ContainerHost(folder / "h", compose, network.command)
         try:
-            for service in active:
-                host.start(service)
+            start_all(host, active)
             until(lambda: ready(network, "gateway"), "never ready")
             complete(network, "gateway")
             assert {n: host.health(n) for n in host.processes} == dict.fromkeys(host.processes, 0)
             assert host.stop("gateway-1") == 0
             assert host.health("gateway-1") != 0
-            assert [host.stop(f"{name}-1") for name in active if name != "gateway"] == [0] * 4
+            others = [name for name in active if name not in ("gateway", "memory")]
+            assert [host.stop(f"{name}-1") for name in (*others, "memory")] == [0] * 5
             assert host.health("engine-1") != 0
+        finally:
+            host.kill()
+
+
+def test_an_engine_leaves_its_memory_to_the_next_container_and_its_place_to_a_standby(folder):
+    """Engines are killed (-9) under a stream, which goes on with the same text. Each one alone in a
+    PID namespace, as in a container: the holder of their memory sees none of their numbers."""
+    compose = Compose({"PIPEINFER_STANDBY": "1"})
+    active, half = compose.active(), threading.Event()
+    with Hosts("host") as network:
+
+        def inside(service: str, *words: str) -> list[str]:
+            alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+            return network.command("host", *(alone if service == "engine" else ()), *words)
+
+        host = ContainerHost(folder / "h", compose, inside)
+
+        def stream() -> str:
+            said = {"prompt": "a story", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+            asked = Request(f"{URL}/v1/completions", json.dumps(said | {"seed": 7}).encode())
+            asked.add_header("content-type", "application/json")
+            pieces = []
+            with urlopen(asked, timeout=60) as answer:
+                for line in answer:
+                    if line.startswith(b"data: {"):
+                        pieces.append(json.loads(line[len("data: ") :])["choices"][0]["text"])
+                        if len(pieces) == 500:
+                            half.set()
+            return "".join(pieces)
+
+        try:
+            start_all(host, active)
+            until(lambda: ready(network, "host"), "never ready")
+            host.start("engine", 2)
+            expected = network.call("host", stream)
+            recomputed = partial(metric, network, "host", "pipeinfer_recomputed_tokens_total")
+            # The second loss within a minute drops the pages of the first engine.
+            for number, standby, least, most in (
+                (1, "engine-2", 1, 96),
+                (2, "engine-1", 500, 2000),
+            ):
+                before = recomputed()
+                until(partial(host.said, standby, "a standby of"), "no standby is ready")
+                with ThreadPoolExecutor() as threads:
+                    half.clear()
+                    answer = threads.submit(network.call, "host", stream)
+                    assert half.wait(60)
+                    host.kill_one(f"engine-{number}")
+                    assert answer.result() == expected
+                assert host.said(standby, "its standby is promoted") == 1
+                host.start("engine", number)  # as its restart policy does
+                assert metric(network, "host", "pipeinfer_takeovers_total") == number
+                assert least <= recomputed() - before <= most
         finally:
             host.kill()
 
@@ -87,9 +161,8 @@ def test_three_hosts_with_profiles_form_one_deployment(folder):
         try:
             for name, host in running.items():
                 for service in host.compose.active("front" if name == "front" else "gpu"):
-                    for copy in range(
-                        1 + (name == "gpu-b")
-                    ):  # --scale scheduler=2 --scale engine=2
+                    scaled = name == "gpu-b" and service != "memory"
+                    for copy in range(1 + scaled):  # --scale scheduler=2 --scale engine=2
                         host.start(service, copy + 1)
             until(lambda: ready(network, "front"), "never ready")
             complete(network, "front")

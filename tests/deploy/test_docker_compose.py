@@ -123,7 +123,7 @@ def theirs(service: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_seconds(check: dict[str, Any]) -> dict[str, Any]:
-    times = ("interval", "timeout", "start_period")
+    times = ("interval", "timeout", "start_period", "start_interval")
     return {key: seconds(value) if key in times else value for key, value in check.items()}
 
 
@@ -159,8 +159,12 @@ def test_of_several_hosts_no_profile_runs_nothing(tmp_path):
     env_file.write_text(f"COMPOSE_FILE={THREE}\n")
     assert json.loads(configured(env_file).stdout).get("services", {}) == {}
     env_file.write_text(f"COMPOSE_FILE={THREE}\nCOMPOSE_PROFILES=gpu\n")
-    assert set(json.loads(configured(env_file).stdout)["services"]) == {"scheduler", "engine"}
-    assert Compose(variables(env_file.read_text())).active() == ["scheduler", "engine"]
+    assert set(json.loads(configured(env_file).stdout)["services"]) == {
+        "scheduler",
+        "memory",
+        "engine",
+    }
+    assert Compose(variables(env_file.read_text())).active() == ["scheduler", "memory", "engine"]
 
 
 def test_a_folder_that_looks_like_a_volume_is_refused_by_its_name(tmp_path):

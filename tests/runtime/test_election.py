@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,21 @@ def test_a_stage_that_begins_again_takes_its_place_and_the_note_names_it(shared)
     )  # a shorter name than the one before
     assert elected_instance() == "gateway-0"
     mine._lock.close()
+
+
+def test_where_all_run_one_more_is_a_standby_until_one_ends(shared):
+    """For each engine there is one; that is promoted leaves the standby's place to the next."""
+    elect = partial(elect_instance, PLACE, "engine", "", shared / "locks", standby=True)
+    serving, standby = elect(), elect()
+    assert not serving.is_standby and standby.is_standby
+    assert standby.identity == serving.identity
+    with pytest.raises(ConfigurationError, match="all of them run, with their standbys"):
+        elect()
+    ends = threading.Timer(0.2, serving._lock.close)
+    ends.start()
+    standby.wait()
+    assert ends.finished.is_set() and not standby.is_standby
+    assert elect().is_standby
 
 
 def test_a_health_check_does_not_follow_a_link(shared):

@@ -6,7 +6,8 @@ all stages as tasks of one loop, for debuggers.
     signals       SIGHUP reads files again, or ends a process whose terminal was closed
     group faults  end an engine that nobody supervises
     election      which of several stages of one name this process is: the first that is free, by
-                  locks in a folder that the processes of a host share (containers)
+                  locks in a folder that the processes of a host share (containers); or the standby
+                  of one whose lock another process has, until that process ends
     busy poll     how long the loop polls after a message before it sleeps (bus/bus.py polls)
 
 The supervisor and the scripts in stages/ both come here. Knows every stage by name only.
@@ -53,6 +54,7 @@ from pipeinfer.runtime.child import (
     StatusWriter,
     inherited_status_writer,
 )
+from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import (
     StatusLine,
     open_streams,
@@ -60,6 +62,7 @@ from pipeinfer.runtime.logs import (
     set_up_logging,
     show_until_ready,
 )
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, claimed_address
 from pipeinfer.runtime.servers import WAIT_FLAG, port_owner, wait_until_listening
 from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import (
@@ -71,7 +74,13 @@ from pipeinfer.runtime.stage import (
     incarnation_after,
     own_incarnation,
 )
-from pipeinfer.runtime.standby import STANDBY_FLAG, StandbyBuild, no_report, read_promotion
+from pipeinfer.runtime.standby import (
+    STANDBY_FLAG,
+    StandbyBuild,
+    log_report,
+    no_report,
+    read_promotion,
+)
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity, Topology, deployed_topology
 
@@ -201,7 +210,7 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         file = options.topology or os.environ.get(f"{config.PREFIX}TOPOLOGY")
         topology = deployed_topology(file, os.environ)
         settings = stage_settings(topology, config.parse_flags(flags), os.environ)
-        elected = _elect(topology, stage or options.stage, options)
+        elected = _elect(topology, stage or options.stage, options, settings)
         identity = elected.identity if elected is not None else _named_identity(stage, options)
         topology.address(identity.id)
         if topology.has_tcp():
@@ -224,7 +233,12 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
             return ORDERLY
     gc.set_threshold(*(GATEWAY_GC_THRESHOLDS if identity.name == "gateway" else GC_THRESHOLDS))
     build = partial(_build, identity.name, tuple(options.listen_fd))
-    if options.await_promotion:
+    if elected is not None and elected.is_standby:
+        build = StandbyBuild(build, StageContext(settings, topology, identity, 0, log_report))
+        elected.wait()
+        log.info("the process of %s has ended, and its standby is promoted", identity.id)
+        incarnation = time.time_ns()
+    elif options.await_promotion:
         report = no_report if status is None else status.write
         build = StandbyBuild(build, StageContext(settings, topology, identity, 0, report))
         incarnation = read_promotion(sys.stdin)
@@ -248,11 +262,22 @@ def _named_identity(stage: str | None, options: argparse.Namespace) -> Identity:
     return Identity(stage or options.stage, options.group, options.rank, options.index)
 
 
-def _elect(topology: Topology, name: str, options: argparse.Namespace) -> ElectedInstance | None:
-    """To be kept as long as the stage runs."""
-    return (
-        elect_instance(topology, name, options.on, Path(options.claim)) if options.claim else None
-    )
+def _elect(
+    topology: Topology, name: str, options: argparse.Namespace, settings: Settings
+) -> ElectedInstance | None:
+    """To be kept as long as the stage runs. An engine's memory holder is the one of its place."""
+    if not options.claim:
+        return None
+    folder, engine = Path(options.claim), name == "engine"
+    if engine and settings.standby and settings.tp > 1:
+        raise ConfigurationError(
+            "--standby: engines that claim their places have standbys with --tp 1 only"
+        )
+    elected = elect_instance(topology, name, options.on, folder, engine and settings.standby)
+    holder = claimed_address(folder, elected.identity.id)
+    if engine and keeps_memory(settings) and Path(holder).exists():
+        os.environ.setdefault(HOLDER_VARIABLE, holder)
+    return elected
 
 
 def stage_settings(
@@ -374,7 +399,7 @@ async def _run(
     else:
         loop.add_signal_handler(signal.SIGINT, shell.drain)
         if identity.name == "engine":
-            if settings.standby:
+            if settings.standby and not options.claim:
                 log.warning("--standby: no supervisor started this engine, so it has none")
             end_on_group_fault(topology, identity, shell.incarnation, context, lambda: shell.built)
     if options.child:  # its parent shows the start of all stages
@@ -417,37 +442,75 @@ INSTANCE_FILE = "pipeinfer-stage"  # in the folder for temporary files: who the 
 
 
 class ElectedInstance:
-    """`identity` is ours as long as this object lives. `note` names it for health checks."""
+    """`identity` is ours as long as this object lives; a standby's once `wait` has returned. A note
+    names it for health checks."""
 
-    def __init__(self, identity: Identity, lock: IO[str]) -> None:
+    def __init__(self, identity: Identity, lock: IO[str], place: IO[str] | None = None) -> None:
+        """lock: of the identity, which this process has; of a standby, of its place as a standby,
+        and `place` is that of the identity, which another process has."""
         self.identity = identity
-        self._lock = lock
+        self._lock, self._place = lock, place
         with _locked_file(instance_file()) as file:
             file.truncate()
             file.write(identity.id)
 
+    @property
+    def is_standby(self) -> bool:
+        """Whether another process has the identity."""
+        return self._place is not None
 
-def elect_instance(topology: Topology, name: str, on: str, folder: Path) -> ElectedInstance:
+    def wait(self) -> None:
+        """Of a standby: returns when the process that had the identity has ended. Meanwhile SIGTERM
+        and SIGINT end this process, also in a container, where neither does by itself."""
+        assert self._place is not None
+        before = {
+            number: signal.signal(number, lambda *_: os._exit(ORDERLY))
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        fcntl.flock(self._place, fcntl.LOCK_EX)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        self._lock.close()  # for the next standby
+        self._lock, self._place = self._place, None
+
+
+def elect_instance(
+    topology: Topology, name: str, on: str, folder: Path, standby: bool = False
+) -> ElectedInstance:
     """A stage called `name` on host `on` ("" for any) that no other process has claimed.
 
-    folder: of the locks, the same for all processes of the host. ConfigurationError if there is
-    none left, or if a file of another user lies where a lock or the note belongs.
+    folder: of the locks, the same for all processes of the host. standby: where all are claimed, be
+    the standby of the first that has none. ConfigurationError if there is none left, or if a file
+    of another user lies where a lock or the note belongs.
     """
     entries = [e for e in topology.entries if e.name == name and (not on or e.host == on)]
     for entry in entries:
-        lock = _locked_file(folder / f"{entry.identity.id}.lock")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            continue
-        return ElectedInstance(entry.identity, lock)
+        lock = _lock_at_once(folder / f"{entry.identity.id}.lock")
+        if lock is not None:
+            return ElectedInstance(entry.identity, lock)
+    for entry in entries if standby else ():
+        lock = _lock_at_once(folder / f"{entry.identity.id}.standby.lock")
+        if lock is not None:
+            place = _locked_file(folder / f"{entry.identity.id}.lock")
+            return ElectedInstance(entry.identity, lock, place)
     where = f" on host {on}" if on else ""
     raise ConfigurationError(
         f"the topology has {len(entries)} stages {name!r}{where}, and all of them run"
+        + (", with their standbys" if standby else "")
         if entries
         else f"the topology has no stage {name!r}{where}"
     )
+
+
+def _lock_at_once(path: Path) -> IO[str] | None:
+    """The file with its lock; None if another process has that."""
+    lock = _locked_file(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
 
 
 def instance_file() -> Path:

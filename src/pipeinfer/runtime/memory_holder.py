@@ -27,6 +27,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,9 @@ from typing import Literal
 
 import msgspec
 
-from pipeinfer.runtime.child import ParentWatch
+from pipeinfer.runtime.child import MISCONFIGURED, ParentWatch
+from pipeinfer.settings import PREFIX, ConfigurationError
+from pipeinfer.topology import Topology, deployed_topology
 
 log = logging.getLogger(__name__)
 
@@ -426,7 +429,7 @@ def _peer(link: socket.socket) -> tuple[int, int]:
 
 def _pidfd_of(link: socket.socket, pid: int) -> int | None:
     """A descriptor of the process at the other end, which becomes readable when it has ended; None
-    where there is none, such as for a process of another PID namespace."""
+    where there is none, such as before Linux 6.5 for a process of another PID namespace."""
     try:
         return link.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError:
@@ -537,16 +540,50 @@ def listen(address: str) -> socket.socket:
     return made
 
 
+def claimed_address(folder: Path, engine: str) -> str:
+    """Where the holder of an engine listens that claims its place in `folder`; by its id."""
+    return str(folder / f"{engine}.memory")
+
+
+def claimed_addresses(topology: Topology, on: str, folder: Path) -> list[str]:
+    """Of the holders of all engines of host `on`. ConfigurationError if it has none."""
+    engines = [e for e in topology.entries if e.name == "engine" and (not on or e.host == on)]
+    if not engines:
+        raise ConfigurationError(f"the topology has no engine{on and f' on host {on}'}")
+    return [claimed_address(folder, entry.identity.id) for entry in engines]
+
+
+def hold_for_claims(topology: Topology, on: str, folder: Path) -> None:
+    """Holders of all engines of host `on` ("" for any), which claim their places in `folder`; until
+    SIGTERM, or until one of them has failed, whose error is raised."""
+    holders = [MemoryHolder(listen(address)) for address in claimed_addresses(topology, on, folder)]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: [holder.stop() for holder in holders])
+    with ThreadPoolExecutor(len(holders)) as threads:
+        running = [threads.submit(holder.run) for holder in holders]
+        wait(running, return_when=FIRST_COMPLETED)
+        for holder in holders:
+            holder.stop()
+    for one in running:
+        one.result()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m pipeinfer.runtime.memory_holder`; ends on SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m pipeinfer.runtime.memory_holder")
     add = parser.add_argument
     add("address", nargs="?", help="where to listen: a path, or @ and an abstract name")
+    add("--claim", metavar="DIR", help="instead: a holder in DIR for each engine of a topology")
+    add("--topology", metavar="FILE", help="of --claim; default: PIPEINFER_STAGES says it all")
+    add("--on", metavar="HOST", default="", help="of --claim: engines of this host only")
+    add("--check", action="store_true", help="of --claim: end at once, with 0 if all holders run")
     add("--fd", type=int, metavar="N", help="instead: a listening socket of the parent")
     add("--server", type=int, metavar="N", help="outlive the parent: a pipe that it closes")
     add("--patience", type=float, default=0.0, metavar="SECONDS", help="after that")
     add("--after", action="append", default=[], metavar="ADDRESS", help="of a holder to replace")
     given = parser.parse_args(arguments)
+    if given.claim is not None:
+        return _claims(given)
     inherited = given.fd is not None
     listener = socket.socket(fileno=given.fd) if inherited else listen(given.address)
     holder = MemoryHolder(listener, patience=given.patience, server=given.server)
@@ -564,6 +601,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     holder.run()
     if given.server is not None:
         remove_socket(address)
+    return 0
+
+
+def _claims(given: argparse.Namespace) -> int:
+    file, folder = given.topology or os.environ.get(f"{PREFIX}TOPOLOGY"), Path(given.claim)
+    try:
+        topology = deployed_topology(file, os.environ)
+        if given.check:
+            for address in claimed_addresses(topology, given.on, folder):
+                HolderLink(address).close()
+        else:
+            hold_for_claims(topology, given.on, folder)
+    except (ConfigurationError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISCONFIGURED
     return 0
 
 

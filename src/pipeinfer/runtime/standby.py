@@ -5,7 +5,8 @@
 
 A standby has no incarnation, opens no socket and no recording, and of its memory holder it only
 borrows. It reports to its supervisor through the status pipe, and waits on stdin: a line with a
-number promotes it, the end of the file ends it.
+number promotes it, the end of the file ends it. One that claimed its place, such as a container,
+waits for the lock of the engine instead (entry.py).
 """
 
 from __future__ import annotations
@@ -79,6 +80,12 @@ class StandbyBuild:
 
 def no_report(_state: State, _reason: str) -> None:
     """Where a command around the process has closed its status pipe."""
+
+
+def log_report(state: State, reason: str) -> None:
+    """Of a standby that nobody supervises."""
+    if state == "ready":
+        log.info("%s is ready", reason)
 
 
 def read_promotion(source: TextIO) -> int:
