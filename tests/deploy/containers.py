@@ -109,7 +109,11 @@ class ContainerHost:
     def _environment(self, service: str, name: str) -> dict[str, str]:
         described = self.compose.services[service]
         secrets = self._secrets(described, self._home(name) / "secrets")
-        given = {k: str(v).replace(SECRETS, secrets) for k, v in described["environment"].items()}
+        sockets = f"{self.folder}/run"
+        given = {
+            key: str(value).replace(SECRETS, secrets).replace(SOCKETS, sockets)
+            for key, value in described["environment"].items()
+        }
         home = str(self._home(name))  # a container has a folder for temporary files of its own
         slim = [f"{self.folder}/slim"] if described["image"].endswith("slim") else []
         path = {"PYTHONPATH": os.pathsep.join([*slim, str(ROOT / "src")])}

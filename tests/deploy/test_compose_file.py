@@ -13,6 +13,7 @@ import pytest
 from compose import FILE, GPU, HOSTS, ROOT, VARIABLE, Compose, load, variables
 from containers import DOCKERFILE, HEAVY, MEMORY, SECRETS, TOPOLOGY, image_files, stage_of
 
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE
 from pipeinfer.settings import Settings, from_environment
 from pipeinfer.topology import (
     BIND_VARIABLE,
@@ -148,7 +149,8 @@ def test_a_service_is_whole(where, name):
 def test_a_service_sets_variables_that_exist(where, name):
     given = set(SERVICES[where, name]["environment"])
     known = {k for k in given if from_environment({k: "1"})}
-    assert given - known <= {STAGES_VARIABLE, KEYS_VARIABLE, SECRET_VARIABLE, BIND_VARIABLE}
+    others = {STAGES_VARIABLE, KEYS_VARIABLE, SECRET_VARIABLE, BIND_VARIABLE, HOLDER_VARIABLE}
+    assert given - known <= others
     assert "PIPEINFER_ALLOWED_HOSTS" in given or name != "gateway"
     assert SERVICES[where, name]["environment"][KEYS_VARIABLE] == SECRETS
 
@@ -213,17 +215,16 @@ def test_the_gateway_prints_the_address_that_is_published():
 
 
 def test_what_must_stop_later_is_depended_on():
-    """A gateway before all others, a scheduler before its engine, that before its memory's holder,
-    for which it waits; missing ones are not missed."""
+    """A gateway before all others, a scheduler before its engine, that before its memory's holder;
+    missing ones are not missed."""
     for (where, name), service in SERVICES.items():
         after = {
             "gateway": set(NAMES) - {"gateway"}, "scheduler": {"engine"}, "engine": {MEMORY},
         }  # fmt: skip
         depends = service.get("depends_on", {})
         assert set(depends) == after.get(name, set()), (where, name)
-        for other, how in depends.items():
-            waits = "service_healthy" if other == MEMORY else "service_started"
-            assert how == {"condition": waits, "required": False}
+        for how in depends.values():
+            assert how == {"condition": "service_started", "required": False}
 
 
 def test_those_who_watch_run_beside_the_stages_and_read_files_that_are_there():

@@ -51,16 +51,6 @@ def ready(network: Hosts, host: str) -> bool:
     return network.call(host, there)
 
 
-def start_all(host: ContainerHost, services: list[str]) -> None:
-    """The holders of memory first, and nothing before they are well, as the engine asks for."""
-    if "memory" in services:
-        host.start("memory")
-        until(lambda: host.health("memory-1") == 0, "memory is never held")
-    for service in services:
-        if service != "memory":
-            host.start(service)
-
-
 def metric(network: Hosts, host: str, name: str) -> float:
     """Of all groups."""
     text = network.call(host, lambda: fetch(f"{URL}/metrics")[1])
@@ -80,7 +70,8 @@ def test_one_host_runs_as_it_is_checked_out_each_service_alone_in_its_network(fo
     with Hosts(*active) as network:
         host = ContainerHost(folder / "h", compose, network.command)
         try:
-            start_all(host, active)
+            for service in active:
+                host.start(service)
             until(lambda: ready(network, "gateway"), "never ready")
             complete(network, "gateway")
             assert {n: host.health(n) for n in host.processes} == dict.fromkeys(host.processes, 0)
@@ -120,7 +111,8 @@ def test_an_engine_leaves_its_memory_to_the_next_container_and_its_place_to_a_st
             return "".join(pieces)
 
         try:
-            start_all(host, active)
+            for service in active:
+                host.start(service)
             until(lambda: ready(network, "host"), "never ready")
             host.start("engine", 2)
             expected = network.call("host", stream)

@@ -123,7 +123,7 @@ def theirs(service: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_seconds(check: dict[str, Any]) -> dict[str, Any]:
-    times = ("interval", "timeout", "start_period", "start_interval")
+    times = ("interval", "timeout", "start_period")
     return {key: seconds(value) if key in times else value for key, value in check.items()}
 
 

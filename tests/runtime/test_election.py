@@ -95,10 +95,15 @@ def test_where_all_run_one_more_is_a_standby_until_one_ends(shared):
     assert standby.identity == serving.identity
     with pytest.raises(ConfigurationError, match="all of them run, with their standbys"):
         elect()
-    ends = threading.Timer(0.2, serving._lock.close)
-    ends.start()
+    ending = threading.Event()
+
+    def end() -> None:
+        ending.set()
+        serving._lock.close()
+
+    threading.Timer(0.2, end).start()
     standby.wait()
-    assert ends.finished.is_set() and not standby.is_standby
+    assert ending.is_set() and not standby.is_standby
     assert elect().is_standby
 
 

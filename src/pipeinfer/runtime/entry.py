@@ -54,7 +54,6 @@ from pipeinfer.runtime.child import (
     StatusWriter,
     inherited_status_writer,
 )
-from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import (
     StatusLine,
     open_streams,
@@ -62,7 +61,7 @@ from pipeinfer.runtime.logs import (
     set_up_logging,
     show_until_ready,
 )
-from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, claimed_address
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, claimed_address, wait_for_holder
 from pipeinfer.runtime.servers import WAIT_FLAG, port_owner, wait_until_listening
 from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import (
@@ -204,7 +203,7 @@ GATEWAY_GC_THRESHOLDS = (5_000, 20, 100)
 def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> int:
     """Runs a stage until it stops; returns the exit code. `stage`: given by a script in stages/."""
     open_streams()
-    command_line = parser(stage)
+    command_line, holder = parser(stage), os.environ.get(HOLDER_VARIABLE)
     options, flags = command_line.parse_known_args(arguments)
     try:
         file = options.topology or os.environ.get(f"{config.PREFIX}TOPOLOGY")
@@ -255,7 +254,7 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
                 "failed", str(error), error.newest
             )  # the next process gets a greater number
             return FAILED
-        return FAILED if error.superseded else _start_again(error.newest)
+        return FAILED if error.superseded else _start_again(error.newest, holder)
 
 
 def _named_identity(stage: str | None, options: argparse.Namespace) -> Identity:
@@ -274,9 +273,10 @@ def _elect(
             "--standby: engines that claim their places have standbys with --tp 1 only"
         )
     elected = elect_instance(topology, name, options.on, folder, engine and settings.standby)
-    holder = claimed_address(folder, elected.identity.id)
-    if engine and keeps_memory(settings) and Path(holder).exists():
-        os.environ.setdefault(HOLDER_VARIABLE, holder)
+    # A folder: holders of all that claim their places there, where each engine has its own.
+    if engine and Path(os.environ.get(HOLDER_VARIABLE, "")) == folder:
+        os.environ[HOLDER_VARIABLE] = claimed_address(folder, elected.identity.id)
+        wait_for_holder(os.environ[HOLDER_VARIABLE])
     return elected
 
 
@@ -358,9 +358,11 @@ class ParentTies:
     watch: ParentWatch | None
 
 
-def _start_again(newest: int) -> NoReturn:
+def _start_again(newest: int, holder: str | None) -> NoReturn:
     """Runs the command of this process again, with an incarnation after `newest`: the one that it
-    had may be known to some of the other stages."""
+    had may be known to some of the other stages. holder: what HOLDER_VARIABLE said."""
+    if holder is not None:
+        os.environ[HOLDER_VARIABLE] = holder
     os.environ[INCARNATION_VARIABLE] = str(incarnation_after(newest, time.time_ns()))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

@@ -41,9 +41,13 @@ from pipeinfer.topology import Topology, deployed_topology
 
 log = logging.getLogger(__name__)
 
-HOLDER_VARIABLE = "PIPEINFER_MEMORY_HOLDER"  # in the environment of an engine: its holder's address
+# In the environment of an engine: its holder's address; of one that claims its place, the folder of
+# the places, where holders may listen, too.
+HOLDER_VARIABLE = "PIPEINFER_MEMORY_HOLDER"
 SO_PEERPIDFD = 77  # of asm-generic/socket.h, Linux 6.5
 LOSS_WINDOW = 60.0  # seconds: so soon after a death another one is its second loss
+STARTING_SECONDS = 10.0  # that an engine waits for a holder that was started just before it
+STARTING_CHECK = 0.05  # seconds between two looks
 HAND_OVER_SECONDS = 30.0  # that an earlier server's engine may take to end
 MAX_MESSAGE = 64 << 10  # bytes
 MAX_DESCRIPTORS = 64  # of one message
@@ -543,6 +547,16 @@ def listen(address: str) -> socket.socket:
 def claimed_address(folder: Path, engine: str) -> str:
     """Where the holder of an engine listens that claims its place in `folder`; by its id."""
     return str(folder / f"{engine}.memory")
+
+
+def wait_for_holder(address: str) -> None:
+    """Returns when it listens, or after some seconds: it may have been started just now."""
+    until = time.monotonic() + STARTING_SECONDS
+    while time.monotonic() < until:
+        with suppress(OSError):
+            HolderLink(address).close()
+            return
+        time.sleep(STARTING_CHECK)
 
 
 def claimed_addresses(topology: Topology, on: str, folder: Path) -> list[str]:
