@@ -324,7 +324,7 @@ def test_no_frame_takes_long_while_nested_text_comes_at_once_or_grows(page, brow
     most = FRAME * max(1.0, min(sorting() for _ in range(3)) / SORTED)
     slow = {}
     for name, text in NESTED.items():
-        for step in (SIZE, SIZE // 3):
+        for step in (SIZE, SIZE // 6):
             taken = [longest_frame(page, cpu, text, step)]
             while min(taken) >= most and len(taken) < TRIES:
                 taken.append(longest_frame(page, cpu, text, step))
