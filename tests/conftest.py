@@ -26,10 +26,14 @@ from quick_rule import is_quick
 DRAW = ("gpu", "kernels", "layers")  # their tests draw numbers, as draws.py says
 # Their tests share a server, or a model of transformers that takes long to load.
 TOGETHER = ("blackbox", "smollm2")
-SHARE_A_SERVER = (  # of the folder pipeline, that of its conftest.py
-    "test_choices_served.py", "test_grammars_served.py", "test_logprobs_served.py",
-    "test_serving.py",
-)  # fmt: skip
+# Of some folders, who shares what their conftest.py starts: a server, and an LLM.
+SHARE = {
+    "pipeline": (
+        "test_choices_served.py", "test_grammars_served.py", "test_logprobs_served.py",
+        "test_serving.py",
+    ),
+    "llm": ("test_llm.py", "test_llm_logprobs.py", "test_vllm_scripts.py"),
+}  # fmt: skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -118,9 +122,10 @@ def pytest_collection_modifyitems(items):
 
 def _scope(path: Path) -> str:
     """Of those that one worker runs all; "" for the others."""
-    if path.parent.name == "pipeline" and path.name in SHARE_A_SERVER:
-        return "pipeline, served"
-    return path.parent.name if path.parent.name in TOGETHER else ""
+    folder = path.parent.name
+    if path.name in SHARE.get(folder, ()):
+        return f"{folder}, shared"
+    return folder if folder in TOGETHER else ""
 
 
 @pytest.hookimpl(optionalhook=True)

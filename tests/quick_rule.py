@@ -28,6 +28,8 @@ QUICK_ANYWAY = frozenset((
     "test_engine_core.py", "test_requests.py",  # torch holds a few words for them
 ))  # fmt: skip
 
+SKIPPED_WITHOUT = re.compile(r"""importorskip\(\s*["']([\w.]+)""")  # imports, where they are there
+
 
 @cache
 def is_quick(path: Path) -> bool:
@@ -56,7 +58,10 @@ def _is_heavy(path: Path) -> bool:
 def _imports(path: Path) -> tuple[bool, frozenset[Path]]:
     """Whether the module itself imports what is heavy; and the helpers that it imports."""
     helpers: set[Path] = set()
-    for node in _statements(ast.parse(path.read_text())):
+    text = path.read_text()
+    if any(map(_starts_heavy, SKIPPED_WITHOUT.findall(text))):
+        return True, frozenset()
+    for node in _statements(ast.parse(text)):
         if isinstance(node, ast.Import):
             names, wanted = {alias.name for alias in node.names}, set()
         elif isinstance(node, ast.ImportFrom):

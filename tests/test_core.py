@@ -298,7 +298,7 @@ def test_what_a_heartbeat_carries_is_what_was_observed(seconds: list[float]) -> 
     for one in seconds:
         made.observe(one)
     said = made.statistics("queue_seconds")
-    assert list(said) == histogram_names("queue_seconds")
+    assert tuple(said) == histogram_names("queue_seconds")
     at_most, total = read_histogram(said, "queue_seconds") or ([], -1.0)
     assert at_most == list(made.at_most()) and total == made.total
     assert at_most[-1] == (float("inf"), len(seconds))

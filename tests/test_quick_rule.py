@@ -13,6 +13,7 @@ from quick_rule import TESTS, is_quick
         "chaos/test_storm.py",  # a tool starts its server
         "tools/test_mutants.py",  # and another one pytest
         "page/test_page_scripted.py",  # a browser, which the folder's conftest.py starts
+        "page/test_markdown.py",  # by that alone
         "engine/test_short_soak.py",  # a program of another folder, by its path
         "engine/test_masks_in_steps.py",  # a model, by a helper of another folder
         "grammars/test_validation_process.py",  # a process of pipeinfer's own

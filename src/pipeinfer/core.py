@@ -22,6 +22,8 @@ import heapq
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from pipeinfer.messages import Message, Recover, Recovered, State
@@ -513,19 +515,20 @@ class Histogram:
 
     def statistics(self, name: str) -> dict[str, float]:
         """The histogram as statistics of a heartbeat, under the names of `histogram_names`."""
-        values = (*(float(count) for _, count in self.at_most()), self.total)
+        values = (*map(float, accumulate(self.counts)), self.total)
         return dict(zip(histogram_names(name, self.bounds), values, strict=True))
 
 
-def histogram_names(name: str, bounds: Sequence[float] = REQUEST_SECONDS) -> list[str]:
+@cache
+def histogram_names(name: str, bounds: tuple[float, ...] = REQUEST_SECONDS) -> tuple[str, ...]:
     """The names of a histogram's statistics: `NAME_le_BOUND` for each bound, `NAME_count` and
     `NAME_sum`. NAME ends with the unit, such as queue_seconds.
     """
-    return [*(f"{name}_le_{bound:g}" for bound in bounds), f"{name}_count", f"{name}_sum"]
+    return *(f"{name}_le_{bound:g}" for bound in bounds), f"{name}_count", f"{name}_sum"
 
 
 def read_histogram(
-    statistics: Mapping[str, float], name: str, bounds: Sequence[float] = REQUEST_SECONDS
+    statistics: Mapping[str, float], name: str, bounds: tuple[float, ...] = REQUEST_SECONDS
 ) -> tuple[list[tuple[float, float]], float] | None:
     """Reads a histogram back from the statistics of a heartbeat.
 

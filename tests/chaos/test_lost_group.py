@@ -11,7 +11,7 @@ import urllib.request
 from servers import Server
 
 BODY = {"ignore_eos": True, "temperature": 0, "stream": True}
-LONG, SHORT = 1200, 200  # tokens: amid the first a group is lost
+LONG, SHORT = 600, 100  # tokens: amid the first a group is lost
 
 
 class Stream(threading.Thread):

@@ -11,7 +11,7 @@ from chat_streams import Chats, questions
 from servers import Server, fetch
 
 ASKED = questions(4)
-TOKENS = 200
+TOKENS = 100
 
 
 @pytest.fixture(scope="module", params=[("--tp", "2"), ("--dp", "2")], ids=" ".join)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -35,6 +36,14 @@ from pipeinfer.messages import PROTOCOL, Asleep, Begin, Hello, Plan, Ready, Slee
 from pipeinfer.runtime.memory_holder import HolderLink
 
 ME, PAGES, SIZE, SLOTS = 7, 6, 4, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_was_there_is_no_garbage():
+    """Each nap looks for some, two hundred times here; in a worker with transformers loaded that
+    would take half a minute."""
+    gc.collect()
+    gc.freeze()
 
 
 class Engine:

@@ -37,9 +37,9 @@ def prompt_ids(prompts: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tokenizer.encode_batch(prompts)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llm(small: dict[str, Any]) -> Iterator[LLM]:
-    """The demo model, one for all tests of a file."""
+    """The demo model, one for all tests of the files that one worker has, see tests/conftest.py."""
     with LLM(**small) as llm:
         yield llm
 

@@ -245,9 +245,9 @@ def test_an_answer_that_grows_is_read_again_only_from_its_last_block_on(page):
 def test_the_parser_never_has_more_than_a_part_of_a_text(page):
     for unit in ("- a\n  - b\n", "| a | b |\n|---|---|\n" + "| 1 | 2 |\n" * 3000, "word ",
                  "```\ncode\n", "a\n\n", "> " * 50):  # fmt: skip
-        text = (unit * (30_000 // len(unit) + 1))[:30_000]
-        same, _, most, made = page.evaluate(GROWN, [text, 15_001])
-        assert same is True and most <= PART + 600 and made > 30_000 / 3, unit[:20]
+        text = (unit * (3 * PART // len(unit) + 1))[: 3 * PART]
+        same, _, most, made = page.evaluate(GROWN, [text, 3 * PART // 2 + 1])
+        assert same is True and most <= PART + 600 and made > PART, unit[:20]
 
 
 def test_a_part_of_short_lines_has_few_of_them(page):

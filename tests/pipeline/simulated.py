@@ -430,7 +430,8 @@ class Simulation:
 
     def _joined(self, one: str, other: str) -> bool:
         """Whether there is a way between two stages; what is sent meanwhile waits for it."""
-        return self.cut not in (host_of(one), host_of(other)) or host_of(one) == host_of(other)
+        ends = {host_of(one), host_of(other)} if self.cut else set[str]()
+        return self.cut not in ends or len(ends) == 1
 
     def _answer(self, stage: str) -> None:
         """The end of a trial, or of a compilation: whichever comes first."""

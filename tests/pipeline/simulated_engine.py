@@ -18,7 +18,7 @@ from pipeinfer.engine.core import Compile, Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Hello, Message
+from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import LAST_TOKEN, RequestLogitBias, Sampled, Step
 from sampling_rows import sampling_of
@@ -194,7 +194,8 @@ class EngineNode:
                 self._compute(send.message.step)
             else:
                 sends.append(send)
-        self._memory.check_integrity()
+        if isinstance(event, Plan | Begin):  # all else leaves the memory alone
+            self._memory.check_integrity()
         return sends
 
     def _compute(self, step: Step) -> None:

@@ -17,7 +17,7 @@ from servers import Server
 
 POISON = 261
 WATCHDOG = 4
-STREAMS, TOKENS = 6, 150
+STREAMS, TOKENS = 6, 70
 SHARED = [10 + n for n in range(40)]  # of good and bad prompts
 BAD = ([POISON], [*SHARED, POISON, 7], [*SHARED[:20], POISON, *range(60)])
 

@@ -90,7 +90,7 @@ def test_client_that_disconnects_in_the_queue_is_forgotten(small):
 
 def test_sigterm_finishes_what_runs_and_refuses_what_is_new():
     with Server() as server:
-        running = stream(server, 800)
+        running = stream(server, 400)
         next(running)
         pids = [stage["pid"] for stage in server.health()["stages"]]
         server.process.send_signal(signal.SIGTERM)

@@ -22,10 +22,27 @@ from servers import Server, alive, environment
 STREAMS, TOKENS, PAGE = 12, 150, 64
 
 
-@pytest.fixture
+SETTINGS = ("--standby", "--kv-pages", "400")
+
+
+@pytest.fixture(scope="module")
 def server():
-    with Server("--standby", "--kv-pages", "400") as running:
+    """Each test leaves it with an engine and, sooner or later, a standby."""
+    with Server(*SETTINGS) as running:
         yield running
+
+
+@pytest.fixture
+def own():
+    """One that a test may end, or leave without a standby."""
+    with Server(*SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server) -> list[str]:
+    with ThreadPoolExecutor(STREAMS) as pool:
+        return texts(asked(server, pool))
 
 
 def standbys(server: Server) -> list[int]:
@@ -85,26 +102,24 @@ def texts(answers: list[Future[str]]) -> list[str]:
     return [one.result() for one in answers]
 
 
-def test_the_standby_goes_on_with_the_same_texts_and_another_one_comes(server):
+def test_the_standby_goes_on_with_the_same_texts_and_another_one_comes(own, undisturbed):
     with ThreadPoolExecutor(STREAMS) as pool:
-        undisturbed = texts(asked(server, pool))
-        first = ready_standby(server)
-        running = asked(server, pool)
-        assert kill(server) == first
-        second = ready_standby(server, but=first)
+        first = ready_standby(own)
+        running = asked(own, pool)
+        assert kill(own) == first
+        second = ready_standby(own, but=first)
         assert texts(running) == undisturbed
-        running = asked(server, pool)
-        assert kill(server) == second
+        running = asked(own, pool)
+        assert kill(own) == second
         assert texts(running) == undisturbed
-    everybody = [child.pid for child in psutil.Process(server.process.pid).children()]
-    assert server.stop() == 0
+    everybody = [child.pid for child in psutil.Process(own.process.pid).children()]
+    assert own.stop() == 0
     assert not [pid for pid in everybody if alive(pid)]
 
 
-def test_a_standby_that_is_not_ready_goes_on_where_it_is(server):
+def test_a_standby_that_is_not_ready_goes_on_where_it_is(server, undisturbed):
     """The second death comes while it still loads."""
     with ThreadPoolExecutor(STREAMS) as pool:
-        undisturbed = texts(asked(server, pool))
         ready_standby(server)
         running = asked(server, pool)
         kill(server)
@@ -115,27 +130,25 @@ def test_a_standby_that_is_not_ready_goes_on_where_it_is(server):
     ready_standby(server)
 
 
-def test_a_standby_that_dies_is_started_again_and_nobody_notices(server):
+def test_a_standby_that_dies_is_started_again_and_nobody_notices(own, undisturbed):
     with ThreadPoolExecutor(STREAMS) as pool:
-        undisturbed = texts(asked(server, pool))
-        engine, first = server.pid("engine"), ready_standby(server)
-        running = asked(server, pool)
+        engine, first = own.pid("engine"), ready_standby(own)
+        running = asked(own, pool)
         os.kill(first, signal.SIGKILL)
-        second = ready_standby(server, but=first)
+        second = ready_standby(own, but=first)
         assert texts(running) == undisturbed
-        assert server.pid("engine") == engine and kill(server) == second
+        assert own.pid("engine") == engine and kill(own) == second
     for _ in range(MAX_DEATHS + 1):
-        [loading] = server.wait(lambda: standbys(server), "the next one begins")
+        [loading] = own.wait(lambda: standbys(own), "the next one begins")
         os.kill(loading, signal.SIGKILL)
-        server.wait(lambda pid=loading: not alive(pid), "it ends")
-    server.wait(lambda: any("no standby any more" in line for line in server.log), "given up")
-    assert not standbys(server) and server.health()["status"] == "ready"
+        own.wait(lambda pid=loading: not alive(pid), "it ends")
+    own.wait(lambda: any("no standby any more" in line for line in own.log), "given up")
+    assert not standbys(own) and own.health()["status"] == "ready"
 
 
-def test_a_swap_goes_by_a_new_standby(server):
+def test_a_swap_goes_by_a_new_standby(server, undisturbed):
     """The one that was there may have read files that have changed since."""
     with ThreadPoolExecutor(STREAMS) as pool:
-        undisturbed = texts(asked(server, pool))
         before = ready_standby(server)
         running = asked(server, pool)
         done = swap(server, "engine")
@@ -166,13 +179,12 @@ def recomputed(server: Server) -> float:
     return sum(float(one.split()[-1]) for one in counted)
 
 
-def test_where_one_rank_is_killed_the_standbys_of_all_ranks_go_on():
+def test_where_one_rank_is_killed_the_standbys_of_all_ranks_go_on(undisturbed):
     """With the pages that both ranks have left; a second loss so soon drops them."""
     with (
         Server("--standby", "--kv-pages", "400", "--tp", "2", "--threads", "1") as server,
         ThreadPoolExecutor(STREAMS) as pool,
     ):
-        undisturbed = texts(asked(server, pool))
         for rank in (1, 0):
             server.wait(lambda: server.metric("pipeinfer_standbys_ready") == 1, "they are ready")
             next_ones = sorted(standbys(server))
@@ -190,10 +202,10 @@ def test_where_one_rank_is_killed_the_standbys_of_all_ranks_go_on():
                 assert 0 < recomputed(server) - before <= STREAMS * PAGE
 
 
-def test_no_standby_outlives_a_server_that_is_killed(server):
-    standby = ready_standby(server)
-    server.kill()
-    server.wait(lambda: not alive(standby), "it ends")
+def test_no_standby_outlives_a_server_that_is_killed(own):
+    standby = ready_standby(own)
+    own.kill()
+    own.wait(lambda: not alive(standby), "it ends")
 
 
 def test_one_process_has_no_standby():

@@ -22,9 +22,9 @@ from pipeinfer.scheduler.queue import GrammarQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.step import Constrained
 
-FEW = range(60, 140)  # seeds of stories, of which each event must be part of one
+FEW = range(92, 127)  # seeds of stories, of which each event must be part of one
 WAVES = 3  # of requests, one after the other
-ENOUGH = 60  # stories in which a fault is found
+ENOUGH = range(30, 90)  # seeds of stories, in one of which a fault is found
 
 
 def test_stories_reach_every_kind_of_event_and_end_well():
@@ -141,7 +141,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_in_one_of_the_stories(fault, monkeypatch):
     FAULTS[fault](monkeypatch)
-    assert any(told_by(Story(seed).tell) for seed in range(ENOUGH))
+    assert any(told_by(Story(seed).tell) for seed in ENOUGH)
 
 
 PAGES_WRONG = {

@@ -49,11 +49,11 @@ REMEMBERED = ("baker", "Paris")  # in the second answers
 TURN_TOKENS = 16
 
 HAY = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-HAY_TIMES = 82  # on either side of the needle; 22 tokens each
+HAY_TIMES = 48  # on either side of the needle; 22 tokens each
 
 
 def needle(key: int) -> str:
-    """About 3,600 tokens with a number in the middle, and the question for it."""
+    """About 2,100 tokens with a number in the middle, and the question for it."""
     found = f"\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
     asked = "\n\nWhat is the pass key? The pass key is"
     return HAY * HAY_TIMES + found + HAY * HAY_TIMES + asked

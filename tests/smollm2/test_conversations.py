@@ -15,7 +15,7 @@ import openai
 import pytest
 from smollm2_prompts import CONVERSATIONS, NAME, REMEMBERED, TURN_TOKENS
 
-from servers import STAGES, Server
+from servers import Server
 
 Disturb = Callable[[], None]
 
@@ -55,9 +55,10 @@ def test_later_answers_know_what_was_said_before(api, expected, number):
     assert REMEMBERED[number] in answers[1] and REMEMBERED[number] not in CONVERSATIONS[number][1]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["engine", "gateway"])
 def test_conversation_survives_the_loss_of(server, api, expected, stage):
-    """kill -9 under the second answer: the answers are still those of transformers.
+    """kill -9 under the second answer: the answers are still those of transformers. That texts
+    outlive the other stages, tests/pipeline/test_stage_loss.py shows with the demo model.
 
     Connections end with the gateway; whoever asks again is answered by the next one.
     """

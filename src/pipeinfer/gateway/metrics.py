@@ -362,7 +362,7 @@ class _StageCollector(Collector):
         yield from self._takeovers()
 
     def _histogram(
-        self, name: str, text: str, stage: str, bounds: Sequence[float]
+        self, name: str, text: str, stage: str, bounds: tuple[float, ...]
     ) -> HistogramMetricFamily:
         """The statistics NAME_... of each group's stage."""
         family = HistogramMetricFamily(f"pipeinfer_{name}", text, labels=["group"])
@@ -699,7 +699,7 @@ class VllmMetrics(Collector):
         family: HistogramMetricFamily,
         stage: str,
         statistic: str,
-        bounds: Sequence[float],
+        bounds: tuple[float, ...],
         shortest: float = 0.0,
     ) -> HistogramMetricFamily:
         """The family with a histogram of each group; bounds below `shortest` are left out."""

@@ -149,21 +149,23 @@ class MarkerMatch:
 
 def find_marker(text: str, markers: Sequence[str]) -> MarkerMatch:
     """The first of `markers` in `text`. No marker may be the beginning of another one."""
-    first = min(
-        ((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=None
-    )
-    if first is not None:
-        at, marker = first
-        return MarkerMatch(text[:at], marker, text[at + len(marker) :])
-    begun = max(_begun(text, marker) for marker in markers)
+    first, found = len(text), None
+    for marker in markers:
+        if 0 <= (at := text.find(marker)) < first:
+            first, found = at, marker
+    if found is not None:
+        return MarkerMatch(text[:first], found, text[first + len(found) :])
+    begun = max([_begun(text, marker) for marker in markers])
     return MarkerMatch(text[: len(text) - begun], None, text[len(text) - begun :])
 
 
 def _begun(text: str, marker: str) -> int:
     """Letters at the end of `text` that begin `marker`."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
+    at = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
     return 0
 
 
