@@ -121,6 +121,27 @@ def test_ctrl_c_stops_the_call_and_the_end_of_a_script_ends_the_processes() -> N
     assert not any(child.is_running() for child in children)
 
 
+CLOSED_WHILE_IT_ANSWERS = """
+import asyncio
+from pipeinfer import AsyncLLM, SamplingParams
+
+async def answer():
+    async with AsyncLLM(device="cpu", log_level="info") as llm:
+        async for _ in llm.generate("a", SamplingParams(max_tokens=400, ignore_eos=True)):
+            break
+
+asyncio.run(answer())
+"""
+
+
+def test_a_script_ends_without_a_word_of_waiting() -> None:
+    """What its last answers leave behind, as a step in flight, is nothing to wait for."""
+    script = [sys.executable, "-c", CLOSED_WHILE_IT_ANSWERS]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "engine-0-0" in ended.stderr and "stopping" not in ended.stderr
+
+
 def copy_of_demo(folder: Path) -> Path:
     return Path(shutil.copytree(demo_path(), folder / "model"))
 

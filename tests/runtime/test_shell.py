@@ -121,6 +121,21 @@ async def test_drain_waits_for_the_core_to_be_idle(topology, context):
     await asyncio.wait_for(task, 20)
 
 
+async def test_a_stage_says_what_it_waits_for_where_that_is_more_than_a_last_step(
+    topology, context, caplog
+):
+    caplog.set_level("INFO", "pipeinfer.runtime.shell")
+    core = EchoCore(finished=False)
+    one = shell(topology, context, core)
+    task = asyncio.create_task(one.run())
+    await until(lambda: core.seen)
+    one.drain()
+    assert "stopping" not in caplog.text
+    await until(lambda: "stopping: waits for what runs, at most 30 s more" in caplog.text)
+    core.finished = True
+    await asyncio.wait_for(task, 20)
+
+
 async def test_drain_is_bounded(topology, context):
     core = EchoCore(finished=False)
     one = shell(topology, context, core, Settings(drain_timeout=0.05))

@@ -414,8 +414,9 @@ class Pipeline:
     """All stages for one caller, on the event loop that is running. Used once: start, then stop."""
 
     def __init__(self, settings: Settings) -> None:
-        """`settings` are prepared: the model is a local folder."""
-        self.settings = settings
+        """`settings` are prepared: the model is a local folder. Stages that are stopped finish
+        nothing: by then all requests have been aborted."""
+        self.settings = msgspec.structs.replace(settings, drain_timeout=0.0)
         self._resources = ExitStack()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()

@@ -84,6 +84,9 @@ class UnsentMessages:
         return (Unsent(str(request_id), attempt, reason),)
 
 
+# Seconds until a stage that is stopped says what it waits for: the last steps of requests that have
+# ended take less, and nobody waits for those.
+DRAIN_NOTICE = 0.5
 LEAVE_POLL = 0.005  # seconds between looks whether the core is idle; the successor waits for it
 
 
@@ -219,6 +222,9 @@ class Shell:
         self._drained_by = self._loop.time() + self.settings.drain_timeout
         self.handle(Drain())
         self._check_drained()
+        self._loop.call_later(DRAIN_NOTICE, self._say_what_drains)
+
+    def _say_what_drains(self) -> None:
         if not self._stop.is_set():
             text = "stopping: %s, at most %g s more; stopped again, it ends at once"
             log.info(text, self.state()[1] or "waits for what runs", self.settings.drain_timeout)
