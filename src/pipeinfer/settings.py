@@ -24,6 +24,8 @@ from pipeinfer.command_line import CommandLine, did_you_mean, no_number, none_of
 
 PREFIX = "PIPEINFER_"
 DEMO = "pipeinfer-demo"
+# scheduler/policies.py
+POLICIES = ("mixed", "throughput", "prefill-first", "decode-first")
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -223,8 +225,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         unset="`0`")] = 0
 
     # Memory
-    cache: Annotated[str, about("NAME", "prefix cache: radix, or naive for none",
-        group="memory")] = "radix"
+    cache: Annotated[Literal["radix", "naive"], about("NAME",
+        "prefix cache: radix, or naive for none", group="memory")] = "radix"
     page_size: Annotated[NonNegative, about("N",
         "tokens of a page; default: what the attention backend prefers",
         unset="16 of the backend `torch`, 64 of the others")] = 0
@@ -250,7 +252,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     threads: Annotated[NonNegative, about("N",
         "torch's threads in an engine; default: what torch chooses",
         unset="what torch chooses")] = 0
-    attention: Annotated[str, about("NAME",
+    attention: Annotated[Literal["auto", "torch", "flashinfer", "fa3", "hybrid"], about("NAME",
         "torch, flashinfer, fa3, hybrid; auto: the fastest here",
         "`auto` is `hybrid` on Hopper, with heads of 256 `flashinfer`; `flashinfer` on other GPUs; "
         "else `torch`. Models with soft caps get `torch`, and off Hopper models with attention "
@@ -392,9 +394,12 @@ def build(values: Mapping[str, object]) -> Settings:
             why = other_servers.refused().get(other_servers.flag(name))
             raise ConfigurationError(why or unknown(name))
     try:
-        return msgspec.convert(dict(values), Settings, strict=False)
+        built = msgspec.convert(dict(values), Settings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(_named(str(error), values)) from None
+    if built.policy not in POLICIES and ":" not in built.policy:
+        raise ConfigurationError(f"--policy: {none_of(built.policy, POLICIES)}")
+    return built
 
 
 def unknown(name: str) -> str:

@@ -192,6 +192,18 @@ def missing_tensor(folder: Path) -> Path:
     return folder
 
 
+def no_config(folder: Path) -> Path:
+    (demo_copy(folder) / "config.json").unlink()
+    return folder
+
+
+def junk(folder: Path) -> Path:
+    folder.mkdir()
+    file = folder / "junk.gguf"
+    file.write_bytes(b"no GGUF " * 1000)
+    return file
+
+
 @pytest.mark.parametrize(
     ("damage", "named", "how"),
     [
@@ -199,6 +211,9 @@ def missing_tensor(folder: Path) -> Path:
         (unknown_architecture, "GPT2LMHeadModel", ["--in-process"]),
         (wrong_shape, "mlp", ["--in-process"]),
         (missing_tensor, "model.layers.2.", []),
+        (no_config, "config.json", []),
+        (junk, "is a broken GGUF file", []),
+        (junk, "is a broken GGUF file", ["--in-process"]),
     ],
 )
 def test_bad_checkpoint_is_one_clear_error_before_the_server_listens(tmp_path, damage, named, how):
@@ -208,7 +223,8 @@ def test_bad_checkpoint_is_one_clear_error_before_the_server_listens(tmp_path, d
     for thread in server._threads:
         thread.join(10)
     errors = [line for line in server.log if line.startswith("error: ")]
-    assert named in errors[0]
+    assert len(errors) == 1 and named in errors[0]
+    assert [line for line in server.log if named in line] == errors, "it is said once"
     assert "Traceback" not in "\n".join(server.log)
     assert server.lines.empty(), "it never said ready"
 
@@ -240,23 +256,55 @@ def test_wrong_usage_and_configuration_end_with_code_2():
             process.terminate()  # one that serves after all would go on for ever
 
 
-def test_a_port_in_use_is_said_before_anything_is_looked_for():
-    """The folder of the model is not there, but that is not what is said first, unless the gateway
-    runs on another host."""
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--policy", "mixd"), "did you mean 'mixed'?"),
+        (("--attention", "flashinfr"), "did you mean 'flashinfer'?"),
+        (("--max-model-len", "1000000"), "--max-model-len: 1000000 is more than"),
+        (("--chat-template", "/no/such/file"), "--chat-template: cannot read /no/such/file"),
+    ],
+)
+def test_what_can_be_known_is_refused_before_any_stage_is_started(words, named):
+    server = Server(*words)
+    assert server.process.wait(60) == 2
+    for thread in server._threads:
+        thread.join(10)
+    [line] = [line for line in server.log if "bundled demo" not in line]
+    assert line.startswith("error: ") and named in line
+
+
+def test_what_only_a_stage_can_find_is_said_once():
+    server = Server("--policy", "no_such_module:Policy")
+    assert server.process.wait(60) == 2
+    for thread in server._threads:
+        thread.join(10)
+    [line] = [line for line in server.log if "no_such_module" in line]
+    assert line.startswith("error: policy 'no_such_module:Policy'")
+
+
+def test_a_port_in_use_is_said_after_what_is_wrong_anyway_and_before_a_download():
+    taken_by = f"is taken by process {os.getpid()} "
     elsewhere = ["--topology", str(ROOT / "stages/three-hosts.toml"), "--on", "gpu-a"]
-    cases = {f"is taken by process {os.getpid()} ": [], "/no/such/folder": elsewhere}
+    cases = [
+        (["/no/such/folder"], "/no/such/folder"),
+        (["/no/such/folder", *elsewhere], "/no/such/folder"),
+        ([str(ROOT / "README.md")], "is a file"),
+        (["--policy", "fast"], "--policy"),
+        ([], taken_by),
+        (["someone/some-model"], taken_by),
+    ]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        for named, more in cases.items():
+        for words, named in cases:
             done = subprocess.run(
-                [sys.executable, "-m", "pipeinfer", "serve", "/no/such/folder", "--port", port,
-                 *more],
+                [sys.executable, "-m", "pipeinfer", "serve", "--port", port, *words],
                 stderr=subprocess.PIPE, text=True, env=environment(), timeout=60, check=False,
             )  # fmt: skip
             assert done.returncode == 2
-            [line] = done.stderr.splitlines()
+            [line] = [one for one in done.stderr.splitlines() if "bundled demo" not in one]
             assert line.startswith("error: ") and named in line
 
 

@@ -50,7 +50,8 @@ def test_every_setting_is_a_flag():
             continue
         flags.append("--" + name.replace("_", "-"))
         if setting.kind is not bool:
-            flags.append(setting.choices[0] if setting.choices else "1")
+            other = "a.module:Policy" if name == "policy" else "1"
+            flags.append(setting.choices[0] if setting.choices else other)
     given = config.parse_flags(["some/model", *flags])
     assert set(given) == set(Settings.__struct_fields__)
     config.build(given)
@@ -98,6 +99,7 @@ def test_serve_takes_the_settings_of_a_topology_file(tmp_path, short_path, monke
 def test_paths_do_not_depend_on_the_folder_of_a_stage(tmp_path, monkeypatch):
     """A stage that is swapped may run in another one."""
     monkeypatch.chdir(tmp_path)
+    Path("chat.jinja").write_text("{{ messages }}")
     settings = prepare_settings({"record": "traces", "chat_template": "chat.jinja"}, lambda _: None)
     assert settings.record == str(tmp_path / "traces")
     assert settings.chat_template == str(tmp_path / "chat.jinja")

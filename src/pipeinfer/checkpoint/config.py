@@ -696,6 +696,16 @@ class ModelOutline:
     dtype: str
     config: ModelConfig | None = None
 
+    def max_model_len(self, requested: int) -> int:
+        """Tokens of the longest request; requested: --max-model-len, 0 for the checkpoint's. Raises
+        ConfigurationError for more than that."""
+        if requested > self.context_length:
+            raise ConfigurationError(
+                f"--max-model-len: {requested} is more than the checkpoint's "
+                f"{self.context_length} tokens"
+            )
+        return requested or self.context_length
+
 
 def read_outline(checkpoint: Path, model_impl: str = "auto") -> ModelOutline:
     """The outline of a checkpoint, a folder or a GGUF file.

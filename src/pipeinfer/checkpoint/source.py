@@ -1,9 +1,9 @@
 """From the name of a model to the path of its files: a folder, a GGUF file, the bundled demo, or a
 download from the hub.
 
-`find_model` and `resolve_model` choose; `fetch` downloads; Transfer shows bytes, rate and time
-left: on a terminal one line is rewritten, elsewhere a line is logged now and then. Imports no torch
-and does not interpret the files.
+`find_model`, `resolve_model` and `local_model` choose; `fetch` downloads; Transfer shows bytes,
+rate and time left: on a terminal one line is rewritten, elsewhere a line is logged now and then.
+Imports no torch and does not interpret the files.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ def resolve_model(
 
     Raises ConfigurationError, which says what was tried.
     """
+    return local_model(name) or fetch(name, revision, say, weights)
+
+
+def local_model(name: str) -> Path | None:
+    """As `resolve_model`; None for what can only be a model of the hub."""
     if name in ("", DEMO):
         return demo_path()
     folder = Path(os.path.expanduser(name))  # noqa: PTH111 (a Path raises for an unknown user)
@@ -80,7 +85,7 @@ def resolve_model(
         )
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_gguf(folder):
         raise ConfigurationError(f"model {name!r}: there is no such folder or file")
-    return fetch(name, revision, say, weights)
+    return None
 
 
 def _check_complete(folder: Path) -> None:

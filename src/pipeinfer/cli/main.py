@@ -170,14 +170,18 @@ def run_serve(arguments: Sequence[str]) -> int:
     import uvloop
     import zmq
 
-    from pipeinfer.runtime.local import check_port, local_stages, prepare_settings
+    from pipeinfer.checkpoint.source import local_model
+    from pipeinfer.runtime.local import check_model, check_port, local_stages, prepare_settings
     from pipeinfer.runtime.logs import StatusLine, set_up_logging
 
     def on_settings(settings: config.Settings) -> None:
         set_up_logging(settings, "pipeinfer")
-        check_port(settings, on)
+        if local_model(settings.model) is None:
+            check_port(settings, on)  # before a download
 
     settings = prepare_settings(flags, log.info, on_settings)
+    check_model(settings)
+    check_port(settings, on)
     with local_stages(settings, zmq.Context.instance(), on=on) as stages:
         return uvloop.run(_run(stages.service, StatusLine(settings.log_format == "text")))
 

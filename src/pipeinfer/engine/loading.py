@@ -180,7 +180,7 @@ def choose_engine(
         )
     outline = read_outline(folder, settings.model_impl)
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
-    max_model_len = _max_model_len(settings.max_model_len, outline)
+    max_model_len = outline.max_model_len(settings.max_model_len)
     dtype = _dtype(settings.dtype, outline, device)
     outline = _in_format(outline, _quantization(settings.quantization, folder, device, dtype))
     spec, config = None, outline.config
@@ -554,15 +554,6 @@ def _quantization(name: str, folder: Path, device: str, dtype: torch.dtype) -> s
     if name == "auto" and fits and is_gguf(folder) and is_low_bit(read_header(folder)):
         return "int8"
     return name
-
-
-def _max_model_len(requested: int, outline: ModelOutline) -> int:
-    limit = outline.context_length
-    if requested > limit:
-        raise ConfigurationError(
-            f"--max-model-len: {requested} is more than the checkpoint's {limit} tokens"
-        )
-    return requested or limit
 
 
 log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)

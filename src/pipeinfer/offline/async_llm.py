@@ -20,7 +20,6 @@ import msgspec
 import zmq
 
 from pipeinfer import settings as config
-from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages
 from pipeinfer.gateway.ledger import (
@@ -61,7 +60,7 @@ from pipeinfer.params import JsonObject, JsonValue, choice_ids
 from pipeinfer.runtime import entry
 from pipeinfer.runtime.child import MISCONFIGURED
 from pipeinfer.runtime.entry import InProcess
-from pipeinfer.runtime.local import local_stages, prepare_settings
+from pipeinfer.runtime.local import check_model, local_stages, prepare_settings
 from pipeinfer.runtime.logs import waiting_summary
 from pipeinfer.runtime.shell import ProcessOptions, Shell
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
@@ -301,7 +300,7 @@ class AsyncLLM:
         """Finds, perhaps downloads the model, and refuses what no stage could load."""
         settings = prepare_settings(self._given, self._say)
         self._folder = Path(settings.model)
-        read_outline(self._folder, settings.model_impl)
+        check_model(settings)
         defaults = public(sampling_defaults(self._folder))
         defaults.max_tokens = defaults.max_tokens or COMPLETION_MAX_TOKENS
         self._defaults = defaults
@@ -533,12 +532,13 @@ class Pipeline:
         error = PipelineStopped("cancelled") if task.cancelled() else task.exception()
         if self._stopped is not None:
             return
-        self._cause = self._cause or str(error or "the stages have ended")
+        unsaid = "the stages have ended; their own message is on stderr"  # with in_process
+        self._cause = self._cause or str(error or unsaid)
         self._driver.fail_all(self._cause, "pipeline_stopped")
         if self._ready.done():
             return
         if error is None and task.result() == MISCONFIGURED:
-            error = ConfigurationError(f"{self._cause}; its own message is on stderr")
+            error = ConfigurationError(self._cause)
         self._ready.set_exception(error or PipelineStopped(self._cause))
 
     # ----------------------------------------------------------------------------------------- end

@@ -405,7 +405,7 @@ async def _run(
                 log.warning("--standby: no supervisor started this engine, so it has none")
             end_on_group_fault(topology, identity, shell.incarnation, context, lambda: shell.built)
     if options.child:  # its parent shows the start of all stages
-        return await run_shell(shell)
+        return await run_shell(shell, reports=ties.status is None)
     line = StatusLine(settings.log_format == "text")
     starting = asyncio.create_task(show_until_ready(lambda: {identity.id: shell.state()}, line))
     try:
@@ -415,8 +415,9 @@ async def _run(
         line.clear()
 
 
-async def run_shell(shell: Shell) -> int:
-    """The shell's exit code; what it could not do is said on stderr in one line."""
+async def run_shell(shell: Shell, reports: bool = True) -> int:
+    """The shell's exit code; what it could not do is said on stderr in one line. reports: whether
+    of a wrong configuration, too; a supervisor that has heard of it says it once for all."""
     try:
         await shell.run()
         return ORDERLY
@@ -425,7 +426,8 @@ async def run_shell(shell: Shell) -> int:
     except FencedOut:
         raise
     except ConfigurationError as error:
-        report_error(shell.settings, str(error))
+        if reports:
+            report_error(shell.settings, str(error))
         return MISCONFIGURED
     except AddressTaken as error:  # by the process before perhaps, so that this one may come again
         host, _, port = error.endpoint.removeprefix("tcp://").rpartition(":")

@@ -22,10 +22,12 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
+from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.command_line import did_you_mean
 from pipeinfer.gguf.header import is_gguf
 from pipeinfer.observe import observer
+from pipeinfer.other_servers import flag
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.holder_process import keeps_memory, kept_holders
 from pipeinfer.runtime.servers import PREFIX, TOPOLOGY, record_running
@@ -35,6 +37,9 @@ from pipeinfer.topology import STAGES_VARIABLE, Topology, deployed_topology
 
 if TYPE_CHECKING:
     from pipeinfer.runtime.entry import InProcess
+
+
+FILES = ("chat_template", "api_key_file", "tls_cert", "tls_key")  # settings that name one to read
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ def prepare_settings(
     given_topology = _given(str(named.get("topology", "")))
     defaults = given_topology.defaults() if given_topology is not None else {}
     settings = config.build({**defaults, **named})
+    if given_topology is None:  # else on other hosts perhaps
+        _check_files(settings)
     check(settings)
     observer.check_opentelemetry(settings)
     if settings.model in ("", DEMO):
@@ -78,6 +85,24 @@ def prepare_settings(
         tls_key=_absolute(settings.tls_key),
         profile_dir=_absolute(settings.profile_dir),
     )
+
+
+def _check_files(settings: Settings) -> None:
+    for name in FILES:
+        path = str(getattr(settings, name))
+        try:
+            if path:
+                Path(path).open("rb").close()
+        except OSError as error:
+            why = f"cannot read {path}: {error.strerror}"
+            raise ConfigurationError(f"{flag(name)}: {why}") from None
+
+
+def check_model(settings: Settings) -> None:
+    """Refuses what no stage could load, before any is started; `settings` are prepared. Raises
+    ConfigurationError."""
+    outline = read_outline(Path(settings.model), settings.model_impl)
+    outline.max_model_len(settings.max_model_len)
 
 
 def check_port(settings: Settings, on: str = "") -> None:

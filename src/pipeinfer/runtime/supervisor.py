@@ -36,6 +36,7 @@ from pipeinfer.runtime.child import (
     exit_cause,
 )
 from pipeinfer.runtime.holder_process import HolderProcess, KeptHolders, keeps_memory
+from pipeinfer.runtime.logs import report_error
 from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE
 from pipeinfer.runtime.servers import InheritedSockets
 from pipeinfer.runtime.stage import LEAVE_TIMEOUT, IncarnationNumbers, heartbeat
@@ -356,8 +357,10 @@ class Supervisor:
         servers.publish_served_model(Path(self._topology_file), served)
 
     def states(self) -> dict[str, tuple[State, str]]:
-        """The state of each stage here by its id, and what it does or waits for."""
-        return {stage: child.status for stage, child in self._children.items()}
+        """The state of each stage here by its id, and what it does or waits for; of none once the
+        server is stopping."""
+        children = {} if self._stopping.is_set() else self._children
+        return {stage: child.status for stage, child in children.items()}
 
     def stop(self, code: int = ORDERLY) -> None:
         """Drains and stops everything; called again, kills."""
@@ -465,9 +468,10 @@ class Supervisor:
             return
         name = child.identity.id
         if code == MISCONFIGURED:
-            self._give_up(
-                ": ".join(filter(None, (f"{name} cannot start", child.failure_reason))), code
-            )
+            why = child.failure_reason
+            if self.on_give_up is None:  # else it is said by who called this
+                report_error(self._settings, why or f"{name} cannot start")
+            self._give_up(": ".join(filter(None, (f"{name} cannot start", why))), code)
             return
         if code >= 0 and not child.config_valid:  # killed by a signal, it is not to blame
             self._give_up(f"{name} ended while it started ({exit_cause(code)})", FAILED)
@@ -519,7 +523,8 @@ class Supervisor:
             self._configs_valid.set()
 
     def _give_up(self, reason: str, code: int) -> None:
-        log.error("%s; stopping", reason)
+        if code != MISCONFIGURED:
+            log.error("%s; stopping", reason)
         if self.on_give_up is not None:
             self.on_give_up(reason)
         self.stop(code)
