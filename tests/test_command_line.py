@@ -67,6 +67,8 @@ def test_help_shows_the_flags_that_matter_and_names_the_one_that_shows_all(capsy
 
 def test_only_a_name_that_is_close_is_proposed():
     assert did_you_mean("srve", ["serve", "swap"]) == "; did you mean 'serve'?"
+    assert did_you_mean("sw", ["serve", "swap"]) == "; did you mean 'swap'?"
+    assert did_you_mean("s", ["serve", "swap"]) == did_you_mean("", ["serve"]) == ""
     assert did_you_mean("frobnicate", ["serve", "swap"]) == ""
     assert none_of("mixd", ["mixed", "fcfs"]) == (
         "'mixd' is none of mixed, fcfs; did you mean 'mixed'?"

@@ -182,9 +182,11 @@ def no_number(text: object, kind: str) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str], quote: str = "'") -> str:
-    """The end of an error, "; did you mean 'mixed'?", or nothing if no name is close."""
+    """The end of an error, "; did you mean 'mixed'?", or nothing if no name is close. The only name
+    that `name` begins is."""
     import difflib  # only here: the command line's start pays for every import
 
     by_lower = {known.lower(): known for known in names}
-    close = difflib.get_close_matches(name.lower(), by_lower, 1)
+    begun = [known for known in by_lower if name and known.startswith(name.lower())]
+    close = begun if len(begun) == 1 else difflib.get_close_matches(name.lower(), by_lower, 1)
     return f"; did you mean {quote}{by_lower[close[0]]}{quote}?" if close else ""

@@ -69,6 +69,8 @@ def test_help_all_of_the_whole_command_has_the_flags_of_all_subcommands(capsys):
     ("words", "said"),
     [
         ("srve", "unknown command 'srve'; did you mean 'serve'?"),
+        ("gen hello", "unknown command 'gen'; did you mean 'generate'?"),
+        ("serve --kv-p 3", "unknown flag --kv-p; did you mean --kv-pages?"),
         ("--versoin", "unknown flag --versoin; did you mean --version?"),
         ("serve --prot 3", "unknown flag --prot; did you mean --port?"),
         ("serve --tensor-paralel-size 3",
