@@ -54,6 +54,13 @@ class Terminal:
             if select.select([self._master], [], [], 0.2)[0]:
                 self.shown += self._read()
 
+    def rest(self) -> str:
+        """All that was shown, once the program has closed the terminal."""
+        with contextlib.suppress(AssertionError):
+            while True:
+                self.shown += self._read()
+        return self.shown
+
     def press(self, key: bytes, until: str) -> None:
         """Presses a key until `until` is shown: as a person does, for Python's line editor hears
         of a signal that came just before it began to wait only with the next one."""

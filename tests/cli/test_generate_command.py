@@ -85,24 +85,25 @@ def test_without_standard_input_a_prompt_is_answered() -> None:
 @pytest.mark.parametrize(
     "command", [("generate", "-"), ("chat", "m", "--url", "http://127.0.0.1:1")]
 )
-def test_input_that_is_no_text_is_said_in_one_line(command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_input_that_is_no_text_is_said_in_one_line(command: tuple[str, ...], errors: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pipeinfer", *command],
         input=b"a\n\xff\n",
         capture_output=True,
         timeout=120,
-        env=environment() | {"PYTHONIOENCODING": "utf-8:strict"},
+        env=environment() | {"PYTHONIOENCODING": f"utf-8:{errors}"},
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(b"error: standard input is no text in utf-8: byte 2 of")
+    assert done.stderr.startswith(b"error: line 2 of standard input is not UTF-8 (invalid start")
     assert done.stderr.count(b"\n") == 1
 
 
 def test_a_prompt_that_no_text_can_be_is_refused_in_one_line() -> None:
     words = [sys.executable, "-m", "pipeinfer", "generate", *QUICK, "--in-process", b"\xff"]
     done = subprocess.run(words, capture_output=True, timeout=120, env=environment())
-    assert done.returncode == 1
-    assert done.stderr.startswith(b"error: prompt: ") and done.stderr.count(b"\n") == 1
+    assert done.returncode == 2
+    assert done.stderr == b"error: prompt 1 of the command line is not UTF-8\n"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ def test_a_prompt_that_no_text_can_be_is_refused_in_one_line() -> None:
         (("--kv-pages", "many", "a"), "--kv-pages"),
         (("--model", "/no/such/folder", "a"), "/no/such/folder"),
         (("--json", "--stream", "a"), "not allowed with"),
+        (("count", "from", "3"), "if it begins a prompt of several words, that needs quotes"),
         (("Count from 3 to 9.", "a"), "'Count from 3 to 9.' is no model: of several words the"),
         (("--url", "http://127.0.0.1:1", "--kv-pages", "9", "a"), "--kv-pages is a setting of a"),
     ],
@@ -125,6 +127,15 @@ def test_wrong_usage_ends_with_2_and_says_what_is_wrong(
     assert said in done.stderr
     assert (done.stdout, done.returncode) == ("", 2)
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_terminal_is_told_that_the_default_limit_cut_an_answer() -> None:
+    words = [sys.executable, "-m", "pipeinfer", "generate", *QUICK, "--local", "--ignore-eos", "a"]
+    told = "(cut at 128 tokens, the default; --max-tokens N allows more)"
+    for more, is_told in (((), True), (("--max-tokens", "128"), False), (("--json",), False)):
+        with Terminal([*words, *more], environment()) as shown:
+            assert (told in shown.rest()) == is_told
+            assert shown.process.wait(60) == 0
 
 
 CHAT = [sys.executable, "-m", "pipeinfer", "chat", "--threads", "1", "--kv-pages", "256"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
@@ -54,7 +55,7 @@ def run_generate(arguments: Sequence[str]) -> int:
     """Prints the completions in the prompts' order; returns the exit code."""
     command_line = generate_parser()
     options = command_line.parse_args(arguments)
-    _take_model(options)
+    first = _take_model(options)
     flags = read_flags(command_line, options)
     prompts = _prompts(options.words)
 
@@ -65,16 +66,25 @@ def run_generate(arguments: Sequence[str]) -> int:
     try:
         with model_session(flags, answer_options) as session:
             if streams:
-                for question in batch:
-                    session.thread.run(print_answer(session.model, question))
-                return 0
-            lines = [JsonLine(prompt) for prompt in prompts]
-            _answer_all(session, batch, lines)
+                reasons = [session.thread.run(print_answer(session.model, one)) for one in batch]
+            else:
+                lines = [JsonLine(prompt) for prompt in prompts]
+                _answer_all(session, batch, lines)
+                for line in lines:
+                    print(msgspec.json.encode(line).decode() if options.json else line.text)
+                reasons = [line.finish_reason for line in lines]
     except RequestFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for line in lines:
-        print(msgspec.json.encode(line).decode() if options.json else line.text)
+    except ConfigurationError as error:
+        if not first or not str(error).startswith(f"model {first!r}"):
+            raise
+        hint = "if it begins a prompt of several words, that needs quotes"
+        raise ConfigurationError(f"{error}; {hint}") from None
+    cut = "length" in reasons and "max_tokens" not in flags.sampling
+    if cut and sys.stderr.isatty() and not options.json:
+        notice = f"cut at {MAX_TOKENS} tokens, the default; --max-tokens N allows more"
+        print(f"({notice})", file=sys.stderr)
     return 0
 
 
@@ -98,16 +108,17 @@ def generate_parser() -> CommandLine:
     return command_line
 
 
-def _take_model(options: argparse.Namespace) -> None:
-    """Of several words the first is MODEL."""
+def _take_model(options: argparse.Namespace) -> str:
+    """Of several words the first is MODEL; returns it, "" for another."""
     if "model" in options or len(options.words) == 1:
-        return
+        return ""
     model, *options.words = options.words
     if len(model.split()) != 1 and not Path(model).exists():
         raise ConfigurationError(
             f"{model!r} is no model: of several words the first is MODEL, {DEMO} for the demo"
         )
     options.model = model
+    return str(model)
 
 
 def _prompts(given: Sequence[str]) -> list[str]:
@@ -121,6 +132,9 @@ def _prompts(given: Sequence[str]) -> list[str]:
             prompts += filter(None, lines)
         else:
             prompts.append(prompt)
+    for number, prompt in enumerate(prompts, 1):
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes of an argument
+            raise ConfigurationError(f"prompt {number} of the command line is not UTF-8")
     return prompts
 
 
@@ -173,32 +187,33 @@ async def _collect(model: ChatModel, question: Question, line: JsonLine) -> None
 
 async def print_answer(
     model: ChatModel, question: Question, answer_texts: list[str] | None = None
-) -> None:
-    """Prints an answer as it comes, and a newline, also if it breaks off. `answer_texts`: gets what
-    is no thought. RequestFailed."""
-    printed = False
+) -> str | None:
+    """Prints an answer as it comes, and a newline, also if it breaks off; returns why it ended.
+    `answer_texts`: gets what is no thought. RequestFailed."""
+    printed, reason = False, None
     async with aclosing(model.answer(question)) as pieces:
         try:
-            async for text in _separated(pieces, answer_texts):
+            async for text, ended in _separated(pieces, answer_texts):
                 print(text, end="", flush=True)
-                printed = True
+                printed, reason = True, ended
         except RequestFailed:
             if printed:
                 print(flush=True)
             raise
     print(flush=True)
+    return reason
 
 
 async def _separated(
     pieces: AsyncIterator[AnswerDelta], answer_texts: list[str] | None
-) -> AsyncIterator[str]:
-    """The text of all; between thoughts and what comes after them is an empty line."""
+) -> AsyncIterator[tuple[str, str | None]]:
+    """The text of all, with the finish reason; between thoughts and what comes after them is an
+    empty line."""
     thinks = False
     async for piece in pieces:
-        if thinks and piece.text and not piece.reasoning:
-            yield "\n\n"
+        between = "\n\n" if thinks and piece.text and not piece.reasoning else ""
         thinks = piece.reasoning or (thinks and not piece.text)
-        yield piece.text
+        yield between + piece.text, piece.finish_reason
         if answer_texts is not None and not piece.reasoning:
             answer_texts.append(piece.text)
 
@@ -273,7 +288,7 @@ class Conversation:
 def read_questions(conversation: Conversation) -> None:
     """Reads lines and commands until /exit or the end of the input."""
     prompt = "> " if sys.stdin.isatty() else ""
-    while True:
+    for lines in itertools.count():
         try:
             line = input(prompt).strip()
         except EOFError:
@@ -284,7 +299,7 @@ def read_questions(conversation: Conversation) -> None:
             print()
             continue
         except UnicodeDecodeError as error:
-            raise undecodable_input(error) from None
+            raise undecodable_input(error, lines) from None
         if line == "/exit":
             return
         if line == "/reset":

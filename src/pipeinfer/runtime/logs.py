@@ -101,7 +101,8 @@ CLEAR_LINE = "\r\x1b[K"  # what a terminal's line shows so far is to be written 
 
 def open_streams() -> None:
     """Opens those that are closed, as by `<&-` or a daemon: else a socket gets the number, and
-    libraries end the process when they close it. What output has no letter for is shown as "?".
+    libraries end the process when they close it. What output has no letter for is shown as "?";
+    what input has no letter for is an error, in every locale.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)  # stages have them, too
@@ -110,14 +111,17 @@ def open_streams() -> None:
         if getattr(sys, name) is None:
             stream = open(number, mode, closefd=False)  # noqa: SIM115 (as long as the process)
             setattr(sys, name, stream)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 
 
-def undecodable_input(error: UnicodeDecodeError) -> ConfigurationError:
-    """What is said of standard input whose bytes are no letters."""
-    where = f"byte {error.start} of what was read: {error.reason}"
-    return ConfigurationError(f"standard input is no text in {error.encoding}: {where}")
+def undecodable_input(error: UnicodeDecodeError, lines: int = 0) -> ConfigurationError:
+    """What is said of standard input whose bytes are no letters. lines: that were read before."""
+    line = lines + error.object.count(b"\n", 0, error.start) + 1
+    where = f"is not {error.encoding.upper()} ({error.reason})"
+    return ConfigurationError(f"line {line} of standard input {where}")
 
 
 def can_rewrite(output: TextIO) -> bool:
