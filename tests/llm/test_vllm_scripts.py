@@ -431,11 +431,13 @@ def test_all_keywords_that_ask_for_something_else_are_named_at_once() -> None:
             "m", tokenizer="other", enable_lora=True, pipeline_parallel_size=2, seed=-5,
             trust_remote_code=True, kv_cache_memory_bytes=2**30, generation_config="vllm",
             max_modl_len=10, enable_chunked_prefill=False, cpu_offload_gb=4, spec_tokens=3,
+            swap_space=4,
         )  # fmt: skip
     said = str(caught.value).splitlines()
     assert "unknown setting 'max_modl_len'; did you mean 'max_model_len'?" in said
     lines = dict(line.split(": ", 1) for line in said if ": " in line)
-    assert len(lines) == len(said) - 1 == 10
+    assert len(lines) == len(said) - 1 == 11
+    assert lines["swap_space=4"].startswith("Keys and values stay in the device's memory.")
     assert lines["tokenizer='other'"].startswith("The tokenizer is the checkpoint's")
     assert "Merge them" in lines["enable_lora=True"]
     assert lines["pipeline_parallel_size=2"] == "A group is as large as tp."

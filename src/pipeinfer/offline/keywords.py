@@ -93,7 +93,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
         {"backend": "guidance"},
     ),
     "swa_bounded_replay": (True,),
-    "swap_space": (0, 4),
     "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf", "slow"),
     "tokenizer_worker_num": (1,),
