@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -335,6 +338,38 @@ def test_servers_that_know_less_are_measured_by_pieces_and_a_note_says_so(bench)
     notes = " ".join(found["notes"])
     assert "4 answers have fewer tokens" in notes and "4 answers came without usage" in notes
     assert "without usage" in page
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda one: one.name)
+def test_a_bench_that_is_ended_says_what_it_had_and_leaves_no_file(tmp_path, number) -> None:
+    """The first load is measured, and of the second one request is never answered."""
+    asked, hangs = 0, threading.Event()
+
+    async def answer(request: web.Request, body: dict) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        if asked > 7:  # some are asked before all loads
+            hangs.set()
+            await asyncio.sleep(600)
+        return await streamed(request, chunk({"content": "a"}), chunk({"content": ""}, "stop"))
+
+    out = tmp_path / "out.json"
+    with serving(answer) as url:
+        words = ("--requests", "4", "--concurrency", "1,1", "--warm-up", "0", "--model", "any")
+        running = subprocess.Popen(
+            [sys.executable, "-m", "pipeinfer", "bench", url, *words, "--json", str(out)],
+            env=servers.environment() | {"TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert hangs.wait(60) and [*tmp_path.glob("pipeinfer-bench-*")]
+        running.send_signal(number)
+        said, errors = running.communicate(timeout=60)
+    assert (running.returncode, errors) == (1, "")
+    assert "\nended early: 1 stream" in said
+    assert said.endswith("\npartial: 1 of 2 loads measured to the end\n")
+    assert [*tmp_path.iterdir()] == [out]
+    [point] = json.loads(out.read_text())["metrics"]["points"]
+    assert point["requests"] == 4
 
 
 def test_nothing_answered_is_code_1(capsys) -> None:

@@ -92,10 +92,12 @@ class ProgressLine:
         self._label, self._requests, self._out = label, requests, out
         self._began = self._shown = time.monotonic()
         self._live = out.isatty()
+        self._progress: WorkerProgress | None = None
 
     def show(self, progress: WorkerProgress) -> None:
         """Shows the counts so far."""
         now = time.monotonic()
+        self._progress = progress
         if not self._live and now - self._shown < PLAIN_PROGRESS_SECONDS:
             return
         self._shown = now
@@ -110,6 +112,11 @@ class ProgressLine:
         if self._live:
             self._out.write(CLEAR_LINE)
             self._out.flush()
+
+    def counts(self) -> str:
+        """The counts so far, as text; "" before the first."""
+        seconds = time.monotonic() - self._began
+        return "" if self._progress is None else self._text(self._progress, seconds)
 
     def _text(self, progress: WorkerProgress, seconds: float) -> str:
         done = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -29,6 +30,7 @@ from pipeinfer.bench.runner import (
     WorkerDied,
     load_trace,
 )
+from pipeinfer.command_line import counted
 from pipeinfer.settings import ConfigurationError, base_url
 
 SEED_STEP = 1_000_003  # added to the seed for each further point
@@ -45,22 +47,42 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         bench, settings = asyncio.run(_prepared(options))
         print("  ".join(f"{name}: {value}" for name, value in settings.items()), flush=True)
-        results = [_measured(bench, number, point) for number, point in enumerate(points)]
+        results, whole = _measure_all(bench, points)
     except (ServerNotUsable, WorkerDied) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if len(results) > 1:
         print("\n" + report.overview_text(results))
-    _write(options, _command(arguments), settings, results, bench.target)
-    return (
-        0 if any(result.metrics["failed"] < result.metrics["requests"] for result in results) else 1
-    )
+    if results:
+        _write(options, _command(arguments), settings, results, bench.target)
+    answered = any(result.metrics["failed"] < result.metrics["requests"] for result in results)
+    return 0 if answered and whole else 1
+
+
+def _measure_all(bench: Benchmark, points: Sequence[LoadPoint]) -> tuple[list[PointResult], bool]:
+    """The results, and whether of all points: Ctrl-C and SIGTERM end the point under way, whose
+    workers and files go before this returns, and leave out the rest."""
+    results: list[PointResult] = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for number, point in enumerate(points):
+            results.append(_measured(bench, number, point))
+    except KeyboardInterrupt:
+        of_all = counted(len(points), "load")
+        print(f"\npartial: {len(results)} of {of_all} measured to the end", flush=True)
+        return results, False
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return results, True
 
 
 def _measured(bench: Benchmark, number: int, point: LoadPoint) -> PointResult:
     line = report.ProgressLine(point.label, point.requests, sys.stderr)
     try:
         result = bench.run_point(number, point, line.show)
+    except KeyboardInterrupt:
+        print(f"\nended early: {line.counts() or point.label}", flush=True)
+        raise
     finally:
         line.end()
     print("\n" + report.point_text(result, bench.target), flush=True)
