@@ -437,3 +437,34 @@ def test_what_is_said_of_a_line_lies_beside_the_cards(feed, watch, width, groups
     page = watch(told, viewport={"width": width, "height": 900})
     expect(page.locator(".lines text").last).to_have_text("151,844 tokens/s")
     assert page.evaluate(TOUCHING) == []
+
+
+# Facts of the cards whose name is in several lines, that stand beside a value at another height, or
+# that are wider than their card; and stages whose name lies over their state.
+UNEVEN = """() => [...document.querySelectorAll(".stage:not(.many)")].flatMap((card) => {
+  const list = card.querySelector("dl"), heading = document.createRange();
+  heading.selectNodeContents(card.querySelector("h3"));
+  const name = heading.getBoundingClientRect();
+  const state = card.querySelector(".state").getBoundingClientRect();
+  const facts = [...list.children].map((fact) => {
+    const range = new Range();
+    range.selectNodeContents(fact.firstChild);
+    const [name, value] = fact.children;
+    const lines = new Set([...range.getClientRects()].map(({ top }) => top)).size;
+    return { name: name.textContent, lines, top: name.getBoundingClientRect().top,
+      below: value.getBoundingClientRect().top };
+  });
+  const wide = list.scrollWidth > list.clientWidth ? [list.textContent] : [];
+  if (state.left < name.right && state.top < name.bottom - 3) wide.push(card.textContent);
+  return wide.concat(facts.filter(({ lines, top, below }) => lines > 1
+    || facts.some((other) => other.top === top && other.below !== below)).map(({ name }) => name));
+})"""
+
+
+@pytest.mark.parametrize("width", [390, 960, 1080, 1280, 1920])
+def test_names_on_the_cards_are_in_one_line_and_values_level(feed, watch, width):
+    told = busy()
+    told["stages"][2] |= {"unit": "steps/s", "rate": 46.3}
+    page = watch(told, viewport={"width": width, "height": 900})
+    expect(page.locator(".stage.scheduler dd").first).to_have_text("46.3 steps/s")
+    assert page.evaluate(UNEVEN) == []
