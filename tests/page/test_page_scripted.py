@@ -438,6 +438,100 @@ def test_what_is_said_of_a_line_lies_beside_the_cards(feed, watch, width, groups
     expect(page.locator(".lines text").last).to_have_text("151,844 tokens/s")
     assert page.evaluate(TOUCHING) == []
 
+BROKEN_WORDS = r"""(selector) => [...document.querySelectorAll(selector)].flatMap((cell) => {
+  const words = [], texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+  for (let text; (text = texts.nextNode());) {
+    for (const { 0: word, index } of text.data.matchAll(/\S+/g)) {
+      const range = new Range();
+      range.setStart(text, index);
+      range.setEnd(text, index + word.length);
+      if (new Set([...range.getClientRects()].map(({ top }) => top)).size > 1) words.push(word);
+    }
+  }
+  return words;
+})"""
+TABLE = (
+    "| Name | Qty | A rather long column that could overflow on phones, certainly |\n"
+    "|---|--:|:-:|\n| apple | 3 | internationalization of `configuration_parameters` |\n"
+)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_tables_break_no_word_and_scroll_in_their_own_box(feed, open_page, width):
+    page = open_page(feed.url, viewport={"width": width, "height": 800})
+    answered(page, TABLE + "\n" + "| column " * 20 + "|\n" + "|---" * 20 + "|\n")
+    page.get_by_label("Message", exact=True).fill("ask")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .foot")).to_be_visible()
+    if width > 1000:
+        page.get_by_role("button", name="Options", exact=True).click()
+    assert page.evaluate(BROKEN_WORDS, ".sheet :is(th, td)") == []
+    sizes = "(box) => [box.clientWidth < box.scrollWidth, box.getBoundingClientRect().right]"
+    scrolls, right = page.locator(".sheet").last.evaluate(sizes)
+    assert scrolls and right <= width
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+def test_a_chosen_conversations_title_has_the_room_and_its_buttons_are_reached(feed, open_page):
+    titled = "What are the stages?"
+    room = "(title) => title.scrollWidth <= title.clientWidth"
+    page = open_page(feed.url, viewport={"width": 1280, "height": 800})
+    answered(page, "Because.")
+    page.get_by_label("Message", exact=True).fill(titled)
+    page.keyboard.press("Enter")
+    row = page.locator("#conversations li.now")
+    rename = row.get_by_role("button", name="Rename")
+    expect(rename).to_have_css("opacity", "0")
+    assert row.locator(".open").evaluate(room)
+    row.hover()
+    expect(rename).to_have_css("opacity", "1")
+    page.mouse.move(700, 400)
+    expect(rename).to_have_css("opacity", "0")
+    row.locator(".open").focus()
+    page.keyboard.press("Tab")
+    expect(rename).to_be_focused()
+    expect(rename).to_have_css("opacity", "1")
+    page.keyboard.press("Enter")
+    page.keyboard.type("Five stages")
+    page.keyboard.press("Enter")
+    expect(row.locator(".open")).to_have_text("Five stages")
+
+
+def test_on_a_touch_screen_titles_and_their_buttons_are_both_there(feed, open_page):
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    page = open_page(feed.url, **phone)
+    answered(page, "Because.")
+    page.get_by_label("Message", exact=True).fill("What are the names of the five stages?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .foot")).to_be_visible()
+    page.get_by_role("button", name="Conversations", exact=True).tap()
+    row = page.locator("#conversations li.now")
+    whole = "(one) => one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight"
+    assert row.locator(".open").evaluate(whole)
+    expect(row.get_by_role("button", name="Delete")).to_have_css("opacity", "1")
+    row.get_by_role("button", name="Delete").tap()
+    expect(page.locator("#sure-dialog")).to_be_visible()
+
+
+def test_a_phone_shows_the_models_name_and_figures_in_even_lines(feed, open_page):
+    page = open_page(feed.url, viewport={"width": 390, "height": 844})
+    expect(page.locator("#model")).to_have_text("pipeinfer-demo · 2,048 tokens")
+    assert page.locator("#model").evaluate("(model) => model.scrollWidth <= model.clientWidth")
+    made = """async () => {
+      const { MessageView } = await import("/page/message.js");
+      const stats = { prompt: 39, output: 78, first: 59.9, seconds: 2133, finish: "stop" };
+      const view = new MessageView({ role: "assistant", content: "a", stats }, {});
+      document.getElementById("thread").replaceChildren(view.element);
+      const lines = new Map();
+      for (const fact of view.element.querySelectorAll(".foot span")) {
+        const { left, right, bottom } = fact.getBoundingClientRect();
+        lines.set(bottom, [lines.get(bottom)?.[0] ?? left, right]);
+      }
+      return [...lines.values()].map(([left, right]) => right - left);
+    }"""
+    lines = page.evaluate(made)
+    assert len(lines) == 2 and min(lines) > max(lines) / 2, lines
+
 
 # Facts of the cards whose name is in several lines, that stand beside a value at another height, or
 # that are wider than their card; and stages whose name lies over their state.
