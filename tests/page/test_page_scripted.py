@@ -281,7 +281,7 @@ def test_conversations_go_out_as_a_file_and_come_in_again(feed, open_page, tmp_p
     for text, why in (("{", "no JSON"), ("[]", "no conversations"), ("{}", "no conversations")):
         kept.write_text(text)
         other.locator("#import-file").set_input_files(kept)
-        expect(other.locator("#kept")).to_contain_text(why)
+        expect(other.get_by_role("alert")).to_contain_text(why)
 
 
 def test_a_stream_that_breaks_off_says_so_and_keeps_what_came(feed, open_page):
@@ -438,6 +438,7 @@ def test_what_is_said_of_a_line_lies_beside_the_cards(feed, watch, width, groups
     expect(page.locator(".lines text").last).to_have_text("151,844 tokens/s")
     assert page.evaluate(TOUCHING) == []
 
+
 BROKEN_WORDS = r"""(selector) => [...document.querySelectorAll(selector)].flatMap((cell) => {
   const words = [], texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
   for (let text; (text = texts.nextNode());) {
@@ -531,6 +532,54 @@ def test_a_phone_shows_the_models_name_and_figures_in_even_lines(feed, open_page
     }"""
     lines = page.evaluate(made)
     assert len(lines) == 2 and min(lines) > max(lines) / 2, lines
+
+
+def test_every_option_that_is_wrong_is_marked_before_anything_is_sent(feed, open_page):
+    page = open_page(feed.url)
+    panel = page.locator("#options")
+    page.get_by_role("button", name="Options", exact=True).click()
+    wrong = {"Top p": "1.5", "Top k": "2.5", "Min p": "2", "Stop at, one a line": "a\n" * 17,
+             "JSON schema": "{oops", "Functions, as JSON": "{}",
+             "Of the request's body, as JSON": "[]"}  # fmt: skip
+    for label, value in wrong.items():
+        panel.get_by_label(label, exact=True).fill(value)
+    expect(panel.locator(".wrong:not(:empty)")).to_have_count(len(wrong))
+    for label in wrong:
+        field = panel.get_by_label(label, exact=True)
+        expect(field).to_have_attribute("aria-invalid", "true")
+        expect(field).to_have_accessible_description(re.compile(".+"))
+    page.get_by_label("Message", exact=True).fill("ask")
+    page.keyboard.press("Enter")
+    expect(panel.get_by_label("Top p")).to_be_focused()
+    panel.get_by_label("Top p").fill("0.5")
+    expect(panel.locator("[aria-invalid]")).to_have_count(len(wrong) - 1)
+    expect(page.locator(".user")).to_have_count(0)
+
+
+def test_an_import_that_failed_says_what_was_imported_as_an_error(feed, open_page, tmp_path):
+    page = open_page(feed.url)
+    kept = tmp_path / "kept.json"
+    alert = page.get_by_role("alert")
+    one = {"id": "a", "title": "One", "messages": [{"role": "user", "content": "x"}]}
+    form = {"form": "pipeinfer-conversations", "version": 1}
+    kept.write_text("{")
+    page.locator("#import-file").set_input_files(kept)
+    expect(alert).to_have_text("Nothing was imported: The file is no JSON.")
+    kept.write_text(json.dumps({**form, "conversations": [one, {**one, "id": "b"}]}))
+    page.evaluate("""() => {
+      const { put } = IDBObjectStore.prototype;
+      IDBObjectStore.prototype.put = function (value, ...more) {
+        if (value.id === "b") throw new Error("The disk is full.");
+        return put.call(this, value, ...more);
+      };
+    }""")
+    page.locator("#import-file").set_input_files(kept)
+    expect(alert).to_have_text("1 of 2 conversations imported: The disk is full.")
+    expect(page.locator("#conversations .open")).to_have_text(["One"])
+    kept.write_text(json.dumps({**form, "conversations": [{**one, "id": "c"}]}))
+    page.locator("#import-file").set_input_files(kept)
+    expect(page.locator("#kept")).to_have_text("1 conversation added.")
+    expect(alert).to_have_count(0)
 
 
 # Facts of the cards whose name is in several lines, that stand beside a value at another height, or
