@@ -439,18 +439,6 @@ def test_what_is_said_of_a_line_lies_beside_the_cards(feed, watch, width, groups
     assert page.evaluate(TOUCHING) == []
 
 
-BROKEN_WORDS = r"""(selector) => [...document.querySelectorAll(selector)].flatMap((cell) => {
-  const words = [], texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
-  for (let text; (text = texts.nextNode());) {
-    for (const { 0: word, index } of text.data.matchAll(/\S+/g)) {
-      const range = new Range();
-      range.setStart(text, index);
-      range.setEnd(text, index + word.length);
-      if (new Set([...range.getClientRects()].map(({ top }) => top)).size > 1) words.push(word);
-    }
-  }
-  return words;
-})"""
 TABLE = (
     "| Name | Qty | A rather long column that could overflow on phones, certainly |\n"
     "|---|--:|:-:|\n| apple | 3 | internationalization of `configuration_parameters` |\n"
@@ -458,7 +446,7 @@ TABLE = (
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_tables_break_no_word_and_scroll_in_their_own_box(feed, open_page, width):
+def test_tables_break_no_word_and_scroll_in_their_own_box(feed, open_page, broken_words, width):
     page = open_page(feed.url, viewport={"width": width, "height": 800})
     answered(page, TABLE + "\n" + "| column " * 20 + "|\n" + "|---" * 20 + "|\n")
     page.get_by_label("Message", exact=True).fill("ask")
@@ -466,7 +454,7 @@ def test_tables_break_no_word_and_scroll_in_their_own_box(feed, open_page, width
     expect(page.locator(".answer .foot")).to_be_visible()
     if width > 1000:
         page.get_by_role("button", name="Options", exact=True).click()
-    assert page.evaluate(BROKEN_WORDS, ".sheet :is(th, td)") == []
+    assert broken_words(page, ".sheet :is(th, td)") == []
     sizes = "(box) => [box.clientWidth < box.scrollWidth, box.getBoundingClientRect().right]"
     scrolls, right = page.locator(".sheet").last.evaluate(sizes)
     assert scrolls and right <= width
