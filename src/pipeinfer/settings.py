@@ -73,7 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "Parsers: `hermes`, `llama3_json`, `mistral`, `qwen3_coder`, `glm45`, `glm47`, "
         "`deepseek_v3`, `deepseek_v31`, `deepseek_v32`, `deepseek_v4`, `kimi_k2`, `seed_oss`, "
         "`minimax_m2`, `granite`, `hunyuan_a13b`, `phi4_mini_json`, `xlam`, `gigachat3`, "
-        "`pythonic`, `lfm2`, `olmo3`, `openai`. `none` leaves calls in the text. [api.md](api.md) "
+        "`pythonic`, `lfm2`, `olmo3`, `openai`. `none` leaves calls in the text. [The API](api.md) "
         "says which form each reads.")] = "auto"
     grammar_backend: Annotated[Literal["llguidance", "none"], about("NAME",
         "what holds outputs to grammars, or none for nothing",
@@ -91,7 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reasoning_parser: Annotated[str, about("NAME",
         "how thoughts are told apart: a parser, none; auto: by template",
         "Parsers by vLLM's names, such as `qwen3`, `seed_oss` or `mistral`, which differ in tags "
-        "alone, and `openai_gptoss`; see [api.md](api.md). `none` leaves thoughts in the text. "
+        "alone, and `openai_gptoss`; see [the API](api.md). `none` leaves thoughts in the text. "
         "`auto` chooses by the chat template.")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("",
         "auto: the checkpoint's; float32 on a CPU that lacks it",

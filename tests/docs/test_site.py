@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from docs import hooks
-from servers import environment
+from docs_site import built
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder], cwd=ROOT,
-        env={**environment(), "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
-        check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return folder
+    return built(tmp_path_factory.mktemp("site"))
 
 
 def test_every_page_of_the_repository_is_one_of_the_site(site):
@@ -68,6 +59,32 @@ def test_links_of_the_repository_lead_to_pages_of_the_site():
     )
     text = "```\n[a](../README.md)\n```"
     assert hooks.mapped(text, "docs/api.md", "api.md") == text
+
+
+def test_a_picture_with_a_dark_twin_is_both_on_the_site():
+    text = "![a](images/page-pipeline.png) ![b](images/soak.png)"
+    assert hooks.mapped(text, "docs/page.md", "page.md") == (
+        "![a](images/page-pipeline.png#only-light) ![a](images/page-pipeline-dark.png#only-dark) "
+        "![b](images/soak.png)"
+    )
+
+
+def test_colours_of_drawings_are_named_once_for_each_scheme():
+    """A fixed one would stay as it is in the dark."""
+    for path in ROOT.glob("docs/images/*.svg"):
+        if path.stem in ("pipeline", "overlap"):
+            light, dark = re.findall(r"svg\{(--[^}]*)\}", path.read_text())
+            named = re.compile(r"(--\w+):(#[0-9a-f]{3,6})")
+            assert dict(named.findall(light)).keys() == dict(named.findall(dark)).keys()
+            assert re.findall(r"#[0-9a-f]{3,6}\b", named.sub("", path.read_text())) == [], path
+
+
+def test_links_are_not_called_as_the_file_that_they_lead_to():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("stages/**/*.md")]
+    called = {
+        str(path): re.findall(r"(?<!`)\[([\w/-]+\.md)\]\(", path.read_text()) for path in pages
+    }
+    assert {name: links for name, links in called.items() if links} == {}
 
 
 def test_a_list_below_a_line_of_text_is_a_list():

@@ -13,6 +13,18 @@ import pytest
 EVIL = "evil.example.org"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 
+BROKEN_WORDS = r"""(selector) => [...document.querySelectorAll(selector)].flatMap((cell) => {
+  const words = [], texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+  for (let text; (text = texts.nextNode());) {
+    for (const { 0: word, index } of text.data.matchAll(/\S+/g)) {
+      const range = new Range();
+      range.setStart(text, index);
+      range.setEnd(text, index + word.length);
+      if (new Set([...range.getClientRects()].map(({ top }) => top)).size > 1) words.push(word);
+    }
+  }
+  return words;
+})"""
 ARGUMENTS = ["--no-sandbox", f"--host-resolver-rules=MAP {EVIL} 127.0.0.1"]
 
 
@@ -88,3 +100,9 @@ def no_violations(browser):
         assert bad == []
 
     return check
+
+
+@pytest.fixture
+def broken_words():
+    """broken_words(page, selector): words that stand in more than one line of such elements."""
+    return lambda page, selector: page.evaluate(BROKEN_WORDS, selector)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from scripted_feed import MODELS, ScriptedFeed, event, stage, stages
+from scripted_feed import MODELS, ScriptedFeed, event, stages
 from scripted_minute import prefixes, requests, steps, timeline
 
 ROOT = Path(__file__).parents[2]
@@ -53,12 +53,9 @@ def chat(browser: Browser, url: str, folder: Path) -> None:
     page.locator("#options").evaluate("(panel) => panel.scrollTo(0, 0)")
     ask(page, "What is 7 + 15?", 3)
     page.locator(".tokens span").nth(10).focus()
-    for scheme, name in (("light", "page-chat"), ("dark", "page-chat-dark")):
-        page.emulate_media(color_scheme=scheme)
-        keep(page, folder, name)
+    keep(page, folder, "page-chat", dark=True)
     page.get_by_role("button", name="Close the options").click()
     page.set_viewport_size(PHONE)
-    page.emulate_media(color_scheme="light")
     moved = "(side) => Promise.all(side.getAnimations().map((one) => one.finished))"
     page.locator("#side").evaluate(moved)
     page.locator("#thread .message").last.scroll_into_view_if_needed()
@@ -82,29 +79,24 @@ def pipeline(browser: Browser, folder: Path) -> None:
         page = browser.new_page(viewport={**DESK, "height": 1240})
         page.goto(feed.url + "/#pipeline")
         expect(page.locator(".requests tbody tr")).to_have_count(len(listed))
-        keep(page, folder, "page-pipeline")
+        keep(page, folder, "page-pipeline", dark=True)
         page.set_viewport_size(DESK)
         page.locator(f"button[title={name}]").click()
         expect(page.locator("dialog.timeline tbody tr")).to_have_count(5)
-        keep(page, folder, "page-timeline")
+        keep(page, folder, "page-timeline", dark=True)
         page.keyboard.press("Escape")
         page.set_viewport_size(PHONE)
         page.locator("#pipeline").evaluate("(view) => view.scrollTo(0, 0)")
         keep(page, folder, "page-pipeline-phone")
-        page.set_viewport_size({**DESK, "height": 1000})
-        page.emulate_media(color_scheme="dark")
-        two = stages(2, 2)
-        feed.say(event(two, time=now + 0.3))
-        expect(page.locator(".stage")).to_have_count(7)
-        two[3] = stage("engine", state="lost", reason="its process ended", rate=0)
-        two[4] = stage("engine", rank=1, state="waiting", reason="for engine-0-0", rate=0)
-        feed.say(event(two, time=now + 0.6, status="degraded"))
-        expect(page.locator(".stage.hurt")).to_have_count(1)
-        keep(page, folder, "page-pipeline-dark")
 
 
-def keep(page: Page, folder: Path, name: str) -> None:
+def keep(page: Page, folder: Path, name: str, dark: bool = False) -> None:
+    """dark: also its dark twin, which the site shows in the dark."""
     page.screenshot(path=folder / f"{name}.png")
+    if dark:
+        page.emulate_media(color_scheme="dark")
+        page.screenshot(path=folder / f"{name}-dark.png")
+        page.emulate_media(color_scheme="light")
 
 
 if __name__ == "__main__":

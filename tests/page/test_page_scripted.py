@@ -281,7 +281,7 @@ def test_conversations_go_out_as_a_file_and_come_in_again(feed, open_page, tmp_p
     for text, why in (("{", "no JSON"), ("[]", "no conversations"), ("{}", "no conversations")):
         kept.write_text(text)
         other.locator("#import-file").set_input_files(kept)
-        expect(other.locator("#kept")).to_contain_text(why)
+        expect(other.get_by_role("alert")).to_contain_text(why)
 
 
 def test_a_stream_that_breaks_off_says_so_and_keeps_what_came(feed, open_page):
@@ -437,3 +437,165 @@ def test_what_is_said_of_a_line_lies_beside_the_cards(feed, watch, width, groups
     page = watch(told, viewport={"width": width, "height": 900})
     expect(page.locator(".lines text").last).to_have_text("151,844 tokens/s")
     assert page.evaluate(TOUCHING) == []
+
+
+TABLE = (
+    "| Name | Qty | A rather long column that could overflow on phones, certainly |\n"
+    "|---|--:|:-:|\n| apple | 3 | internationalization of `configuration_parameters` |\n"
+)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_tables_break_no_word_and_scroll_in_their_own_box(feed, open_page, broken_words, width):
+    page = open_page(feed.url, viewport={"width": width, "height": 800})
+    answered(page, TABLE + "\n" + "| column " * 20 + "|\n" + "|---" * 20 + "|\n")
+    page.get_by_label("Message", exact=True).fill("ask")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .foot")).to_be_visible()
+    if width > 1000:
+        page.get_by_role("button", name="Options", exact=True).click()
+    assert broken_words(page, ".sheet :is(th, td)") == []
+    sizes = "(box) => [box.clientWidth < box.scrollWidth, box.getBoundingClientRect().right]"
+    scrolls, right = page.locator(".sheet").last.evaluate(sizes)
+    assert scrolls and right <= width
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+def test_a_chosen_conversations_title_has_the_room_and_its_buttons_are_reached(feed, open_page):
+    titled = "What are the stages?"
+    room = "(title) => title.scrollWidth <= title.clientWidth"
+    page = open_page(feed.url, viewport={"width": 1280, "height": 800})
+    answered(page, "Because.")
+    page.get_by_label("Message", exact=True).fill(titled)
+    page.keyboard.press("Enter")
+    row = page.locator("#conversations li.now")
+    rename = row.get_by_role("button", name="Rename")
+    expect(rename).to_have_css("opacity", "0")
+    assert row.locator(".open").evaluate(room)
+    row.hover()
+    expect(rename).to_have_css("opacity", "1")
+    page.mouse.move(700, 400)
+    expect(rename).to_have_css("opacity", "0")
+    row.locator(".open").focus()
+    page.keyboard.press("Tab")
+    expect(rename).to_be_focused()
+    expect(rename).to_have_css("opacity", "1")
+    page.keyboard.press("Enter")
+    page.keyboard.type("Five stages")
+    page.keyboard.press("Enter")
+    expect(row.locator(".open")).to_have_text("Five stages")
+
+
+def test_on_a_touch_screen_titles_and_their_buttons_are_both_there(feed, open_page):
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    page = open_page(feed.url, **phone)
+    answered(page, "Because.")
+    page.get_by_label("Message", exact=True).fill("What are the names of the five stages?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .foot")).to_be_visible()
+    page.get_by_role("button", name="Conversations", exact=True).tap()
+    row = page.locator("#conversations li.now")
+    whole = "(one) => one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight"
+    assert row.locator(".open").evaluate(whole)
+    expect(row.get_by_role("button", name="Delete")).to_have_css("opacity", "1")
+    row.get_by_role("button", name="Delete").tap()
+    expect(page.locator("#sure-dialog")).to_be_visible()
+
+
+def test_a_phone_shows_the_models_name_and_figures_in_even_lines(feed, open_page):
+    page = open_page(feed.url, viewport={"width": 390, "height": 844})
+    expect(page.locator("#model")).to_have_text("pipeinfer-demo · 2,048 tokens")
+    assert page.locator("#model").evaluate("(model) => model.scrollWidth <= model.clientWidth")
+    made = """async () => {
+      const { MessageView } = await import("/page/message.js");
+      const stats = { prompt: 39, output: 78, first: 59.9, seconds: 2133, finish: "stop" };
+      const view = new MessageView({ role: "assistant", content: "a", stats }, {});
+      document.getElementById("thread").replaceChildren(view.element);
+      const lines = new Map();
+      for (const fact of view.element.querySelectorAll(".foot span")) {
+        const { left, right, bottom } = fact.getBoundingClientRect();
+        lines.set(bottom, [lines.get(bottom)?.[0] ?? left, right]);
+      }
+      return [...lines.values()].map(([left, right]) => right - left);
+    }"""
+    lines = page.evaluate(made)
+    assert len(lines) == 2 and min(lines) > max(lines) / 2, lines
+
+
+def test_every_option_that_is_wrong_is_marked_before_anything_is_sent(feed, open_page):
+    page = open_page(feed.url)
+    panel = page.locator("#options")
+    page.get_by_role("button", name="Options", exact=True).click()
+    wrong = {"Top p": "1.5", "Top k": "2.5", "Min p": "2", "Stop at, one a line": "a\n" * 17,
+             "JSON schema": "{oops", "Functions, as JSON": "{}",
+             "Of the request's body, as JSON": "[]"}  # fmt: skip
+    for label, value in wrong.items():
+        panel.get_by_label(label, exact=True).fill(value)
+    expect(panel.locator(".wrong:not(:empty)")).to_have_count(len(wrong))
+    for label in wrong:
+        field = panel.get_by_label(label, exact=True)
+        expect(field).to_have_attribute("aria-invalid", "true")
+        expect(field).to_have_accessible_description(re.compile(".+"))
+    page.get_by_label("Message", exact=True).fill("ask")
+    page.keyboard.press("Enter")
+    expect(panel.get_by_label("Top p")).to_be_focused()
+    panel.get_by_label("Top p").fill("0.5")
+    expect(panel.locator("[aria-invalid]")).to_have_count(len(wrong) - 1)
+    expect(page.locator(".user")).to_have_count(0)
+
+
+def test_an_import_that_failed_says_what_was_imported_as_an_error(feed, open_page, tmp_path):
+    page = open_page(feed.url)
+    kept = tmp_path / "kept.json"
+    alert = page.get_by_role("alert")
+    one = {"id": "a", "title": "One", "messages": [{"role": "user", "content": "x"}]}
+    form = {"form": "pipeinfer-conversations", "version": 1}
+    kept.write_text("{")
+    page.locator("#import-file").set_input_files(kept)
+    expect(alert).to_have_text("Nothing was imported: The file is no JSON.")
+    kept.write_text(json.dumps({**form, "conversations": [one, {**one, "id": "b"}]}))
+    page.evaluate("""() => {
+      const { put } = IDBObjectStore.prototype;
+      IDBObjectStore.prototype.put = function (value, ...more) {
+        if (value.id === "b") throw new Error("The disk is full.");
+        return put.call(this, value, ...more);
+      };
+    }""")
+    page.locator("#import-file").set_input_files(kept)
+    expect(alert).to_have_text("1 of 2 conversations imported: The disk is full.")
+    expect(page.locator("#conversations .open")).to_have_text(["One"])
+    kept.write_text(json.dumps({**form, "conversations": [{**one, "id": "c"}]}))
+    page.locator("#import-file").set_input_files(kept)
+    expect(page.locator("#kept")).to_have_text("1 conversation added.")
+    expect(alert).to_have_count(0)
+
+
+# Facts of the cards whose name is in several lines, that stand beside a value at another height, or
+# that are wider than their card; and stages whose name lies over their state.
+UNEVEN = """() => [...document.querySelectorAll(".stage:not(.many)")].flatMap((card) => {
+  const list = card.querySelector("dl"), heading = document.createRange();
+  heading.selectNodeContents(card.querySelector("h3"));
+  const name = heading.getBoundingClientRect();
+  const state = card.querySelector(".state").getBoundingClientRect();
+  const facts = [...list.children].map((fact) => {
+    const range = new Range();
+    range.selectNodeContents(fact.firstChild);
+    const [name, value] = fact.children;
+    const lines = new Set([...range.getClientRects()].map(({ top }) => top)).size;
+    return { name: name.textContent, lines, top: name.getBoundingClientRect().top,
+      below: value.getBoundingClientRect().top };
+  });
+  const wide = list.scrollWidth > list.clientWidth ? [list.textContent] : [];
+  if (state.left < name.right && state.top < name.bottom - 3) wide.push(card.textContent);
+  return wide.concat(facts.filter(({ lines, top, below }) => lines > 1
+    || facts.some((other) => other.top === top && other.below !== below)).map(({ name }) => name));
+})"""
+
+
+@pytest.mark.parametrize("width", [390, 960, 1080, 1280, 1920])
+def test_names_on_the_cards_are_in_one_line_and_values_level(feed, watch, width):
+    told = busy()
+    told["stages"][2] |= {"unit": "steps/s", "rate": 46.3}
+    page = watch(told, viewport={"width": width, "height": 900})
+    expect(page.locator(".stage.scheduler dd").first).to_have_text("46.3 steps/s")
+    assert page.evaluate(UNEVEN) == []

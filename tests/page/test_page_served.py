@@ -403,10 +403,13 @@ def test_steps_before_the_page_was_opened_and_outputs_of_running_requests_are_sh
     expect(page.locator(".answer .foot")).to_contain_text("stopped")
 
 
-def test_every_endpoint_of_the_docs_is_tried_where_it_stands(server, open_page, no_violations):
+def test_every_endpoint_of_the_docs_is_tried_where_it_stands(
+    server, open_page, no_violations, broken_words
+):
     for scheme in ("dark", "light"):
         page = open_page(server.url + "/docs", color_scheme=scheme)
         no_violations(page)
+    assert broken_words(page, ".card td:first-child") == []
     card = page.locator("section[id=post-v1-chat-completions]")
     expect(card.locator(".example")).to_contain_text(f"curl {server.url}/v1/chat/completions")
     card.get_by_role("button", name="Try it").click()
@@ -421,6 +424,32 @@ def test_every_endpoint_of_the_docs_is_tried_where_it_stands(server, open_page, 
     models = page.locator("section[id=get-v1-models]")
     models.get_by_role("button").click()
     expect(models.locator(".answered")).to_contain_text("pipeinfer-demo")
+
+
+def test_the_docs_on_a_phone_fold_their_contents_and_send_the_key_nowhere(
+    server, open_page, broken_words
+):
+    phone, desk = {"width": 390, "height": 844}, {"width": 1280, "height": 800}
+    page = open_page(server.url + "/docs", viewport=phone)
+    contents = page.get_by_role("navigation", name="Contents")
+    link = contents.get_by_role("link", name="/v1/models", exact=False).first
+    expect(link).to_be_hidden()
+    page.get_by_text("Endpoints and types").click()
+    expect(link).to_be_visible()
+    cut = "(one) => [one.scrollHeight > one.clientHeight, one.scrollWidth > one.clientWidth]"
+    assert contents.evaluate(cut) == [False, False]
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= phone["width"]
+    assert broken_words(page, ".card td:first-child") == []
+    page.get_by_label("API key").fill(KEY)
+    page.keyboard.press("Enter")
+    assert page.get_by_label("API key").evaluate("(field) => field.form !== null")
+    assert page.url == server.url + "/docs" and page.get_by_label("API key").input_value() == KEY
+    page.get_by_text("Endpoints and types").click()
+    page.set_viewport_size(desk)
+    expect(link).to_be_visible()
+    expect(page.get_by_text("Endpoints and types")).to_be_hidden()
+    refused = contents.locator("h2:text-is('Refused') + ul li")
+    expect(refused).to_have_text(["POST /v1/embeddings"])
 
 
 def test_a_killed_engine_is_seen_at_once_and_so_is_its_recovery(server, chat):

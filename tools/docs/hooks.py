@@ -27,6 +27,7 @@ OUTSIDE = {
 INSIDE = {page: path for path, page in OUTSIDE.items()}
 FENCE = re.compile(r"^(```|~~~)")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)\s#]+)")
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s#]+)(\.png)\)")
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
@@ -38,7 +39,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between the repository's files become links between pages."""
+    """Links between the repository's files become links between pages. The first page needs no list
+    of pages beside it: its own text is one."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
     here = page.file.src_uri
     return mapped(markdown, INSIDE.get(here, f"docs/{here}"), here)
 
@@ -51,6 +55,7 @@ def mapped(markdown: str, path: str, page: str) -> str:
         if FENCE.match(line):
             fenced = not fenced
         elif not fenced:
+            line = PICTURE.sub(lambda picture: _schemes(picture, path), line)
             line = LINK.sub(lambda link: _target(link[1], path, page), line)
             # GitHub begins a list below a line of text, Python-Markdown only below a blank one.
             begins = ITEM.match(line) is not None and not listed
@@ -59,6 +64,16 @@ def mapped(markdown: str, path: str, page: str) -> str:
             listed = bool(line.strip()) and (listed or begins)
         found.append(line)
     return "\n".join(found)
+
+
+def _schemes(picture: re.Match[str], path: str) -> str:
+    """A picture of the file `path`; if it has a dark twin both, of which the theme shows one."""
+    whole, (name, kind) = picture[0], picture.groups()
+    if not (ROOT / path).parent.joinpath(f"{name}-dark{kind}").exists():
+        return whole
+    file = f"({name}{kind})"
+    light = whole.replace(file, f"({name}{kind}#only-light)")
+    return f"{light} {whole.replace(file, f'({name}-dark{kind}#only-dark)')}"
 
 
 def _target(link: str, path: str, page: str) -> str:

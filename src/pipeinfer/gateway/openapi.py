@@ -292,10 +292,10 @@ _is_sleeping = EndpointDoc(
 _embeddings = EndpointDoc(
     method="post",
     path="/v1/embeddings",
-    summary="Not served.",
+    summary="Refused: no model here makes embeddings.",
     errors=(401, 403, 429, 501),
     keyed=True,
-    details="Always 501: models generate.",
+    details="Always 501.",
 )
 _ping = _readable(
     "/ping", "As /health/live.", response_types.Liveness, "200 while the gateway runs."
@@ -321,7 +321,6 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         "here, and `parent` is null.",
         404,
     ),
-    _embeddings,
     _ids,
     _text,
     _info,
@@ -371,7 +370,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         path="/docs",
         summary="This document as a page.",
         media="text/html",
-        details="The page has no scripts and loads nothing.",
+        details="Each endpoint can be tried there. The page loads nothing from elsewhere.",
     ),
     EndpointDoc(
         method="get",
@@ -422,6 +421,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         401,
         403,
     ),
+    _embeddings,
 )
 
 
@@ -474,6 +474,7 @@ EXAMPLES: dict[str, JsonObject] = {
 }
 PATH_PARAMETER = re.compile(r"\{(\w+)\}")
 GROUPS = {
+    "/v1/embeddings": "Refused",
     "/v1/": "Models",
     "/monitor": "Pipeline",
     "/page": "Web page",
@@ -506,9 +507,10 @@ def _html_lines(document: JsonObject) -> Iterator[str]:
     yield "<script type=module src=docs/docs.js></script><body class=docs>"
     yield "<header class=bar><h1 class=brand><img src=docs/icon.svg alt='' width=24 height=24>"
     yield f"{escape(title)}</h1><p><a href=./>Chat and pipeline</a> <a href=openapi.json>"
-    yield "openapi.json</a></p><label class=key>API key <input id=key type=password "
-    yield "autocomplete=off placeholder='if the server wants one'></label></header>"
-    yield "<div class=columns><nav aria-label=Contents>"
+    yield "openapi.json</a></p><form class=key method=dialog><label for=key>API key</label> <input "
+    yield "id=key type=password autocomplete=off placeholder='if the server wants one'></form>"
+    yield "</header><div class=columns><nav aria-label=Contents><details id=contents open>"
+    yield "<summary>Endpoints and types</summary>"
     for group, endpoints in groups.items():
         yield f"<h2>{group}</h2><ul>"
         for method, path, _ in endpoints:
@@ -516,7 +518,7 @@ def _html_lines(document: JsonObject) -> Iterator[str]:
         yield "</ul>"
     yield "<h2>Types</h2><ul class=types>"
     yield from (f"<li><a href='#{escape(name)}'>{escape(name)}</a></li>" for name in schemas)
-    yield "</ul></nav><main>"
+    yield "</ul></details></nav><main>"
     for group, endpoints in groups.items():
         yield f"<h2>{group}</h2>"
         for method, path, operation in endpoints:
@@ -542,10 +544,9 @@ def _badge(method: str) -> str:
 
 
 def _endpoint(method: str, path: str, operation: JsonObject) -> Iterator[str]:
-    summary = escape(str(operation["summary"]))
     yield f"<section class=card id='{_anchor(method, path)}'><h3>{_badge(method)} "
-    yield f"<code>{escape(path)}</code></h3><p>{summary} "
-    yield f"{escape(str(operation.get('description', '')))}</p>"
+    yield f"<code>{escape(path)}</code></h3><p>{_prose(operation, 'summary')} "
+    yield f"{_prose(operation, 'description')}</p>"
     body = EXAMPLES.get(path) if method == "post" else None
     text = "" if body is None else json.dumps(body, indent=2)
     call = "curl $URL" + path + ("" if body is None else CURL.format(json.dumps(body)))
@@ -578,16 +579,20 @@ def _media(carrier: JsonObject) -> str:
 
 
 def _type(name: str, schema: JsonObject) -> Iterator[str]:
-    description = escape(str(schema.get("description", "")))
     yield f"<section class=card id='{escape(name)}'><h3><code>{escape(name)}</code></h3>"
-    yield f"<p>{description}</p><table>"
+    yield f"<p>{_prose(schema, 'description')}</p><table>"
     required = schema.get("required", [])
     assert isinstance(required, list)
     for field, what in _object(schema.get("properties", {})).items():
         need = "required" if field in required else ""
-        description = escape(str(_object(what).get("description", "")))
+        description = _prose(_object(what), "description")
         yield _row(escape(field), f"{_kind(what)} {need}<br>{description}")
     yield "</table></section>"
+
+
+def _prose(carrier: JsonObject, name: str) -> str:
+    """A text of a document, with `code` as such."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(str(carrier.get(name, ""))))
 
 
 def _row(first: str, second: str) -> str:

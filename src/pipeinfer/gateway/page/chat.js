@@ -3,7 +3,7 @@
 import { answer, spoken } from "./answer.js";
 import { List } from "./conversations.js";
 import { sure } from "./dialogs.js";
-import { announce, byId, glyph, put } from "./dom.js";
+import { alarm, announce, byId, glyph, iconButton, put } from "./dom.js";
 import { Options, requested } from "./options.js";
 import { askJson } from "./server.js";
 import { MOST_CONVERSATIONS, openStore } from "./store.js";
@@ -45,6 +45,7 @@ export class Chat {
   });
   #field = byId("prompt");
   #button = byId("send");
+  #alarm = null; // what went wrong with a file
 
   async start() {
     this.#store = await openStore();
@@ -212,30 +213,42 @@ export class Chat {
 
   /** Adds those of a file that are not here yet. */
   async #import(field) {
+    let fresh = [], added = 0;
     try {
       const whole = read(await field.files[0].text());
       const ids = new Set(this.#all.map(({ id }) => id));
-      const fresh = whole.filter(({ conversation: { id } }) => !ids.has(id) && ids.add(id));
+      fresh = whole.filter(({ conversation: { id } }) => !ids.has(id) && ids.add(id));
       for (const { conversation, messages } of fresh) {
         await this.#store.saveWhole(conversation, messages);
         this.#all.push(conversation);
+        added++;
       }
-      this.#all.sort((a, b) => b.touched - a.touched);
-      for (const old of this.#all.splice(MOST_CONVERSATIONS)) this.#store.remove(old.id);
-      this.#draw();
       const known = whole.length - fresh.length;
       this.#said(`${plural(fresh.length, "conversation")} added`
         + (known ? `, ${count(known)} here already.` : "."));
     } catch (error) {
-      this.#said(`Nothing more is imported: ${error.message}`);
+      this.#failed(`${added ? `${count(added)} of ${plural(fresh.length, "conversation")} imported`
+        : "Nothing was imported"}: ${error.message}`);
     }
+    this.#all.sort((a, b) => b.touched - a.touched);
+    for (const old of this.#all.splice(MOST_CONVERSATIONS)) this.#store.remove(old.id);
+    this.#draw();
     field.value = "";
   }
 
   /** Says something below the list of conversations. */
   #said(text) {
+    this.#alarm?.remove();
     put(byId("kept"), text);
     announce(text);
+  }
+
+  /** Says what went wrong there, until it is closed or something else is said. */
+  #failed(text) {
+    this.#alarm?.remove();
+    this.#alarm = alarm(text);
+    this.#alarm.append(iconButton("close", "Close", () => this.#alarm.remove()));
+    byId("kept").parentElement.before(this.#alarm);
   }
 
   // --------------------------------------------------------------------------------------- asking
@@ -274,11 +287,12 @@ export class Chat {
     this.#run();
   }
 
-  /** The fields of the options, or null with the wrong one pointed at. */
+  /** The fields of the options, or null with the first wrong one pointed at. */
   #fields() {
     const { fields, wrong } = requested(this.#now.options, this.#context);
-    if (wrong) this.#options.point(wrong[0]);
-    return fields;
+    const [first] = Object.keys(wrong);
+    if (first) this.#options.point(first);
+    return first ? null : fields;
   }
 
   /** Forgets the messages from number `at` on. */

@@ -5,6 +5,12 @@ const BASE = new URL("..", import.meta.url); // the server may stand below a pro
 const theme = localStorage.getItem("theme");
 if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
 
+// On a phone the contents, longer than a screen, stand folded above the endpoints.
+const phone = matchMedia("(max-width: 860px)"), contents = document.getElementById("contents");
+const fold = () => { contents.open = !phone.matches; };
+phone.onchange = fold;
+fold();
+
 for (const example of document.querySelectorAll(".example code")) {
   example.textContent = example.textContent.replace("$URL", BASE.href.replace(/\/$/, ""));
 }

@@ -65,6 +65,11 @@ export function iconButton(name, label, onclick) {
     glyph(name));
 }
 
+/** What went wrong, which screen readers say at once. */
+export function alarm(text) {
+  return h("p", { class: "error", role: "alert" }, glyph("warn"), h("span", {}, text));
+}
+
 /** Says something to screen readers, once and after what they say now. */
 export function announce(text) {
   byId("announcer").textContent = text;

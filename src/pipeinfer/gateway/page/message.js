@@ -1,7 +1,7 @@
 // How one message looks, and what can be done with it. What then happens is for others to say.
 
 import { copy } from "./copy.js";
-import { glyph, h, iconButton, put } from "./dom.js";
+import { alarm, h, iconButton, put } from "./dom.js";
 import { Prose } from "./prose.js";
 import { Tokens } from "./tokens.js";
 import { count, duration, measure, plural } from "./words.js";
@@ -108,8 +108,7 @@ export class MessageView {
     if (message.content) this.#said(live);
     if (message.calls?.length) this.#calls(live);
     if (live) return;
-    if (message.error) this.#part("error", () => h("p", { class: "error", role: "alert" },
-      glyph("warn"), h("span", {}, message.error)));
+    if (message.error) this.#part("error", () => alarm(message.error));
     this.#foot();
   }
 
@@ -169,7 +168,8 @@ export class MessageView {
         message.content
           ? iconButton("copy", "Copy", () => copy(message.content)) : null,
         iconButton("again", "Answer again", () => this.#acts.again(message))),
-      ...facts(message.stats ?? {}).map((fact) => h("span", {}, fact))));
+      h("p", { class: "facts" },
+        facts(message.stats ?? {}).flatMap((fact) => [h("span", {}, fact), " "]))));
   }
 }
 

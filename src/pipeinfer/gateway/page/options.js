@@ -18,62 +18,52 @@ const STOPS = 16, STOP_LETTERS = 1024;
 const TOOL_HINT = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]';
 
 /**
- * What a request gets of the options: {fields}, or {wrong: [field, why]}. context: the most tokens
- * of prompt and answer, 0 if it is not known.
+ * What a request gets of the options: {fields, wrong}, with wrong = {field: why}; with any of these
+ * nothing is to be sent. context: the most tokens of prompt and answer, 0 if it is not known.
  */
 export function requested(options, context) {
-  const fields = {};
-  try {
-    for (const [name, label, least, own, whole] of NUMBERS) {
-      const shared = name === "max_tokens" && context > 1; // with a prompt of a token at least
-      const most = shared ? context - 1 : own;
-      if (!options[name]?.trim()) continue;
-      const value = Number(options[name]);
-      if (Number.isNaN(value)) throw [name, `${label} is no number.`];
-      if (whole && !Number.isInteger(value)) throw [name, `${label} is a whole number.`];
-      if (value < least || value > most) 
-        throw [name, said(label, least, most)
-          + (shared ? ` The context, of prompt and answer, has ${count(context)}.` : "")];
-      fields[name] = value;
-    }
-    const stops = (options.stop ?? "").split("\n").filter((line) => line !== "");
-    if (stops.length > STOPS) throw ["stop", `At most ${STOPS} lines.`];
-    if (stops.some((line) => line.length > STOP_LETTERS))
-      throw ["stop", `At most ${STOP_LETTERS} letters a line.`];
-    if (stops.length) fields.stop = stops;
-    const tools = parsed(options, "tools", "Tools");
-    if (tools !== undefined) {
-      if (!Array.isArray(tools)) throw ["tools", "Tools are a list in square brackets."];
-      if (tools.length) fields.tools = tools;
-      if (tools.length && options.tool_choice) fields.tool_choice = options.tool_choice;
-    }
-    const form = parsed(options, "schema", "The schema");
-    if (form !== undefined) fields.response_format = formed(form);
-    if (options.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
-    const more = parsed(options, "more", "Further fields");
-    if (more !== undefined) {
-      if (Array.isArray(more) || typeof more !== "object" || more === null)
-        throw ["more", "Further fields are an object in braces."];
-      Object.assign(fields, more);
-    }
-    return { fields };
-  } catch (wrong) {
-    if (Array.isArray(wrong)) return { wrong };
-    throw wrong;
+  const fields = {}, wrong = {};
+  for (const [name, label, least, own, whole] of NUMBERS) {
+    const shared = name === "max_tokens" && context > 1; // with a prompt of a token at least
+    const most = shared ? context - 1 : own;
+    if (!options[name]?.trim()) continue;
+    const value = Number(options[name]);
+    if (Number.isNaN(value)) wrong[name] = `${label} is no number.`;
+    else if (whole && !Number.isInteger(value)) wrong[name] = `${label} is a whole number.`;
+    else if (value < least || value > most) wrong[name] = said(label, least, most)
+      + (shared ? ` The context, of prompt and answer, has ${count(context)}.` : "");
+    else fields[name] = value;
   }
+  const stops = (options.stop ?? "").split("\n").filter((line) => line !== "");
+  if (stops.length > STOPS) wrong.stop = `At most ${STOPS} lines.`;
+  else if (stops.some((line) => line.length > STOP_LETTERS))
+    wrong.stop = `At most ${STOP_LETTERS} letters a line.`;
+  else if (stops.length) fields.stop = stops;
+  const parsed = (name, label, take) => {
+    if (!options[name]?.trim()) return;
+    try {
+      take(JSON.parse(options[name]));
+    } catch (error) {
+      wrong[name] = error instanceof SyntaxError ? `${label}: ${error.message}` : error.message;
+    }
+  };
+  parsed("schema", "The schema", (form) => { fields.response_format = formed(form); });
+  parsed("tools", "Tools", (tools) => {
+    if (!Array.isArray(tools)) throw new Error("Tools are a list in square brackets.");
+    if (tools.length) fields.tools = tools;
+    if (tools.length && options.tool_choice) fields.tool_choice = options.tool_choice;
+  });
+  if (options.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
+  parsed("more", "Further fields", (more) => {
+    if (Array.isArray(more) || typeof more !== "object" || more === null)
+      throw new Error("Further fields are an object in braces.");
+    Object.assign(fields, more);
+  });
+  return { fields, wrong };
 }
 
 const said = (label, least, most) => (most < 1e9 ? `${label} is between ${least} and ${most}.`
   : Math.abs(least) < 1e6 ? `${label} is at least ${least}.` : `${label} has at most 15 digits.`);
-
-function parsed(options, name, label) {
-  if (!options[name]?.trim()) return undefined;
-  try {
-    return JSON.parse(options[name]);
-  } catch (error) {
-    throw [name, `${label}: ${error.message}`];
-  }
-}
 
 /** A schema becomes a form of an answer; a whole form stays what it is. */
 function formed(given) {
@@ -185,11 +175,11 @@ export class Options {
   }
 
   #checkAll() {
-    const [wrong, why] = requested(this.#options, this.#context).wrong ?? [];
+    const { wrong } = requested(this.#options, this.#context);
     for (const [name, error] of Object.entries(this.#errors)) {
-      put(error, name === wrong ? why : "");
-      this.#fields[name].toggleAttribute("aria-invalid", false);
-      if (name === wrong) this.#fields[name].setAttribute("aria-invalid", "true");
+      put(error, wrong[name] ?? "");
+      if (wrong[name]) this.#fields[name].setAttribute("aria-invalid", "true");
+      else this.#fields[name].removeAttribute("aria-invalid");
     }
   }
 
