@@ -29,6 +29,7 @@ from pipeinfer.gateway.metrics import Metrics, RollingLatencies
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS, document
 from pipeinfer.messages import CHANNELS
 from pipeinfer.other_servers import refused
+from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE
 from pipeinfer.scheduler.policies import POLICIES
 from pipeinfer.settings import PREFIX, Settings, settings_help
 from pipeinfer.topology import VARIABLES, StageEntry
@@ -153,7 +154,7 @@ def test_flags_that_are_named_exist(page):
 def test_environment_variables_that_are_named_exist(page):
     named = set(re.findall(r"PIPEINFER_([A-Z_]+)", page.read_text()))
     known = {name.upper() for name in Settings.__struct_fields__} | {"PUBLISH"}
-    known |= {name.removeprefix(PREFIX) for name in VARIABLES}
+    known |= {name.removeprefix(PREFIX) for name in (*VARIABLES, HOLDER_VARIABLE)}
     assert named - known == set()
 
 
