@@ -165,6 +165,15 @@ class Topology:
         """Ids of all stages, or of the stages named `name`, in the file's order."""
         return [e.identity.id for e in self.entries if name is None or e.name == name]
 
+    def stages_on(self, host: str, name: str) -> list[StageEntry]:
+        """The stages named `name` on `host` ("" for any), in the file's order. Raises
+        ConfigurationError if there are none."""
+        found = [e for e in self.entries if e.name == name and (not host or e.host == host)]
+        if not found:
+            where = f" on host {host}" if host else ""
+            raise ConfigurationError(f"the topology has no stage {name!r}{where}")
+        return found
+
     def ranks(self, group: int = 0) -> int:
         """The number of tensor-parallel ranks of `group`; 1 if the topology lists no engines."""
         return max(sum(e.name == "engine" and e.group == group for e in self.entries), 1)

@@ -54,6 +54,7 @@ from pipeinfer.runtime.child import (
     StatusWriter,
     inherited_status_writer,
 )
+from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import (
     StatusLine,
     open_streams,
@@ -274,7 +275,8 @@ def _elect(
         )
     elected = elect_instance(topology, name, options.on, folder, engine and settings.standby)
     # A folder: holders of all that claim their places there, where each engine has its own.
-    if engine and Path(os.environ.get(HOLDER_VARIABLE, "")) == folder:
+    kept = engine and keeps_memory(settings)
+    if kept and Path(os.environ.get(HOLDER_VARIABLE, "")) == folder:
         os.environ[HOLDER_VARIABLE] = claimed_address(folder, elected.identity.id)
         wait_for_holder(os.environ[HOLDER_VARIABLE])
     return elected
@@ -487,7 +489,7 @@ def elect_instance(
     the standby of the first that has none. ConfigurationError if there is none left, or if a file
     of another user lies where a lock or the note belongs.
     """
-    entries = [e for e in topology.entries if e.name == name and (not on or e.host == on)]
+    entries = topology.stages_on(on, name)
     for entry in entries:
         lock = _lock_at_once(folder / f"{entry.identity.id}.lock")
         if lock is not None:
@@ -501,8 +503,6 @@ def elect_instance(
     raise ConfigurationError(
         f"the topology has {len(entries)} stages {name!r}{where}, and all of them run"
         + (", with their standbys" if standby else "")
-        if entries
-        else f"the topology has no stage {name!r}{where}"
     )
 
 

@@ -561,10 +561,7 @@ def wait_for_holder(address: str) -> None:
 
 def claimed_addresses(topology: Topology, on: str, folder: Path) -> list[str]:
     """Of the holders of all engines of host `on`. ConfigurationError if it has none."""
-    engines = [e for e in topology.entries if e.name == "engine" and (not on or e.host == on)]
-    if not engines:
-        raise ConfigurationError(f"the topology has no engine{on and f' on host {on}'}")
-    return [claimed_address(folder, entry.identity.id) for entry in engines]
+    return [claimed_address(folder, one.identity.id) for one in topology.stages_on(on, "engine")]
 
 
 def hold_for_claims(topology: Topology, on: str, folder: Path) -> None:
