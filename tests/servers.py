@@ -12,7 +12,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 START = 120.0  # seconds; generous, for a loaded machine
 STAGES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
@@ -131,6 +134,27 @@ def fetch(url: str, body: bytes | None = None) -> tuple[int, str]:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def children_with(word: str, pid: int | None = None) -> list[psutil.Process]:
+    """Running children of process `pid`, or of this one, with that word on their command line. A
+    child that ends meanwhile may be missing; it is no error."""
+    found = list[psutil.Process]()
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess):  # which a zombie's command line raises too
+            if word in child.cmdline():
+                found.append(child)
+    return found
+
+
+def memfds(pid: int) -> list[os.stat_result]:
+    """Of the process' open memory files; it may open and close files meanwhile."""
+    found = list[os.stat_result]()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if "memfd:" in str(file.readlink()):
+                found.append(file.stat())
+    return found
 
 
 def alive(pid: int) -> bool:

@@ -14,6 +14,7 @@ from chat_streams import questions
 
 import waiting
 from pipeinfer import LLM, AsyncLLM, SamplingParams
+from servers import children_with
 
 SMALL = {"threads": 1, "kv_pages": 400, "log_level": "warning"}
 PATIENCE = 90.0
@@ -26,9 +27,9 @@ def greedy(tokens: int) -> SamplingParams:
 
 def engine(group: int) -> psutil.Process:
     """The process of rank 0 of a group, a child of this one."""
-    for child in psutil.Process().children(recursive=True):
+    for child in children_with("engine"):
         words = child.cmdline()
-        if "engine" in words and words[words.index("--group") + 1] == str(group):
+        if words[words.index("--group") + 1] == str(group):
             return child
     raise AssertionError(f"group {group} has no engine")
 

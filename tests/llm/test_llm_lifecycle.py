@@ -19,6 +19,7 @@ import pytest
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.demo import demo_path
 from pipeinfer.llm import ConfigurationError, PipelineStopped, RequestOutput
+from servers import children_with
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
@@ -147,7 +148,7 @@ def copy_of_demo(folder: Path) -> Path:
 
 
 def kill_engine() -> None:
-    (engine,) = (c for c in psutil.Process().children() if "engine" in c.cmdline())
+    (engine,) = children_with("engine")
     os.kill(engine.pid, signal.SIGKILL)
 
 

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import pipeinfer.demo
 from pipeinfer.demo import copy_task
 from pipeinfer.runtime.holder_process import FOLDER
-from servers import Server, alive, environment
+from servers import Server, alive, children_with, environment, memfds
 
 HOLDER = "pipeinfer.runtime.memory_holder"
 QUESTION = copy_task(random.Random(47), 60)[0]
@@ -48,8 +48,7 @@ def ask(server: Server) -> tuple[str, int]:
 
 
 def holder(server: Server) -> psutil.Process:
-    children = psutil.Process(server.process.pid).children()
-    return next(child for child in children if HOLDER in child.cmdline())
+    return children_with(HOLDER, server.process.pid)[0]
 
 
 def stop(server: Server) -> None:
@@ -65,8 +64,7 @@ def wait_gone(process: psutil.Process, seconds: float = 30) -> None:
 
 def memory_files(process: psutil.Process) -> int:
     """Different pieces of memory that it keeps."""
-    files = (file for file in Path(f"/proc/{process.pid}/fd").iterdir())
-    return len({file.stat().st_ino for file in files if "memfd:" in str(file.readlink())})
+    return len({file.st_ino for file in memfds(process.pid)})
 
 
 def sockets() -> set[Path]:

@@ -15,7 +15,7 @@ import pytest
 
 from pipeinfer.demo import copy_task
 from pipeinfer.runtime.servers import running_servers
-from servers import Server, environment
+from servers import Server, environment, memfds
 
 QUESTION = copy_task(random.Random(21), 40)[0]
 TOKENS = 60
@@ -67,9 +67,7 @@ def resident(server: Server) -> int:
 
 def pool_bytes(server: Server) -> int:
     """Real memory of the engine's pool, its largest memfd."""
-    folder = Path(f"/proc/{server.pid('engine')}/fd")
-    found = [file.stat() for file in folder.iterdir() if "memfd" in str(file.readlink())]
-    return max(found, key=lambda stat: stat.st_size).st_blocks * 512
+    return max(memfds(server.pid("engine")), key=lambda stat: stat.st_size).st_blocks * 512
 
 
 @pytest.mark.parametrize("level", [1, 2])

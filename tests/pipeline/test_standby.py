@@ -17,7 +17,7 @@ from swaps import swap, topology_of
 from pipeinfer.demo import copy_task
 from pipeinfer.runtime.child import MAX_DEATHS
 from pipeinfer.runtime.standby import STANDBY_FLAG
-from servers import Server, alive, environment
+from servers import Server, alive, children_with, environment
 
 STREAMS, TOKENS, PAGE = 12, 150, 64
 
@@ -48,13 +48,8 @@ def undisturbed(server) -> list[str]:
 def standbys(server: Server) -> list[int]:
     """Processes that were started as standbys and are no engine."""
     serving = engines(server)
-    return [
-        child.pid
-        for child in psutil.Process(server.process.pid).children()
-        if child.status() != psutil.STATUS_ZOMBIE
-        and STANDBY_FLAG in child.cmdline()
-        and child.pid not in serving
-    ]
+    started = children_with(STANDBY_FLAG, server.process.pid)
+    return [child.pid for child in started if child.pid not in serving]
 
 
 def engines(server: Server) -> list[int]:

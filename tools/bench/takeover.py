@@ -16,6 +16,7 @@ import signal
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -287,8 +288,9 @@ def forget_losses(supervisor: int) -> None:
     """Kills the memory holders of a server whose supervisor is process `supervisor`. It starts new
     ones, to which the engines give what they keep, and which know of no loss."""
     for child in psutil.Process(supervisor).children():
-        if HOLDER_MODULE in child.cmdline():
-            child.kill()
+        with suppress(psutil.NoSuchProcess):  # a child may end meanwhile
+            if HOLDER_MODULE in child.cmdline():
+                child.kill()
 
 
 def _p99(values: Sequence[float]) -> float:
