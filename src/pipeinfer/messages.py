@@ -389,11 +389,13 @@ class Hello(Message, frozen=True):
 
 
 class Asleep(Message, frozen=True):
-    """The rank has given back what sleeping at `level` gives back."""
+    """The rank has given back what sleeping at `level` gives back, and keeps `refuses` of Sleep for
+    the scheduler that comes after this one."""
 
     level: Number
     rank: Number
     incarnation: int
+    refuses: bool = False
 
 
 class Ready(Message, frozen=True):

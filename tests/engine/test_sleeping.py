@@ -150,7 +150,7 @@ def test_who_asks_again_otherwise_is_heard_and_no_sleep_gets_lighter():
     engine.work()
     assert engine.feed(Sleep(1, (ME,), refuses=True)) == []
     assert engine.todo[0] == Suspend(2, True)
-    assert engine.work() == engine.feed(Sleep(1, (ME,), refuses=True)) == [Asleep(2, 0, ME)]
+    assert engine.work() == engine.feed(Sleep(1, (ME,), refuses=True)) == [Asleep(2, 0, ME, True)]
 
 
 def test_an_engine_whose_predecessor_slept_says_so_and_is_woken_as_that_one():
@@ -159,7 +159,8 @@ def test_an_engine_whose_predecessor_slept_says_so_and_is_woken_as_that_one():
     assert engine.feed(Suspended(2, refuses=True)) == []
     [hello] = engine.feed(Tick())
     assert (hello.sleep_level, hello.refuses) == (2, True)
-    assert engine.feed(Sleep(2, (ME,), refuses=True)) == [Asleep(2, 0, ME)] and not engine.todo
+    asleep = Asleep(2, 0, ME, refuses=True)
+    assert engine.feed(Sleep(2, (ME,), refuses=True)) == [asleep] and not engine.todo
     assert engine.begin() == [Ready(1, 0, ME)] and engine.has_memory
 
 

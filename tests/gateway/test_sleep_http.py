@@ -26,10 +26,11 @@ async def get(gateway: Gateway, path: str) -> httpx.Response:
         return await http.get(f"{gateway.url}{path}")
 
 
-def beat(gateway: Gateway, level: int) -> None:
-    """The group sleeps at `level`; 0: it is awake."""
+def beat(gateway: Gateway, level: int, refuses: bool = False) -> None:
+    """The group sleeps at `level`; 0: it is awake. refuses: whether its engine keeps in mind that
+    requests are refused meanwhile."""
     state = "asleep" if level else "ready"
-    gateway.pipeline.feed(heartbeat("engine-0-0", state, can_sleep=1.0))
+    gateway.pipeline.feed(heartbeat("engine-0-0", state, can_sleep=1.0, sleep_refuses=refuses))
     gateway.pipeline.feed(heartbeat("scheduler-0", state, running=0, sleep_level=level))
 
 
@@ -54,10 +55,11 @@ async def test_it_answers_when_the_group_sleeps_as_deep_as_was_asked(
     asked = asyncio.create_task(post(gateway, "/sleep?level=2&mode=keep&wait=false"))
     await until(lambda: len(gateway.pipeline.sleeps) > 0)
     assert gateway.pipeline.sleeps == [SetSleep(2, "keep", refuses=True)]
-    beat(gateway, 1)
-    await asyncio.sleep(3 * sessions.LOOK_SECONDS)
-    assert not asked.done()
-    beat(gateway, 2)
+    for level, refuses in ((1, True), (2, False)):
+        beat(gateway, level, refuses)
+        await asyncio.sleep(3 * sessions.LOOK_SECONDS)
+        assert not asked.done(), (level, refuses)
+    beat(gateway, 2, refuses=True)
     answer = await asked
     assert (answer.status_code, answer.content) == (200, b"")
     assert (await get(gateway, "/is_sleeping")).json() == {"is_sleeping": True}

@@ -170,7 +170,8 @@ class ModelEngine:
             if self.incarnation in message.incarnations:
                 self._kept.clear()
                 self._forget(0)
-                self.outbox.append(Asleep(message.level, 0, self.incarnation))
+                asleep = Asleep(message.level, 0, self.incarnation, message.refuses)
+                self.outbox.append(asleep)
         elif isinstance(message, Prepare):
             self.prepared.append(message.spec)
             self._grammars.add(message.spec)

@@ -161,6 +161,19 @@ def test_an_engine_that_comes_while_its_group_sleeps_is_told_to_sleep():
     assert state(made) == "asleep"
 
 
+def test_an_engine_that_has_not_heard_that_requests_are_refused_is_told_again():
+    made = awake()
+    made.feed(SetSleep(1))
+    deliver_all(made)
+    made.feed(SetSleep(1, refuses=True))
+    made.engine.outbox.clear()  # its answer is lost, and with it whether it heard
+    for _ in range(2):
+        told = [send.message for send in made.feed(Tick())]
+        assert Sleep(1, (1,), refuses=True) in told and state(made) == "asleep"
+    deliver_all(made)
+    assert not any(isinstance(send.message, Sleep) for send in made.feed(Tick()))
+
+
 def next_scheduler(made: Pipeline) -> Pipeline:
     """In front of the engine that sleeps."""
     made.core = SchedulerCore(made.core.options, incarnation=1)

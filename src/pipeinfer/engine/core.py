@@ -274,7 +274,8 @@ class SleepState:
 
     def resumed(self) -> None:
         """The device has done it."""
-        self.doing, self.level, self.heard = "", 0, False
+        self.doing, self.level = "", 0
+        self.heard = self.refuses = False
 
     def in_hello(self, hello: Hello) -> Hello:
         """With what a scheduler has to know that comes after the one that asked for it."""
@@ -408,6 +409,7 @@ class EngineCore:
             "slots_total": memory.slots.num_slots,
             "slots_used": int(np.count_nonzero(memory.slots.active)),
             "sleep_level": self._sleep.level,
+            "sleep_refuses": int(self._sleep.refuses),
             "steps_in_flight": 0 if self._epoch is None else len(self._epoch.in_flight),
             **self._totals,
             **self._step_tokens.statistics("step_tokens"),
@@ -461,7 +463,8 @@ class EngineCore:
         if not self._sleep.level or self._sleep.doing or not self._sleep.heard:
             return []
         hello = self.hello
-        asleep = Asleep(self._sleep.level, hello.rank, hello.incarnation)
+        state = self._sleep
+        asleep = Asleep(state.level, hello.rank, hello.incarnation, state.refuses)
         return [self._to_scheduler(asleep)]
 
     def _on_found_pages(self, found: FoundPages) -> list[Send]:

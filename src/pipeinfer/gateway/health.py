@@ -14,7 +14,7 @@ from math import inf
 
 from pipeinfer.command_line import counted
 from pipeinfer.core import takeover_seconds
-from pipeinfer.messages import Heartbeat
+from pipeinfer.messages import Heartbeat, SetSleep
 from pipeinfer.topology import SUPERVISOR, Topology
 
 PER_GROUP = ("scheduler", "engine")
@@ -174,12 +174,19 @@ class Health:
         engines = (row for row in self._order if row.name == "engine")
         return next((row for row in engines if not row.stats.get("can_sleep")), None)
 
-    def is_level(self, level: int) -> bool:
-        """Whether every group sleeps at `level`, or a higher one, or, for 0, is ready."""
-        if not level:
+    def sleeps_as(self, asked: SetSleep) -> bool:
+        """Whether every group sleeps at the level asked for, or a higher one, and its engines know
+        whether a scheduler that is started again refuses requests; for level 0, is ready."""
+        if not asked.level:
             return self._ready_groups == self._groups
-        rows = [row for row in self._order if row.name == "scheduler"]
-        return self.asleep() and all(row.stats.get("sleep_level", 0) >= level for row in rows)
+        stats = {name: [row.stats for row in self._order if row.name == name] for name in PER_GROUP}
+        return (
+            self.asleep()
+            and all(one.get("sleep_level", 0) >= asked.level for one in stats["scheduler"])
+            and all(
+                one.get("sleep_refuses", asked.refuses) == asked.refuses for one in stats["engine"]
+            )
+        )
 
     def reason(self) -> str:
         """One line about what is missing; empty if nothing is. The first MAX_NAMED are named."""

@@ -39,7 +39,7 @@ async def reach_sleep_level(
     stage that is started again meanwhile may not have heard of it."""
     feed(asked)
     repeat_at = time.monotonic() + REPEAT_SECONDS
-    while not health.is_level(asked.level):
+    while not health.sleeps_as(asked):
         await asyncio.sleep(LOOK_SECONDS)
         if time.monotonic() >= repeat_at:
             feed(asked)

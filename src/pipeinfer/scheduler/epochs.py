@@ -72,8 +72,7 @@ class Epochs:
         self._steps: dict[int, int] = {}  # of each rank that is ready
         self.sleep_level = 0  # at which the ranks are to sleep; 0: an epoch is to run
         self.refuses = False
-        self._repeat = False  # ranks that sleep are told once more, for schedulers that come later
-        self._asleep: dict[int, int] = {}  # the level of each rank that sleeps
+        self._asleep: dict[int, Asleep] = {}  # what each rank that sleeps said last
         self._begun = False
         self._since = 0.0  # when that was
         self._ended = ""  # why the epoch before did
@@ -122,13 +121,16 @@ class Epochs:
     @property
     def asleep(self) -> bool:
         """Whether all ranks sleep, as they are to."""
-        levels = self._asleep.values()
+        levels = [said.level for said in self._asleep.values()]
         return 0 < self.sleep_level <= min(levels, default=0) and len(levels) == self.tp
+
+    def _sleeps_as_asked(self) -> bool:
+        """Whether all ranks sleep, and know for schedulers that come later whether they refuse."""
+        return self.asleep and all(one.refuses == self.refuses for one in self._asleep.values())
 
     def sleep(self, level: int, refuses: bool, now: float) -> None:
         """No epoch runs until `wake_up`; ranks are to sleep, also those that come later."""
         self.end("falls asleep")
-        self._repeat = refuses != self.refuses
         self.sleep_level, self.refuses, self._since = level, refuses, now
 
     def wake_up(self) -> None:
@@ -141,16 +143,15 @@ class Epochs:
         """Takes a rank's word."""
         known = self._hellos.get(asleep.rank)
         if self.sleep_level and known is not None and known.incarnation == asleep.incarnation:
-            self._asleep[asleep.rank] = asleep.level
+            self._asleep[asleep.rank] = asleep
 
     def begin(self, now: float) -> Begin | Sleep | None:
         """The Begin or Sleep to publish now, or None: ranks disagree, the epoch runs, or all sleep.
 
         Published again and again until all ranks have answered: a subscription may be late.
         """
-        if self.running or (self.asleep and not self._repeat):
+        if self.running or self._sleeps_as_asked():
             return None
-        self._repeat = False
         if len(self._hellos) < self.tp:
             return Begin(self.epoch, ())  # engines of an earlier scheduler: say hello
         first = self._hellos[min(self._hellos)]
