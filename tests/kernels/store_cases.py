@@ -137,7 +137,7 @@ def test_half_precision_is_near_the_layers_that_it_replaces_and_nearer_to_exact(
     )
     if norm:
         rotated = rms_normalize(rotated, 1e-6).mul_(weight)
-    angles = CosSin(cos[:, None].half(), sin[:, None].half())
+    angles = CosSin(*(torch.cat(part, -1)[:, None].half() for part in ((cos, cos), (-sin, sin))))
     layered = rotate(rotated, angles)[:, :heads]
     q = rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, heads, **options)
     assert relative_error(q, layered) < 1e-3

@@ -56,7 +56,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class TorchWindowMetadata:
-    """What the layers with the same sliding window share. order: int64 [decodes], longest first."""
+    """What the layers with the same sliding window share.
+
+    order: int64 [decodes], longest first; None without decodes, and where one bucket has all rows
+        of the step in their order.
+    """
 
     order: torch.Tensor | None
     buckets: list[LengthBucket]
@@ -109,6 +113,8 @@ class TorchBackend:
         assert k is not None and v is not None, "this backend needs_kv"
         shape = self._shapes[layer]
         within = metadata[shape.sliding_window]
+        if within.order is None and len(within.buckets) == 1:
+            return self._decode(layer, shape, q, within.buckets[0])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if within.order is not None:
             # sorted once, so that every bucket is a slice
@@ -143,6 +149,8 @@ class TorchBackend:
         buckets = [
             self._bucket(pages, order[begin:end], firsts, seen, begin) for begin, end in bounds
         ]
+        if len(buckets) == 1 and not chunks and (order == np.arange(decodes)).all():
+            return TorchWindowMetadata(None, buckets, chunks)
         return TorchWindowMetadata(self._tensor(order), buckets, chunks)
 
     def _bucket(

@@ -26,7 +26,9 @@ from pipeinfer.layers.weight import ActivationQuantizer, Activations
 
 
 class CosSin(NamedTuple):
-    """cos, sin [T, 1, head_dim / 2] in the model's dtype, of the T positions of a step."""
+    """cos, sin [T, 1, head_dim] in the model's dtype, of the T positions of a step: what each value
+    of a head is multiplied with, and what its partner, half a head apart, is. The first half of sin
+    is negative."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -82,8 +84,8 @@ class Rope:
 
     def cos_sin(self, positions: torch.Tensor) -> CosSin:
         """positions: int64 or int32 [T]."""
-        cos, sin = self._cos_sin(positions)
-        return CosSin(cos.to(self._dtype), sin.to(self._dtype))
+        cos, sin = (part.to(self._dtype) for part in self._cos_sin(positions))
+        return CosSin(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
     def _cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin float32 [T, 1, head_dim / 2]."""
@@ -172,13 +174,8 @@ def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
 
 def rotate(heads: torch.Tensor, angles: CosSin) -> torch.Tensor:
     """A rotated copy, contiguous, of heads [T, N, head_dim]; the input may be a strided view."""
-    half = heads.shape[-1] // 2
-    first, second = heads[..., :half], heads[..., half:]
-    rotated = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    left, right = rotated[..., :half], rotated[..., half:]
-    torch.mul(first, angles.cos, out=left).addcmul_(second, angles.sin, value=-1)
-    torch.mul(second, angles.cos, out=right).addcmul_(first, angles.sin)
-    return rotated
+    partners = heads.roll(heads.shape[-1] // 2, -1)
+    return (heads * angles.cos).addcmul_(partners, angles.sin)
 
 
 class LayerQKV(Protocol):

@@ -258,13 +258,18 @@ def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x divided by the root of its mean square over the last dimension, in x's dtype."""
     if x.dtype == torch.float32:
         return functional.rms_norm(x, (x.shape[-1],), None, eps)
+    if x.device.type == "cpu":
+        # x and -x together have the mean 0 and the variance of x's mean square, so that LayerNorm,
+        # one kernel that computes in float32, is RMSNorm, which torch computes in eight operations.
+        both = torch.cat((x, x.neg()), -1)
+        return functional.layer_norm(both, both.shape[-1:], None, None, eps)[..., : x.shape[-1]]
     wide = x.to(torch.float32)
     return functional.rms_norm(wide, (x.shape[-1],), None, eps).to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The norm of x times its weight; rounded to x's dtype before and after that product."""
-    return rms_normalize(x, eps).mul_(weight)
+    return rms_normalize(x, eps) * weight
 
 
 def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
