@@ -18,7 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import gguf_writing
 from checkpoints import CheckpointCache
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.gguf.config import CHUNK_VALUES, GgufTensor, WeightFile, model_tensors
+from pipeinfer.gguf.config import (
+    CHUNK_VALUES,
+    INT4_GROUP,
+    INT4_TYPES,
+    GgufTensor,
+    WeightFile,
+    model_tensors,
+)
 from pipeinfer.gguf.header import BLOCKS, TYPES, read_header
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.loading import build_model, check_checkpoint, load_weights
@@ -92,6 +99,36 @@ def test_rank_gets_the_part_that_it_gets_of_the_folder(checkpoint, tmp_path, arc
     wanted = filled(folder, Shard(rank, 2))
     for name, (_, values) in filled(path, Shard(rank, 2)).items():
         assert torch.equal(values, wanted[name][1]), name
+
+
+@pytest.mark.parametrize("kind", INT4_TYPES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_blocks_of_4_bits_have_the_values_that_the_file_has(tmp_path_factory, kind, data):
+    values, size = BLOCKS[kind]
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    rows, blocks = 4, data.draw(st.integers(1, 3))
+    raw = rng.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    floats = 4 if kind != "Q4_0" else 2
+    scales = rng.standard_normal((rows, blocks, floats // 2)).astype(np.float16)
+    raw[..., :floats] = scales.view(np.uint8)
+    path = tmp_path_factory.mktemp("raw") / "raw"
+    path.write_bytes(raw.tobytes())
+    columns = blocks * values
+    heads = data.draw(st.sampled_from([0, 1, 2]))
+    packed = GgufTensor(path, kind, (rows, columns), raw.nbytes, 0, heads)
+    first = data.draw(st.integers(0, columns // INT4_GROUP - 1)) * INT4_GROUP
+    part = (slice(data.draw(st.integers(0, rows - 1)), rows), slice(first, columns))
+    file = WeightFile(path)
+    whole = np.concatenate([piece for _, piece in file.pieces(packed, part)])
+    found = np.concatenate([piece for _, piece in file.pieces(packed, part, as_int4_blocks=True)])
+    assert found.shape == (len(whole), (columns - first) // INT4_GROUP, 24)
+    numbers = np.concatenate((found[..., :16] & 15, found[..., :16] >> 4), -1).astype(np.float32)
+    scale, zero = np.split(np.ascontiguousarray(found[..., 16:]).view(np.float32), 2, -1)
+    mine = ((numbers - 8) * scale + zero).reshape(whole.shape)
+    # Scale and zero may be rounded to float32 where the decoder rounds a product.
+    most = np.abs(scale).max() * 16 + np.abs(zero).max()
+    np.testing.assert_allclose(mine, whole, rtol=0, atol=1e-6 * most)
 
 
 @pytest.mark.parametrize("kind", sorted(BLOCKS))

@@ -1,9 +1,10 @@
-"""Matrices that stay in whole numbers of eight bits, on a CPU."""
+"""Matrices that stay in whole numbers of eight or four bits, on a CPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,9 +14,16 @@ from pipeinfer.checkpoint.quantization import Int8, Quantization
 from pipeinfer.engine import loading
 from pipeinfer.layers.linear import Embedding, LMHead, VocabParallelWeight, create_weight
 from pipeinfer.layers.placement import Placement, Shard
-from pipeinfer.layers.quantized import DEQUANTIZE_MIN_ROWS, INT8_MAX, Int8Tensor
+from pipeinfer.layers.quantized import (
+    DEQUANTIZE_BLOCKS_MIN_ROWS,
+    DEQUANTIZE_MIN_ROWS,
+    INT4_BLOCK,
+    INT8_MAX,
+    Int8Tensor,
+    packed_int4_rows,
+)
 from pipeinfer.layers.weight import QuantizedWeight
-from pipeinfer.settings import ConfigurationError
+from pipeinfer.settings import ConfigurationError, Settings
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
@@ -131,5 +139,81 @@ def test_a_cpu_computes_in_bfloat16_where_it_has_instructions_for_it(
 def test_eight_bits_are_refused_where_nothing_multiplies_them() -> None:
     for device, dtype in (("cpu", torch.float32), ("cuda", HALF)):
         with pytest.raises(ConfigurationError, match="--quantization int8 is for CPUs"):
-            loading._quantization("int8", Path("model"), device, dtype)
-    assert loading._quantization("auto", Path("model"), "cpu", HALF) == "auto"
+            loading._quantization(Settings(quantization="int8"), Path("model"), device, dtype)
+    assert loading._quantization(Settings(), Path("model"), "cpu", HALF) == ("auto", frozenset())
+
+
+def in_4_bits(names: set[str]) -> Placement:
+    how = Quantization("int8", Int8(), int4_modules=frozenset(names))
+    return Placement(Shard(), HALF, CPU, quantization=how)
+
+
+def fill_blocks(held: QuantizedWeight, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Random blocks of a file; returns their values, float32 [rows, columns]."""
+    rng = np.random.default_rng(seed)
+    numbers = rng.integers(0, 16, (rows, columns // INT4_BLOCK, INT4_BLOCK), dtype=np.uint8)
+    floats = rng.standard_normal((rows, columns // INT4_BLOCK, 2)).astype(np.float32)
+    floats = torch.from_numpy(floats).to(HALF).float().numpy()  # without more bits than are kept
+    packed = numbers[..., :16] | numbers[..., 16:] << 4
+    blocks = torch.from_numpy(np.concatenate((packed, floats.view(np.uint8)), -1))
+    values = (numbers.astype(np.float32) - 8) * floats[..., :1] + floats[..., 1:]
+    (source,) = held.sources(
+        "w", slice(0, rows), (rows, columns), (slice(0, rows), slice(0, columns))
+    )
+    assert source.blocks and source.shape == (rows, columns)
+    half = rows // 2
+    for part in (slice(0, half), slice(half, rows)):  # as a reader fills it, piece by piece
+        source.target[part].copy_(blocks[part])
+    return torch.from_numpy(values.reshape(rows, columns))
+
+
+FEW, MANY = DEQUANTIZE_BLOCKS_MIN_ROWS - 1, DEQUANTIZE_BLOCKS_MIN_ROWS
+NO_BLOCKS = pytest.mark.skipif(not packed_int4_rows(), reason="torch packs no 4 bits here")
+
+
+@NO_BLOCKS
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 32), (192, 96), (128, 576)])
+def test_products_with_blocks_of_4_bits_are_those_of_their_values(rows, columns, bias) -> None:
+    added = torch.randn(rows).to(HALF) if bias else None
+    held = create_weight(in_4_bits({"w"}), ["w"], (rows, columns), added)
+    assert isinstance(held, QuantizedWeight)
+    values = fill_blocks(held, rows, columns)
+    assert torch.equal(held._quantized.dequantized(torch.float32), values)
+    order = torch.arange(rows - 2).flip(0)
+    held.permute(order)
+    values[: rows - 2] = values[order]
+    held.pack()
+    for count in (1, 5, FEW, MANY, 3 * MANY):
+        x = torch.randn(count, 2 * columns).to(HALF)[:, ::2]
+        expected = x.float() @ values.t() + (0 if added is None else added.float())
+        got = held(x)
+        assert got.dtype == HALF and got.shape == (count, rows)
+        assert (got.float() - expected).norm() < 5e-3 * expected.norm(), count
+
+
+@NO_BLOCKS
+def test_few_rows_of_products_with_4_bits_come_out_alike_however_many_there_are() -> None:
+    held = create_weight(in_4_bits({"w"}), ["w"], (128, 96), None)
+    fill_blocks(held, 128, 96)
+    held.pack()
+    x = torch.randn(FEW, 96).to(HALF)
+    whole = held(x)
+    for size in (1, 2, 3, 7, 16):
+        assert torch.equal(torch.cat([held(part) for part in x.split(size)]), whole)
+
+
+@pytest.mark.parametrize(
+    ("names", "size"),
+    [(["w", "v"], (64, 64)), (["w"], (72, 64)), (["w"], (64, 48))],
+    ids=["beside one in 8 bits", "rows do not divide", "columns do not divide"],
+)
+def test_a_matrix_of_4_bits_that_has_no_product_is_rounded_to_8(names, size) -> None:
+    held = create_weight(in_4_bits({"w"}), names, size, None)
+    assert isinstance(held, QuantizedWeight) and isinstance(held._quantized, Int8Tensor)
+
+
+def test_where_torch_packs_otherwise_all_matrices_have_8_bits(monkeypatch) -> None:
+    monkeypatch.setattr("pipeinfer.layers.quantized.packed_int4_rows", lambda: 0)
+    held = create_weight(in_4_bits({"w"}), ["w"], (64, 64), None)
+    assert isinstance(held, QuantizedWeight) and isinstance(held._quantized, Int8Tensor)

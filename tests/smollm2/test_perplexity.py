@@ -144,15 +144,16 @@ def test_text_is_about_as_likely_with_weights_in_8_bits(references, rounded, win
 
 
 def test_text_is_about_as_likely_with_whole_numbers_in_bfloat16(references, model, windows):
-    """What a CPU with instructions for bfloat16 computes by itself. Perplexity was 0.1 % lower than
-    in float32, and errors cost 0.8 % on average."""
-    eight = every_position(model, dtype="bfloat16", quantization="int8")
-    ours = torch.cat([likelihoods(eight, windows[at], at * WINDOW) for at in WHOLE])
+    """What a CPU with instructions for bfloat16 computes by itself: matrices in the file's 4 bits,
+    the embedding in 8. Perplexity was 0.1 % lower than in float32, and errors cost 0.37 % on
+    average; with all matrices in 8 bits, a scale for each row, 0.8 %."""
+    whole = every_position(model, dtype="bfloat16")
+    ours = torch.cat([likelihoods(whole, windows[at], at * WINDOW) for at in WHOLE])
     exact = torch.cat([references[at] for at in WHOLE])
     more = math.exp(exact.mean() - ours.mean()) - 1  # perplexity
     expected = (ours - exact).square().mean() / 2
     assert abs(more) < 5e-3, more
-    assert 2e-3 < expected < 1.5e-2, expected
+    assert 1e-3 < expected < 8e-3, expected
 
 
 def test_weights_are_bit_by_bit_those_of_transformers(model, theirs):

@@ -70,6 +70,17 @@ class Int8:
 
 
 @dataclass(frozen=True)
+class Int4Blocks:
+    """INT4 weights of a GGUF file: (n - 8) * scale + zero, where n is a whole number from 0 to 15,
+    and 32 columns of a row share a scale and a zero.
+
+    bits: of a weight.
+    """
+
+    bits: ClassVar[int] = 4
+
+
+@dataclass(frozen=True)
 class Mxfp4:
     """MXFP4 weights of experts: e2m1, with one exponent for each 32 values of a row. Source: OCP
     Microscaling Formats, version 1.0.
@@ -80,7 +91,7 @@ class Mxfp4:
     bits: ClassVar[int] = 4
 
 
-Format = Fp8 | Int4 | Int8 | Mxfp4
+Format = Fp8 | Int4 | Int4Blocks | Int8 | Mxfp4
 
 
 @dataclass(frozen=True)
@@ -92,12 +103,14 @@ class Quantization:
     unquantized_modules: patterns of modules that are not quantized, to be searched in their names.
     dequantize_at_load: weights are dequantized as they are loaded, for devices without a kernel for
         the format.
+    int4_modules: those whose matrices stay in Int4Blocks, if all that are computed together do.
     """
 
     method: str
     format: Format
     unquantized_modules: tuple[re.Pattern[str], ...] = ()
     dequantize_at_load: bool = False
+    int4_modules: frozenset[str] = frozenset()
 
     def of(self, modules: Iterable[str]) -> Format | None:
         """The format of the matrix that `modules` are computed as, together; None: unquantized.
@@ -114,7 +127,9 @@ class Quantization:
                 f"quantization_config: {kept} is left out and {others} is not, but both are "
                 "computed as one matrix"
             )
-        return None if all(plain.values()) else self.format
+        if all(plain.values()):
+            return None
+        return Int4Blocks() if self.int4_modules.issuperset(plain) else self.format
 
 
 def read_quantization(fields: Fields) -> Quantization | None:

@@ -44,7 +44,7 @@ from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import LocalSampler, ShardedSampler
 from pipeinfer.engine.sleeping import EngineMemory, ReloadableModel, SleepingWeights
 from pipeinfer.engine.start import Start
-from pipeinfer.gguf.config import is_low_bit
+from pipeinfer.gguf.config import int4_modules, is_low_bit
 from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import AllocateParameter, Shard
@@ -182,7 +182,7 @@ def choose_engine(
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
     max_model_len = outline.max_model_len(settings.max_model_len)
     dtype = _dtype(settings.dtype, outline, device)
-    outline = _in_format(outline, _quantization(settings.quantization, folder, device, dtype))
+    outline = _in_format(outline, *_quantization(settings, folder, device, dtype))
     spec, config = None, outline.config
     narrow = _narrow(settings.kv_cache_dtype, dtype)
     if config is None:
@@ -457,8 +457,9 @@ def _agree_on_collectives(
         )
 
 
-def _in_format(outline: ModelOutline, requested: str) -> ModelOutline:
-    """With the number format that `--quantization` makes of the checkpoint's."""
+def _in_format(outline: ModelOutline, requested: str, in_int4: frozenset[str]) -> ModelOutline:
+    """With the number format that `--quantization` makes of the checkpoint's. in_int4: see
+    Quantization.int4_modules."""
     if outline.config is None:
         if requested not in ("auto", "none"):
             raise ConfigurationError(
@@ -467,6 +468,8 @@ def _in_format(outline: ModelOutline, requested: str) -> ModelOutline:
             )
         return outline
     how = choose_quantization(outline.config.quantization, requested)
+    if how is not None and in_int4:
+        how = replace(how, int4_modules=in_int4)
     return replace(outline, config=replace(outline.config, quantization=how))
 
 
@@ -540,20 +543,26 @@ def multiplies_bfloat16() -> bool:
     return known or torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
 
 
-def _quantization(name: str, folder: Path, device: str, dtype: torch.dtype) -> str:
-    """`auto` of a GGUF file of at most eight bits, computed in bfloat16 on a CPU, is `int8`.
+def _quantization(
+    settings: Settings, folder: Path, device: str, dtype: torch.dtype
+) -> tuple[str, frozenset[str]]:
+    """(the name of --quantization, Quantization.int4_modules). `auto` of a GGUF file of at most
+    eight bits, computed in bfloat16 on a CPU, is `int8`, and what the file has in 4 bits stays so.
 
     Raises ConfigurationError for `int8` where there are no products with it.
     """
-    fits = device == "cpu" and dtype == torch.bfloat16
+    name, fits = settings.quantization, device == "cpu" and dtype == torch.bfloat16
     if name == "int8" and not fits:
         raise ConfigurationError(
             "--quantization int8 is for CPUs, and computes in bfloat16; here it would be "
             f"{str(dtype).removeprefix('torch.')} on {device}"
         )
-    if name == "auto" and fits and is_gguf(folder) and is_low_bit(read_header(folder)):
-        return "int8"
-    return name
+    if name == "auto" and fits and is_gguf(folder):
+        header = read_header(folder)
+        if is_low_bit(header):
+            dummy = settings.load_format == "dummy"
+            return "int8", frozenset() if dummy else int4_modules(header)
+    return name, frozenset()
 
 
 log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)

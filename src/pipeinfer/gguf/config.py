@@ -346,15 +346,17 @@ class WeightFile:
         self._bytes = np.frombuffer(self._map, np.uint8)
 
     def pieces(
-        self, packed: GgufTensor, slices: tuple[slice, ...]
+        self, packed: GgufTensor, slices: tuple[slice, ...], as_int4_blocks: bool = False
     ) -> Iterator[tuple[slice, np.ndarray]]:
         """Decodes a part of a tensor, piece by piece.
 
         packed: a tensor of one or two dimensions.
         slices: the part, one slice for each dimension.
+        as_int4_blocks: of a matrix whose type is one of INT4_TYPES, and whose columns begin and end
+            between groups of INT4_GROUP.
 
         Yields (rows, values): a slice of the part's first dimension, counted from the part's
-        beginning, and float32 values.
+        beginning, and float32 values, or what `int4_blocks` returns.
         """
         columns, size = slices[-1], BLOCKS[packed.dtype][0]
         first, last = columns.start // size, -(-columns.stop // size)
@@ -368,6 +370,13 @@ class WeightFile:
         for start in range(begin, end, step):
             stop = min(start + step, end)
             rows = blocks[_order(start, stop, packed)]
+            if as_int4_blocks:
+                groups = slice(columns.start // INT4_GROUP, columns.stop // INT4_GROUP)
+                yield (
+                    slice(start - begin, stop - begin),
+                    int4_blocks(packed.dtype, rows)[:, groups],
+                )
+                continue
             values = decode(packed.dtype, rows[:, first:last].reshape(stop - start, -1))
             yield slice(start - begin, stop - begin), _plain(values[:, inner], packed)
         self._let_go(packed)
@@ -512,6 +521,67 @@ def _expert(header: GgufHeader, tensor: TensorInfo, index: int) -> GgufTensor:
     share = tensor.nbytes // tensor.shape[0]
     offset = tensor.offset + index * share
     return GgufTensor(header.path, tensor.type, tensor.shape[1:], share, offset)
+
+
+INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")  # whose values are whole numbers of 4 bits, scaled by group
+INT4_GROUP = 32  # values of a row that share a scale and a zero
+
+
+def int4_modules(header: GgufHeader) -> frozenset[str]:
+    """The modules whose matrices have one of INT4_TYPES."""
+    return frozenset(
+        name.removesuffix(".weight")
+        for name, tensor in model_tensors(header).items()
+        if tensor.dtype in INT4_TYPES and len(tensor.shape) == 2
+    )
+
+
+def int4_blocks(kind: str, raw: np.ndarray) -> np.ndarray:
+    """uint8 [rows, groups, 24] of raw uint8 [rows, blocks, bytes of a block]: the same layout for
+    all types.
+
+    A group has the numbers n of 32 values, the first 16 in the lower bits of 16 bytes, the others
+    in the upper ones, then a scale and a zero in float32: a value is (n - 8) * scale + zero.
+
+    kind: one of INT4_TYPES.
+    """
+    rows = raw.shape[0]
+    scale, zero, numbers = _INT4_PARTS[kind](raw)
+    floats = np.stack((scale, zero), -1).astype(np.float32).view(np.uint8)
+    shape = (rows, -1)
+    return np.concatenate((numbers.reshape(*shape, 16), floats.reshape(*shape, 8)), -1)
+
+
+def _halves(raw: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
+    """float32 [..., 1] each, of float16 in bytes begin .. end - 1 of blocks [..., bytes]."""
+    halves = np.ascontiguousarray(raw[..., begin:end]).view(np.float16).astype(np.float32)
+    return np.split(halves, halves.shape[-1], -1)
+
+
+def _q4_0(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    (scale,) = _halves(raw, 0, 2)
+    return scale, np.zeros_like(scale), raw[..., 2:]
+
+
+def _q4_1(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    scale, least = _halves(raw, 0, 4)
+    return scale, least + 8 * scale, raw[..., 4:]
+
+
+def _q4_k(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks of eight groups, whose scales have 6 bits: 32 bytes have the numbers of two groups."""
+    from gguf.quants import Q4_K
+
+    scale, least = _halves(raw, 0, 4)
+    scales, leasts = Q4_K.get_scale_min(raw[..., 4:16].reshape(-1, 12))
+    shape = (*raw.shape[:-1], 8)
+    scale, least = scale * scales.reshape(shape), least * leasts.reshape(shape)
+    pairs = raw[..., 16:].reshape(*raw.shape[:-1], 4, 1, 32)
+    numbers = np.concatenate((pairs & 15, pairs >> 4), -2)
+    return scale, 8 * scale - least, numbers[..., :16] | numbers[..., 16:] << 4
+
+
+_INT4_PARTS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
 
 
 def decode(kind: str, raw: np.ndarray) -> np.ndarray:

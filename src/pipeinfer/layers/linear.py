@@ -21,14 +21,16 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Int8, Mxfp4
+from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Int4Blocks, Int8, Mxfp4
 from pipeinfer.layers.elementwise import GatedActivation
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 from pipeinfer.layers.quantized import (
     Fp8Tensor,
+    Int4BlocksTensor,
     Int4Tensor,
     Int8Tensor,
     fp8_gemm,
+    int4_blocks_gemm,
     int4_gemm,
     int8_gemm,
     stacked_fp8,
@@ -59,12 +61,14 @@ class StackedTensor(QuantizedTensor, Protocol):
 EMPTY_TENSORS: Mapping[type, Callable[[tuple[int, ...], Any, Placement], StackedTensor]] = {
     Fp8: Fp8Tensor.empty,
     Int4: Int4Tensor.empty,
+    Int4Blocks: Int4BlocksTensor.empty,
     Int8: Int8Tensor.empty,
 }
 # By the class of a format: the GEMM that a device has for matrices of a size; None without.
 GEMMS: Mapping[type, Callable[[Any, tuple[int, int], Placement], QuantizedGemm[Any] | None]] = {
     Fp8: fp8_gemm,
     Int4: int4_gemm,
+    Int4Blocks: int4_blocks_gemm,
     Int8: int8_gemm,
 }
 # By the class of a format: makes a stack whose kernels take it as it is stored; None without them.
@@ -99,6 +103,8 @@ def create_weight(
         return UnquantizedWeight(
             placement.empty(*size), bias, gemm if small_m else None, gemm if split_k else None
         )
+    if form == Int4Blocks() and int4_blocks_gemm(Int4Blocks(), size, placement) is None:
+        form = Int8()  # rounded from the file's values
     tensor = empty_quantized(form, size, placement)
     gemm = None if placement.dequantizes else GEMMS[type(form)](form, size, placement)
     if gemm is None:

@@ -284,6 +284,7 @@ class WeightSource:
         target: a view into a parameter of this rank, or what converts values on the way there.
         stored_dtypes: the tensor's possible types on disk; None: any unquantized one.
         dummy: without a checkpoint, the standard deviation of values, or the value of a scale.
+        blocks: the target gets no values but a GGUF file's blocks of 4 bits (int4_blocks, gguf/).
     """
 
     name: str
@@ -292,6 +293,7 @@ class WeightSource:
     target: CopyTarget
     stored_dtypes: tuple[str, ...] | None = None
     dummy: float = DUMMY_STD
+    blocks: bool = False
 
 
 def full_slices(shape: tuple[int, ...]) -> tuple[slice, ...]:

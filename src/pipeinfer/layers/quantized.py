@@ -15,6 +15,7 @@ Whole numbers:
   have the same numbers in different order; all of them are laid out in one way here. On GPUs, for
   few rows the kernel dequantizes in registers, for many rows the matrix is dequantized in memory.
 - INT8: numbers -127 to 127 with a scale for each row, on CPUs that multiply bfloat16, by torch.
+- INT4 as GGUF files have it, with a scale and a zero for 32 columns, on the same CPUs, by torch.
 
 Knows no layer and no file.
 """
@@ -23,12 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch.nn import functional
 
-from pipeinfer.checkpoint.quantization import Fp8, Int4, Int8
+from pipeinfer.checkpoint.quantization import Fp8, Int4, Int4Blocks, Int8
 from pipeinfer.kernels.formats import (
     E4M3,
     INT4_PER_WORD,
@@ -212,6 +213,9 @@ class Fp8Gemm:
         self._small_m, self._blocks = small_m, blocks
         self._kernels = kernels
         self._large_m = _block_gemm() if blocks else _row_gemm()
+
+    def pack(self, values: Fp8Tensor) -> None:
+        """They lie as they are multiplied."""
 
     def product(self, x: Activations, values: Fp8Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows, (weight, scale) = self._quantized(x), (values.weight, values.scale)
@@ -547,6 +551,9 @@ class Int4Gemm:
         self._kernels = gemm
         self._arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 
+    def pack(self, values: Int4Tensor) -> None:
+        """They lie as they are multiplied."""
+
     def product(
         self, x: torch.Tensor, values: Int4Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
@@ -645,6 +652,9 @@ class Int8Gemm:
 
     input_quantizer = None
 
+    def pack(self, values: Int8Tensor) -> None:
+        """They lie as they are multiplied."""
+
     def product(
         self, x: torch.Tensor, values: Int8Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
@@ -655,5 +665,163 @@ class Int8Gemm:
 
     def split_k(
         self, x: torch.Tensor, values: Int8Tensor, bias: torch.Tensor | None
+    ) -> PartialSum | None:
+        return None
+
+
+INT4_BLOCK = 32  # columns that share a scale and a zero
+# Types of a GGUF file that are INT4 blocks, see gguf/config.py.
+INT4_BLOCK_TYPES = ("Q4_0", "Q4_1", "Q4_K")
+# Rows from which on it is faster to dequantize the matrix for one product.
+DEQUANTIZE_BLOCKS_MIN_ROWS = 64
+
+
+@lru_cache(maxsize=1)
+def packed_int4_rows() -> int:
+    """Rows of a matrix that lie together where torch has packed it for this CPU: of each column the
+    first half of them in the lower bits of bytes, the second in the upper ones. 0: it is none of
+    the layouts known here, or torch cannot pack."""
+    numbers = torch.arange(128 * INT4_BLOCK, dtype=torch.int32).view(128, INT4_BLOCK) * 7 % 16
+    try:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
+    except (AttributeError, RuntimeError):
+        return 0
+    for rows in (64, 32):
+        if torch.equal(_unpacked_by_run(packed, rows).mT.flatten(0, 1) + 8, numbers):
+            return rows
+    return 0
+
+
+def _unpacked_by_run(packed: torch.Tensor, rows: int) -> torch.Tensor:
+    """int8 [out / rows, in, rows], -8 to 7, of a matrix that torch has packed."""
+    blocks = packed.view(packed.shape[0] // rows, -1, rows // 2)
+    return torch.cat((blocks & 15, blocks >> 4), -1).view(torch.int8).sub_(8)
+
+
+def unpacked(numbers: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, columns] of the numbers of an Int4BlocksTensor, not packed by torch."""
+    return torch.cat((numbers & 15, numbers >> 4), -1).int()
+
+
+@dataclass(frozen=True)
+class Int4BlocksTensor:
+    """A QuantizedTensor in INT4 blocks. Its values: (n - 8) * scale + zero.
+
+    Attributes:
+        numbers: uint8 [rows, columns / 2], n of column c in the lower bits of a byte, of column
+            c + columns / 2 in its upper ones; from Int4BlocksGemm.pack on as torch packs them,
+            a run of rows after the other.
+        scales_and_zeros: [blocks, rows, 2] in the model's dtype.
+    """
+
+    numbers: torch.Tensor
+    scales_and_zeros: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, size: tuple[int, ...], form: Int4Blocks, placement: Placement
+    ) -> Int4BlocksTensor:
+        """Not yet filled; `size`: rows and columns, which divide into blocks."""
+        rows, columns = size
+        numbers = torch.empty((rows, columns // 2), dtype=torch.uint8, device=placement.device)
+        return cls(numbers, placement.empty(columns // INT4_BLOCK, rows, 2))
+
+    def __getitem__(self, index: int) -> Int4BlocksTensor:
+        raise TypeError("there are no stacks of INT4 blocks")
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        rows, half = self.numbers.shape
+        values = unpacked(self.numbers).to(dtype).sub_(8).view(rows, -1, INT4_BLOCK)
+        scales, zeros = self.scales_and_zeros.to(dtype).permute(2, 1, 0)[..., None]
+        return (values * scales + zeros).view(rows, 2 * half)
+
+    def permute(self, rows: torch.Tensor) -> None:
+        self.numbers[: len(rows)] = self.numbers[rows]
+        self.scales_and_zeros[:, : len(rows)] = self.scales_and_zeros[:, rows]
+
+    def sources(
+        self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
+    ) -> Iterator[WeightSource]:
+        target = _BlocksTarget(self.numbers[rows], self.scales_and_zeros[:, rows])
+        yield WeightSource(f"{name}.weight", shape, slices, target, INT4_BLOCK_TYPES, blocks=True)
+
+
+@dataclass(frozen=True)
+class _BlocksTarget:
+    """Rows of an Int4BlocksTensor, as a CopyTarget of a file's blocks."""
+
+    numbers: torch.Tensor
+    scales_and_zeros: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    def copy_(self, blocks: torch.Tensor) -> None:
+        """blocks: uint8 [n, blocks, 24], see gguf/config.py."""
+        packed, floats = blocks[..., :16], blocks[..., 16:].contiguous().view(torch.float32)
+        numbers = torch.cat((packed & 15, packed >> 4), -1).flatten(1)
+        first, second = numbers.chunk(2, -1)
+        self.numbers.copy_(first | second << 4)
+        self.scales_and_zeros.copy_(floats.transpose(0, 1))
+
+    def __getitem__(self, rows: slice) -> _BlocksTarget:
+        return _BlocksTarget(self.numbers[rows], self.scales_and_zeros[:, rows])
+
+
+def int4_blocks_gemm(
+    form: Int4Blocks, size: tuple[int, int], placement: Placement
+) -> Int4BlocksGemm | None:
+    """None where a matrix of `size` cannot stay so: on this device, in this dtype or of this
+    size."""
+    if placement.device.type != "cpu" or placement.dtype != torch.bfloat16:
+        return None
+    rows = packed_int4_rows()
+    fits = rows and size[0] % rows == 0 and size[1] % INT4_BLOCK == 0
+    return Int4BlocksGemm(rows) if fits else None
+
+
+class Int4BlocksGemm:
+    """A QuantizedGemm of INT4 blocks with bfloat16. A row's product is the same for any number of
+    rows below DEQUANTIZE_BLOCKS_MIN_ROWS."""
+
+    input_quantizer = None
+
+    def __init__(self, rows: int) -> None:
+        """rows: see packed_int4_rows."""
+        self._rows = rows
+
+    def pack(self, values: Int4BlocksTensor) -> None:
+        """In place, because what is allocated and freed between weights that stay would leave
+        holes."""
+        for numbers in values.numbers.split(self._rows):
+            numbers.copy_(torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpacked(numbers), 1))
+
+    def product(
+        self, x: torch.Tensor, values: Int4BlocksTensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """values: which are packed."""
+        packed, scales_and_zeros = values.numbers, values.scales_and_zeros
+        if x.shape[0] >= DEQUANTIZE_BLOCKS_MIN_ROWS:
+            product = torch.matmul(x, self._dequantized(packed, scales_and_zeros))
+        else:
+            product = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x.contiguous(), packed, INT4_BLOCK, scales_and_zeros
+            )
+        return product if bias is None else product.add_(bias)
+
+    def _dequantized(self, packed: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:
+        """[in, out]"""
+        numbers = _unpacked_by_run(packed, self._rows).to(scales_and_zeros.dtype)
+        runs, columns, rows = numbers.shape
+        # [blocks, out, 2] to two [runs, blocks, 1, rows], laid out as numbers are
+        factors = scales_and_zeros.unflatten(1, (runs, rows)).permute(3, 1, 0, 2)
+        scales, zeros = factors.unsqueeze(3).contiguous()
+        blocks = numbers.view(runs, columns // INT4_BLOCK, INT4_BLOCK, rows)
+        values = torch.addcmul(zeros, blocks, scales)
+        return values.view(runs, columns, rows).transpose(0, 1).reshape(columns, runs * rows)
+
+    def split_k(
+        self, x: torch.Tensor, values: Int4BlocksTensor, bias: torch.Tensor | None
     ) -> PartialSum | None:
         return None

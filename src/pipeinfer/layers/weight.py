@@ -404,6 +404,10 @@ class QuantizedGemm(Protocol[AnyTensorKind]):
         """See Weight."""
         ...
 
+    def pack(self, values: AnyTensorKind, /) -> None:
+        """Lays `values`, which are final, out as `product` takes them."""
+        ...
+
     def product(
         self, x: Activations, values: AnyTensorKind, bias: torch.Tensor | None, /
     ) -> torch.Tensor:
@@ -453,7 +457,7 @@ class QuantizedWeight(Generic[TensorKind]):
         return out.copy_(self._gemm.product(x, self._quantized, bias))
 
     def pack(self) -> None:
-        """Its values need no other layout."""
+        self._gemm.pack(self._quantized)
 
     def permute(self, rows: torch.Tensor) -> None:
         self._quantized.permute(rows)

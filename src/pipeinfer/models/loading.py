@@ -381,7 +381,8 @@ class _SafetensorsReader:
 
 
 class _GgufReader:
-    """Pieces of a few megabytes are dequantized and copied one after another."""
+    """Pieces of a few megabytes are dequantized, if they are not to stay in 4 bits, and copied one
+    after another."""
 
     def __init__(self, file: WeightFile, tensors: Mapping[str, Any]) -> None:
         self._file = file
@@ -389,7 +390,8 @@ class _GgufReader:
 
     def fill(self, source: WeightSource) -> None:
         rows = len(source.slices) > 1
-        for part, values in self._file.pieces(self._tensors[source.name], source.slices):
+        tensor = self._tensors[source.name]
+        for part, values in self._file.pieces(tensor, source.slices, source.blocks):
             piece = torch.from_numpy(values)
             (source.target[part] if rows else source.target).copy_(piece)
 
