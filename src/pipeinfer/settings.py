@@ -108,7 +108,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "The [number format](number-formats.md) of the layers' matrices. `auto` takes them as the "
         "checkpoint has them. `none` makes them plain as they are loaded. `fp8` rounds plain ones "
         "to FP8, row by row, `int8` to whole numbers of eight bits, on CPUs that compute in "
-        "bfloat16; there `auto` means so for a GGUF file whose matrices have eight bits or less. "
+        "bfloat16; there `auto` means so for a GGUF file whose matrices have eight bits or less, "
+        "except that those of `Q4_0`, `Q4_1` and `Q4_K` stay in four. "
         "`awq`, `compressed-tensors`, `gptq` and `mxfp4` are like `auto`, and refuse a checkpoint "
         "that has another format.")] = "auto"
     model_impl: Annotated[Literal["auto", "pipeinfer", "transformers"], about("",

@@ -84,7 +84,7 @@ def likelihoods(engine: LoadedEngine, ids: list[int], number: int) -> torch.Tens
         step = whole_row(ids[start : start + STEP], start, number + start)
         engine.runner.run(step)
         parts.append(engine.runner._model.logits)
-    return chosen(torch.cat(parts), ids)
+    return chosen(torch.cat(parts).float(), ids)
 
 
 @pytest.fixture(scope="module")
