@@ -594,7 +594,10 @@ def _query_store(endpoint: str, rank: int, size: int, timeout: float, secure: Pr
         while time.monotonic() < deadline:
             if not socket.poll(int(1000 * RETRY_SECONDS), zmq.POLLOUT):
                 continue  # it speaks no CURVE, or we do not; the deadline ends it
-            socket.send(query)
+            try:
+                socket.send(query, zmq.NOBLOCK)
+            except zmq.Again:
+                continue  # the connection has ended since
             if socket.poll(int(1000 * RETRY_SECONDS)):
                 try:
                     reply = msgspec.msgpack.decode(

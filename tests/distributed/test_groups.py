@@ -27,7 +27,7 @@ def greedy(tokens: int) -> SamplingParams:
 
 def engine(group: int) -> psutil.Process:
     """The process of rank 0 of a group, a child of this one."""
-    for child in children_with("engine"):
+    for child in reversed(children_with("engine")):  # an older LLM may run, which tests share
         words = child.cmdline()
         if words[words.index("--group") + 1] == str(group):
             return child

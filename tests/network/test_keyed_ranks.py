@@ -7,7 +7,7 @@ import zmq
 
 from pipeinfer.bus import curve
 from pipeinfer.bus.bus import SocketFactory
-from pipeinfer.collectives import RendezvousError, rendezvous
+from pipeinfer.collectives import RendezvousError, _query_store, rendezvous
 from pipeinfer.topology import StageEntry, Topology, socket_address
 from port_rows import port_row
 
@@ -60,3 +60,17 @@ def test_garbage_does_not_end_the_meeting(short_path):
         assert raw.poll(20_000)
         assert b"no question" in raw.recv()
     assert rendezvous(address, 1, 2, 30).get("key") == b"value"
+
+
+def test_a_connection_that_ends_before_a_question_is_sent_is_waited_for_until_the_timeout(
+    monkeypatch,
+):
+    """As with a stranger's: there was one when it was polled, and none when it is used."""
+    monkeypatch.setattr(zmq.Socket, "poll", lambda *_: zmq.POLLOUT)
+
+    def without_connection(socket: zmq.Socket[bytes]) -> None:
+        socket.immediate = True  # none before somebody listens
+
+    nobody = f"tcp://127.0.0.1:{port_row(1)}"
+    with pytest.raises(RendezvousError, match="did not answer"):
+        _query_store(nobody, 1, 2, 0.2, without_connection)
