@@ -15,8 +15,6 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 START = 120.0  # seconds; generous, for a loaded machine
 STAGES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 
@@ -134,17 +132,6 @@ def fetch(url: str, body: bytes | None = None) -> tuple[int, str]:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
-
-
-def children_with(word: str, pid: int | None = None) -> list[psutil.Process]:
-    """Running children of process `pid`, or of this one, with that word on their command line, the
-    oldest first. A child that ends meanwhile may be missing; it is no error."""
-    found = list[tuple[float, psutil.Process]]()
-    for child in psutil.Process(pid).children():
-        with suppress(psutil.NoSuchProcess):  # which a zombie's command line raises too
-            if word in child.cmdline():
-                found.append((child.create_time(), child))
-    return [child for _, child in sorted(found, key=lambda one: one[0])]
 
 
 def memfds(pid: int) -> list[os.stat_result]:

@@ -13,8 +13,8 @@ import pytest_asyncio
 from chat_streams import questions
 
 import waiting
+from child_processes import children_with
 from pipeinfer import LLM, AsyncLLM, SamplingParams
-from servers import children_with
 
 SMALL = {"threads": 1, "kv_pages": 400, "log_level": "warning"}
 PATIENCE = 90.0

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from child_processes import children_with
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.demo import demo_path
 from pipeinfer.llm import ConfigurationError, PipelineStopped, RequestOutput
-from servers import children_with
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 

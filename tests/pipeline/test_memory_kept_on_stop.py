@@ -19,9 +19,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import pipeinfer.demo
+from child_processes import children_with
 from pipeinfer.demo import copy_task
 from pipeinfer.runtime.holder_process import FOLDER
-from servers import Server, alive, children_with, environment, memfds
+from servers import Server, alive, environment, memfds
 
 HOLDER = "pipeinfer.runtime.memory_holder"
 QUESTION = copy_task(random.Random(47), 60)[0]

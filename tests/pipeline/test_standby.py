@@ -14,10 +14,11 @@ import psutil
 import pytest
 from swaps import swap, topology_of
 
+from child_processes import children_with
 from pipeinfer.demo import copy_task
 from pipeinfer.runtime.child import MAX_DEATHS
 from pipeinfer.runtime.standby import STANDBY_FLAG
-from servers import Server, alive, children_with, environment
+from servers import Server, alive, environment
 
 STREAMS, TOKENS, PAGE = 12, 150, 64
 
