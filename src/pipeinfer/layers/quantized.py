@@ -673,7 +673,7 @@ INT4_BLOCK = 32  # columns that share a scale and a zero
 # Types of a GGUF file that are INT4 blocks, see gguf/config.py.
 INT4_BLOCK_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 # Rows from which on it is faster to dequantize the matrix for one product.
-DEQUANTIZE_BLOCKS_MIN_ROWS = 64
+DEQUANTIZE_BLOCKS_MIN_ROWS = 96
 
 
 @lru_cache(maxsize=1)
