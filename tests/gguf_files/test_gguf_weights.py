@@ -18,10 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import gguf_writing
 from checkpoints import CheckpointCache
 from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.quantization import Int4Blocks
 from pipeinfer.gguf.config import (
     CHUNK_VALUES,
-    INT4_GROUP,
-    INT4_TYPES,
     GgufTensor,
     WeightFile,
     model_tensors,
@@ -101,7 +100,7 @@ def test_rank_gets_the_part_that_it_gets_of_the_folder(checkpoint, tmp_path, arc
         assert torch.equal(values, wanted[name][1]), name
 
 
-@pytest.mark.parametrize("kind", INT4_TYPES)
+@pytest.mark.parametrize("kind", Int4Blocks.types)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_blocks_of_4_bits_have_the_values_that_the_file_has(tmp_path_factory, kind, data):
@@ -117,12 +116,12 @@ def test_blocks_of_4_bits_have_the_values_that_the_file_has(tmp_path_factory, ki
     columns = blocks * values
     heads = data.draw(st.sampled_from([0, 1, 2]))
     packed = GgufTensor(path, kind, (rows, columns), raw.nbytes, 0, heads)
-    first = data.draw(st.integers(0, columns // INT4_GROUP - 1)) * INT4_GROUP
+    first = data.draw(st.integers(0, columns // Int4Blocks.group - 1)) * Int4Blocks.group
     part = (slice(data.draw(st.integers(0, rows - 1)), rows), slice(first, columns))
     file = WeightFile(path)
     whole = np.concatenate([piece for _, piece in file.pieces(packed, part)])
     found = np.concatenate([piece for _, piece in file.pieces(packed, part, as_int4_blocks=True)])
-    assert found.shape == (len(whole), (columns - first) // INT4_GROUP, 24)
+    assert found.shape == (len(whole), (columns - first) // Int4Blocks.group, 24)
     numbers = np.concatenate((found[..., :16] & 15, found[..., :16] >> 4), -1).astype(np.float32)
     scale, zero = np.split(np.ascontiguousarray(found[..., 16:]).view(np.float32), 2, -1)
     mine = ((numbers - 8) * scale + zero).reshape(whole.shape)

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.checkpoint.quantization import Int8, Quantization
+from pipeinfer.checkpoint.quantization import Int4Blocks, Int8, Quantization
 from pipeinfer.engine import loading
 from pipeinfer.layers.linear import Embedding, LMHead, VocabParallelWeight, create_weight
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.layers.quantized import (
     DEQUANTIZE_BLOCKS_MIN_ROWS,
     DEQUANTIZE_MIN_ROWS,
-    INT4_BLOCK,
     INT8_MAX,
     Int8Tensor,
     packed_int4_rows,
@@ -151,8 +150,9 @@ def in_4_bits(names: set[str]) -> Placement:
 def fill_blocks(held: QuantizedWeight, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     """Random blocks of a file; returns their values, float32 [rows, columns]."""
     rng = np.random.default_rng(seed)
-    numbers = rng.integers(0, 16, (rows, columns // INT4_BLOCK, INT4_BLOCK), dtype=np.uint8)
-    floats = rng.standard_normal((rows, columns // INT4_BLOCK, 2)).astype(np.float32)
+    size = (rows, columns // Int4Blocks.group, Int4Blocks.group)
+    numbers = rng.integers(0, 16, size, dtype=np.uint8)
+    floats = rng.standard_normal((rows, columns // Int4Blocks.group, 2)).astype(np.float32)
     floats = torch.from_numpy(floats).to(HALF).float().numpy()  # without more bits than are kept
     packed = numbers[..., :16] | numbers[..., 16:] << 4
     blocks = torch.from_numpy(np.concatenate((packed, floats.view(np.uint8)), -1))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from pipeinfer.checkpoint.files import Fields
+from pipeinfer.gguf.header import INT4_GROUP, INT4_TYPES
 from pipeinfer.settings import ConfigurationError
 
 GROUPS = (32, 64, 128)  # supported group sizes of INT4, in columns, besides whole rows
@@ -75,9 +76,13 @@ class Int4Blocks:
     and 32 columns of a row share a scale and a zero.
 
     bits: of a weight.
+    group: columns that share a scale and a zero.
+    types: of the file that have such weights.
     """
 
     bits: ClassVar[int] = 4
+    group: ClassVar[int] = INT4_GROUP
+    types: ClassVar[tuple[str, ...]] = INT4_TYPES
 
 
 @dataclass(frozen=True)

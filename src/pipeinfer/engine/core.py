@@ -460,10 +460,9 @@ class EngineCore:
                 return []  # Begin comes again
 
     def _asleep(self) -> list[Send]:
-        if not self._sleep.level or self._sleep.doing or not self._sleep.heard:
+        state, hello = self._sleep, self.hello
+        if not state.level or state.doing or not state.heard:
             return []
-        hello = self.hello
-        state = self._sleep
         asleep = Asleep(state.level, hello.rank, hello.incarnation, state.refuses)
         return [self._to_scheduler(asleep)]
 

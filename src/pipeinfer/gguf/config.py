@@ -24,7 +24,16 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
-from pipeinfer.gguf.header import BLOCKS, GgufHeader, Metadata, TensorInfo, quote, read_header
+from pipeinfer.gguf.header import (
+    BLOCKS,
+    INT4_GROUP,
+    INT4_TYPES,
+    GgufHeader,
+    Metadata,
+    TensorInfo,
+    quote,
+    read_header,
+)
 from pipeinfer.gguf.tokenizer import MODEL, TokenType, load_tokenizer, tokenizer_config
 from pipeinfer.params import JsonObject
 from pipeinfer.settings import ConfigurationError
@@ -361,6 +370,7 @@ class WeightFile:
         columns, size = slices[-1], BLOCKS[packed.dtype][0]
         first, last = columns.start // size, -(-columns.stop // size)
         inner = slice(columns.start - first * size, columns.stop - first * size)
+        groups = slice(columns.start // INT4_GROUP, columns.stop // INT4_GROUP)
         if len(packed.shape) == 1:
             yield slice(0, columns.stop - columns.start), self._vector(packed)[columns]
             return
@@ -371,14 +381,11 @@ class WeightFile:
             stop = min(start + step, end)
             rows = blocks[_order(start, stop, packed)]
             if as_int4_blocks:
-                groups = slice(columns.start // INT4_GROUP, columns.stop // INT4_GROUP)
-                yield (
-                    slice(start - begin, stop - begin),
-                    int4_blocks(packed.dtype, rows)[:, groups],
-                )
-                continue
-            values = decode(packed.dtype, rows[:, first:last].reshape(stop - start, -1))
-            yield slice(start - begin, stop - begin), _plain(values[:, inner], packed)
+                found = int4_blocks(packed.dtype, rows)[:, groups]
+            else:
+                values = decode(packed.dtype, rows[:, first:last].reshape(stop - start, -1))
+                found = _plain(values[:, inner], packed)
+            yield slice(start - begin, stop - begin), found
         self._let_go(packed)
 
     def _let_go(self, packed: GgufTensor) -> None:
@@ -521,10 +528,6 @@ def _expert(header: GgufHeader, tensor: TensorInfo, index: int) -> GgufTensor:
     share = tensor.nbytes // tensor.shape[0]
     offset = tensor.offset + index * share
     return GgufTensor(header.path, tensor.type, tensor.shape[1:], share, offset)
-
-
-INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")  # whose values are whole numbers of 4 bits, scaled by group
-INT4_GROUP = 32  # values of a row that share a scale and a zero
 
 
 def int4_modules(header: GgufHeader) -> frozenset[str]:

@@ -334,6 +334,9 @@ BLOCKS = {
     "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
 }  # fmt: skip
 
+INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")  # whose values are whole numbers of 4 bits, scaled by group
+INT4_GROUP = 32  # values of a row that share a scale and a zero
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"

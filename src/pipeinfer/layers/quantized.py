@@ -669,9 +669,6 @@ class Int8Gemm:
         return None
 
 
-INT4_BLOCK = 32  # columns that share a scale and a zero
-# Types of a GGUF file that are INT4 blocks, see gguf/config.py.
-INT4_BLOCK_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 # Rows from which on it is faster to dequantize the matrix for one product.
 DEQUANTIZE_BLOCKS_MIN_ROWS = 96
 
@@ -681,7 +678,7 @@ def packed_int4_rows() -> int:
     """Rows of a matrix that lie together where torch has packed it for this CPU: of each column the
     first half of them in the lower bits of bytes, the second in the upper ones. 0: it is none of
     the layouts known here, or torch cannot pack."""
-    numbers = torch.arange(128 * INT4_BLOCK, dtype=torch.int32).view(128, INT4_BLOCK) * 7 % 16
+    numbers = torch.arange(128 * Int4Blocks.group, dtype=torch.int32).view(128, -1) * 7 % 16
     try:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
     except (AttributeError, RuntimeError):
@@ -695,12 +692,12 @@ def packed_int4_rows() -> int:
 def _unpacked_by_run(packed: torch.Tensor, rows: int) -> torch.Tensor:
     """int8 [out / rows, in, rows], -8 to 7, of a matrix that torch has packed."""
     blocks = packed.view(packed.shape[0] // rows, -1, rows // 2)
-    return torch.cat((blocks & 15, blocks >> 4), -1).view(torch.int8).sub_(8)
+    return _nibbles(blocks).view(torch.int8).sub_(8)
 
 
-def unpacked(numbers: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, columns] of the numbers of an Int4BlocksTensor, not packed by torch."""
-    return torch.cat((numbers & 15, numbers >> 4), -1).int()
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., 2 n] of uint8 [..., n]: the lower bits of all, then the upper ones."""
+    return torch.cat((packed & 15, packed >> 4), -1)
 
 
 @dataclass(frozen=True)
@@ -724,14 +721,14 @@ class Int4BlocksTensor:
         """Not yet filled; `size`: rows and columns, which divide into blocks."""
         rows, columns = size
         numbers = torch.empty((rows, columns // 2), dtype=torch.uint8, device=placement.device)
-        return cls(numbers, placement.empty(columns // INT4_BLOCK, rows, 2))
+        return cls(numbers, placement.empty(columns // Int4Blocks.group, rows, 2))
 
     def __getitem__(self, index: int) -> Int4BlocksTensor:
         raise TypeError("there are no stacks of INT4 blocks")
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         rows, half = self.numbers.shape
-        values = unpacked(self.numbers).to(dtype).sub_(8).view(rows, -1, INT4_BLOCK)
+        values = _nibbles(self.numbers).to(dtype).sub_(8).view(rows, -1, Int4Blocks.group)
         scales, zeros = self.scales_and_zeros.to(dtype).permute(2, 1, 0)[..., None]
         return (values * scales + zeros).view(rows, 2 * half)
 
@@ -743,7 +740,7 @@ class Int4BlocksTensor:
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
     ) -> Iterator[WeightSource]:
         target = _BlocksTarget(self.numbers[rows], self.scales_and_zeros[:, rows])
-        yield WeightSource(f"{name}.weight", shape, slices, target, INT4_BLOCK_TYPES, blocks=True)
+        yield WeightSource(f"{name}.weight", shape, slices, target, Int4Blocks.types, blocks=True)
 
 
 @dataclass(frozen=True)
@@ -760,8 +757,7 @@ class _BlocksTarget:
     def copy_(self, blocks: torch.Tensor) -> None:
         """blocks: uint8 [n, blocks, 24], see gguf/config.py."""
         packed, floats = blocks[..., :16], blocks[..., 16:].contiguous().view(torch.float32)
-        numbers = torch.cat((packed & 15, packed >> 4), -1).flatten(1)
-        first, second = numbers.chunk(2, -1)
+        first, second = _nibbles(packed).flatten(1).chunk(2, -1)
         self.numbers.copy_(first | second << 4)
         self.scales_and_zeros.copy_(floats.transpose(0, 1))
 
@@ -777,7 +773,7 @@ def int4_blocks_gemm(
     if placement.device.type != "cpu" or placement.dtype != torch.bfloat16:
         return None
     rows = packed_int4_rows()
-    fits = rows and size[0] % rows == 0 and size[1] % INT4_BLOCK == 0
+    fits = rows and size[0] % rows == 0 and size[1] % Int4Blocks.group == 0
     return Int4BlocksGemm(rows) if fits else None
 
 
@@ -794,8 +790,9 @@ class Int4BlocksGemm:
     def pack(self, values: Int4BlocksTensor) -> None:
         """In place, because what is allocated and freed between weights that stay would leave
         holes."""
+        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         for numbers in values.numbers.split(self._rows):
-            numbers.copy_(torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpacked(numbers), 1))
+            numbers.copy_(pack(_nibbles(numbers).int(), 1))
 
     def product(
         self, x: torch.Tensor, values: Int4BlocksTensor, bias: torch.Tensor | None
@@ -806,7 +803,7 @@ class Int4BlocksGemm:
             product = torch.matmul(x, self._dequantized(packed, scales_and_zeros))
         else:
             product = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x.contiguous(), packed, INT4_BLOCK, scales_and_zeros
+                x.contiguous(), packed, Int4Blocks.group, scales_and_zeros
             )
         return product if bias is None else product.add_(bias)
 
@@ -817,7 +814,7 @@ class Int4BlocksGemm:
         # [blocks, out, 2] to two [runs, blocks, 1, rows], laid out as numbers are
         factors = scales_and_zeros.unflatten(1, (runs, rows)).permute(3, 1, 0, 2)
         scales, zeros = factors.unsqueeze(3).contiguous()
-        blocks = numbers.view(runs, columns // INT4_BLOCK, INT4_BLOCK, rows)
+        blocks = numbers.view(runs, columns // Int4Blocks.group, Int4Blocks.group, rows)
         values = torch.addcmul(zeros, blocks, scales)
         return values.view(runs, columns, rows).transpose(0, 1).reshape(columns, runs * rows)
 
