@@ -312,9 +312,19 @@ def test_requests_whose_deadlines_came_late_or_early_all_end_in_time() -> None:
 def test_abort_by_the_scheduler_for_time_is_the_same_error(timeout: float) -> None:
     harness = Harness()
     harness.running("r", timeout=timeout)
+    harness.now += timeout
     empty = TextRow("r", 1, "", 0, 0, b"", "abort")
     [failed] = harness.local(Text((empty,)))
     assert isinstance(failed, Failed) and failed.status == 408
+
+
+def test_an_abort_before_the_deadline_is_no_matter_of_time() -> None:
+    """The server falls asleep, and those that run end with what they have: here, nothing."""
+    harness = Harness()
+    harness.running("r", timeout=2.0)
+    harness.now += 1.9
+    [delta] = harness.local(Text((TextRow("r", 1, "", 0, 0, b"", "abort"),)))
+    assert isinstance(delta, OutputDelta) and (delta.text, delta.finish) == ("", "abort")
 
 
 def test_an_abort_keeps_the_text_and_without_a_timeout_it_is_no_matter_of_time() -> None:

@@ -337,11 +337,13 @@ class GatewayCore:
         else:
             self._complete(record, now)
             delta = OutputDelta(row.request_id, text, ids, byte, token)
-            self._finish(record, row, delta, out)
+            self._finish(record, row, delta, out, now)
 
     def _finish(
-        self, record: RequestRecord, row: TextRow, delta: OutputDelta, out: list[Send]
+        self, record: RequestRecord, row: TextRow, delta: OutputDelta, out: list[Send], now: float
     ) -> None:
+        """An abort is one for time only if the deadline has come: the scheduler also aborts what
+        runs when the server falls asleep. Its own deadline is never earlier than this one."""
         delivered = record.has_output or delta.text or delta.ids
         if row.finish == "error":
             message = row.error or "the request failed"
@@ -351,7 +353,7 @@ class GatewayCore:
                 delta = msgspec.structs.replace(delta, logprobs=logprobs, offsets=offset)
                 out.append(local(delta))
             out.append(local(Failed(row.request_id, 500, message, code="request_failed")))
-        elif row.finish == "abort" and record.timeout > 0 and not delivered:
+        elif row.finish == "abort" and now >= record.deadline and not delivered:
             out.append(local(_timed_out(record)))
         else:
             counted = msgspec.structs.replace(
