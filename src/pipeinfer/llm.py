@@ -13,6 +13,7 @@ from pipeinfer.offline.calls import (
     TextPrompt,
     TokensPrompt,
 )
+from pipeinfer.offline.embeddings import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
 from pipeinfer.offline.keywords import EngineArgs, FlexibleArgumentParser
 from pipeinfer.offline.llm import LLM, Engine, async_stream_and_merge, stream_and_merge
 from pipeinfer.offline.outputs import (
@@ -32,11 +33,14 @@ __all__ = [
     "CompletionOutput",
     "ConfigurationError",
     "Delta",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Engine",
     "EngineArgs",
     "FlexibleArgumentParser",
     "Logprob",
     "PipelineStopped",
+    "PoolingParams",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",

@@ -696,6 +696,7 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     - logprobs: of `ids`, if asked for
     - prompt: log-probs of prompt tokens from `prompt_offset` on, if asked for
     - offsets: int32 bytes, letters of the whole text before each of `ids`, if asked for
+    - vector: float32 bytes, on the last row, if asked for
     """
 
     request_id: str
@@ -713,6 +714,7 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     prompt: LogprobTexts | None = None
     prompt_offset: int = 0
     offsets: Int32s = b""
+    vector: bytes = b""
 
 
 class Text(Message, frozen=True):

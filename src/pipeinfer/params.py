@@ -47,6 +47,7 @@ MAX_BAD_WORD_CHARS = 64
 MAX_BAD_WORD_IDS = 64  # tokens of one spelling of a word
 MAX_BAD_IDS = 2048  # tokens of all
 MAX_CHOICES = 128  # of a prompt: OpenAI's; each has a slot, an entry in every ledger, a prompt
+MAX_VECTOR_SIZE = 65_536  # no model has so large a hidden state
 MAX_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
 
 
@@ -124,6 +125,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     - thinking_token_budget: most tokens of thoughts, between <think> and </think> or the model's
       own tags; then they are ended
     - truncation_side: with "right" the prompt's first tokens are kept instead
+    - vector_size: so many numbers of the hidden state of the prompt's last token, after the model's
+      last norm, are the result; what is sampled behind it means nothing. Not with log-probs. 0: no
+      vector is asked for
     """
 
     temperature: float = 1.0
@@ -151,6 +155,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     truncate_prompt_tokens: int | None = None
     thinking_token_budget: Number | None = None
     truncation_side: Literal["left", "right"] = "left"
+    vector_size: Number = 0
 
 
 class InvalidParameter(ValueError):
@@ -316,6 +321,9 @@ def _check_logprobs(params: SamplingParams) -> None:
         most = getattr(params, name)
         if most is not None:
             _check_within(name, most, 0, MAX_LOGPROBS)
+            if params.vector_size:
+                raise InvalidParameter(name, f"{name} is not allowed where a vector is asked for")
+    _check_within("vector_size", params.vector_size, 0, MAX_VECTOR_SIZE)
 
 
 def _check_form(params: SamplingParams) -> None:

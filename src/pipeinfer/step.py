@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeinfer.params import StructuredOutputs, Thoughts
+from pipeinfer.wire import SCORE_WORDS, WORD
 
 LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in last_token[slot]
 
@@ -106,6 +107,19 @@ class Extended:
     slot: int
     first: int
     ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class VectorRows:
+    """The N of the rows that sample whose requests ask for vectors.
+
+    Attributes:
+    - rows: int64 [N], which of the sampling rows
+    - sizes: int32 [N], how many numbers of the row's hidden state
+    """
+
+    rows: np.ndarray
+    sizes: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -223,7 +237,8 @@ class Sampled:
     - num_sampled: int32 [S], how many tokens each row gave
     - ids: int32 [the sum of num_sampled], row after row
     - bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none
-    - logprobs: scores (wire.py) of the ids of rows that ask for them, row after row
+    - logprobs: scores (wire.py) of the ids of rows that ask for them, and float32 vectors of those
+      that ask for these, row after row
     - prompt_logprobs: scores of each of the step's `scored_chunks`
     - refused: rows whose grammar allowed nothing, each with the reason; they gave none either
     - mask_units: by row, what a mask of it costs in units (grammars/compiling.py), where that was
@@ -303,7 +318,7 @@ class Step:
     - tokens: int32 [T], known ids or LAST_TOKEN
     - fields: sampling parameters of the rows that sample, [S] each, by name
       (engine/step_builder.py); steps of the same rows have the same object
-    - penalties, logprobs: those of the rows that sample that ask for them
+    - penalties, logprobs, vectors: those of the rows that sample that ask for them
     - delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then,
       at offset p % page_size. Page 0 is a dummy that no request owns
     - scored_chunks: known tokens whose log-probs are asked for; the step computes those before them
@@ -327,6 +342,18 @@ class Step:
     scored_chunks: tuple[ScoredChunk, ...] = ()
     masked: MaskRows | None = None
     shared_prefixes: SharedPrefixes | None = None
+    vectors: VectorRows | None = None
+
+    def score_sizes(self) -> np.ndarray | None:
+        """int64 [S], bytes of `Sampled.logprobs` for each id of a row; None if no row asks."""
+        if self.logprobs is None and self.vectors is None:
+            return None
+        sizes = np.zeros(np.count_nonzero(self.samples), dtype=np.int64)
+        if self.logprobs is not None:
+            sizes[self.logprobs.rows] = WORD * (SCORE_WORDS + 2 * self.logprobs.num_alternatives)
+        if self.vectors is not None:
+            sizes[self.vectors.rows] = WORD * self.vectors.sizes
+        return sizes
 
 
 if TYPE_CHECKING:

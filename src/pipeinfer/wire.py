@@ -66,8 +66,11 @@ class Score(NamedTuple):
     logprobs: list[float]
 
 
-def score_bytes(num_alternatives: int | None) -> int:
-    """Bytes of a score; 0 where no log-probs are asked for (None)."""
+def score_bytes(num_alternatives: int | None, vector_size: int = 0) -> int:
+    """Bytes of a score; 0 where no log-probs are asked for (None). Of a request that asks for a
+    vector, the bytes of its `vector_size` numbers, float32, which take the place of a score."""
+    if vector_size:
+        return WORD * vector_size
     return 0 if num_alternatives is None else WORD * (SCORE_WORDS + 2 * num_alternatives)
 
 

@@ -613,7 +613,8 @@ def read_config(folder: Path) -> ModelConfig:
         num_kv_heads=fields.integer("num_key_value_heads", heads),
         head_dim=_head_dim(fields, family, heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", family.tied),
+        tie_word_embeddings=_is_headless(fields)
+        or fields.boolean("tie_word_embeddings", family.tied),
         attention_bias=fields.boolean(*family.bias),
         mlp_bias=fields.boolean("mlp_bias", False),
         rope=family.rope(fields),
@@ -638,13 +639,31 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _architecture(fields: Fields) -> str:
     named = fields.raw.get("architectures") or []
-    for name in named:
+    for name in map(_with_head, map(str, named)):
         if name in ARCHITECTURES:
             return name
     what = ", ".join(map(str, named)) or "(none named)"
     raise ConfigurationError(
         f"unsupported architecture {what}; supported: {', '.join(ARCHITECTURES)}"
     )
+
+
+HEADLESS = "Model"  # suffix of the names of models without a head for logits
+
+
+def _with_head(name: str) -> str:
+    """The architecture of a decoder that is named without its head, as "Qwen3Model"."""
+    return name.removesuffix(HEADLESS) + "ForCausalLM" if name.endswith(HEADLESS) else name
+
+
+def is_headless(checkpoint: Path) -> bool:
+    """Whether the checkpoint, a folder or a GGUF file, has a decoder without a head for logits."""
+    return _is_headless(read_json(checkpoint, "config.json"))
+
+
+def _is_headless(fields: Fields) -> bool:
+    named = [str(name) for name in fields.raw.get("architectures") or []]
+    return any(_with_head(name) in ARCHITECTURES and name.endswith(HEADLESS) for name in named)
 
 
 def _activation(fields: Fields, known: Activations) -> str:

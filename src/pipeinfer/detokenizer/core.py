@@ -581,10 +581,13 @@ class RequestStream:
         cached_tokens: int = 0,
         error: str = "",
     ) -> TextRow:
-        before, scores, logprobs = self._sent_bytes, self._scores, None
+        before, scores, logprobs, vector = self._sent_bytes, self._scores, None, b""
         if scores is not None:
             side = scores.output
-            logprobs = side.take_texts(ids, bytes(side.raw[side.score_size * start :]))
+            if self._params.vector_size:
+                vector = bytes(side.raw)
+            else:
+                logprobs = side.take_texts(ids, bytes(side.raw[side.score_size * start :]))
         offsets = b"" if self._offsets is None else self._offsets.take(len(ids) // 4)
         self._sent_bytes += len(text) if text.isascii() else len(text.encode())
         return TextRow(
@@ -601,6 +604,7 @@ class RequestStream:
             error=error,
             logprobs=logprobs,
             offsets=offsets,
+            vector=vector,
         )
 
 
@@ -613,9 +617,9 @@ class SequenceLogprobs:
 
     __slots__ = ("_offsets", "_texts", "num_alternatives", "raw", "score_size")
 
-    def __init__(self, alternatives: int | None, texts: TokenTexts) -> None:
+    def __init__(self, alternatives: int | None, texts: TokenTexts, vector_size: int = 0) -> None:
         self.num_alternatives = alternatives
-        self.score_size = score_bytes(alternatives)
+        self.score_size = score_bytes(alternatives, vector_size)
         self.raw = bytearray()
         self._texts = texts
         self._offsets = TokenOffsets(texts)
@@ -649,7 +653,7 @@ class RequestLogprobs:
     __slots__ = ("_decoder", "output", "prompt")
 
     def __init__(self, params: SamplingParams, decoders: DecoderFactory) -> None:
-        self.output = SequenceLogprobs(params.logprobs, decoders.texts)
+        self.output = SequenceLogprobs(params.logprobs, decoders.texts, params.vector_size)
         self.prompt = SequenceLogprobs(params.prompt_logprobs, decoders.texts)
         self._decoder: IncrementalDecoder = decoders.open((), params.skip_special_tokens)
 
@@ -668,6 +672,6 @@ class RequestLogprobs:
 
 def logprobs_of(params: SamplingParams, decoders: DecoderFactory) -> RequestLogprobs | None:
     """For a request with these parameters; None if it asks for no log-probs."""
-    if params.logprobs is None and params.prompt_logprobs is None:
+    if params.logprobs is None and params.prompt_logprobs is None and not params.vector_size:
         return None
     return RequestLogprobs(params, decoders)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -54,8 +55,8 @@ from pipeinfer.messages import (
     State,
 )
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.step import LogprobRows, ScoredChunk, Step
-from pipeinfer.wire import SCORE_WORDS, SCORES_PER_MESSAGE, WORD, pack, score_bytes, unpack
+from pipeinfer.step import ScoredChunk, Step
+from pipeinfer.wire import SCORES_PER_MESSAGE, pack, score_bytes, unpack
 
 
 class Compute(Message, frozen=True):
@@ -211,13 +212,13 @@ class _InFlight:
 
     rows: of the plan.
     plan_rows: int64 [S]; of each row that samples, in the step's order, its row in the plan.
-    logprobs, scored_chunks: rows and prompt tokens whose log-probs are asked for.
+    score_sizes: see Step.score_sizes. scored_chunks: prompt tokens whose log-probs are asked for.
     done: the device's result, once it has come.
     """
 
     rows: Rows
     plan_rows: np.ndarray
-    logprobs: LogprobRows | None = None
+    score_sizes: np.ndarray | None = None
     scored_chunks: tuple[ScoredChunk, ...] = ()
     done: StepDone | None = None
 
@@ -591,7 +592,7 @@ class EngineCore:
             self._requests.extend(extend.slot, first, ids)
         computed = self._count(plan, rows)
         step, plan_rows = self._steps.build(plan.epoch, rows)
-        epoch.in_flight.append(_InFlight(rows, plan_rows, step.logprobs, step.scored_chunks))
+        epoch.in_flight.append(_InFlight(rows, plan_rows, step.score_sizes(), step.scored_chunks))
         sends = self._add_digest(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
         if len(rows.claimed):
             sends.append(Send(LOCAL, "", ClaimPages(rows.claimed)))
@@ -720,8 +721,8 @@ def _result(in_flight: _InFlight, done: StepDone) -> Result:
         produced = pack(of_all)
         order = np.argsort(np.repeat(plan_rows, counts), kind="stable")
         token_ids = pack(unpack(done.token_ids)[order])
-        if in_flight.logprobs is not None:
-            logprobs = _in_order(in_flight.logprobs, plan_rows, counts, logprobs)
+        if in_flight.score_sizes is not None:
+            logprobs = _in_order(counts * in_flight.score_sizes, plan_rows, logprobs)
     bad = pack(rows.slots[plan_rows[unpack(done.bad)]]) if done.bad else b""
     return Result(
         epoch=done.epoch,
@@ -743,28 +744,18 @@ def _result(in_flight: _InFlight, done: StepDone) -> Result:
     )
 
 
-def _in_order(
-    logprob_rows: LogprobRows, plan_rows: np.ndarray, counts: np.ndarray, raw: bytes
-) -> bytes:
-    """Entries in the plan's order, of rows that sample and ask; counts [S]: tokens of each."""
-    parts: list[tuple[int, bytes]] = []
-    at = 0
-    for row, alternatives in zip(
-        logprob_rows.rows.tolist(), logprob_rows.num_alternatives.tolist(), strict=True
-    ):
-        end = at + int(counts[row]) * score_bytes(alternatives)
-        parts.append((int(plan_rows[row]), raw[at:end]))
-        at = end
-    return b"".join([part for _, part in sorted(parts)])
+def _in_order(sizes: np.ndarray, plan_rows: np.ndarray, raw: bytes) -> bytes:
+    """`raw`, of which each row that samples has `sizes` [S] bytes, in the plan's order."""
+    ends: list[int] = np.cumsum(sizes).tolist()
+    parts = [raw[begin:end] for begin, end in pairwise([0, *ends])]
+    order: list[int] = np.argsort(plan_rows).tolist()
+    return b"".join([parts[row] for row in order])
 
 
 def _scores_error(in_flight: _InFlight, counts: np.ndarray, done: StepDone) -> str:
     """What is wrong with the log-probs that a step brings; "" if nothing is."""
-    asked, expected = in_flight.logprobs, 0
-    if asked is not None:
-        expected = WORD * int(
-            (counts[asked.rows] * (SCORE_WORDS + 2 * asked.num_alternatives)).sum()
-        )
+    sizes = in_flight.score_sizes
+    expected = 0 if sizes is None else int(counts @ sizes)
     parts = [
         len(chunk.ids) * score_bytes(chunk.num_alternatives) for chunk in in_flight.scored_chunks
     ]

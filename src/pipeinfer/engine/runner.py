@@ -286,11 +286,12 @@ class Runner:
             self._sample(packed, launched)
 
     def _fitting(self, step: Step) -> Captured | None:
-        """A graph that the step fits into. None where log-probs are asked for that a graph's logits
-        do not have: it computes those of rows that sample alone, with ids that these must not
-        sample yet at -inf."""
+        """A graph that the step fits into. None where vectors are asked for, or log-probs that a
+        graph's logits do not have: it computes those of rows that sample alone, with ids that these
+        must not sample yet at -inf."""
         suppressed = step.logprobs is not None and step.logprobs.suppressed
-        return None if suppressed or step.scored_chunks else self._graphs.fitting(step)
+        hidden = step.scored_chunks or step.vectors is not None
+        return None if suppressed or hidden else self._graphs.fitting(step)
 
     def _pack(self, step: Step, buffers: StepBuffers, graph: Captured | None) -> PackedStep:
         """The step in these buffers, for that graph or none."""
@@ -314,7 +315,7 @@ class Runner:
         packed = PackedStep(
             step, buffers, views, graph, num_words, sample_rows, overflow, *self._sampling_flags[1:]
         )
-        if step.logprobs is not None or step.scored_chunks:
+        if step.logprobs is not None or step.scored_chunks or step.vectors is not None:
             packed.scores = Scores(step, sample_rows, self._sampler)
         return packed
 
@@ -390,6 +391,7 @@ class Runner:
             return None
         logits = self._sampler.logits(hidden)
         if scores is not None:
+            scores.add_vectors(hidden)
             scores.add_outputs(logits)
         self._apply_logit_edits(logits, views)
         return logits

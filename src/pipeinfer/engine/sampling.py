@@ -21,8 +21,16 @@ from pipeinfer.engine.step_buffers import Download
 from pipeinfer.kernels.host import is_truncated
 from pipeinfer.kernels.interface import Kernels, SamplingTensors, lazy_zeros, tensor_of
 from pipeinfer.models.causal_lm import LanguageModel
-from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
-from pipeinfer.wire import SCORE_WORDS, narrow_scores
+from pipeinfer.step import (
+    LogprobRows,
+    PenaltyHistory,
+    PenaltyRows,
+    Sampled,
+    ScoredChunk,
+    Step,
+    VectorRows,
+)
+from pipeinfer.wire import SCORE_WORDS, narrow_scores, score_bytes
 
 NONE = np.empty(0, dtype=np.int64)  # rows
 
@@ -272,10 +280,12 @@ class StepScores:
     """The scores (log-probs) of one step, on the host; complete when the step has ended.
 
     words: int32, the scores of its rows, with as many alternatives each as the one that wants most,
-    then those of its prompts' chunks. rows, chunks: whose scores these are."""
+    then vectors, as long as the longest each, then the scores of its prompts' chunks. rows,
+    vectors, chunks: whose these are."""
 
     words: np.ndarray
     rows: LogprobRows | None
+    vectors: VectorRows | None
     chunks: tuple[ScoredChunk, ...]
 
     def added_to(self, sampled: Sampled) -> Sampled:
@@ -287,6 +297,11 @@ class StepScores:
             table = self.words[:offset].reshape(num_rows, width)
             gave = sampled.num_sampled[self.rows.rows] > 0
             made = _bytes(table if gave.all() else table[gave], self.rows.num_alternatives[gave])
+        if self.vectors is not None:
+            num_rows, width = len(self.vectors.rows), int(self.vectors.sizes.max())
+            table = self.words[offset : offset + num_rows * width].reshape(num_rows, width)
+            offset += num_rows * width
+            made = self._with_vectors(made, table, sampled.num_sampled)
         prompts: list[bytes] = []
         for chunk in self.chunks:
             width = _width(chunk.num_alternatives)
@@ -295,6 +310,22 @@ class StepScores:
             offset = end
         return replace(sampled, logprobs=made, prompt_logprobs=tuple(prompts))
 
+    def _with_vectors(self, scores: bytes, table: np.ndarray, counts: np.ndarray) -> bytes:
+        """The scores of rows, and the vectors int32 [N, words] of others, in the rows' order.
+        counts: int32 [S], how many ids each row gave."""
+        assert self.vectors is not None
+        parts, at = dict[int, bytes](), 0
+        if self.rows is not None:
+            rows, alternatives = self.rows.rows.tolist(), self.rows.num_alternatives.tolist()
+            for row, count in zip(rows, alternatives, strict=True):
+                end = at + int(counts[row]) * score_bytes(count)
+                parts[row], at = scores[at:end], end
+        for row, size, words in zip(
+            self.vectors.rows.tolist(), self.vectors.sizes.tolist(), table, strict=True
+        ):
+            parts[row] = words[:size].tobytes() if counts[row] else b""
+        return b"".join([parts[row] for row in sorted(parts)])
+
 
 class Scores:
     """The scores (log-probs) of one step while the device computes it."""
@@ -302,11 +333,14 @@ class Scores:
     def __init__(self, step: Step, entries: np.ndarray | None, sampler: Sampler) -> None:
         """entries: which row of logits belongs to each row that samples; None: the same."""
         self._rows = step.logprobs
+        self._vectors = step.vectors
         self._chunks = step.scored_chunks
         self._entries = entries
         self._sampler = sampler
         self._raw: torch.Tensor | None = None
-        self._words: list[torch.Tensor] = []
+        self._words: list[torch.Tensor] = []  # of prompts
+        self._vector_words: list[torch.Tensor] = []
+        self._row_words: list[torch.Tensor] = []
 
     @property
     def of_prompts(self) -> bool:
@@ -333,10 +367,19 @@ class Scores:
                 )
                 begin += len(part)
 
+    def add_vectors(self, hidden: torch.Tensor) -> None:
+        """Keeps the vectors, out of the hidden states [L, hidden] of the rows of logits."""
+        if self._vectors is None:
+            return
+        indices = self._indices_on(hidden.device, self._vectors.rows)
+        chosen = _chosen(hidden, indices, len(self._vectors.rows))
+        vectors = chosen[:, : int(self._vectors.sizes.max())].to(torch.float32).contiguous()
+        self._vector_words.append(vectors.view(torch.int32).flatten())
+
     def add_outputs(self, logits: torch.Tensor) -> None:
         """Logits [L, share] as the model gave them, which may be changed from now on."""
         if self._rows is not None:
-            indices = self._indices_on(logits.device)
+            indices = self._indices_on(logits.device, self._rows.rows)
             self._raw = (
                 logits[: len(self._rows.rows)].clone() if indices is None else logits[indices]
             )
@@ -346,21 +389,21 @@ class Scores:
         model gave them, unless they were kept."""
         if self._rows is None:
             return
-        indices, num_rows = self._indices_on(logits.device), len(self._rows.rows)
+        rows = self._rows.rows
+        indices, num_rows = self._indices_on(logits.device, rows), len(rows)
         raw = _chosen(logits, indices, num_rows) if self._raw is None else self._raw
         ids = _chosen(drawn[:, 1].to(logits.device), indices, num_rows)
         made = self._sampler.score(raw, ids, int(self._rows.num_alternatives.max()))
-        self._words.insert(0, made.flatten())
+        self._row_words.append(made.flatten())
 
     def download(self, buffer: Download) -> StepScores:
         """To the host; there when the step has ended."""
-        words = torch.cat(self._words) if self._words else torch.empty(0, dtype=torch.int32)
-        return StepScores(buffer.download(words), self._rows, self._chunks)
+        parts = [*self._row_words, *self._vector_words, *self._words]
+        words = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+        return StepScores(buffer.download(words), self._rows, self._vectors, self._chunks)
 
-    def _indices_on(self, device: torch.device) -> torch.Tensor | None:
-        """Where the logits of the rows lie; None: they are the first ones, in order."""
-        assert self._rows is not None
-        rows = self._rows.rows
+    def _indices_on(self, device: torch.device, rows: np.ndarray) -> torch.Tensor | None:
+        """Where the logits of `rows` int64 lie; None: they are the first ones, in order."""
         indices = rows if self._entries is None else self._entries[rows]
         if np.array_equal(indices, np.arange(len(indices))):
             return None

@@ -44,6 +44,7 @@ from pipeinfer.step import (
     ScoredChunk,
     Step,
     StepDelta,
+    VectorRows,
 )
 from pipeinfer.wire import unpack
 
@@ -105,6 +106,7 @@ class StepBuilder:
             shared_prefixes=find_shared_prefixes(memory.table, slots[:decodes], memory.page_size)
             if self._shares
             else None,
+            vectors=self._requests.vectors(slots[last]),
         )
         return step, order[last]
 
@@ -132,6 +134,7 @@ class StepBuilder:
             (),
             masked,
             last.shared_prefixes,
+            last.vectors,
         )
 
     def _next_logprobs(self, last: Step, rows: Rows) -> LogprobRows | None:
@@ -212,6 +215,7 @@ class RequestTable:
             int, PenaltyHistory
         ] = {}  # of slots that have not sampled yet
         self._alternatives = np.full(max_slots, NO_LOGPROBS, dtype=np.int32)  # of outputs
+        self._vector_sizes = np.zeros(max_slots, dtype=np.int32)
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
         self._extended: dict[int, list[Extended]] = {}  # of those, since they sampled last
@@ -243,6 +247,7 @@ class RequestTable:
         if params.structured_outputs is not None or params.thinking_token_budget is not None:
             self._constrained[slot] = constrained(admit)
         self._alternatives[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self._vector_sizes[slot] = params.vector_size
         self.scores.pop(slot, None)
         if params.prompt_logprobs is not None and admit.score_from >= 0:
             self.scores[slot] = admit.score_from, admit.prompt_len, params.prompt_logprobs
@@ -261,6 +266,11 @@ class RequestTable:
         chosen = slots[rows]
         suppressed = bool((self._until[chosen] > positions[rows]).any())
         return LogprobRows(rows, self._alternatives[chosen], suppressed)
+
+    def vectors(self, slots: np.ndarray) -> VectorRows | None:
+        """Of those of the `slots` int32 [S] that ask for one; None if none does."""
+        rows = np.flatnonzero(self._vector_sizes[slots])
+        return VectorRows(rows, self._vector_sizes[slots[rows]]) if len(rows) else None
 
     def scored(self, slot: int, first: int, end: int) -> tuple[int, int, int] | None:
         """(first, end, alternatives) of the prompt tokens there that are to be scored."""

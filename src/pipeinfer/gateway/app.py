@@ -35,6 +35,12 @@ from pipeinfer.gateway import anthropic, openapi, responses_api
 from pipeinfer.gateway.adapter import AdapterEncoder, parse_adapted_chat
 from pipeinfer.gateway.anthropic import CountRequest, MessagesFormatter, MessagesRequest
 from pipeinfer.gateway.auth import REQUEST_ID, Principal, x_request_id
+from pipeinfer.gateway.embeddings import (
+    EmbeddingRequest,
+    embedding_calls,
+    embedding_response,
+    vector_options,
+)
 from pipeinfer.gateway.errors import (
     ApiError,
     Handler,
@@ -271,7 +277,21 @@ class _Handlers:
         return json_response({"is_sleeping": sleeps})
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
-        raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
+        context = self._context
+        if context.pooling is None:
+            message = "this server generates texts; started with --task embed it makes embeddings"
+            raise ApiError(501, message, code="not_implemented")
+        request_id = f"embd-{uuid.uuid4().hex}"
+        body = await self._serving.read_body(request, EmbeddingRequest)
+        options = vector_options(body, context.pooling, context.hidden_size)
+        trace = client_trace(request)
+        calls = embedding_calls(body, request_id, options, context.pooling, context.defaults, trace)
+        del body
+        try:
+            vectors, tokens = await self._serving.embed(request, calls)
+        except ApiError as error:
+            raise renamed(error, {"prompt": "input", "max_tokens": "input"}) from None
+        return json_response(embedding_response(vectors, tokens, options, context.model))
 
     async def _generate(
         self, request: web.Request, request_id: str, parsed: ParsedRequest, chat: bool

@@ -365,6 +365,7 @@ class GatewayCore:
                 cached_tokens=record.once(row.cached_tokens),
                 logprobs=record.logprobs(row, delta.ids),
                 offsets=offsets(row, delta.ids),
+                vector=row.vector,
             )
             out.append(local(counted))
 

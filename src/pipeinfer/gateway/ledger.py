@@ -115,6 +115,7 @@ class OutputDelta(Message, frozen=True):
     logprobs: of `ids`. prompt: log-probs of further prompt tokens, all before the first ids.
     offsets: letters of the whole text before each of `ids`, int32 bytes. Each of these only if
         asked.
+    vector: of the last one alone: float32 bytes, if asked for.
     """
 
     request_id: str
@@ -130,6 +131,7 @@ class OutputDelta(Message, frozen=True):
     logprobs: LogprobTexts | None = None
     prompt: LogprobTexts | None = None
     offsets: bytes = b""
+    vector: bytes = b""
 
 
 class Failed(Message, frozen=True):
@@ -283,9 +285,8 @@ def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
     """Prompt tokens as which a request counts: its own, and bytes of its log-probs by
     BYTES_PER_TOKEN."""
     outputs = min(params.max_tokens or MAX_SCORED_OUTPUTS, MAX_SCORED_OUTPUTS)
-    scores = prompt_tokens * score_bytes(params.prompt_logprobs) + outputs * score_bytes(
-        params.logprobs
-    )
+    of_output = score_bytes(params.logprobs, params.vector_size)
+    scores = prompt_tokens * score_bytes(params.prompt_logprobs) + outputs * of_output
     return prompt_tokens + scores // BYTES_PER_TOKEN
 
 

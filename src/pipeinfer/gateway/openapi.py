@@ -16,6 +16,7 @@ import msgspec
 
 from pipeinfer.gateway import monitor, response_types
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
+from pipeinfer.gateway.embeddings import EmbeddingRequest
 from pipeinfer.gateway.responses_api import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
@@ -289,13 +290,16 @@ _is_sleeping = EndpointDoc(
     keyed=True,
     details="vLLM's.",
 )
-_embeddings = EndpointDoc(
-    method="post",
-    path="/v1/embeddings",
-    summary="Refused: no model here makes embeddings.",
-    errors=(401, 403, 429, 501),
-    keyed=True,
-    details="Always 501.",
+_embeddings = replace(
+    _generating(
+        "/v1/embeddings",
+        "Vectors of texts.",
+        EmbeddingRequest,
+        response_types.Embeddings,
+        "OpenAI's. The vector is the hidden state of the text's last token. 501 where the model "
+        "generates texts: see `--task`.",
+    ),
+    errors=(*OF_PIPELINE, 501),
 )
 _ping = _readable(
     "/ping", "As /health/live.", response_types.Liveness, "200 while the gateway runs."
@@ -321,6 +325,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         "here, and `parent` is null.",
         404,
     ),
+    _embeddings,
     _ids,
     _text,
     _info,
@@ -421,7 +426,6 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         401,
         403,
     ),
-    _embeddings,
 )
 
 
@@ -469,12 +473,12 @@ EXAMPLES: dict[str, JsonObject] = {
     "/v1/responses": {"input": "What are the stages?", "max_output_tokens": 100, "store": False},
     "/v1/messages": {"messages": CHAT, "max_tokens": 100},
     "/v1/messages/count_tokens": {"messages": CHAT},
+    "/v1/embeddings": {"input": ["Once upon a time", "There was a king"]},
     "/tokenize": {"prompt": "Once upon a time"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 PATH_PARAMETER = re.compile(r"\{(\w+)\}")
 GROUPS = {
-    "/v1/embeddings": "Refused",
     "/v1/": "Models",
     "/monitor": "Pipeline",
     "/page": "Web page",

@@ -261,7 +261,7 @@ def parse_completion(
 
     With best_of all choices need log-probs, by which the best are chosen.
     """
-    prompts = _prompts(request.prompt, defaults.max_prompts)
+    prompts = listed_prompts(request.prompt, defaults.max_prompts)
     limit, field = _limit(request, COMPLETION_MAX_TOKENS)
     assert limit is not None
     output_options = _completion_output_options(request, limit)
@@ -414,20 +414,23 @@ def _params(
     return replace(params, prompt_logprobs=output_options.prompt_logprobs_needed)
 
 
-def _prompts(prompt: str | list[int | str | list[int]], max_prompts: int) -> list[str | list[int]]:
-    """The prompts, all texts or all lists of ids; none of them empty, and at most `max_prompts`."""
+def listed_prompts(
+    prompt: str | list[int | str | list[int]], max_prompts: int, field: str = "prompt"
+) -> list[str | list[int]]:
+    """The prompts, all texts or all lists of ids; none of them empty, and at most `max_prompts`.
+    field: of the request that has them. ApiError 400."""
     kinds = set(map(type, prompt)) if isinstance(prompt, list) else {str}  # of perhaps a million
     if len(kinds) > 1:
-        message = "prompt must be a text, a list of token ids, or a list of only one of these"
-        raise ApiError(400, message, "prompt", "invalid_type")
+        message = f"{field} must be a text, a list of token ids, or a list of only one of these"
+        raise ApiError(400, message, field, "invalid_type")
     single = isinstance(prompt, str) or kinds == {int}
     prompts = [prompt] if single else list(islice(prompt, max_prompts + 1))
     if len(prompts) > max_prompts:
         message = f"at most {max_prompts} prompts a request, not {len(prompt)}"
-        raise ApiError(400, message, "prompt", "invalid_value")
+        raise ApiError(400, message, field, "invalid_value")
     for i, item in enumerate(prompts or [""]):
         if not item:
-            param = "prompt" if single or not prompts else f"prompt[{i}]"
+            param = field if single or not prompts else f"{field}[{i}]"
             raise ApiError(400, f"{param} must not be empty", param, "invalid_value")
     return cast(list[str | list[int]], prompts)  # of one kind, and no single ids
 

@@ -310,6 +310,30 @@ class PromptText(msgspec.Struct):
     prompt: str
 
 
+class Embedding(msgspec.Struct):
+    """The vector of a text: numbers, or in base64 as little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct):
+    """Vectors, in the order of the texts."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ModelCard(msgspec.Struct):
     """A model that is served. `root`: what it is called here, `parent`: what it was made of."""
 

@@ -138,6 +138,14 @@ CacheSalt = Annotated[Salt | None, about(
 ExtraKey = Annotated[Salt | None, about(
     "SGLang's second salt. With both, requests share prefixes only where both are the same. "
     "Default: empty.")]
+AddSpecialTokens = Annotated[bool | None, about(
+    "Lets the tokenizer add BOS and the like. Default: true.")]
+TruncatePromptTokens = Annotated[Int32 | None, about(
+    "So many of the prompt's last tokens are kept. -1 keeps as many as leave room for "
+    "`max_tokens`, or for one token. Default: all are kept.")]
+TruncationSide = Annotated[Literal["left", "right"] | None, about(
+    "With `right`, `truncate_prompt_tokens` keeps the first tokens instead. Default: "
+    "`left`.")]
 ChatTemplateKwargs = Annotated[JsonObject | None, about(
     'Further variables of the chat template, for example `{"enable_thinking": false}`. Default: '
     "none.")]
@@ -236,12 +244,8 @@ class Generation(Body, frozen=True, kw_only=True):
         "Up to 128 texts of at most 64 letters that the answer must not have. Each is tokenized as "
         "it is and with a space before it. A word that is spelled with other tokens, or that "
         "begins amid a token, is not found. Default: none.")] = None
-    truncate_prompt_tokens: Annotated[Int32 | None, about(
-        "So many of the prompt's last tokens are kept. -1 keeps as many as leave room for "
-        "`max_tokens`, or for one token. Default: all are kept.")] = None
-    truncation_side: Annotated[Literal["left", "right"] | None, about(
-        "With `right`, `truncate_prompt_tokens` keeps the first tokens instead. Default: "
-        "`left`.")] = None
+    truncate_prompt_tokens: TruncatePromptTokens = None
+    truncation_side: TruncationSide = None
     ignore_eos: IgnoreEos = None
     skip_special_tokens: SkipSpecialTokens = None
     include_stop_str_in_output: IncludeStopStrInOutput = None

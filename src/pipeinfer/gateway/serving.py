@@ -31,9 +31,11 @@ from aiohttp.web_protocol import RequestPayloadError
 from msgspec import inspect
 from msgspec.structs import replace
 
+from pipeinfer.checkpoint.pooling import Pooling
 from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, BrowserGuard, x_request_id
 from pipeinfer.gateway.connections import CONTINUE
 from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.embeddings import VectorSink
 from pipeinfer.gateway.errors import (
     ALTERNATIVES,
     FIELDS_OF_OTHER_ENDPOINTS,
@@ -488,6 +490,7 @@ class HandlerContext:
         unknown.
     fingerprint: `system_fingerprint` of answers. tokenizer_info: JSON of /tokenizer_info.
     monitor: None where there is no page. created: Unix seconds, shown by /v1/models.
+    pooling: how vectors are made; None: texts are generated. hidden_size: numbers of a vector.
     """
 
     core: GatewayCore
@@ -504,6 +507,8 @@ class HandlerContext:
     monitor: PipelineMonitor | None = None
     access_log: AccessLog = field(default_factory=lambda: AccessLog(RequestTraces()))
     created: int = field(default_factory=lambda: int(time.time()))
+    pooling: Pooling | None = None
+    hidden_size: int = 0
 
 
 # Fields that /tokenize shares with chats: all that a chat's prompt depends on.
@@ -647,6 +652,9 @@ class Serving:
         self, request: web.Request, parsed: ParsedRequest, encoder: ResponseEncoder
     ) -> web.StreamResponse:
         """Runs the calls of the request; `encoder` encodes the answer."""
+        if self.context.pooling is not None:
+            message = "this server makes embeddings, and generates no texts"
+            raise ApiError(501, message, code="not_implemented")
         self.refuse_beyond_capacity(parsed.choices)
         constraint = parsed.constraint
         if constraint.unenforced:
@@ -677,6 +685,16 @@ class Serving:
         calls = self._with_client(request, [call])
         async with self.context.sessions.open(calls, admission.metered(request, sink)):
             return await sink.prompt()
+
+    async def embed(self, request: web.Request, calls: Sequence[Call]) -> tuple[list[bytes], int]:
+        """The vectors of calls for one each, and tokens of all their prompts."""
+        self.refuse_beyond_capacity(len(calls))
+        sink = VectorSink(len(calls))
+        admission = self.context.admission
+        admission.count_choices(request, len(calls), len(calls))
+        with_client = self._with_client(request, calls)
+        async with self.context.sessions.open(with_client, admission.metered(request, sink)):
+            return await sink.vectors()
 
     def _with_client(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
         """The calls with their client's hash; the monitor notes their owner."""

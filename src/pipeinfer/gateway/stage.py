@@ -27,6 +27,7 @@ import msgspec
 from aiohttp import web
 
 from pipeinfer.checkpoint.files import read_json
+from pipeinfer.checkpoint.pooling import hidden_size, read_pooling
 from pipeinfer.checkpoint.source import FILES_TO_FETCH, find_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import api_keys
@@ -101,6 +102,7 @@ def build(context: StageContext) -> Stage:
         _api_keys(settings), _key_limits(settings), metrics, is_loopback(settings.host)
     )
     files = _tokenizer_files(settings, folder)
+    pooling = read_pooling(folder, settings.task)
     handler_context = HandlerContext(
         core,
         RequestSessions(metrics),
@@ -115,6 +117,8 @@ def build(context: StageContext) -> Stage:
         tokenizer_info=tokenizer_info(*files, context_length),
         monitor=None if settings.no_page else PipelineMonitor(context.topology.ids()),
         access_log=AccessLog(traces),
+        pooling=pooling,
+        hidden_size=0 if pooling is None else hidden_size(folder),
     )
     other_stages = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(

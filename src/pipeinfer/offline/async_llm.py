@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from pipeinfer import settings as config
+from pipeinfer.checkpoint.pooling import Pooling, hidden_size, read_pooling
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages
 from pipeinfer.gateway.ledger import (
@@ -44,6 +45,13 @@ from pipeinfer.gguf.header import is_gguf
 from pipeinfer.messages import CacheReset, Message, SetSleep, SleepMode, State
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import AnyParams, ChatOptions, Options, Prompt, SamplingParams, public
+from pipeinfer.offline.embeddings import (
+    NOT_EMBEDDING,
+    NOT_GENERATING,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    embedding_batch,
+)
 from pipeinfer.offline.keywords import settings_of
 from pipeinfer.offline.outputs import (
     ChoiceStream,
@@ -112,6 +120,7 @@ class AsyncLLM:
         config.build(self._given)
         self._defaults = SamplingParams()
         self._folder = Path()
+        self._pooling: Pooling | None = None
         self._pipeline: Pipeline | None = None
         self._step = "looking for the model"
         self._prefix = uuid.uuid4().hex[:12]  # request ids are unique over all that ever ran
@@ -244,8 +253,39 @@ class AsyncLLM:
     async def collect(
         self, batch: Sequence[OfflineRequest], progress: Progress
     ) -> list[RequestOutput]:
-        """Runs all calls to their ends, those with the largest max_tokens first; the outputs are in
-        the batch's order.
+        """The outputs of all calls, in the batch's order. Raises what gather() raises, and
+        ValueError where the model generates no texts."""
+        if self._pooling is not None:
+            raise ValueError(NOT_GENERATING)
+        gathered = await self.gather(batch, progress)
+        return [output_of(some, asked) for some, asked in zip(gathered, batch, strict=True)]
+
+    async def embed(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        progress: Progress | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each of `prompts`, a text, token ids, or a dict with one of them; in their
+        order. pooling_params: for all of them.
+
+        Raises ValueError where the model generates texts, RequestError for a prompt that is refused
+        or fails (all others are aborted then), PipelineStopped if the stages are gone.
+        """
+        self._running()
+        if self._pooling is None:
+            raise ValueError(NOT_EMBEDDING)
+        params = pooling_params or PoolingParams()
+        size = hidden_size(self._folder)
+        batch = embedding_batch(self.name("embed"), prompts, params, self._pooling, size)
+        gathered = await self.gather(batch.asked, progress or Progress(len(prompts)))
+        return batch.outputs([collector for [collector] in gathered])
+
+    async def gather(
+        self, batch: Sequence[OfflineRequest], progress: Progress
+    ) -> list[list[Collector]]:
+        """Runs all calls to their ends, those with the largest max_tokens first; what was gathered
+        of the choices of each, in the batch's order.
 
         The first refusal aborts the others and is raised, as is a cancellation.
         """
@@ -273,7 +313,7 @@ class AsyncLLM:
             if refusal is not None:
                 text = str(refusal) if len(sent) == 1 else f"prompt {index}: {refusal}"
                 raise RequestError(text, refusal.param, refusal.code)
-        return [output_of(some, asked) for some, asked in zip(collectors, batch, strict=True)]
+        return collectors
 
     def name(self, requested: str | None = None) -> str:
         """An id for one more request, unique even if the wanted one is used twice."""
@@ -282,6 +322,8 @@ class AsyncLLM:
     async def stream(self, *batch: OfflineRequest) -> AsyncGenerator[Delta, None]:
         """The deltas of all choices of all calls, as they come; their `index` counts through."""
         pipeline, stream, open_choices = self._running(), DeltaStream(), 0
+        if self._pooling is not None:
+            raise ValueError(NOT_GENERATING)
         async with self._submit_lock:  # of many at once, one in each iteration of the loop
             for asked in batch:
                 numbers = range(open_choices, open_choices + asked.call.params.n)
@@ -301,6 +343,7 @@ class AsyncLLM:
         settings = prepare_settings(self._given, self._say)
         self._folder = Path(settings.model)
         check_model(settings)
+        self._pooling = read_pooling(self._folder, settings.task)
         defaults = public(sampling_defaults(self._folder))
         defaults.max_tokens = defaults.max_tokens or COMPLETION_MAX_TOKENS
         self._defaults = defaults

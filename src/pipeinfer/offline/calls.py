@@ -159,7 +159,7 @@ def completion(
 ) -> OfflineRequest:
     """What is asked of a text or of token ids. Raises RequestError."""
     plain, detokenize, only_prompt = _as_sent(given)
-    text, ids, salt = _parts(prompt)
+    text, ids, salt = prompt_parts(prompt)
     if salt:
         options["cache_salt"] = salt
     if ids is None:
@@ -246,7 +246,7 @@ def _as_sent(given: AnyParams) -> tuple[params.SamplingParams, bool, bool]:
     return checked(given), detokenize, only_prompt
 
 
-def _parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
+def prompt_parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
     """(text, token ids, cache_salt); the text is the prompt where there are no ids."""
     if isinstance(prompt, str):
         return prompt, None, ""
@@ -501,12 +501,17 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         self.__post_init__()  # fields may have been set since
         if self.stop and not self.detokenize:
             raise RequestError("stop looks at the text, which detokenize=False leaves out", "stop")
-        names = params.SamplingParams.__struct_fields__
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values: dict[str, Any] = {name: getattr(self, name) for name in SHARED_FIELDS}
         make = getattr(self.structured_outputs, "plain", None)  # else it is as stages know it
         if make is not None:
             values["structured_outputs"] = make()
         return params.SamplingParams(**values)
+
+
+# Vectors are asked for by LLM.embed alone.
+SHARED_FIELDS = tuple(
+    name for name in params.SamplingParams.__struct_fields__ if name != "vector_size"
+)
 
 
 class BeamSearchParams:
@@ -524,7 +529,7 @@ AnyParams = SamplingParams | params.SamplingParams
 
 def public(given: params.SamplingParams) -> SamplingParams:
     """The same for callers, who may change it."""
-    return SamplingParams(**{name: getattr(given, name) for name in given.__struct_fields__})
+    return SamplingParams(**{name: getattr(given, name) for name in SHARED_FIELDS})
 
 
 def wrong_types(given: AnyParams) -> list[str]:

@@ -93,7 +93,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
         {"backend": "guidance"},
     ),
     "swa_bounded_replay": (True,),
-    "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf", "slow"),
     "tokenizer_worker_num": (1,),
     "use_tqdm_on_load": (True, False),

@@ -37,6 +37,7 @@ from pipeinfer.offline.calls import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from pipeinfer.offline.embeddings import EmbeddingRequestOutput, PoolingParams
 from pipeinfer.offline.keywords import EngineArgs, is_neutral
 from pipeinfer.offline.loop_thread import LoopThread
 from pipeinfer.offline.outputs import (
@@ -100,12 +101,12 @@ NO_TARGETS = {"itl_target": 0.0, "ttft_target": 0.0}
 # Nobody waits for single tokens of a batch; and a batch does not pause, for graphs to be captured.
 FOR_BATCHES = {**NO_TARGETS, "policy": "throughput", "all_graphs_first": True}
 
-GENERATES = "models generate texts; LLM.generate and LLM.chat do so"
+VECTORS = "LLM.embed makes vectors of texts; there are no classes and no scores"
 FROM_OUTSIDE = "the model is in processes of its own; LLM.stats() says what they do"
 AT_ONCE = "give all prompts to LLM.generate at once, or use AsyncLLM"
 # What vLLM's LLM has and this one has not, and what to use instead.
 MISSING = {
-    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), GENERATES),
+    **dict.fromkeys(("encode", "classify", "score", "reward"), VECTORS),
     "beam_search": "there is no beam search: ask for n outputs, choose by cumulative_logprob",
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), AT_ONCE),
     "release_kv_cache_memory": "sleep() gives pages and weights back",
@@ -304,6 +305,23 @@ class LLM(SyncModel):
             for chat, one, rest in zip(chats, given, options, strict=True)
         ]
         return self._run(batch, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., object] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt, a text, token ids, or a dict with one of them, in their order.
+
+        pooling_params: for all of them. use_tqdm: as for generate(). Raises as AsyncLLM.embed()
+        does.
+        """
+        self._check_open()
+        listed = calls.as_list(prompts)
+        progress = Progress(len(listed))
+        with ProgressBar(progress, use_tqdm) as bar:
+            return self._thread.run(self._llm.embed(listed, pooling_params, progress), bar.show)
 
     def _params(self, first: Params, second: Params, count: int) -> list[AnyParams]:
         """One for each of `count` prompts."""

@@ -226,6 +226,7 @@ class Collector:
         "output_tokens",
         "prompt_tokens",
         "refusal",
+        "vector",
     )
 
     def __init__(self, call: Call, done: Callable[[Collector], None]) -> None:
@@ -244,6 +245,7 @@ class Collector:
         )
         self._metrics = RequestMetrics(time.monotonic())
         self.refusal: RequestError | None = None
+        self.vector = b""  # float32, if asked for
         self.end: dict[str, Any] = {"finish_reason": "abort"}
 
     def started(self, started: Started) -> None:
@@ -266,6 +268,7 @@ class Collector:
         if delta.finish is not None:
             if self._metrics.first_token_time is not None:
                 self._metrics.last_token_time = time.monotonic()
+            self.vector = delta.vector
             self.end = {
                 "finish_reason": delta.finish,
                 "stop_reason": delta.stop_reason,

@@ -52,8 +52,9 @@ class Request:
     queued_tokens: tokens to compute, as counted when it came into the queue.
     prefix_source: the request whose pages this one will share: those of the first shared_len
         tokens, or of the whole prompt if shared_len is 0.
-    logprobs, prompt_logprobs: packed scores of its outputs, and of its prompt's tokens so far; of
-        score_size and prompt_score_size bytes each, 0 where they are not asked for.
+    logprobs, prompt_logprobs: packed scores of its outputs, or its vector, and of its prompt's
+        tokens so far; of score_size and prompt_score_size bytes each, 0 where they are not asked
+        for.
     mask_units: what a mask of its grammar costs, as engines found out last, -1 before. mask_turn:
         the plan in which it had one last, counted by MaskBudget.
     """
@@ -324,7 +325,7 @@ def request_of(work: Work, arrival: int, now: float, since: float = 0.0) -> Requ
         arrived_at=since,
         prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
-        score_size=score_bytes(work.params.logprobs),
+        score_size=score_bytes(work.params.logprobs, work.params.vector_size),
         prompt_score_size=score_bytes(of_prompt),
         prompt_logprobs=bytearray() if of_prompt is None else bytearray(no_score(of_prompt)),
     )

@@ -191,9 +191,9 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
                  "token_strs": "texts"},
     "Text": {"rows": "nested"},
     "TextRow": {"text": "text", "ids": "ids", "stop_reason": "one", "error": "text",
-                "logprobs": "none", "prompt": "none", "offsets": "bytes"},
+                "logprobs": "none", "prompt": "none", "offsets": "bytes", "vector": "bytes"},
     "OutputDelta": {"text": "text", "ids": "ids", "stop_reason": "one", "logprobs": "none",
-              "prompt": "none", "offsets": "bytes"},
+              "prompt": "none", "offsets": "bytes", "vector": "bytes"},
     "Failed": {"message": "text"},
     "Unsent": {"reason": "text"},
 }  # fmt: skip

@@ -1,0 +1,105 @@
+"""How a checkpoint makes a vector of a text, as sentence-transformers' modules.json says it.
+
+The vector of a text is the hidden state of its last token, behind the model's last norm. Knows no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeinfer.checkpoint.config import is_headless
+from pipeinfer.checkpoint.files import Fields, read_json, read_object
+from pipeinfer.gguf.header import is_gguf
+from pipeinfer.settings import ConfigurationError
+
+MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
+# What may follow in modules.json, by the last part of its type.
+TRANSFORMER, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
+LAST_TOKEN = "lasttoken"
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How vectors are made.
+
+    Attributes:
+    - normalize: they get the length 1
+    - prompts: texts that come before a text, by name, as "query" and "document"
+    - default_prompt: the name of the prompt of texts whose request names none; "": no prompt
+    """
+
+    normalize: bool = True
+    prompts: Mapping[str, str] = field(default_factory=dict[str, str])
+    default_prompt: str = ""
+
+
+def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
+    """How the checkpoint, a folder or a GGUF file, makes vectors; None where it generates texts.
+
+    task: as in Settings. With "auto", a checkpoint makes vectors if it has a modules.json, or has
+    no weights to make logits of. Raises ConfigurationError for what is not the last token's vector.
+    """
+    modules = None if is_gguf(checkpoint) else _modules(checkpoint / MODULES)
+    if task == "generate" or (task == "auto" and modules is None and not is_headless(checkpoint)):
+        return None
+    if modules is None:
+        return Pooling()
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    for module, kind in zip(modules, kinds, strict=True):
+        if kind == POOLING:
+            _check_pooling(checkpoint / str(module.get("path", "")))
+        elif kind not in (TRANSFORMER, NORMALIZE):
+            raise ConfigurationError(
+                f"{checkpoint / MODULES}: {kind or 'a module without a type'} is not supported, "
+                f"only {TRANSFORMER}, {POOLING} and {NORMALIZE}"
+            )
+    if POOLING not in kinds:
+        raise ConfigurationError(f"{checkpoint / MODULES} has no {POOLING}")
+    return _with_prompts(NORMALIZE in kinds, checkpoint)
+
+
+def hidden_size(checkpoint: Path) -> int:
+    """Numbers of a vector. Raises ConfigurationError where config.json does not say."""
+    return read_json(checkpoint, "config.json").integer("hidden_size")
+
+
+def _modules(path: Path) -> list[dict[str, object]] | None:
+    """What modules.json lists; None if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+        raise ConfigurationError(f"{path} must be a list of objects")
+    return found
+
+
+def _check_pooling(folder: Path) -> None:
+    """Raises ConfigurationError unless the last token's hidden state is the vector."""
+    fields = read_object(folder, "config.json") or {}
+    given = fields.get("pooling_mode")
+    flags = [name.removeprefix("pooling_mode_") for name, value in fields.items() if value is True]
+    modes = given if isinstance(given, list) else [given] if given else flags
+    named = [str(mode) for mode in modes if str(mode) != "include_prompt"]
+    if named != [LAST_TOKEN]:
+        what = ", ".join(named) or "nothing"
+        raise ConfigurationError(
+            f"{folder / 'config.json'} pools by {what}, only {LAST_TOKEN} is supported"
+        )
+
+
+def _with_prompts(normalize: bool, checkpoint: Path) -> Pooling:
+    fields = Fields(checkpoint / PROMPTS, read_object(checkpoint, PROMPTS) or {})
+    prompts, default = fields.raw.get("prompts") or {}, fields.raw.get("default_prompt_name") or ""
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise fields.error("prompts must be an object of texts")
+    if not isinstance(default, str) or (default and default not in prompts):
+        raise fields.error(f"default_prompt_name {default!r} is none of its prompts")
+    return Pooling(normalize, {str(name): str(text) for name, text in prompts.items()}, default)

@@ -1,0 +1,222 @@
+"""/v1/embeddings, in OpenAI's form: a vector for each text.
+
+- EmbeddingRequest: the body.
+- embedding_calls: from a body to the core's calls, one for each text.
+- VectorSink: gathers the vectors.
+- embedding_response: the answer.
+
+A call for a vector samples one token, which nobody sees. Knows no HTTP and no tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from pipeinfer.checkpoint.pooling import Pooling
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.ledger import Call, Failed, OutputDelta, Started
+from pipeinfer.gateway.requests import RequestDefaults, listed_prompts
+from pipeinfer.gateway.response_encoders import api_error
+from pipeinfer.gateway.schema import (
+    COMPLETION_LIMITS,
+    AddSpecialTokens,
+    Body,
+    CacheSalt,
+    Int32,
+    JsonLimits,
+    Priority,
+    Timeout,
+    TokenId,
+    TruncatePromptTokens,
+    TruncationSide,
+    about,
+)
+from pipeinfer.params import InvalidParameter, JsonObject, JsonValue, SamplingParams, normalized
+from pipeinfer.wire import pack
+
+
+class EmbeddingRequest(Body, frozen=True, kw_only=True):
+    """The body of /v1/embeddings."""
+
+    json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
+    # fmt: off
+    input: Annotated[str | list[TokenId | str | list[TokenId]], about(
+        "A text, a list of token ids, or a list of at most `--max-prompts` of either. Each gives a "
+        "vector. Required.")]
+    encoding_format: Annotated[Literal["float", "base64"] | None, about(
+        "`base64`: a vector is a text, its numbers as little-endian float32. Default: `float`, a "
+        "list of numbers.")] = None
+    dimensions: Annotated[Int32 | None, about(
+        "So many of a vector's first numbers are kept, before it gets its length. For models that "
+        "were trained for it. Default: all.")] = None
+    normalize: Annotated[bool | None, about(
+        "Vectors get the length 1. Default: as the checkpoint's modules.json has it, else "
+        "true.")] = None
+    prompt_name: Annotated[str | None, about(
+        "Which of the checkpoint's prompts (config_sentence_transformers.json) comes before each "
+        "text, as `query`. Not with token ids. Default: the checkpoint's default, mostly "
+        "none.")] = None
+    truncate_prompt_tokens: TruncatePromptTokens = None
+    truncation_side: TruncationSide = None
+    add_special_tokens: AddSpecialTokens = None
+    priority: Priority = None
+    timeout: Timeout = None
+    cache_salt: CacheSalt = None
+    # fmt: on
+
+
+class VectorOptions(msgspec.Struct, frozen=True):
+    """How a request wants its vectors.
+
+    Attributes:
+    - size: numbers of each
+    - normalize: they get the length 1
+    - as_base64: they are written as texts
+    """
+
+    size: int
+    normalize: bool
+    as_base64: bool
+
+
+def vector_options(request: EmbeddingRequest, pooling: Pooling, hidden_size: int) -> VectorOptions:
+    """ApiError 400 for more dimensions than the model has."""
+    size = hidden_size if request.dimensions is None else request.dimensions
+    if not 1 <= size <= hidden_size:
+        message = f"dimensions must be from 1 to {hidden_size}, not {size}"
+        raise ApiError(400, message, "dimensions", "invalid_value")
+    normalize = pooling.normalize if request.normalize is None else request.normalize
+    return VectorOptions(size, normalize, request.encoding_format == "base64")
+
+
+def embedding_calls(
+    request: EmbeddingRequest,
+    request_id: str,
+    options: VectorOptions,
+    pooling: Pooling,
+    defaults: RequestDefaults,
+    trace: str,
+) -> list[Call]:
+    """One call for each text or list of ids. If there are several, their ids are `request_id` with
+    -0, -1 ... ApiError 400."""
+    prompts = listed_prompts(request.input, defaults.max_prompts, "input")
+    before = _prompt_before(request, pooling)
+    if request.timeout == 0:
+        message = "timeout must be more than 0 seconds; leave it out for the server's own"
+        raise ApiError(400, message, "timeout", "invalid_value")
+    shared = Call(
+        request_id=request_id,
+        params=_params(request, options.size),
+        add_special_tokens=request.add_special_tokens is not False,
+        priority=request.priority or 0,
+        timeout=request.timeout or defaults.timeout,
+        cache_salt=request.cache_salt or "",
+        trace=trace,
+    )
+
+    def calls() -> Iterator[Call]:
+        for i, prompt in enumerate(prompts):
+            name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+            if isinstance(prompt, str):
+                yield replace(shared, request_id=name, text=before + prompt)
+            else:
+                yield replace(shared, request_id=name, prompt_ids=pack(prompt))
+
+    if request.prompt_name is not None and not isinstance(prompts[0], str):
+        message = "prompt_name is not allowed with token ids"
+        raise ApiError(400, message, "prompt_name", "invalid_value")
+    return list(calls())
+
+
+def vector_params(size: int) -> SamplingParams:
+    """Of a request for a vector: one token, which costs least."""
+    return SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, vector_size=size)
+
+
+def _params(request: EmbeddingRequest, size: int) -> SamplingParams:
+    kept, side = request.truncate_prompt_tokens, request.truncation_side
+    params = replace(vector_params(size), truncate_prompt_tokens=kept)
+    if side is not None:
+        params = replace(params, truncation_side=side)
+    try:
+        return normalized(params)
+    except InvalidParameter as error:
+        raise ApiError(400, str(error), error.param, "invalid_value") from None
+
+
+def _prompt_before(request: EmbeddingRequest, pooling: Pooling) -> str:
+    """The checkpoint's prompt that comes before each text."""
+    name = pooling.default_prompt if request.prompt_name is None else request.prompt_name
+    if not name:
+        return ""
+    if name not in pooling.prompts:
+        known = ", ".join(pooling.prompts) or "the checkpoint has none"
+        message = f"prompt_name {name[:100]!r} is no prompt of the checkpoint: {known}"
+        raise ApiError(400, message, "prompt_name", "invalid_value")
+    return pooling.prompts[name]
+
+
+def as_vector(raw: bytes, normalize: bool) -> np.ndarray:
+    """float32 [n] of the bytes that the engine gave."""
+    vector = np.frombuffer(raw, dtype="<f4")
+    length = float(np.linalg.norm(vector)) if normalize else 0.0
+    return vector / np.float32(length) if length else vector
+
+
+class VectorSink:
+    """A ResponseSink that waits for the vectors of all calls."""
+
+    def __init__(self, calls: int) -> None:
+        self._vectors: list[bytes | None] = [None] * calls
+        self._missing = calls
+        self._prompt_tokens = 0
+        self._result: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
+
+    def started(self, index: int, started: Started) -> None:
+        """The end of the call says how long its prompt is."""
+
+    def delta(self, index: int, delta: OutputDelta) -> None:
+        if delta.finish is None or self._result.done():
+            return
+        if not delta.vector:  # it was aborted before it had one
+            message = "the request was ended before its vector was computed"
+            self.failed(index, Failed(delta.request_id, 503, message, code="aborted"))
+            return
+        self._prompt_tokens += delta.prompt_tokens
+        self._vectors[index] = delta.vector
+        self._missing -= 1
+        if not self._missing:
+            self._result.set_result(None)
+
+    def failed(self, index: int, failed: Failed) -> None:
+        if not self._result.done():
+            self._result.set_result(failed)
+
+    async def vectors(self) -> tuple[list[bytes], int]:
+        """The vectors in the order of the calls, and tokens of all prompts. Raises ApiError."""
+        failed = await self._result
+        if failed is not None:
+            raise api_error(failed)
+        return [vector for vector in self._vectors if vector is not None], self._prompt_tokens
+
+
+def embedding_response(
+    vectors: list[bytes], prompt_tokens: int, options: VectorOptions, model: str
+) -> JsonObject:
+    """The JSON of /v1/embeddings."""
+    data: list[JsonValue] = []
+    for index, raw in enumerate(vectors):
+        vector = as_vector(raw, options.normalize)
+        written: JsonValue = (
+            base64.b64encode(vector.tobytes()).decode() if options.as_base64 else vector.tolist()
+        )
+        data.append({"object": "embedding", "index": index, "embedding": written})
+    usage: JsonObject = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}

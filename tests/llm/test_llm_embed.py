@@ -1,0 +1,116 @@
+"""Vectors of texts by LLM.embed, against what transformers computes."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import CheckpointCache
+from embedding_checkpoints import (
+    PROMPTS,
+    cosines,
+    expected_vectors,
+    with_modules,
+    without_head,
+)
+from pipeinfer import LLM, PoolingParams
+from pipeinfer.llm import ConfigurationError, RequestError
+
+WORDS = "river stone lamp winter seven green engine letter cold bridge".split()
+
+
+def texts(count: int, seed: int = 3) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 40))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> CheckpointCache:
+    return CheckpointCache(tmp_path_factory.mktemp("generating"))
+
+
+def embedding_model(cache: CheckpointCache, folder: Path, architecture: str) -> Path:
+    """As Qwen3-Embedding and E5-Mistral are stored."""
+    made = without_head(cache(architecture), folder)
+    return with_modules(made, "Normalize", prompts={"prompts": PROMPTS})
+
+
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+)
+def test_vectors_are_those_of_transformers(cache, tmp_path, small, architecture):
+    folder = embedding_model(cache, tmp_path / "model", architecture)
+    asked = texts(100)
+    expected = expected_vectors(folder, asked)
+    with LLM(str(folder), **small, max_step_tokens=64) as llm:  # longer texts come in chunks
+        outputs = llm.embed(asked)
+        again = llm.embed(asked[:5])  # out of the prefix cache
+    found = np.array([one.outputs.embedding for one in outputs])
+    assert cosines(found, expected).min() >= 0.9999
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert [len(one.prompt_token_ids) for one in outputs[:2]] == [len(t) + 1 for t in asked[:2]]
+    assert all(one.finished and one.outputs.hidden_size == 64 for one in outputs)
+    assert any(one.num_cached_tokens for one in again)
+    np.testing.assert_allclose([one.outputs.embedding for one in again], found[:5], atol=1e-5)
+
+
+def test_a_generating_model_makes_vectors_where_it_is_asked_to(cache, small):
+    folder = cache("Qwen3ForCausalLM")
+    asked = texts(10)
+    with LLM(str(folder), task="embed", **small) as llm:
+        found = [one.outputs.embedding for one in llm.embed(asked, PoolingParams(normalize=False))]
+        with pytest.raises(ValueError, match="generates no texts"):
+            llm.generate("a")
+        short = llm.embed({"prompt": asked[0]}, PoolingParams(dimensions=8))
+        [by_ids] = llm.embed([[1, 2, 3]])
+        for params, told in (
+            (PoolingParams(dimensions=65), "dimensions must be from 1 to 64, not 65"),
+            (PoolingParams(prompt_name="query"), "the checkpoint has none"),
+        ):
+            with pytest.raises(RequestError, match=told):
+                llm.embed("a", params)
+        with pytest.raises(RequestError, match="context length"):
+            llm.embed(["a", "b" * 600])
+        [cut] = llm.embed("b" * 600, PoolingParams(truncate_prompt_tokens=9))
+    expected = expected_vectors(folder, asked, normalize=False)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    cropped = expected[0, :8] / np.linalg.norm(expected[0, :8])
+    np.testing.assert_allclose(short[0].outputs.embedding, cropped, atol=1e-5)
+    assert by_ids.prompt_token_ids == [1, 2, 3] and len(by_ids.outputs.embedding) == 64
+    np.testing.assert_allclose(
+        cut.outputs.embedding, expected_vectors(folder, ["b" * 9])[0], atol=1e-5
+    )
+
+
+def test_prompts_of_the_checkpoint_come_before_texts(cache, tmp_path, small):
+    folder = embedding_model(cache, tmp_path / "model", "Qwen3ForCausalLM")
+    with_modules(folder, prompts={"prompts": PROMPTS, "default_prompt_name": "query"})
+    expected = expected_vectors(folder, [PROMPTS["query"] + "river", "river"], normalize=False)
+    with LLM(str(folder), **small) as llm:
+        found = [
+            llm.embed("river", PoolingParams(prompt_name=name))[0].outputs.embedding
+            for name in (None, "query", "document")
+        ]
+    np.testing.assert_allclose(found, expected[[0, 0, 1]], rtol=1e-4, atol=1e-4)
+
+
+def test_a_generating_model_refuses_vectors(small):
+    with LLM(**small) as llm, pytest.raises(ValueError, match="task='embed'"):
+        llm.embed("a")
+
+
+def test_what_makes_no_vectors_of_last_tokens_is_refused(cache, tmp_path, small):
+    folder = tmp_path / "model"
+    shutil.copytree(cache("Qwen3ForCausalLM"), folder)
+    for kinds, pooling, told in (
+        ((), {"pooling_mode_mean_tokens": True}, "pools by mean_tokens"),
+        ((), {"pooling_mode": "cls"}, "pools by cls"),
+        (("Dense",), None, "Dense is not supported"),
+    ):
+        with_modules(folder, *kinds, pooling=pooling)
+        with pytest.raises(ConfigurationError, match=told):
+            LLM(str(folder), **small)
