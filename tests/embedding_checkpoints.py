@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from checkpoints import make_checkpoint
 
 PROMPTS = {"query": "Instruct: find it\nQuery:", "document": ""}
 KINDS = "sentence_transformers.models"
@@ -83,3 +85,38 @@ def cosines(found: Any, expected: np.ndarray) -> np.ndarray:
     """[n]: of each row of both."""
     a, b = np.asarray(found, dtype=np.float64), expected.astype(np.float64)
     return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+
+
+def write_reranker(folder: Path) -> Path:
+    """A generating checkpoint that has the tokens "yes" and "no"."""
+    made = make_checkpoint(folder, "Qwen3ForCausalLM", vocab_size=272)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(label, special=False, normalized=False) for label in LABELS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return made
+
+
+LABELS = ("no", "yes")
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+SEARCH = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def expected_scores(
+    folder: Path, pairs: list[tuple[str, str]], instruction: str = SEARCH
+) -> np.ndarray:
+    """float32 [pairs], as Qwen3-Reranker's makers compute it: by the two logits behind the chat."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    labels = [tokenizer.convert_tokens_to_ids(label) for label in LABELS]
+    found: list[torch.Tensor] = []
+    with torch.inference_mode():
+        for query, document in pairs:
+            text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+            chat = [{"role": "system", "content": JUDGE}, {"role": "user", "content": text}]
+            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+            found.append(model(ids).logits[0, -1, labels].softmax(0)[1])
+    return torch.stack(found).numpy()

@@ -13,7 +13,13 @@ from pipeinfer.offline.calls import (
     TextPrompt,
     TokensPrompt,
 )
-from pipeinfer.offline.embeddings import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
+from pipeinfer.offline.embeddings import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from pipeinfer.offline.keywords import EngineArgs, FlexibleArgumentParser
 from pipeinfer.offline.llm import LLM, Engine, async_stream_and_merge, stream_and_merge
 from pipeinfer.offline.outputs import (
@@ -45,6 +51,8 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

@@ -128,6 +128,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     - vector_size: so many numbers of the hidden state of the prompt's last token, after the model's
       last norm, are the result; what is sampled behind it means nothing. Not with log-probs. 0: no
       vector is asked for
+    - vector_token_ids: the numbers are the logits of these ids behind the prompt, in place of the
+      hidden state; vector_size is how many. Empty: the hidden state
     """
 
     temperature: float = 1.0
@@ -156,6 +158,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     thinking_token_budget: Number | None = None
     truncation_side: Literal["left", "right"] = "left"
     vector_size: Number = 0
+    vector_token_ids: tuple[Number, ...] = ()
 
 
 class InvalidParameter(ValueError):

@@ -51,11 +51,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "A folder has config.json and safetensors files. A hub id is downloaded once. GGUF files "
         "have [a page of their own](gguf.md). Commands take the model without a flag, and also as "
         "`--model`.", unset="the demo model", group="model")] = ""
-    task: Annotated[Literal["auto", "generate", "embed"], about("",
+    task: Annotated[Literal["auto", "generate", "embed", "score"], about("",
         "what the model is for; auto: by the checkpoint",
         "With `embed` it makes [vectors of texts](embeddings.md) for `/v1/embeddings`, and "
-        "generates no texts. `auto` does so for a checkpoint that has a modules.json, as "
-        "sentence-transformers writes it, or no head for logits.")] = "auto"
+        "generates no texts. With `score` it says how well texts fit to others, for `/score` "
+        "and `/v1/rerank`: the model is asked, and its logits of yes and no are compared. `auto` "
+        "embeds for a checkpoint that has a modules.json, as sentence-transformers writes it, or "
+        "no head for logits.")] = "auto"
     served_model_name: Annotated[str, about("NAME", "the model's id in /v1/models; default: MODEL",
         "Answers name the model so. A request that names another model gets 404. A GGUF file is "
         "called by its name without the ending.", unset="what was given as MODEL")] = ""

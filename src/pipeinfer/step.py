@@ -116,10 +116,13 @@ class VectorRows:
     Attributes:
     - rows: int64 [N], which of the sampling rows
     - sizes: int32 [N], how many numbers of the row's hidden state
+    - token_ids: of each row int64 [size], whose logits are the vector in place of the hidden state;
+      empty: the hidden state
     """
 
     rows: np.ndarray
     sizes: np.ndarray
+    token_ids: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)

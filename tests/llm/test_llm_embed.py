@@ -20,7 +20,7 @@ from embedding_checkpoints import (
 from pipeinfer import LLM, PoolingParams
 from pipeinfer.llm import ConfigurationError, RequestError
 
-WORDS = "river stone lamp winter seven green engine letter cold bridge".split()
+WORDS = ["river", "stone", "lamp", "winter", "seven", "green", "engine", "letter", "cold", "bridge"]
 
 
 def texts(count: int, seed: int = 3) -> list[str]:
@@ -40,7 +40,8 @@ def embedding_model(cache: CheckpointCache, folder: Path, architecture: str) -> 
 
 
 @pytest.mark.parametrize(
-    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+    "architecture",
+    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
 )
 def test_vectors_are_those_of_transformers(cache, tmp_path, small, architecture):
     folder = embedding_model(cache, tmp_path / "model", architecture)

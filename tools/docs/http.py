@@ -19,6 +19,7 @@ from docs.markdown import bullets, codes, kind, page
 from pipeinfer.core import REQUEST_SECONDS, STEP_TOKENS, histogram_names
 from pipeinfer.gateway.anthropic import ERROR_TYPES as OF_MESSAGES
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
+from pipeinfer.gateway.embeddings import EmbeddingRequest
 from pipeinfer.gateway.errors import (
     ALTERNATIVES,
     CODES,
@@ -41,6 +42,7 @@ from pipeinfer.gateway.schema import (
     Generation,
     TokenizeRequest,
 )
+from pipeinfer.gateway.scores import RerankRequest, ScoreRequest
 from pipeinfer.messages import Heartbeat
 
 ENDPOINTS_SAID = """`GET /openapi.json` of a running server says the same with all types, and \
@@ -157,6 +159,16 @@ def _taken() -> Iterator[str]:
     yield "## Counting tokens of messages"
     named = codes(CountRequest.__struct_fields__)
     yield f"`POST /v1/messages/count_tokens` has of those {named}."
+    yield "## Embeddings"
+    yield "`POST /v1/embeddings`."
+    yield _fields(EmbeddingRequest, EmbeddingRequest.__struct_fields__)
+    for title, body, paths in (
+        ("Scores", ScoreRequest, "`POST /score` and `/v1/score`."),
+        ("Ranking", RerankRequest, "`POST /v1/rerank` and `/rerank`."),
+    ):
+        yield f"## {title}"
+        yield paths
+        yield _fields(body, body.__struct_fields__)
     for path, body in (("tokenize", TokenizeRequest), ("detokenize", DetokenizeRequest)):
         yield f"## {path.capitalize()}"
         yield f"`POST /{path}`."

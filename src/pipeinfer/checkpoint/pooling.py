@@ -25,21 +25,26 @@ LAST_TOKEN = "lasttoken"
 
 @dataclass(frozen=True)
 class Pooling:
-    """How vectors are made.
+    """How vectors of texts, or scores of pairs of texts, are made.
 
     Attributes:
+    - hidden_size: numbers of a vector
+    - scores: the model says of a pair of texts how well they fit, and makes no vectors
     - normalize: they get the length 1
     - prompts: texts that come before a text, by name, as "query" and "document"
     - default_prompt: the name of the prompt of texts whose request names none; "": no prompt
     """
 
+    hidden_size: int
+    scores: bool = False
     normalize: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict[str, str])
     default_prompt: str = ""
 
 
 def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
-    """How the checkpoint, a folder or a GGUF file, makes vectors; None where it generates texts.
+    """How the checkpoint, a folder or a GGUF file, makes vectors or scores; None where it generates
+    texts.
 
     task: as in Settings. With "auto", a checkpoint makes vectors if it has a modules.json, or has
     no weights to make logits of. Raises ConfigurationError for what is not the last token's vector.
@@ -47,8 +52,9 @@ def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
     modules = None if is_gguf(checkpoint) else _modules(checkpoint / MODULES)
     if task == "generate" or (task == "auto" and modules is None and not is_headless(checkpoint)):
         return None
-    if modules is None:
-        return Pooling()
+    hidden_size = read_json(checkpoint, "config.json").integer("hidden_size")
+    if task == "score" or modules is None:
+        return Pooling(hidden_size, scores=task == "score")
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     for module, kind in zip(modules, kinds, strict=True):
         if kind == POOLING:
@@ -60,12 +66,7 @@ def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
             )
     if POOLING not in kinds:
         raise ConfigurationError(f"{checkpoint / MODULES} has no {POOLING}")
-    return _with_prompts(NORMALIZE in kinds, checkpoint)
-
-
-def hidden_size(checkpoint: Path) -> int:
-    """Numbers of a vector. Raises ConfigurationError where config.json does not say."""
-    return read_json(checkpoint, "config.json").integer("hidden_size")
+    return _with_prompts(hidden_size, NORMALIZE in kinds, checkpoint)
 
 
 def _modules(path: Path) -> list[dict[str, object]] | None:
@@ -95,11 +96,12 @@ def _check_pooling(folder: Path) -> None:
         )
 
 
-def _with_prompts(normalize: bool, checkpoint: Path) -> Pooling:
+def _with_prompts(hidden_size: int, normalize: bool, checkpoint: Path) -> Pooling:
     fields = Fields(checkpoint / PROMPTS, read_object(checkpoint, PROMPTS) or {})
     prompts, default = fields.raw.get("prompts") or {}, fields.raw.get("default_prompt_name") or ""
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise fields.error("prompts must be an object of texts")
     if not isinstance(default, str) or (default and default not in prompts):
         raise fields.error(f"default_prompt_name {default!r} is none of its prompts")
-    return Pooling(normalize, {str(name): str(text) for name, text in prompts.items()}, default)
+    texts = {str(name): str(text) for name, text in prompts.items()}
+    return Pooling(hidden_size, normalize=normalize, prompts=texts, default_prompt=default)

@@ -391,7 +391,7 @@ class Runner:
             return None
         logits = self._sampler.logits(hidden)
         if scores is not None:
-            scores.add_vectors(hidden)
+            scores.add_vectors(hidden, logits)
             scores.add_outputs(logits)
         self._apply_logit_edits(logits, views)
         return logits

@@ -367,14 +367,34 @@ class Scores:
                 )
                 begin += len(part)
 
-    def add_vectors(self, hidden: torch.Tensor) -> None:
-        """Keeps the vectors, out of the hidden states [L, hidden] of the rows of logits."""
-        if self._vectors is None:
+    def add_vectors(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        """Keeps the vectors, out of the hidden states [L, hidden] of the rows of logits, or of the
+        logits [L, share] as the model gave them."""
+        asked = self._vectors
+        if asked is None:
             return
-        indices = self._indices_on(hidden.device, self._vectors.rows)
-        chosen = _chosen(hidden, indices, len(self._vectors.rows))
-        vectors = chosen[:, : int(self._vectors.sizes.max())].to(torch.float32).contiguous()
-        self._vector_words.append(vectors.view(torch.int32).flatten())
+        indices, count = self._indices_on(hidden.device, asked.rows), len(asked.rows)
+        width = int(asked.sizes.max())
+        if not any(map(len, asked.token_ids)):
+            vectors = _chosen(hidden, indices, count)[:, :width].to(torch.float32)
+        else:
+            vectors = self._logits_of_ids(hidden, logits, indices, width)
+        self._vector_words.append(vectors.contiguous().view(torch.int32).flatten())
+
+    def _logits_of_ids(
+        self, hidden: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor | None, width: int
+    ) -> torch.Tensor:
+        """float32 [N, width]: as add_vectors, where some rows want logits."""
+        assert self._vectors is not None
+        token_ids = self._vectors.token_ids
+        gathered = self._sampler.gather_logits(_chosen(logits, indices, len(token_ids)))
+        states = _chosen(hidden, indices, len(token_ids))
+        vectors = torch.zeros(len(token_ids), width, dtype=torch.float32, device=hidden.device)
+        for row, ids in enumerate(token_ids):
+            columns = _on_device(ids, hidden.device)
+            values = gathered[row, columns] if len(ids) else states[row, :width]
+            vectors[row, : len(values)] = values
+        return vectors
 
     def add_outputs(self, logits: torch.Tensor) -> None:
         """Logits [L, share] as the model gave them, which may be changed from now on."""

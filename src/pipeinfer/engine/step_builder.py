@@ -201,6 +201,9 @@ NO_LOGPROBS = -1  # in place of a number of alternatives
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
+_NO_IDS = np.empty(0, dtype=np.int64)
+
+
 class RequestTable:
     """On the host, sampling parameters by slot, [max_slots] each; stale in empty slots, which are
     not read."""
@@ -216,6 +219,7 @@ class RequestTable:
         ] = {}  # of slots that have not sampled yet
         self._alternatives = np.full(max_slots, NO_LOGPROBS, dtype=np.int32)  # of outputs
         self._vector_sizes = np.zeros(max_slots, dtype=np.int32)
+        self._vector_ids: list[np.ndarray] = [_NO_IDS] * max_slots
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
         self._extended: dict[int, list[Extended]] = {}  # of those, since they sampled last
@@ -248,6 +252,7 @@ class RequestTable:
             self._constrained[slot] = constrained(admit)
         self._alternatives[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._vector_sizes[slot] = params.vector_size
+        self._vector_ids[slot] = np.array(params.vector_token_ids, dtype=np.int64)
         self.scores.pop(slot, None)
         if params.prompt_logprobs is not None and admit.score_from >= 0:
             self.scores[slot] = admit.score_from, admit.prompt_len, params.prompt_logprobs
@@ -270,7 +275,12 @@ class RequestTable:
     def vectors(self, slots: np.ndarray) -> VectorRows | None:
         """Of those of the `slots` int32 [S] that ask for one; None if none does."""
         rows = np.flatnonzero(self._vector_sizes[slots])
-        return VectorRows(rows, self._vector_sizes[slots[rows]]) if len(rows) else None
+        if len(rows) == 0:
+            return None
+        chosen = slots[rows]
+        numbers: list[int] = chosen.tolist()
+        token_ids = tuple([self._vector_ids[slot] for slot in numbers])
+        return VectorRows(rows, self._vector_sizes[chosen], token_ids)
 
     def scored(self, slot: int, first: int, end: int) -> tuple[int, int, int] | None:
         """(first, end, alternatives) of the prompt tokens there that are to be scored."""

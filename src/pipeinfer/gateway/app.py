@@ -29,6 +29,7 @@ from aiohttp import ETag, web
 from aiohttp.typedefs import Middleware
 from msgspec.structs import replace
 
+from pipeinfer.checkpoint.pooling import Pooling
 from pipeinfer.control import Prefix, RequestSpan
 from pipeinfer.core import RecentTable
 from pipeinfer.gateway import anthropic, openapi, responses_api
@@ -80,6 +81,14 @@ from pipeinfer.gateway.schema import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+)
+from pipeinfer.gateway.scores import (
+    RerankRequest,
+    ScoreRequest,
+    pairs_to_rerank,
+    pairs_to_score,
+    rerank_response,
+    score_response,
 )
 from pipeinfer.gateway.serving import (
     IGNORED_SCHEMA,
@@ -157,11 +166,15 @@ class _Handlers:
                 ("/v1/chat/completions", self.chat),
                 ("/v1/completions", self.completions),
                 ("/v1/embeddings", self.embeddings),
+                ("/v1/rerank", self.rerank),
+                ("/v1/score", self.score),
                 *self._adapters.routes().items(),
             ):
                 router.add_post(path(name), handler, expect_handler=_continue_later)
         router.add_post("/tokenize", self.tokenize, expect_handler=_continue_later)
         router.add_post("/detokenize", self.detokenize, expect_handler=_continue_later)
+        for path, handler in (("/score", self.score), ("/rerank", self.rerank)):
+            router.add_post(path, handler, expect_handler=_continue_later)
         router.add_get("/tokenizer_info", self.tokenizer_info)
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
         router.add_post("/sleep", self.sleep)
@@ -278,20 +291,47 @@ class _Handlers:
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         context = self._context
-        if context.pooling is None:
-            message = "this server generates texts; started with --task embed it makes embeddings"
-            raise ApiError(501, message, code="not_implemented")
+        pooling = self._pooling(scores=False)
         request_id = f"embd-{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, EmbeddingRequest)
-        options = vector_options(body, context.pooling, context.hidden_size)
+        options = vector_options(body, pooling)
         trace = client_trace(request)
-        calls = embedding_calls(body, request_id, options, context.pooling, context.defaults, trace)
+        calls = embedding_calls(body, request_id, options, pooling, context.defaults, trace)
         del body
         try:
-            vectors, tokens = await self._serving.embed(request, calls)
+            vectors, tokens = await self._serving.vectors(request, calls)
         except ApiError as error:
             raise renamed(error, {"prompt": "input", "max_tokens": "input"}) from None
         return json_response(embedding_response(vectors, tokens, options, context.model))
+
+    async def score(self, request: web.Request) -> web.StreamResponse:
+        self._pooling(scores=True)
+        body = await self._serving.read_body(request, ScoreRequest)
+        pairs = pairs_to_score(body, self._context.defaults.max_prompts)
+        request_id = f"score-{uuid.uuid4().hex}"
+        scores, tokens = await self._serving.scores(request, body, pairs, request_id)
+        model = self._context.model
+        return json_response(score_response(request_id, int(time.time()), model, scores, tokens))
+
+    async def rerank(self, request: web.Request) -> web.StreamResponse:
+        self._pooling(scores=True)
+        body = await self._serving.read_body(request, RerankRequest)
+        pairs = pairs_to_rerank(body, self._context.defaults.max_prompts)
+        request_id = f"rerank-{uuid.uuid4().hex}"
+        scores, tokens = await self._serving.scores(request, body, pairs, request_id)
+        model = self._context.model
+        return json_response(rerank_response(request_id, model, body, pairs, scores, tokens))
+
+    def _pooling(self, scores: bool) -> Pooling:
+        """How the model makes vectors. scores: whether a model that makes scores alone will do.
+        Raises ApiError 501."""
+        pooling = self._context.pooling
+        if pooling is None:
+            message = "this server generates texts; started with --task embed it makes embeddings"
+            raise ApiError(501, message, code="not_implemented")
+        if pooling.scores and not scores:
+            raise ApiError(501, "this server makes scores alone", code="not_implemented")
+        return pooling
 
     async def _generate(
         self, request: web.Request, request_id: str, parsed: ParsedRequest, chat: bool

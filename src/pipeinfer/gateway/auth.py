@@ -45,6 +45,8 @@ PROTECTED_PATHS = (
     "/v1",
     "/tokenize",
     "/tokenizer_info",
+    "/score",
+    "/rerank",
     "/detokenize",
     "/reset_prefix_cache",
     "/sleep",

@@ -42,10 +42,18 @@ from pipeinfer.params import InvalidParameter, JsonObject, JsonValue, SamplingPa
 from pipeinfer.wire import pack
 
 
-class EmbeddingRequest(Body, frozen=True, kw_only=True):
-    """The body of /v1/embeddings."""
+class PoolingBody(Body, frozen=True, kw_only=True):
+    """Base of bodies whose answer is no text."""
 
     json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
+    priority: Priority = None
+    timeout: Timeout = None
+    cache_salt: CacheSalt = None
+
+
+class EmbeddingRequest(PoolingBody, frozen=True, kw_only=True):
+    """The body of /v1/embeddings."""
+
     # fmt: off
     input: Annotated[str | list[TokenId | str | list[TokenId]], about(
         "A text, a list of token ids, or a list of at most `--max-prompts` of either. Each gives a "
@@ -66,9 +74,6 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     truncate_prompt_tokens: TruncatePromptTokens = None
     truncation_side: TruncationSide = None
     add_special_tokens: AddSpecialTokens = None
-    priority: Priority = None
-    timeout: Timeout = None
-    cache_salt: CacheSalt = None
     # fmt: on
 
 
@@ -86,11 +91,11 @@ class VectorOptions(msgspec.Struct, frozen=True):
     as_base64: bool
 
 
-def vector_options(request: EmbeddingRequest, pooling: Pooling, hidden_size: int) -> VectorOptions:
+def vector_options(request: EmbeddingRequest, pooling: Pooling) -> VectorOptions:
     """ApiError 400 for more dimensions than the model has."""
-    size = hidden_size if request.dimensions is None else request.dimensions
-    if not 1 <= size <= hidden_size:
-        message = f"dimensions must be from 1 to {hidden_size}, not {size}"
+    size = pooling.hidden_size if request.dimensions is None else request.dimensions
+    if not 1 <= size <= pooling.hidden_size:
+        message = f"dimensions must be from 1 to {pooling.hidden_size}, not {size}"
         raise ApiError(400, message, "dimensions", "invalid_value")
     normalize = pooling.normalize if request.normalize is None else request.normalize
     return VectorOptions(size, normalize, request.encoding_format == "base64")
@@ -108,18 +113,8 @@ def embedding_calls(
     -0, -1 ... ApiError 400."""
     prompts = listed_prompts(request.input, defaults.max_prompts, "input")
     before = _prompt_before(request, pooling)
-    if request.timeout == 0:
-        message = "timeout must be more than 0 seconds; leave it out for the server's own"
-        raise ApiError(400, message, "timeout", "invalid_value")
-    shared = Call(
-        request_id=request_id,
-        params=_params(request, options.size),
-        add_special_tokens=request.add_special_tokens is not False,
-        priority=request.priority or 0,
-        timeout=request.timeout or defaults.timeout,
-        cache_salt=request.cache_salt or "",
-        trace=trace,
-    )
+    shared = shared_call(request, _params(request, options.size), defaults, trace)
+    shared = replace(shared, add_special_tokens=request.add_special_tokens is not False)
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
@@ -133,6 +128,23 @@ def embedding_calls(
         message = "prompt_name is not allowed with token ids"
         raise ApiError(400, message, "prompt_name", "invalid_value")
     return list(calls())
+
+
+def shared_call(
+    request: PoolingBody, params: SamplingParams, defaults: RequestDefaults, trace: str
+) -> Call:
+    """A call with all that the calls of a request share, without id and prompt. ApiError 400."""
+    if request.timeout == 0:
+        message = "timeout must be more than 0 seconds; leave it out for the server's own"
+        raise ApiError(400, message, "timeout", "invalid_value")
+    return Call(
+        request_id="",
+        params=params,
+        priority=request.priority or 0,
+        timeout=request.timeout or defaults.timeout,
+        cache_salt=request.cache_salt or "",
+        trace=trace,
+    )
 
 
 def vector_params(size: int) -> SamplingParams:

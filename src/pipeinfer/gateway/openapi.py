@@ -25,6 +25,7 @@ from pipeinfer.gateway.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from pipeinfer.gateway.scores import RerankRequest, ScoreRequest
 from pipeinfer.messages import SleepMode
 from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.version import __version__
@@ -301,6 +302,28 @@ _embeddings = replace(
     ),
     errors=(*OF_PIPELINE, 501),
 )
+_score = replace(
+    _generating(
+        "/score",
+        "How well texts fit to others.",
+        ScoreRequest,
+        response_types.Scores,
+        "vLLM's, also under /v1/score. A model of `--task score` is asked, and the score is the "
+        "probability of yes. With `--task embed` it is the cosine of both vectors. 501 where the "
+        "model generates texts.",
+    ),
+    errors=(*OF_PIPELINE, 501),
+)
+_rerank = replace(
+    _generating(
+        "/v1/rerank",
+        "Documents by how well they fit to a query.",
+        RerankRequest,
+        response_types.Ranking,
+        "Cohere's and Jina's, also under /rerank. Scores are those of /score.",
+    ),
+    errors=(*OF_PIPELINE, 501),
+)
 _ping = _readable(
     "/ping", "As /health/live.", response_types.Liveness, "200 while the gateway runs."
 )
@@ -326,6 +349,10 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         404,
     ),
     _embeddings,
+    _score,
+    replace(_score, path="/v1/score"),
+    _rerank,
+    replace(_rerank, path="/rerank"),
     _ids,
     _text,
     _info,
@@ -474,6 +501,8 @@ EXAMPLES: dict[str, JsonObject] = {
     "/v1/messages": {"messages": CHAT, "max_tokens": 100},
     "/v1/messages/count_tokens": {"messages": CHAT},
     "/v1/embeddings": {"input": ["Once upon a time", "There was a king"]},
+    "/score": {"text_1": "Who was king?", "text_2": ["Once upon a time", "There was a king"]},
+    "/v1/rerank": {"query": "Who was king?", "documents": ["Once upon a time", "There was a king"]},
     "/tokenize": {"prompt": "Once upon a time"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }

@@ -334,6 +334,48 @@ class Embeddings(msgspec.Struct):
     usage: EmbeddingUsage
 
 
+class Score(msgspec.Struct):
+    """How well a pair of texts fits."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(msgspec.Struct):
+    """Scores, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RankedDocument(msgspec.Struct):
+    """The text of a document."""
+
+    text: str
+
+
+class RankedResult(msgspec.Struct):
+    """A document; `index`: its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: RankedDocument | UnsetType = UNSET
+
+
+class Ranking(msgspec.Struct):
+    """Documents, the best first."""
+
+    id: str
+    model: str
+    results: list[RankedResult]
+    usage: EmbeddingUsage
+
+
 class ModelCard(msgspec.Struct):
     """A model that is served. `root`: what it is called here, `parent`: what it was made of."""
 

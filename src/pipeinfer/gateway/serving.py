@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -35,7 +36,7 @@ from pipeinfer.checkpoint.pooling import Pooling
 from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, BrowserGuard, x_request_id
 from pipeinfer.gateway.connections import CONTINUE
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.embeddings import VectorSink
+from pipeinfer.gateway.embeddings import PoolingBody, VectorSink
 from pipeinfer.gateway.errors import (
     ALTERNATIVES,
     FIELDS_OF_OTHER_ENDPOINTS,
@@ -73,6 +74,7 @@ from pipeinfer.gateway.schema import (
     TokenizeRequest,
     prescan,
 )
+from pipeinfer.gateway.scores import LABELS, PairScorer, TextPairs
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
 from pipeinfer.params import JsonObject, JsonValue, SamplingParams
@@ -490,7 +492,8 @@ class HandlerContext:
         unknown.
     fingerprint: `system_fingerprint` of answers. tokenizer_info: JSON of /tokenizer_info.
     monitor: None where there is no page. created: Unix seconds, shown by /v1/models.
-    pooling: how vectors are made; None: texts are generated. hidden_size: numbers of a vector.
+    pooling: how vectors or scores are made; None: texts are generated. template_roles: the chat
+        template takes the roles "query" and "document".
     """
 
     core: GatewayCore
@@ -508,7 +511,7 @@ class HandlerContext:
     access_log: AccessLog = field(default_factory=lambda: AccessLog(RequestTraces()))
     created: int = field(default_factory=lambda: int(time.time()))
     pooling: Pooling | None = None
-    hidden_size: int = 0
+    template_roles: bool = False
 
 
 # Fields that /tokenize shares with chats: all that a chat's prompt depends on.
@@ -574,6 +577,19 @@ def detokenize_call(request: DetokenizeRequest, name: str, defaults: RequestDefa
     )
 
 
+def label_call(label: str, name: str, defaults: RequestDefaults) -> Call:
+    """The call for the ids of a model's answer."""
+    return Call(
+        request_id=name,
+        params=NO_OUTPUT,
+        timeout=defaults.timeout,
+        text=label,
+        add_special_tokens=False,
+        return_prompt_ids=True,
+        only_encode=True,
+    )
+
+
 class EncodedPromptSink:
     """A ResponseSink that waits for the tokenizer's answer about one prompt."""
 
@@ -627,6 +643,7 @@ class Serving:
             BodyReader(context.max_body_bytes), context.metrics.count_unknown_fields
         )
         self._write_batch = WriteBatch()
+        self._label_ids: tuple[int, ...] = ()
 
     async def read_body(self, request: web.Request, kind: type[BodyType]) -> BodyType:
         """The decoded body. Raises ApiError before it is read if no request would be taken now."""
@@ -653,7 +670,8 @@ class Serving:
     ) -> web.StreamResponse:
         """Runs the calls of the request; `encoder` encodes the answer."""
         if self.context.pooling is not None:
-            message = "this server makes embeddings, and generates no texts"
+            made = "scores" if self.context.pooling.scores else "embeddings"
+            message = f"this server makes {made}, and generates no texts"
             raise ApiError(501, message, code="not_implemented")
         self.refuse_beyond_capacity(parsed.choices)
         constraint = parsed.constraint
@@ -686,7 +704,7 @@ class Serving:
         async with self.context.sessions.open(calls, admission.metered(request, sink)):
             return await sink.prompt()
 
-    async def embed(self, request: web.Request, calls: Sequence[Call]) -> tuple[list[bytes], int]:
+    async def vectors(self, request: web.Request, calls: Sequence[Call]) -> tuple[list[bytes], int]:
         """The vectors of calls for one each, and tokens of all their prompts."""
         self.refuse_beyond_capacity(len(calls))
         sink = VectorSink(len(calls))
@@ -695,6 +713,34 @@ class Serving:
         with_client = self._with_client(request, calls)
         async with self.context.sessions.open(with_client, admission.metered(request, sink)):
             return await sink.vectors()
+
+    async def scores(
+        self, request: web.Request, body: PoolingBody, pairs: TextPairs, request_id: str
+    ) -> tuple[list[float], int]:
+        """The score of each pair, and tokens of all prompts."""
+        context = self.context
+        assert context.pooling is not None
+        label_ids = await self._ids_of_labels(request) if context.pooling.scores else ()
+        scorer = PairScorer(context.pooling, label_ids, context.template_roles)
+        trace = client_trace(request)
+        calls = scorer.calls(pairs, request_id, body, context.defaults, trace)
+        vectors, tokens = await self.vectors(request, calls)
+        return scorer.scores(pairs, vectors), tokens
+
+    async def _ids_of_labels(self, request: web.Request) -> tuple[int, ...]:
+        """The ids of the two answers of a model that is asked for scores; found out once. Raises
+        ApiError 501 where one is no token."""
+        if not self._label_ids:
+            found = [await self._ids_of_label(request, label) for label in LABELS]
+            if any(len(ids) != 1 for ids in found):
+                message = f"the model's vocabulary lacks one of {', '.join(LABELS)}"
+                raise ApiError(501, message, code="not_implemented")
+            self._label_ids = tuple(ids[0] for ids in found)
+        return self._label_ids
+
+    async def _ids_of_label(self, request: web.Request, label: str) -> list[int]:
+        call = label_call(label, f"tok-{uuid.uuid4().hex}", self.context.defaults)
+        return unpack((await self.encode_prompt(request, call)).prompt_ids).tolist()
 
     def _with_client(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
         """The calls with their client's hash; the monitor notes their owner."""

@@ -27,7 +27,7 @@ import msgspec
 from aiohttp import web
 
 from pipeinfer.checkpoint.files import read_json
-from pipeinfer.checkpoint.pooling import hidden_size, read_pooling
+from pipeinfer.checkpoint.pooling import read_pooling
 from pipeinfer.checkpoint.source import FILES_TO_FETCH, find_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import api_keys
@@ -50,6 +50,7 @@ from pipeinfer.gateway.ledger import Backlog, RequestTraces, StatusChanged
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies, VllmMetrics
 from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
+from pipeinfer.gateway.scores import takes_query_and_document
 from pipeinfer.gateway.serving import HandlerContext
 from pipeinfer.gateway.sessions import RequestSessions
 from pipeinfer.gateway.tool_parsers.registry import choose_parsers
@@ -118,7 +119,7 @@ def build(context: StageContext) -> Stage:
         monitor=None if settings.no_page else PipelineMonitor(context.topology.ids()),
         access_log=AccessLog(traces),
         pooling=pooling,
-        hidden_size=0 if pooling is None else hidden_size(folder),
+        template_roles=takes_query_and_document(files[1].values()),
     )
     other_stages = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(

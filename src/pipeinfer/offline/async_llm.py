@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from pipeinfer import settings as config
-from pipeinfer.checkpoint.pooling import Pooling, hidden_size, read_pooling
+from pipeinfer.checkpoint.pooling import Pooling, read_pooling
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages
 from pipeinfer.gateway.ledger import (
@@ -33,6 +33,7 @@ from pipeinfer.gateway.ledger import (
     StatusChanged,
 )
 from pipeinfer.gateway.requests import COMPLETION_MAX_TOKENS, sampling_defaults
+from pipeinfer.gateway.scores import LABELS, PairScorer, takes_query_and_document
 from pipeinfer.gateway.sessions import (
     CANNOT_SLEEP,
     LOOK_SECONDS,
@@ -48,9 +49,15 @@ from pipeinfer.offline.calls import AnyParams, ChatOptions, Options, Prompt, Sam
 from pipeinfer.offline.embeddings import (
     NOT_EMBEDDING,
     NOT_GENERATING,
+    NOT_SCORING,
+    SCORES_ALONE,
     EmbeddingRequestOutput,
     PoolingParams,
+    ScoringOutput,
+    ScoringRequestOutput,
     embedding_batch,
+    score_batch,
+    vector_of,
 )
 from pipeinfer.offline.keywords import settings_of
 from pipeinfer.offline.outputs import (
@@ -275,11 +282,56 @@ class AsyncLLM:
         self._running()
         if self._pooling is None:
             raise ValueError(NOT_EMBEDDING)
+        if self._pooling.scores:
+            raise ValueError(SCORES_ALONE)
         params = pooling_params or PoolingParams()
-        size = hidden_size(self._folder)
-        batch = embedding_batch(self.name("embed"), prompts, params, self._pooling, size)
+        batch = embedding_batch(self.name("embed"), prompts, params, self._pooling)
         gathered = await self.gather(batch.asked, progress or Progress(len(prompts)))
         return batch.outputs([collector for [collector] in gathered])
+
+    async def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        progress: Progress | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each text of `data_2` fits to that of `data_1`, which may be one for all.
+
+        A model that makes embeddings scores by the cosine of two vectors. With task="score" the
+        model is asked, and the score is the probability of yes. instruction: what a document is to
+        do for a query. Raises as embed() does.
+        """
+        self._running()
+        if self._pooling is None:
+            raise ValueError(NOT_SCORING)
+        first, second = (
+            [data] if isinstance(data, str) else list(data) for data in (data_1, data_2)
+        )
+        scorer = self._scorer(self._pooling)
+        name = self.name("score")
+        pairs, asked = score_batch(name, first, second, instruction, scorer)
+        progress = progress or Progress(0)
+        progress.total = len(asked)  # of vectors, one for each different text
+        gathered = await self.gather(asked, progress)
+        scores = scorer.scores(pairs, [vector_of(collector) for [collector] in gathered])
+        return [
+            ScoringRequestOutput(f"{name}-{i}", ScoringOutput(score))
+            for i, score in enumerate(scores)
+        ]
+
+    def _scorer(self, pooling: Pooling) -> PairScorer:
+        if not pooling.scores:
+            return PairScorer(pooling)
+        tokenizer = load_tokenizer(self._folder, read_tokenizer_config(self._folder))
+        ids: list[list[int]] = []
+        if tokenizer is not None:
+            ids = [tokenizer.encode(label, add_special_tokens=False).ids for label in LABELS]
+        if len(ids) != len(LABELS) or any(len(found) != 1 for found in ids):
+            raise ValueError(f"the model's vocabulary lacks one of {', '.join(LABELS)}")
+        roles = takes_query_and_document([self._chat_template])
+        return PairScorer(pooling, tuple(found[0] for found in ids), roles)
 
     async def gather(
         self, batch: Sequence[OfflineRequest], progress: Progress

@@ -510,7 +510,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
 # Vectors are asked for by LLM.embed alone.
 SHARED_FIELDS = tuple(
-    name for name in params.SamplingParams.__struct_fields__ if name != "vector_size"
+    name for name in params.SamplingParams.__struct_fields__ if not name.startswith("vector_")
 )
 
 

@@ -1,4 +1,5 @@
-"""Vectors of texts, in the form of vLLM's LLM.embed: what is asked, and what comes back."""
+"""Vectors of texts and scores of pairs, in the form of vLLM's LLM.embed and LLM.score: what is
+asked, and what comes back."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from pipeinfer.gateway.embeddings import (
 )
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.requests import RequestDefaults
+from pipeinfer.gateway.scores import PairScorer, ScoreRequest, TextPairs, pairs_to_score
 from pipeinfer.offline.calls import Prompt, prompt_parts
 from pipeinfer.offline.outputs import Collector, OfflineRequest, RequestError
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import MAX_INT, SamplingParams
 
 NOT_EMBEDDING = "this model generates texts; loaded with task='embed' it makes embeddings"
-NOT_GENERATING = "this model makes embeddings, and generates no texts: use embed()"
+NOT_SCORING = "this model generates texts; loaded with task='score' it makes scores"
+SCORES_ALONE = "this model makes scores alone: use score()"
+NOT_GENERATING = "this model generates no texts: use embed() or score()"
 
 
 @dataclass(slots=True)
@@ -70,6 +74,26 @@ class EmbeddingRequestOutput:
         return True
 
 
+@dataclass(slots=True)
+class ScoringOutput:
+    """score: how well the second text fits to the first."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """The score of one pair."""
+
+    request_id: str
+    outputs: ScoringOutput
+
+    @property
+    def finished(self) -> bool:
+        """True: there is no score before the end."""
+        return True
+
+
 @dataclass(frozen=True)
 class EmbeddingBatch:
     """Calls for a vector each, and how these are wanted."""
@@ -82,10 +106,7 @@ class EmbeddingBatch:
         return [self._output(collector) for collector in collectors]
 
     def _output(self, collector: Collector) -> EmbeddingRequestOutput:
-        vector, output = collector.vector, collector.output()
-        if not vector:
-            [ended] = output.outputs
-            raise RequestError(ended.error or "the request was aborted")
+        vector, output = vector_of(collector), collector.output()
         embedding = as_vector(vector, self.options.normalize).tolist()
         return EmbeddingRequestOutput(
             output.request_id,
@@ -95,8 +116,31 @@ class EmbeddingBatch:
         )
 
 
+def vector_of(collector: Collector) -> bytes:
+    """Float32. Raises RequestError if the request ended without it."""
+    if not collector.vector:
+        raise RequestError(str(collector.end.get("error") or "the request was aborted"))
+    return collector.vector
+
+
+def score_batch(
+    name: str, first: Sequence[str], second: Sequence[str], instruction: str | None,
+    scorer: PairScorer,
+) -> tuple[TextPairs, list[OfflineRequest]]:  # fmt: skip
+    """The pairs, and the calls for their scores. Raises RequestError for what a server would
+    refuse."""
+    body = ScoreRequest(text_1=list(first), text_2=list(second), instruction=instruction)
+    defaults = RequestDefaults(SamplingParams())
+    try:
+        pairs = pairs_to_score(body, max_pairs=MAX_INT)
+        calls = scorer.calls(pairs, name, body, defaults, "")
+    except ApiError as error:
+        raise RequestError(str(error), error.param, error.code) from None
+    return pairs, [OfflineRequest(call) for call in calls]
+
+
 def embedding_batch(
-    name: str, prompts: Sequence[Prompt], params: PoolingParams, pooling: Pooling, hidden_size: int
+    name: str, prompts: Sequence[Prompt], params: PoolingParams, pooling: Pooling
 ) -> EmbeddingBatch:
     """Calls for the vectors of `prompts`; `name` begins their ids. Raises RequestError for what a
     server would refuse."""
@@ -105,7 +149,7 @@ def embedding_batch(
     try:
         fields = {field: getattr(params, field) for field in PoolingParams.__slots__}
         shared = EmbeddingRequest(input="", **fields)
-        options = vector_options(shared, pooling, hidden_size)
+        options = vector_options(shared, pooling)
         for i, prompt in enumerate(prompts):
             text, ids, salt = prompt_parts(prompt)
             body = msgspec.structs.replace(

@@ -37,7 +37,7 @@ from pipeinfer.offline.calls import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pipeinfer.offline.embeddings import EmbeddingRequestOutput, PoolingParams
+from pipeinfer.offline.embeddings import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
 from pipeinfer.offline.keywords import EngineArgs, is_neutral
 from pipeinfer.offline.loop_thread import LoopThread
 from pipeinfer.offline.outputs import (
@@ -101,12 +101,12 @@ NO_TARGETS = {"itl_target": 0.0, "ttft_target": 0.0}
 # Nobody waits for single tokens of a batch; and a batch does not pause, for graphs to be captured.
 FOR_BATCHES = {**NO_TARGETS, "policy": "throughput", "all_graphs_first": True}
 
-VECTORS = "LLM.embed makes vectors of texts; there are no classes and no scores"
+VECTORS = "LLM.embed makes vectors of texts and LLM.score scores of pairs; there are no classes"
 FROM_OUTSIDE = "the model is in processes of its own; LLM.stats() says what they do"
 AT_ONCE = "give all prompts to LLM.generate at once, or use AsyncLLM"
 # What vLLM's LLM has and this one has not, and what to use instead.
 MISSING = {
-    **dict.fromkeys(("encode", "classify", "score", "reward"), VECTORS),
+    **dict.fromkeys(("encode", "classify", "reward"), VECTORS),
     "beam_search": "there is no beam search: ask for n outputs, choose by cumulative_logprob",
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), AT_ONCE),
     "release_kv_cache_memory": "sleep() gives pages and weights back",
@@ -322,6 +322,22 @@ class LLM(SyncModel):
         progress = Progress(len(listed))
         with ProgressBar(progress, use_tqdm) as bar:
             return self._thread.run(self._llm.embed(listed, pooling_params, progress), bar.show)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: bool | Callable[..., object] | None = None,
+        *,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each text of `data_2` fits to that of `data_1`, which may be one for all; see
+        AsyncLLM.score(). use_tqdm: as for generate()."""
+        self._check_open()
+        progress = Progress(1 if isinstance(data_2, str) else len(data_2))
+        asked = self._llm.score(data_1, data_2, instruction=instruction, progress=progress)
+        with ProgressBar(progress, use_tqdm) as bar:
+            return self._thread.run(asked, bar.show)
 
     def _params(self, first: Params, second: Params, count: int) -> list[AnyParams]:
         """One for each of `count` prompts."""
