@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[RefusedFlag, ...]] = {
         _none("--generation-config --override-generation-config", "",
             "The checkpoint's generation_config.json always holds. Requests say what they want "
             "otherwise."),
-        _instead("--runner --convert", "--is-embedding", "--task",
+        _instead("--runner --convert", "", "--task",
             "With `embed` the model makes vectors of texts."),
         _none("--download-dir", "", "The hub's own cache is used."),
         _none("--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path", "",
@@ -112,7 +112,8 @@ REFUSED: dict[str, tuple[RefusedFlag, ...]] = {
         _none("--logits-processors", "", "No code of others runs in a step."),
         _none("", "--tokenizer-path --tokenizer-worker-num",
             "The tokenizer is the checkpoint's, in a stage of its own."),
-        _none("", "--enable-multimodal", "Models generate texts."),
+        _instead("", "--is-embedding", "--task", "With `embed` the model makes vectors of texts."),
+        _none("", "--enable-multimodal", TEXTS_ONLY),
         _none("", "--sampling-defaults",
             "Always `model`: the checkpoint's generation_config.json."),
     ),

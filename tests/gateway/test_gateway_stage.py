@@ -30,8 +30,8 @@ OTHERS: dict[str, Any] = {
     "load_format": "dummy", "max_model_len": 64, "max_running": 4, "max_step_tokens": 64,
     "mixed_step_tokens": 64, "model_impl": "transformers", "moe_backend": "torch",
     "no_cuda_graph": True, "page_size": 4,
-    "quantization": "fp8", "reasoning_parser": "none", "threads": 1, "tool_parser": "none",
-    "tp": 2, "trust_request_chat_template": True,
+    "quantization": "fp8", "reasoning_parser": "none", "task": "embed", "threads": 1,
+    "tool_parser": "none", "tp": 2, "trust_request_chat_template": True,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""/score and /v1/rerank of a whole server, of a model that is asked and of one that makes vectors."""
+"""/score and /v1/rerank of a whole server, whose model is asked or makes vectors."""
 
 from __future__ import annotations
 

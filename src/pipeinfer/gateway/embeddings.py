@@ -198,8 +198,8 @@ class VectorSink:
         if delta.finish is None or self._result.done():
             return
         if not delta.vector:  # it was aborted before it had one
-            message = "the request was ended before its vector was computed"
-            self.failed(index, Failed(delta.request_id, 503, message, code="aborted"))
+            message = "the server fell asleep before the vector was computed"
+            self.failed(index, Failed(delta.request_id, 503, message, code="asleep"))
             return
         self._prompt_tokens += delta.prompt_tokens
         self._vectors[index] = delta.vector

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -54,17 +53,11 @@ class ScoreRequest(PoolingBody, frozen=True, kw_only=True):
         "search in the web.")] = None
 
 
-class Document(msgspec.Struct, frozen=True):
-    """A document as an object."""
-
-    text: str
-
-
 class RerankRequest(PoolingBody, frozen=True, kw_only=True):
     """The body of /v1/rerank."""
 
     query: Annotated[str, about("A text. Required.")]
-    documents: Annotated[list[str | Document], about(
+    documents: Annotated[list[str | dict[str, JsonValue]], about(
         'At most `--max-prompts` texts, or objects `{"text": ...}`. Required.')]
     top_n: Annotated[Int32 | None, about(
         "So many of the best are returned. Default: all.")] = None
@@ -109,14 +102,21 @@ def pairs_to_score(request: ScoreRequest, max_pairs: int) -> TextPairs:
 
 def pairs_to_rerank(request: RerankRequest, max_pairs: int) -> TextPairs:
     """ApiError 400."""
-    listed = [one.text if isinstance(one, Document) else one for one in request.documents]
-    documents = _texts(listed, "documents")
+    documents = _texts(list(map(_document_text, request.documents)), "documents")
     _check_count(documents, "documents", max_pairs)
     if request.top_n is not None and request.top_n < 1:
         message = f"top_n must be at least 1, not {request.top_n}"
         raise ApiError(400, message, "top_n", "invalid_value")
     queries = _texts(request.query, "query") * len(documents)
     return TextPairs(queries, documents, request.instruction or INSTRUCTION)
+
+
+def _document_text(document: str | dict[str, JsonValue]) -> str:
+    text = document if isinstance(document, str) else document.get("text")
+    if not isinstance(text, str):
+        message = 'documents must be texts, or objects with a text as "text"'
+        raise ApiError(400, message, "documents", "invalid_type")
+    return text
 
 
 def _texts(given: Texts | None, field: str) -> list[str]:

@@ -534,8 +534,8 @@ def public(given: params.SamplingParams) -> SamplingParams:
 
 def wrong_types(given: AnyParams) -> list[str]:
     """The fields whose values are of no type that they may have, each with its type and theirs."""
-    names = params.SamplingParams.__struct_fields__
-    return _wrong_types(SamplingParams(**{name: getattr(given, name) for name in names}))
+    values = {name: getattr(given, name) for name in SHARED_FIELDS}
+    return _wrong_types(SamplingParams(**values))
 
 
 def _wrong_types(given: msgspec.Struct) -> list[str]:
