@@ -21,6 +21,8 @@ PROMPTS = "config_sentence_transformers.json"
 # What may follow in modules.json, by the last part of its type.
 TRANSFORMER, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
 LAST_TOKEN = "lasttoken"
+# Names of the size of hidden states; the first that config.json has.
+HIDDEN_SIZES = ("word_embed_proj_dim", "n_embd", "d_model", "hidden_size")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
     modules = None if is_gguf(checkpoint) else _modules(checkpoint / MODULES)
     if task == "generate" or (task == "auto" and modules is None and not is_headless(checkpoint)):
         return None
-    hidden_size = read_json(checkpoint, "config.json").integer("hidden_size")
+    hidden_size = _hidden_size(read_json(checkpoint, "config.json"))
     if task == "score" or modules is None:
         return Pooling(hidden_size, scores=task == "score")
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
@@ -67,6 +69,12 @@ def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
     if POOLING not in kinds:
         raise ConfigurationError(f"{checkpoint / MODULES} has no {POOLING}")
     return _with_prompts(hidden_size, NORMALIZE in kinds, checkpoint)
+
+
+def _hidden_size(fields: Fields) -> int:
+    """Numbers of a hidden state behind the last norm."""
+    named = next((name for name in HIDDEN_SIZES if fields.raw.get(name) is not None), None)
+    return fields.integer(named or HIDDEN_SIZES[-1])
 
 
 def _modules(path: Path) -> list[dict[str, object]] | None:

@@ -302,7 +302,8 @@ class _Handlers:
             vectors, tokens = await self._serving.vectors(request, calls)
         except ApiError as error:
             raise renamed(error, {"prompt": "input", "max_tokens": "input"}) from None
-        return json_response(embedding_response(vectors, tokens, options, context.model))
+        answer = await embedding_response(vectors, tokens, options, context.model)
+        return web.Response(body=answer, content_type="application/json")
 
     async def score(self, request: web.Request) -> web.StreamResponse:
         self._pooling(scores=True)
