@@ -12,8 +12,8 @@ ELSEWHERE = [
     "/generate", "/get_model_info", "/get_server_info", "/server_info", "/health_generate",
     "/flush_cache", "/abort_request", "/v1/loads", "/load", "/invocations",
     "/inference/v1/generate", "/v1/chat/completions/batch", "/v1/chat/completions/render",
-    "/pooling", "/score", "/v1/score",
-    "/v1/rerank", "/classify", "/v1/audio/transcriptions", "/pause_generation", "/open_session",
+    "/pooling", "/encode", "/v2/rerank", "/classify", "/v1/audio/transcriptions",
+    "/pause_generation", "/open_session",
     "/collective_rpc", "/v1/load_lora_adapter", "/start_profile", "/v1/tokenize",
 ]  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": ONE}}
@@ -92,7 +92,12 @@ def test_what_is_not_built_is_said_to_be_missing(http, method):
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (404, "not_found"), path
         assert path in error["message"]
-    assert http.post("/v1/embeddings", {"input": "a"})[0] == 501
+    for path, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        assert http.post(path, body)[0] == 501
     assert http.get("/v1/chat/completions")[0] == 405
 
 

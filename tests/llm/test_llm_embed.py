@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,8 @@ from embedding_checkpoints import (
 )
 from pipeinfer import LLM, PoolingParams
 from pipeinfer.llm import ConfigurationError, RequestError
+from pipeinfer.runtime.local import check_model
+from pipeinfer.settings import Settings
 
 WORDS = ["river", "stone", "lamp", "winter", "seven", "green", "engine", "letter", "cold", "bridge"]
 
@@ -87,6 +91,33 @@ def test_a_generating_model_makes_vectors_where_it_is_asked_to(cache, small):
     )
 
 
+def test_what_no_stage_could_read_is_refused_at_once(cache, small):
+    folder = cache("Qwen3ForCausalLM")
+    with LLM(str(folder), task="embed", **small) as llm:
+        for wrong in (2.5, True, "2", np.int64(2)):
+            with pytest.raises(RequestError, match="PoolingParams"):
+                llm.embed("a", PoolingParams(dimensions=wrong))
+        with pytest.raises(RequestError, match="PoolingParams"):
+            llm.embed("a", PoolingParams(truncate_prompt_tokens=1.5))
+        with pytest.raises(RequestError, match="PoolingParams"):
+            llm.embed("a", PoolingParams(prompt_name=5))
+        with pytest.raises(RequestError, match="one PoolingParams"):
+            llm.embed("a", {"dimensions": 2})
+        for prompt in ({"prompt": "a", "cache_salt": 5}, [[2**40]], {"prompt_token_ids": ["a"]}):
+            with pytest.raises(RequestError):
+                llm.embed(prompt)
+        with pytest.raises(RequestError, match="lora_request"):
+            llm.embed("a", lora_request=object())
+        for wrong in ([5], [{"prompt": "b"}], 5):
+            with pytest.raises(RequestError, match="are texts"):
+                llm.score("a", wrong)
+        given = [{"prompt_token_ids": ids} for ids in ((64, 25), np.array([64, 25]), [64, 25])]
+        vectors = [one.outputs.embedding for one in llm.embed([*given, [64, 25]])]
+        assert llm.embed("a", PoolingParams(task="embed", use_activation=False))
+        assert llm.embed([]) == []
+    assert vectors == [vectors[0]] * 4
+
+
 def test_prompts_of_the_checkpoint_come_before_texts(cache, tmp_path, small):
     folder = embedding_model(cache, tmp_path / "model", "Qwen3ForCausalLM")
     with_modules(folder, prompts={"prompts": PROMPTS, "default_prompt_name": "query"})
@@ -97,6 +128,17 @@ def test_prompts_of_the_checkpoint_come_before_texts(cache, tmp_path, small):
             for name in (None, "query", "document")
         ]
     np.testing.assert_allclose(found, expected[[0, 0, 1]], rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_a_head_generates_nothing(cache, tmp_path):
+    folder = embedding_model(cache, tmp_path / "model", "LlamaForCausalLM")
+    for command in (["generate", "hi"], ["chat"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeinfer", *command, "--model", str(folder)],
+            input="hi\n", capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2 and "no head for logits" in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_generating_model_refuses_vectors(small):
@@ -113,5 +155,7 @@ def test_what_makes_no_vectors_of_last_tokens_is_refused(cache, tmp_path, small)
         (("Dense",), None, "Dense is not supported"),
     ):
         with_modules(folder, *kinds, pooling=pooling)
+        with pytest.raises(ConfigurationError, match=told):  # before a stage loads anything
+            check_model(Settings(model=str(folder)))
         with pytest.raises(ConfigurationError, match=told):
             LLM(str(folder), **small)

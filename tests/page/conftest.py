@@ -59,7 +59,8 @@ def open_page(browser):
     contexts, wrong = [], []
 
     def heard(message):
-        refused = "Failed to load resource: the server responded with a status of 40"
+        told = "Failed to load resource: the server responded with a status of "
+        refused = (f"{told}40", f"{told}501")
         if message.type in ("error", "warning") and not message.text.startswith(refused):
             wrong.append(f"{message.type}: {message.text}")
 

@@ -208,6 +208,34 @@ def answered(page, text: str, model: str = "the-model") -> None:
     )
 
 
+SLOW_STORE = """
+  const open = IDBFactory.prototype.open;
+  IDBFactory.prototype.open = function (...given) {
+    const request = open.apply(this, given);
+    Object.defineProperty(request, "onsuccess", {
+      set(heard) { request.addEventListener("success", () => setTimeout(heard, 700)); },
+    });
+    return request;
+  };
+"""
+
+
+@pytest.mark.parametrize("how", ["key", "button"])
+def test_a_message_is_sent_also_before_the_browser_has_found_its_conversations(
+    feed, open_page, how
+):
+    page = open_page(feed.url, init=SLOW_STORE)
+    answered(page, "here")
+    page.get_by_label("Message", exact=True).fill("early")
+    if how == "key":
+        page.keyboard.press("Enter")
+    else:
+        page.locator("#composer").evaluate("(form) => form.requestSubmit()")
+    assert page.locator("#thread .empty, #thread .welcome, .answer").count() == 0
+    expect(page.locator(".answer .foot")).to_be_visible()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
+
+
 WIDE = (
     "```\n" + "wide " * 80 + "\n```\n\n" + "| a " * 40 + "|\n" + "|---" * 40 + "|\n\n" + "x" * 400
 )

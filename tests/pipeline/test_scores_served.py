@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 from checkpoints import make_checkpoint
 from embedding_checkpoints import expected_scores, expected_vectors, with_modules, write_reranker
 from pipeinfer import LLM
+from pipeinfer.cli.main import main
+from pipeinfer.gateway.scores import _sigmoid
 from servers import Server
 
 QUERY = "where does the river end"
@@ -102,6 +105,49 @@ def test_control_tokens_in_documents_are_text(server):
 def test_what_cannot_be_scored_is_refused_by_name(server, path, body, param):
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_a_long_query_is_not_copied_for_each_document(server):
+    """A gigabyte of letters is refused before it is made, whatever the context would say."""
+    body = {"query": "q" * 1_000_000, "documents": [str(n) for n in range(1024)]}
+    before = psutil.Process(server.pid("gateway")).memory_info().rss
+    answer = httpx.post(f"{server.url}/v1/rerank", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "documents"), answer.text
+    assert psutil.Process(server.pid("gateway")).memory_info().rss < before + 200 * 2**20
+
+
+def test_a_field_that_would_change_an_answer_elsewhere_is_refused(server):
+    for body in ({"data_1": "a", "data_2": "b"}, {"text_1": "a", "text_2": "b", "softmax": True}):
+        answer = httpx.post(f"{server.url}/score", json=body, timeout=60)
+        assert answer.json()["error"]["code"] == "unsupported_parameter", answer.text
+
+
+def test_a_long_document_is_named_by_its_field(server):
+    for path, query, field in (
+        ("/score", "text_1", "text_2"),
+        ("/score", "queries", "documents"),
+        ("/v1/rerank", "query", "documents"),
+    ):
+        body = {query: "a", field: ["b" * 900]}
+        answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+        assert answer.json()["error"]["param"] == field, answer.text
+
+
+def test_vectors_are_no_output(server):
+    counted = server.metric("pipeinfer_generated_tokens_total")
+    post(server, "/score", text_1=QUERY, text_2=DOCUMENTS)
+    assert server.metric("pipeinfer_generated_tokens_total") == counted
+
+
+def test_a_vocabulary_without_the_answers_is_refused(capsys):
+    assert main(["doctor", "--task", "score"]) == 1
+    assert "no and yes must be tokens" in capsys.readouterr().out
+
+
+def test_small_scores_keep_their_order():
+    assert 0 < _sigmoid(-45) < _sigmoid(-38) < _sigmoid(-36) < 3e-16
+    assert _sigmoid(0) == 0.5 and _sigmoid(800) == 1 and _sigmoid(-800) == 0
 
 
 def test_a_model_that_scores_does_nothing_else(server):

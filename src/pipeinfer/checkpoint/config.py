@@ -638,14 +638,22 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _architecture(fields: Fields) -> str:
-    named = fields.raw.get("architectures") or []
-    for name in map(_with_head, map(str, named)):
+    named = _named(fields)
+    for name in map(_with_head, named):
         if name in ARCHITECTURES:
             return name
-    what = ", ".join(map(str, named)) or "(none named)"
+    what = ", ".join(named) or "(none named)"
     raise ConfigurationError(
         f"unsupported architecture {what}; supported: {', '.join(ARCHITECTURES)}"
     )
+
+
+def _named(fields: Fields) -> list[str]:
+    """The architectures that config.json names."""
+    named = fields.raw.get("architectures") or []
+    if not isinstance(named, list):
+        raise fields.error(f"architectures must be a list of names, not {named!r:.100}")
+    return [str(name) for name in named]
 
 
 HEADLESS = "Model"  # suffix of the names of models without a head for logits
@@ -662,7 +670,7 @@ def is_headless(checkpoint: Path) -> bool:
 
 
 def _is_headless(fields: Fields) -> bool:
-    named = [str(name) for name in fields.raw.get("architectures") or []]
+    named = _named(fields)
     return any(_with_head(name) in ARCHITECTURES and name.endswith(HEADLESS) for name in named)
 
 
@@ -739,7 +747,7 @@ def read_outline(checkpoint: Path, model_impl: str = "auto") -> ModelOutline:
             f"--model-impl transformers: {checkpoint} is a GGUF file, read by pipeinfer's own"
         )
     fields = read_json(checkpoint, "config.json")
-    named = [str(name) for name in fields.raw.get("architectures") or []]
+    named = _named(fields)
     have = any(name in ARCHITECTURES for name in named)
     foreign = [name for name in named if name.endswith(DECODERS)]
     if model_impl == "pipeinfer" or (model_impl == "auto" and have) or not foreign:

@@ -10,17 +10,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeinfer.checkpoint.config import is_headless
 from pipeinfer.checkpoint.files import Fields, read_json, read_object
 from pipeinfer.gguf.header import is_gguf
 from pipeinfer.settings import ConfigurationError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 # What may follow in modules.json, by the last part of its type.
 TRANSFORMER, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
 LAST_TOKEN = "lasttoken"
+LABELS = ("no", "yes")  # the answers of a model that is asked for scores, a token each
 # Names of the size of hidden states; the first that config.json has.
 HIDDEN_SIZES = ("word_embed_proj_dim", "n_embd", "d_model", "hidden_size")
 
@@ -44,6 +49,18 @@ class Pooling:
     default_prompt: str = ""
 
 
+def label_ids(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The ids of LABELS. Raises ConfigurationError where one is no token."""
+    ids: list[list[int]] = []
+    if tokenizer is not None:
+        ids = [tokenizer.encode(label, add_special_tokens=False).ids for label in LABELS]
+    if not ids or any(len(found) != 1 for found in ids):
+        raise ConfigurationError(
+            f"--task score: {' and '.join(LABELS)} must be tokens of the model's vocabulary"
+        )
+    return tuple(found[0] for found in ids)
+
+
 def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
     """How the checkpoint, a folder or a GGUF file, makes vectors or scores; None where it generates
     texts.
@@ -52,7 +69,12 @@ def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
     no weights to make logits of. Raises ConfigurationError for what is not the last token's vector.
     """
     modules = None if is_gguf(checkpoint) else _modules(checkpoint / MODULES)
-    if task == "generate" or (task == "auto" and modules is None and not is_headless(checkpoint)):
+    headless = is_headless(checkpoint)
+    if headless and task in ("generate", "score"):
+        raise ConfigurationError(
+            f"--task {task}: {checkpoint} has no head for logits, and makes vectors (--task embed)"
+        )
+    if task == "generate" or (task == "auto" and modules is None and not headless):
         return None
     hidden_size = _hidden_size(read_json(checkpoint, "config.json"))
     if task == "score" or modules is None:

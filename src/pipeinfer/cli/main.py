@@ -359,19 +359,25 @@ def _check_model(settings: Settings) -> Finding:
 
 def _check_texts(settings: Settings) -> Finding:
     """What the tokenizer and the gateway read of the checkpoint."""
+    from pipeinfer.checkpoint.pooling import read_pooling
     from pipeinfer.gateway.stage import request_defaults
     from pipeinfer.tokenizer.prompts import load_encoder
 
     folder = Path(settings.model)
     try:
         built, granted = load_encoder(folder, settings), request_defaults(settings, folder)
+        pooling = read_pooling(folder, settings.task)
     except ConfigurationError as error:
         return "bad", "texts", str(error)
     if built.no_grammars_because and settings.grammar_backend != "none":
         return "note", "texts", built.no_grammars_because
+    ends = f"end tokens {', '.join(map(str, built.eos_ids)) or 'none'}"
+    if pooling is not None:
+        made = "scores of pairs" if pooling.scores else f"vectors of {pooling.hidden_size} numbers"
+        return "ok", "texts", f"{made}; {ends}"
     tools = granted.parsers.tool_parser_name or "none"
     parsers = f"tools by {tools}, thoughts by {granted.parsers.reasoning_parser_name or 'none'}"
-    return "ok", "texts", f"end tokens {', '.join(map(str, built.eos_ids)) or 'none'}; {parsers}"
+    return "ok", "texts", f"{ends}; {parsers}"
 
 
 def _check_gpu_count(settings: Settings, gpus: int) -> Iterator[Finding]:

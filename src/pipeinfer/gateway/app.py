@@ -299,7 +299,7 @@ class _Handlers:
         calls = embedding_calls(body, request_id, options, pooling, context.defaults, trace)
         del body
         try:
-            vectors, tokens = await self._serving.vectors(request, calls)
+            vectors, tokens = await self._serving.vectors(request, calls, len(calls))
         except ApiError as error:
             raise renamed(error, {"prompt": "input", "max_tokens": "input"}) from None
         answer = await embedding_response(vectors, tokens, options, context.model)
@@ -328,7 +328,9 @@ class _Handlers:
         Raises ApiError 501."""
         pooling = self._context.pooling
         if pooling is None:
-            message = "this server generates texts; started with --task embed it makes embeddings"
+            made = "scores" if scores else "embeddings"
+            task = "--task embed or --task score" if scores else "--task embed"
+            message = f"this server generates texts; started with {task} it makes {made}"
             raise ApiError(501, message, code="not_implemented")
         if pooling.scores and not scores:
             raise ApiError(501, "this server makes scores alone", code="not_implemented")

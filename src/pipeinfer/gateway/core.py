@@ -356,12 +356,14 @@ class GatewayCore:
         elif row.finish == "abort" and now >= record.deadline and not delivered:
             out.append(local(_timed_out(record)))
         else:
+            if row.vector:  # it is the output, and not the token that was sampled behind it
+                delta = msgspec.structs.replace(delta, text="", ids=b"")
             counted = msgspec.structs.replace(
                 delta,
-                finish=row.finish,
+                finish="stop" if row.vector else row.finish,
                 stop_reason=row.stop_reason,
                 prompt_tokens=record.once(record.prompt_tokens),
-                output_tokens=row.output_tokens,
+                output_tokens=0 if row.vector else row.output_tokens,
                 cached_tokens=record.once(row.cached_tokens),
                 logprobs=record.logprobs(row, delta.ids),
                 offsets=offsets(row, delta.ids),

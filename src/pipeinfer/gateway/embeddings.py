@@ -20,7 +20,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from pipeinfer.checkpoint.pooling import Pooling
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import POOLING, ApiError, Refusals
 from pipeinfer.gateway.ledger import Call, Failed, OutputDelta, Started
 from pipeinfer.gateway.requests import RequestDefaults, listed_prompts
 from pipeinfer.gateway.response_encoders import api_error
@@ -46,6 +46,7 @@ class PoolingBody(Body, frozen=True, kw_only=True):
     """Base of bodies whose answer is no text."""
 
     json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
+    unsupported_fields: ClassVar[Refusals] = POOLING
     priority: Priority = None
     timeout: Timeout = None
     cache_salt: CacheSalt = None
@@ -115,8 +116,8 @@ def embedding_calls(
     """One call for each text or list of ids. If there are several, their ids are `request_id` with
     -0, -1 ... ApiError 400."""
     prompts = listed_prompts(request.input, defaults.max_prompts, "input")
-    before = _prompt_before(request, pooling)
-    shared = shared_call(request, _params(request, options.size), defaults, trace)
+    before = prompt_before(request, pooling)
+    shared = shared_call(request, embedding_params(request, options.size), defaults, trace)
     shared = replace(shared, add_special_tokens=request.add_special_tokens is not False)
 
     def calls() -> Iterator[Call]:
@@ -155,7 +156,8 @@ def vector_params(size: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, vector_size=size)
 
 
-def _params(request: EmbeddingRequest, size: int) -> SamplingParams:
+def embedding_params(request: EmbeddingRequest, size: int) -> SamplingParams:
+    """Of a call for a vector of `size` numbers. ApiError 400."""
     kept, side = request.truncate_prompt_tokens, request.truncation_side
     params = replace(vector_params(size), truncate_prompt_tokens=kept)
     if side is not None:
@@ -166,8 +168,8 @@ def _params(request: EmbeddingRequest, size: int) -> SamplingParams:
         raise ApiError(400, str(error), error.param, "invalid_value") from None
 
 
-def _prompt_before(request: EmbeddingRequest, pooling: Pooling) -> str:
-    """The checkpoint's prompt that comes before each text."""
+def prompt_before(request: EmbeddingRequest, pooling: Pooling) -> str:
+    """The checkpoint's prompt that comes before each text. ApiError 400."""
     name = pooling.default_prompt if request.prompt_name is None else request.prompt_name
     if not name:
         return ""

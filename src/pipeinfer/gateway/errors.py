@@ -478,6 +478,10 @@ REFUSED = {name: neutral for those in REFUSED_OF.values() for name, neutral in t
 
 # What to ask for in the place of some of them: the first that a body has.
 ALTERNATIVES: dict[str, tuple[str, ...]] = {
+    "data_1": ("text_1",),
+    "data_2": ("text_2",),
+    "items": ("documents",),
+    "use_activation": ("normalize",),
     "min_new_tokens": ("min_tokens",),
     "no_stop_trim": ("include_stop_str_in_output",),
     "return_tokens_as_token_ids": ("return_token_ids",),
@@ -533,6 +537,20 @@ ONLY_MESSAGES: dict[str, tuple[JsonValue, ...]] = {
     "speed": ("standard",),
 }
 MESSAGES = {**REFUSED, **ONLY_MESSAGES}
+
+# What only /v1/embeddings, /score and /v1/rerank refuse, of vLLM and Cohere.
+ONLY_POOLING: dict[str, tuple[JsonValue, ...]] = {
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "use_activation": (True,),
+    "activation": (True,),
+    "softmax": (),
+    "max_tokens_per_doc": (),
+    "data_1": (),
+    "data_2": (),
+    "items": (),
+}
+POOLING = {**REFUSED, **ONLY_POOLING}
 
 # What cannot change an answer of this server, by the reason why.
 IGNORED: dict[str, tuple[str, ...]] = {

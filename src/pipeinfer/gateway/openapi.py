@@ -508,6 +508,11 @@ EXAMPLES: dict[str, JsonObject] = {
 }
 PATH_PARAMETER = re.compile(r"\{(\w+)\}")
 GROUPS = {
+    "/v1/embeddings": "Vectors and scores",
+    "/v1/rerank": "Vectors and scores",
+    "/v1/score": "Vectors and scores",
+    "/score": "Vectors and scores",
+    "/rerank": "Vectors and scores",
     "/v1/": "Models",
     "/monitor": "Pipeline",
     "/page": "Web page",

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 from msgspec.structs import replace
 
-from pipeinfer.checkpoint.pooling import Pooling
+from pipeinfer.checkpoint.pooling import LABELS, Pooling
 from pipeinfer.gateway.embeddings import PoolingBody, as_vector, shared_call, vector_params
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.ledger import Call
@@ -28,7 +28,6 @@ from pipeinfer.gateway.requests import RequestDefaults
 from pipeinfer.gateway.schema import Int32, about
 from pipeinfer.params import JsonObject, JsonValue
 
-LABELS = ("no", "yes")  # a token each
 JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
@@ -71,12 +70,13 @@ class RerankRequest(PoolingBody, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class TextPairs:
-    """queries, documents: as many of each; the field of the request that has each is named by
-    `fields`. instruction: what a document is to do for a query."""
+    """queries, documents: as many of each. instruction: what a document is to do for a query; "":
+    INSTRUCTION. field: of the request, that has the documents."""
 
     queries: list[str]
     documents: list[str]
-    instruction: str = INSTRUCTION
+    instruction: str = ""
+    field: str = "documents"
 
 
 def takes_query_and_document(templates: Iterable[str]) -> bool:
@@ -92,12 +92,12 @@ def pairs_to_score(request: ScoreRequest, max_pairs: int) -> TextPairs:
     first, second = (_texts(getattr(request, name), name) for name in names)
     if len(first) not in (1, len(second)):
         message = (
-            f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: give one, or as many"
+            f"{names[0]} must have one text, or {len(second)} as {names[1]} has, not {len(first)}"
         )
         raise ApiError(400, message, names[0], "invalid_value")
     _check_count(second, names[1], max_pairs)
     queries = first * len(second) if len(first) == 1 else first
-    return TextPairs(queries, second, request.instruction or INSTRUCTION)
+    return TextPairs(queries, second, request.instruction or "", names[1])
 
 
 def pairs_to_rerank(request: RerankRequest, max_pairs: int) -> TextPairs:
@@ -108,7 +108,7 @@ def pairs_to_rerank(request: RerankRequest, max_pairs: int) -> TextPairs:
         message = f"top_n must be at least 1, not {request.top_n}"
         raise ApiError(400, message, "top_n", "invalid_value")
     queries = _texts(request.query, "query") * len(documents)
-    return TextPairs(queries, documents, request.instruction or INSTRUCTION)
+    return TextPairs(queries, documents, request.instruction or "")
 
 
 def _document_text(document: str | dict[str, JsonValue]) -> str:
@@ -155,56 +155,80 @@ class PairScorer:
         request: PoolingBody,
         defaults: RequestDefaults,
         trace: str,
-    ) -> list[Call]:
-        """The calls, each for a vector; their ids are `request_id` with -0, -1 ..."""
+    ) -> Iterator[Call]:
+        """The calls, each for a vector, as many as `num_calls`; their ids are `request_id` with -0,
+        -1 ... ApiError 400."""
         size = len(LABELS) if self.pooling.scores else self.pooling.hidden_size
         params = replace(vector_params(size), vector_token_ids=self.label_ids)
         shared = shared_call(request, params, defaults, trace)
         if self.pooling.scores:
-            calls = [self._asking(shared, pairs, i) for i in range(len(pairs.documents))]
-        else:
-            calls = [replace(shared, text=text) for text in _different(self._prompted(pairs))]
-        return [replace(call, request_id=f"{request_id}-{i}") for i, call in enumerate(calls)]
+            for i in range(len(pairs.documents)):
+                yield self._asking(replace(shared, request_id=f"{request_id}-{i}"), pairs, i)
+            return
+        for i, (role, text) in enumerate(self._different(pairs)):
+            yield replace(shared, request_id=f"{request_id}-{i}", text=self._prompted(role, text))
+
+    def num_calls(self, pairs: TextPairs) -> int:
+        """How many calls there are for the pairs."""
+        return len(pairs.documents if self.pooling.scores else self._different(pairs))
+
+    def check(self, pairs: TextPairs, max_calls: int, max_letters: int) -> None:
+        """ApiError 400 for more than that, before any text is copied."""
+        if pairs.instruction and not self.pooling.scores:
+            message = "instruction is for models that are asked: this one makes vectors"
+            raise ApiError(400, message, "instruction", "unsupported_parameter")
+        if self.num_calls(pairs) > max_calls:
+            message = f"at most {max_calls} different texts a request, not {self.num_calls(pairs)}"
+            raise ApiError(400, message, pairs.field, "invalid_value")
+        each = len(pairs.instruction)
+        letters = sum(
+            len(query) + len(document) + each
+            for query, document in zip(pairs.queries, pairs.documents, strict=True)
+        )
+        if self.pooling.scores and letters > max_letters:
+            message = (
+                f"the pairs have {letters:,} letters, of which at most {max_letters:,} are taken"
+            )
+            raise ApiError(400, message, pairs.field, "invalid_value")
 
     def scores(self, pairs: TextPairs, vectors: Sequence[bytes]) -> list[float]:
         """The score of each pair, from the vectors of its calls."""
         if self.pooling.scores:
             logits = [as_vector(raw, normalize=False).tolist() for raw in vectors]
             return [_sigmoid(yes - no) for no, yes in logits]
-        texts = self._prompted(pairs)
         by_text = {
             text: as_vector(raw, normalize=True)
-            for text, raw in zip(_different(texts), vectors, strict=True)
+            for text, raw in zip(self._different(pairs), vectors, strict=True)
         }
-        return [float(np.dot(by_text[query], by_text[text])) for query, text in texts]
+        return [
+            float(np.dot(by_text["query", query], by_text["document", document]))
+            for query, document in zip(pairs.queries, pairs.documents, strict=True)
+        ]
 
     def _asking(self, shared: Call, pairs: TextPairs, i: int) -> Call:
         query, document = pairs.queries[i], pairs.documents[i]
+        instruction = pairs.instruction or INSTRUCTION
         if self.template_roles:
-            turns = ("system", pairs.instruction), ("query", query), ("document", document)
+            turns = ("system", instruction), ("query", query), ("document", document)
         else:
-            text = f"<Instruct>: {pairs.instruction}\n<Query>: {query}\n<Document>: {document}"
+            text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
             turns = ("system", JUDGE), ("user", text)
         chat: list[JsonObject] = [{"role": role, "content": content} for role, content in turns]
         return replace(shared, chat=chat, template_arguments={"enable_thinking": False})
 
-    def _prompted(self, pairs: TextPairs) -> list[tuple[str, str]]:
-        """The pairs behind the checkpoint's prompts for each of them."""
-        prompts = self.pooling.prompts
-        query, document = prompts.get("query", ""), prompts.get("document", "")
-        return [
-            (query + one, document + other)
-            for one, other in zip(pairs.queries, pairs.documents, strict=True)
-        ]
+    def _different(self, pairs: TextPairs) -> list[tuple[str, str]]:
+        """(its role, the text) of all texts, each once."""
+        queries = (("query", text) for text in pairs.queries)
+        documents = (("document", text) for text in pairs.documents)
+        return list(dict.fromkeys((*queries, *documents)))
 
-
-def _different(texts: list[tuple[str, str]]) -> list[str]:
-    """All texts, each once."""
-    return list(dict.fromkeys(text for pair in texts for text in pair))
+    def _prompted(self, role: str, text: str) -> str:
+        """The text behind the checkpoint's prompt for its role."""
+        return self.pooling.prompts.get(role, "") + text
 
 
 def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else 1 - 1 / (1 + math.exp(x))
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
 def score_response(

@@ -32,7 +32,7 @@ from aiohttp.web_protocol import RequestPayloadError
 from msgspec import inspect
 from msgspec.structs import replace
 
-from pipeinfer.checkpoint.pooling import Pooling
+from pipeinfer.checkpoint.pooling import LABELS, Pooling
 from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, BrowserGuard, x_request_id
 from pipeinfer.gateway.connections import CONTINUE
 from pipeinfer.gateway.core import GatewayCore
@@ -74,7 +74,7 @@ from pipeinfer.gateway.schema import (
     TokenizeRequest,
     prescan,
 )
-from pipeinfer.gateway.scores import LABELS, PairScorer, TextPairs
+from pipeinfer.gateway.scores import PairScorer, TextPairs
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
 from pipeinfer.params import JsonObject, JsonValue, SamplingParams
@@ -704,12 +704,14 @@ class Serving:
         async with self.context.sessions.open(calls, admission.metered(request, sink)):
             return await sink.prompt()
 
-    async def vectors(self, request: web.Request, calls: Sequence[Call]) -> tuple[list[bytes], int]:
-        """The vectors of calls for one each, and tokens of all their prompts."""
-        self.refuse_beyond_capacity(len(calls))
-        sink = VectorSink(len(calls))
+    async def vectors(
+        self, request: web.Request, calls: Iterable[Call], count: int
+    ) -> tuple[list[bytes], int]:
+        """The vectors of `count` calls for one each, and tokens of all their prompts."""
+        self.refuse_beyond_capacity(count)
+        sink = VectorSink(count)
         admission = self.context.admission
-        admission.count_choices(request, len(calls), len(calls))
+        admission.count_choices(request, count, count)
         with_client = self._with_client(request, calls)
         async with self.context.sessions.open(with_client, admission.metered(request, sink)):
             return await sink.vectors()
@@ -722,25 +724,24 @@ class Serving:
         assert context.pooling is not None
         label_ids = await self._ids_of_labels(request) if context.pooling.scores else ()
         scorer = PairScorer(context.pooling, label_ids, context.template_roles)
-        trace = client_trace(request)
-        calls = scorer.calls(pairs, request_id, body, context.defaults, trace)
-        vectors, tokens = await self.vectors(request, calls)
+        scorer.check(pairs, context.defaults.max_prompts, context.max_body_bytes)
+        calls = scorer.calls(pairs, request_id, body, context.defaults, client_trace(request))
+        try:
+            vectors, tokens = await self.vectors(request, calls, scorer.num_calls(pairs))
+        except ApiError as error:
+            raise renamed(error, {"prompt": pairs.field, "messages": pairs.field}) from None
         return scorer.scores(pairs, vectors), tokens
 
     async def _ids_of_labels(self, request: web.Request) -> tuple[int, ...]:
-        """The ids of the two answers of a model that is asked for scores; found out once. Raises
-        ApiError 501 where one is no token."""
+        """The ids of the two answers of a model that is asked for scores: a token each, or the
+        tokenizer had not started. Found out once."""
         if not self._label_ids:
-            found = [await self._ids_of_label(request, label) for label in LABELS]
-            if any(len(ids) != 1 for ids in found):
-                message = f"the model's vocabulary lacks one of {', '.join(LABELS)}"
-                raise ApiError(501, message, code="not_implemented")
-            self._label_ids = tuple(ids[0] for ids in found)
+            self._label_ids = tuple([await self._label_id(request, label) for label in LABELS])
         return self._label_ids
 
-    async def _ids_of_label(self, request: web.Request, label: str) -> list[int]:
+    async def _label_id(self, request: web.Request, label: str) -> int:
         call = label_call(label, f"tok-{uuid.uuid4().hex}", self.context.defaults)
-        return unpack((await self.encode_prompt(request, call)).prompt_ids).tolist()
+        return int(unpack((await self.encode_prompt(request, call)).prompt_ids)[0])
 
     def _with_client(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
         """The calls with their client's hash; the monitor notes their owner."""

@@ -533,7 +533,10 @@ class HttpDriver:
     def _announce(self) -> None:
         if self._open and not self._announced and self._context.core.status == "ready":
             self._announced = True
-            page = f"chat in a browser at {self.url}, " if self._context.monitor is not None else ""
+            sees = "see the pipeline" if self._context.pooling is not None else "chat"
+            page = ""
+            if self._context.monitor is not None:
+                page = f"{sees} in a browser at {self.url}, "
             log.info("%ssend requests to %s/v1, stop with Ctrl-C", page, self.url)
             over = CLEAR_LINE if can_rewrite(sys.stdout) else ""
             try:

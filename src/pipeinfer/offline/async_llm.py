@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from pipeinfer import settings as config
-from pipeinfer.checkpoint.pooling import Pooling, read_pooling
+from pipeinfer.checkpoint.pooling import Pooling, label_ids, read_pooling
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages
 from pipeinfer.gateway.ledger import (
@@ -33,7 +33,7 @@ from pipeinfer.gateway.ledger import (
     StatusChanged,
 )
 from pipeinfer.gateway.requests import COMPLETION_MAX_TOKENS, sampling_defaults
-from pipeinfer.gateway.scores import LABELS, PairScorer, takes_query_and_document
+from pipeinfer.gateway.scores import PairScorer, takes_query_and_document
 from pipeinfer.gateway.sessions import (
     CANNOT_SLEEP,
     LOOK_SECONDS,
@@ -271,10 +271,12 @@ class AsyncLLM:
         self,
         prompts: Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
         progress: Progress | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of each of `prompts`, a text, token ids, or a dict with one of them; in their
-        order. pooling_params: for all of them.
+        order. pooling_params, add_special_tokens: for all of them.
 
         Raises ValueError where the model generates texts, RequestError for a prompt that is refused
         or fails (all others are aborted then), PipelineStopped if the stages are gone.
@@ -285,14 +287,15 @@ class AsyncLLM:
         if self._pooling.scores:
             raise ValueError(SCORES_ALONE)
         params = pooling_params or PoolingParams()
-        batch = embedding_batch(self.name("embed"), prompts, params, self._pooling)
+        name = self.name("embed")
+        batch = embedding_batch(name, prompts, params, add_special_tokens, self._pooling)
         gathered = await self.gather(batch.asked, progress or Progress(len(prompts)))
         return batch.outputs([collector for [collector] in gathered])
 
     async def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: str | list[str],
+        data_2: str | list[str],
         *,
         instruction: str | None = None,
         progress: Progress | None = None,
@@ -306,12 +309,9 @@ class AsyncLLM:
         self._running()
         if self._pooling is None:
             raise ValueError(NOT_SCORING)
-        first, second = (
-            [data] if isinstance(data, str) else list(data) for data in (data_1, data_2)
-        )
         scorer = self._scorer(self._pooling)
         name = self.name("score")
-        pairs, asked = score_batch(name, first, second, instruction, scorer)
+        pairs, asked = score_batch(name, data_1, data_2, instruction, scorer)
         progress = progress or Progress(0)
         progress.total = len(asked)  # of vectors, one for each different text
         gathered = await self.gather(asked, progress)
@@ -325,13 +325,8 @@ class AsyncLLM:
         if not pooling.scores:
             return PairScorer(pooling)
         tokenizer = load_tokenizer(self._folder, read_tokenizer_config(self._folder))
-        ids: list[list[int]] = []
-        if tokenizer is not None:
-            ids = [tokenizer.encode(label, add_special_tokens=False).ids for label in LABELS]
-        if len(ids) != len(LABELS) or any(len(found) != 1 for found in ids):
-            raise ValueError(f"the model's vocabulary lacks one of {', '.join(LABELS)}")
         roles = takes_query_and_document([self._chat_template])
-        return PairScorer(pooling, tuple(found[0] for found in ids), roles)
+        return PairScorer(pooling, label_ids(tokenizer), roles)
 
     async def gather(
         self, batch: Sequence[OfflineRequest], progress: Progress

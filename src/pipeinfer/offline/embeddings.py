@@ -13,13 +13,14 @@ from pipeinfer.gateway.embeddings import (
     EmbeddingRequest,
     VectorOptions,
     as_vector,
-    embedding_calls,
+    embedding_params,
+    prompt_before,
     vector_options,
 )
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.requests import RequestDefaults
-from pipeinfer.gateway.scores import PairScorer, ScoreRequest, TextPairs, pairs_to_score
-from pipeinfer.offline.calls import Prompt, prompt_parts
+from pipeinfer.gateway.scores import PairScorer, ScoreRequest, TextPairs, Texts, pairs_to_score
+from pipeinfer.offline.calls import Prompt, completion, prompt_parts
 from pipeinfer.offline.outputs import Collector, OfflineRequest, RequestError
 from pipeinfer.params import MAX_INT, SamplingParams
 
@@ -39,12 +40,22 @@ class PoolingParams:
     - truncate_prompt_tokens: so many of a text's last tokens are kept; None: all
     - prompt_name: which of the checkpoint's prompts comes before each text, as "query"; None: the
       checkpoint's default
+    - task: for scripts of vLLM; None or "embed"
+    - use_activation: vLLM's name of `normalize`
     """
 
     dimensions: int | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_name: str | None = None
+    task: str | None = None
+    use_activation: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in (None, "embed"):
+            raise ValueError(f"task {self.task!r}: there are vectors of texts alone, 'embed'")
+        if self.normalize is None:
+            self.normalize = self.use_activation
 
 
 @dataclass(slots=True)
@@ -124,39 +135,53 @@ def vector_of(collector: Collector) -> bytes:
 
 
 def score_batch(
-    name: str, first: Sequence[str], second: Sequence[str], instruction: str | None,
-    scorer: PairScorer,
-) -> tuple[TextPairs, list[OfflineRequest]]:  # fmt: skip
+    name: str, data_1: Texts, data_2: Texts, instruction: str | None, scorer: PairScorer
+) -> tuple[TextPairs, list[OfflineRequest]]:
     """The pairs, and the calls for their scores. Raises RequestError for what a server would
     refuse."""
-    body = ScoreRequest(text_1=list(first), text_2=list(second), instruction=instruction)
-    defaults = RequestDefaults(SamplingParams())
     try:
+        body = msgspec.convert(
+            {"text_1": data_1, "text_2": data_2, "instruction": instruction}, ScoreRequest
+        )
         pairs = pairs_to_score(body, max_pairs=MAX_INT)
-        calls = scorer.calls(pairs, name, body, defaults, "")
+        scorer.check(pairs, MAX_INT, MAX_INT)
+        calls = scorer.calls(pairs, name, body, RequestDefaults(SamplingParams()), "")
+        return pairs, [OfflineRequest(call) for call in calls]
     except ApiError as error:
         raise RequestError(str(error), error.param, error.code) from None
-    return pairs, [OfflineRequest(call) for call in calls]
+    except msgspec.ValidationError as error:
+        raise RequestError(f"data_1, data_2 and instruction are texts: {error}", "data_1") from None
 
 
 def embedding_batch(
-    name: str, prompts: Sequence[Prompt], params: PoolingParams, pooling: Pooling
+    name: str, prompts: Sequence[Prompt], params: PoolingParams, special: bool, pooling: Pooling
 ) -> EmbeddingBatch:
-    """Calls for the vectors of `prompts`; `name` begins their ids. Raises RequestError for what a
-    server would refuse."""
-    defaults = RequestDefaults(SamplingParams(), max_prompts=1)
-    asked: list[OfflineRequest] = []
+    """Calls for the vectors of `prompts`; `name` begins their ids. special: the tokenizer adds its
+    tokens to texts. Raises RequestError for what a server would refuse."""
+    if not hasattr(params, "prompt_name"):
+        raise RequestError("pooling_params is one PoolingParams, for all prompts", "pooling_params")
+    fields = {
+        name: getattr(params, name)
+        for name in ("dimensions", "normalize", "truncate_prompt_tokens", "prompt_name")
+    }
     try:
-        fields = {field: getattr(params, field) for field in PoolingParams.__slots__}
-        shared = EmbeddingRequest(input="", **fields)
-        options = vector_options(shared, pooling)
-        for i, prompt in enumerate(prompts):
-            text, ids, salt = prompt_parts(prompt)
-            body = msgspec.structs.replace(
-                shared, input=(text or "") if ids is None else ids, cache_salt=salt or None
-            )
-            [call] = embedding_calls(body, f"{name}-{i}", options, pooling, defaults, "")
-            asked.append(OfflineRequest(call, text))
+        body = msgspec.convert({"input": "text", **fields}, EmbeddingRequest)
+        options = vector_options(body, pooling)
+        before, sampling = prompt_before(body, pooling), embedding_params(body, options.size)
     except ApiError as error:
         raise RequestError(str(error), error.param, error.code) from None
+    except msgspec.ValidationError as error:
+        raise RequestError(f"PoolingParams: {error}", "pooling_params") from None
+    asked = [
+        completion(f"{name}-{i}", _behind(before, prompt), sampling, add_special_tokens=special)
+        for i, prompt in enumerate(prompts)
+    ]
     return EmbeddingBatch(asked, options)
+
+
+def _behind(before: str, prompt: Prompt) -> Prompt:
+    """A text behind the checkpoint's prompt; ids have none."""
+    text, ids, salt = prompt_parts(prompt)
+    if not before or ids is not None or not isinstance(text, str):
+        return prompt
+    return {"prompt": before + text, "cache_salt": salt}

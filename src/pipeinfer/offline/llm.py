@@ -311,30 +311,39 @@ class LLM(SyncModel):
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool | Callable[..., object] | None = None,
+        *,
+        lora_request: object = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt, a text, token ids, or a dict with one of them, in their order.
 
-        pooling_params: for all of them. use_tqdm: as for generate(). Raises as AsyncLLM.embed()
-        does.
+        pooling_params: for all of them. use_tqdm, tokenization_kwargs: as for generate(). Raises as
+        AsyncLLM.embed() does.
         """
         self._check_open()
         listed = calls.as_list(prompts)
-        progress = Progress(len(listed))
+        [options] = calls.with_options(1, None, lora_request, tokenization_kwargs, None)
+        special, progress = options.get("add_special_tokens", True), Progress(len(listed))
+        asked = self._llm.embed(
+            listed, pooling_params, add_special_tokens=special, progress=progress
+        )
         with ProgressBar(progress, use_tqdm) as bar:
-            return self._thread.run(self._llm.embed(listed, pooling_params, progress), bar.show)
+            return self._thread.run(asked, bar.show)
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: str | list[str],
+        data_2: str | list[str],
         use_tqdm: bool | Callable[..., object] | None = None,
         *,
         instruction: str | None = None,
+        lora_request: object = None,
     ) -> list[ScoringRequestOutput]:
         """How well each text of `data_2` fits to that of `data_1`, which may be one for all; see
         AsyncLLM.score(). use_tqdm: as for generate()."""
         self._check_open()
-        progress = Progress(1 if isinstance(data_2, str) else len(data_2))
+        calls.with_options(1, None, lora_request, None, None)
+        progress = Progress(len(data_2) if isinstance(data_2, list) else 1)
         asked = self._llm.score(data_1, data_2, instruction=instruction, progress=progress)
         with ProgressBar(progress, use_tqdm) as bar:
             return self._thread.run(asked, bar.show)

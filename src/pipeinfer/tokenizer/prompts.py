@@ -22,6 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipeinfer.checkpoint.config import read_outline
+from pipeinfer.checkpoint.pooling import label_ids
 from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.messages import Submit
 from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, SamplingParams, Thoughts, ThoughtState
@@ -433,6 +434,8 @@ def load_encoder(folder: Path, settings: Settings, multithreaded: bool = False) 
     model = read_outline(folder, settings.model_impl)
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
+    if settings.task == "score":
+        label_ids(tokenizer)
     eos_ids = read_end_ids(folder, tokenizer, config)
     shown = "\n".join(template_sources(folder, config, settings.chat_template).values())
     encoder = PromptEncoder(

@@ -46,14 +46,17 @@ export class Chat {
   #field = byId("prompt");
   #button = byId("send");
   #alarm = null; // what went wrong with a file
+  #early = false; // a message was to be sent before a conversation was open
 
   async start() {
+    this.#wireComposer();
     this.#store = await openStore();
     if (!this.#store.lasting) put(byId("kept"), "This browser keeps nothing after a reload.");
     this.#all = (await this.#store.conversations()).sort((a, b) => b.touched - a.touched);
     this.#wire();
     if (this.#all.length) await this.#open(this.#all[0].id);
     else this.begin();
+    if (this.#early) this.#send(this.#field.value);
     await this.#askModel();
   }
 
@@ -99,17 +102,26 @@ export class Chat {
     byId("export").onclick = () => this.#export();
     byId("import").onclick = () => byId("import-file").click();
     byId("import-file").onchange = ({ target }) => this.#import(target);
+  }
+
+  /** Also of use while the browser still looks for its conversations. */
+  #wireComposer() {
     byId("composer").onsubmit = (event) => {
       event.preventDefault();
-      const run = this.#runs.get(this.#now.id);
+      const run = this.#now && this.#runs.get(this.#now.id);
       if (run) run.stop.abort();
-      else this.#send(this.#field.value);
+      else this.#sendWritten();
     };
     this.#field.onkeydown = (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
-      if (!this.#runs.has(this.#now.id)) this.#send(this.#field.value);
+      this.#sendWritten();
     };
+  }
+
+  #sendWritten() {
+    if (!this.#now) this.#early = true;
+    else if (!this.#runs.has(this.#now.id)) this.#send(this.#field.value);
   }
 
   #side(open) {
