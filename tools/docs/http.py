@@ -25,6 +25,7 @@ from pipeinfer.gateway.errors import (
     CODES,
     IGNORED,
     ONLY_MESSAGES,
+    ONLY_POOLING,
     ONLY_RESPONSES,
     REFUSED_OF,
     ApiError,
@@ -160,14 +161,14 @@ def _taken() -> Iterator[str]:
     named = codes(CountRequest.__struct_fields__)
     yield f"`POST /v1/messages/count_tokens` has of those {named}."
     yield "## Embeddings"
-    yield "`POST /v1/embeddings`."
+    yield "`POST /v1/embeddings`. " + _beside(ONLY_POOLING)
     yield _fields(EmbeddingRequest, EmbeddingRequest.__struct_fields__)
     for title, body, paths in (
         ("Scores", ScoreRequest, "`POST /score` and `/v1/score`."),
         ("Ranking", RerankRequest, "`POST /v1/rerank` and `/rerank`."),
     ):
         yield f"## {title}"
-        yield paths
+        yield f"{paths} Refuses what embeddings refuse."
         yield _fields(body, body.__struct_fields__)
     for path, body in (("tokenize", TokenizeRequest), ("detokenize", DetokenizeRequest)):
         yield f"## {path.capitalize()}"
