@@ -23,7 +23,7 @@ from pipeinfer.cli import chat_model
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.engine.profiling import PHASES
 from pipeinfer.engine.start import PHASES as START
-from pipeinfer.gateway.errors import ALTERNATIVES, CODES, IGNORED_FIELDS, REFUSED
+from pipeinfer.gateway.errors import ALTERNATIVES, CODES, IGNORED_FIELDS, POOLING, REFUSED
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS, document
@@ -244,7 +244,7 @@ def test_every_field_of_a_body_is_explained_and_every_other_refused_or_ignored()
     for name in (*REFUSED, *IGNORED_FIELDS):
         assert f"`{name}`" in rest, name
     fields = {name for body in bodies for name in body.__struct_fields__}
-    assert set(ALTERNATIVES) <= set(REFUSED)
+    assert set(ALTERNATIVES) <= {*REFUSED, *POOLING}
     assert {name for names in ALTERNATIVES.values() for name in names} <= fields
 
 
