@@ -5,6 +5,7 @@ transformers computes of them. Knows nothing of pipeinfer. Import it as
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ from checkpoints import make_checkpoint
 PROMPTS = {"query": "Instruct: find it\nQuery:", "document": ""}
 KINDS = "sentence_transformers.models"
 LAST_TOKEN = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+
+
+WORDS = ["river", "stone", "lamp", "winter", "seven", "green", "engine", "letter", "cold", "bridge"]
+
+
+def texts(count: int, seed: int = 3) -> list[str]:
+    """Of 1 to 40 words."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 40))) for _ in range(count)]
 
 
 def with_modules(

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MODEL = "pipeinfer-demo"
 KEY = "none"
 QUESTION = [{"role": "user", "content": "Count from 3 to 9."}]
+TEXTS = ["Once upon a time", "There was a king", "Count from 3 to 9."]
 COUNTED = "3 4 5 6 7 8 9"  # the demo model can count
 
 

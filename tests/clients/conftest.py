@@ -21,5 +21,12 @@ def server():
 
 
 @pytest.fixture(scope="session")
+def vectors_url():
+    """Of a server that makes vectors."""
+    with Server("--task", "embed", python=os.environ["PYTHON_OF_SERVER"]) as running:
+        yield f"{running.url}/v1"
+
+
+@pytest.fixture(scope="session")
 def url(server):
     return f"{server.url}/v1"

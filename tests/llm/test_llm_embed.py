@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from embedding_checkpoints import (
     PROMPTS,
     cosines,
     expected_vectors,
+    texts,
     with_modules,
     without_head,
 )
@@ -23,13 +23,6 @@ from pipeinfer import LLM, PoolingParams
 from pipeinfer.llm import ConfigurationError, RequestError
 from pipeinfer.runtime.local import check_model
 from pipeinfer.settings import Settings
-
-WORDS = ["river", "stone", "lamp", "winter", "seven", "green", "engine", "letter", "cold", "bridge"]
-
-
-def texts(count: int, seed: int = 3) -> list[str]:
-    rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 40))) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,15 +13,8 @@ import openai
 import pytest
 
 from checkpoints import make_checkpoint
-from embedding_checkpoints import cosines, expected_vectors, with_modules
+from embedding_checkpoints import cosines, expected_vectors, texts, with_modules
 from servers import Server
-
-WORDS = ["river", "stone", "lamp", "winter", "seven", "green", "engine", "letter", "cold", "bridge"]
-
-
-def texts(count: int, seed: int = 3) -> list[str]:
-    rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 40))) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")

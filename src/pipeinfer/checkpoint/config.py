@@ -613,7 +613,7 @@ def read_config(folder: Path) -> ModelConfig:
         num_kv_heads=fields.integer("num_key_value_heads", heads),
         head_dim=_head_dim(fields, family, heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_word_embeddings=_is_headless(fields)
+        tie_word_embeddings=is_headless(fields)
         or fields.boolean("tie_word_embeddings", family.tied),
         attention_bias=fields.boolean(*family.bias),
         mlp_bias=fields.boolean("mlp_bias", False),
@@ -664,12 +664,8 @@ def _with_head(name: str) -> str:
     return name.removesuffix(HEADLESS) + "ForCausalLM" if name.endswith(HEADLESS) else name
 
 
-def is_headless(checkpoint: Path) -> bool:
-    """Whether the checkpoint, a folder or a GGUF file, has a decoder without a head for logits."""
-    return _is_headless(read_json(checkpoint, "config.json"))
-
-
-def _is_headless(fields: Fields) -> bool:
+def is_headless(fields: Fields) -> bool:
+    """Whether config.json is that of a decoder without a head for logits."""
     named = _named(fields)
     return any(_with_head(name) in ARCHITECTURES and name.endswith(HEADLESS) for name in named)
 

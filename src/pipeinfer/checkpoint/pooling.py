@@ -69,14 +69,15 @@ def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
     no weights to make logits of. Raises ConfigurationError for what is not the last token's vector.
     """
     modules = None if is_gguf(checkpoint) else _modules(checkpoint / MODULES)
-    headless = is_headless(checkpoint)
+    config = read_json(checkpoint, "config.json")
+    headless = is_headless(config)
     if headless and task in ("generate", "score"):
         raise ConfigurationError(
             f"--task {task}: {checkpoint} has no head for logits, and makes vectors (--task embed)"
         )
     if task == "generate" or (task == "auto" and modules is None and not headless):
         return None
-    hidden_size = _hidden_size(read_json(checkpoint, "config.json"))
+    hidden_size = _hidden_size(config)
     if task == "score" or modules is None:
         return Pooling(hidden_size, scores=task == "score")
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]

@@ -183,10 +183,9 @@ class LocalModel:
         self._max_tokens = answer_options.max_tokens
         settings = dict(flags.settings)
         model = str(settings.pop("model", ""))
-        if settings.setdefault("task", "generate") not in ("auto", "generate"):
-            raise config.ConfigurationError(
-                f"--task {settings['task']}: this command generates texts"
-            )
+        task = settings.get("task", "auto")
+        if task not in ("auto", "generate"):
+            raise config.ConfigurationError(f"--task {task}: this command generates texts")
         settings["task"] = "generate"
         self._llm = AsyncLLM(
             model, **(batch_defaults(settings) if answer_options.batch else settings)

@@ -12,44 +12,32 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
 from pipeinfer.checkpoint.pooling import Pooling
-from pipeinfer.gateway.errors import POOLING, ApiError, Refusals
+from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.ledger import Call, Failed, OutputDelta, Started
-from pipeinfer.gateway.requests import RequestDefaults, listed_prompts
+from pipeinfer.gateway.requests import (
+    RequestDefaults,
+    listed_prompts,
+    prompt_calls,
+    shared_call,
+)
 from pipeinfer.gateway.response_encoders import api_error
 from pipeinfer.gateway.schema import (
-    COMPLETION_LIMITS,
     AddSpecialTokens,
-    Body,
-    CacheSalt,
     Int32,
-    JsonLimits,
-    Priority,
-    Timeout,
+    PoolingBody,
     TokenId,
     TruncatePromptTokens,
     TruncationSide,
     about,
 )
 from pipeinfer.params import InvalidParameter, JsonObject, JsonValue, SamplingParams, normalized
-from pipeinfer.wire import pack
-
-
-class PoolingBody(Body, frozen=True, kw_only=True):
-    """Base of bodies whose answer is no text."""
-
-    json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
-    unsupported_fields: ClassVar[Refusals] = POOLING
-    priority: Priority = None
-    timeout: Timeout = None
-    cache_salt: CacheSalt = None
 
 
 class EmbeddingRequest(PoolingBody, frozen=True, kw_only=True):
@@ -118,37 +106,11 @@ def embedding_calls(
     prompts = listed_prompts(request.input, defaults.max_prompts, "input")
     before = prompt_before(request, pooling)
     shared = shared_call(request, embedding_params(request, options.size), defaults, trace)
-    shared = replace(shared, add_special_tokens=request.add_special_tokens is not False)
-
-    def calls() -> Iterator[Call]:
-        for i, prompt in enumerate(prompts):
-            name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-            if isinstance(prompt, str):
-                yield replace(shared, request_id=name, text=before + prompt)
-            else:
-                yield replace(shared, request_id=name, prompt_ids=pack(prompt))
-
     if request.prompt_name is not None and not isinstance(prompts[0], str):
         message = "prompt_name is not allowed with token ids"
         raise ApiError(400, message, "prompt_name", "invalid_value")
-    return list(calls())
-
-
-def shared_call(
-    request: PoolingBody, params: SamplingParams, defaults: RequestDefaults, trace: str
-) -> Call:
-    """A call with all that the calls of a request share, without id and prompt. ApiError 400."""
-    if request.timeout == 0:
-        message = "timeout must be more than 0 seconds; leave it out for the server's own"
-        raise ApiError(400, message, "timeout", "invalid_value")
-    return Call(
-        request_id="",
-        params=params,
-        priority=request.priority or 0,
-        timeout=request.timeout or defaults.timeout,
-        cache_salt=request.cache_salt or "",
-        trace=trace,
-    )
+    special = request.add_special_tokens is not False
+    return list(prompt_calls(shared, request_id, prompts, special, before))
 
 
 def vector_params(size: int) -> SamplingParams:

@@ -9,7 +9,7 @@ Knows the schema and the core's events; no HTTP and no tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from pipeinfer.gateway.schema import (
     CompletionRequest,
     ContentPart,
     Generation,
+    PoolingBody,
     StreamOptions,
 )
 from pipeinfer.gateway.tool_parsers.base import ParserFactory
@@ -284,16 +285,8 @@ def parse_completion(
     shared = replace(
         shared, return_prompt_text=output_options.echo, fallback_grammar=constraint.fallback
     )
-
-    def calls() -> Iterator[Call]:
-        for i, prompt in enumerate(prompts):
-            name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-            if isinstance(prompt, str):
-                yield replace(shared, request_id=name, text=prompt, add_special_tokens=special)
-            else:
-                yield replace(shared, request_id=name, prompt_ids=pack(prompt))
-
-    parsed = _parsed_request(request, calls(), len(prompts) * choices, output_options)
+    calls = prompt_calls(shared, request_id, prompts, special)
+    parsed = _parsed_request(request, calls, len(prompts) * choices, output_options)
     return replace(parsed, prompts=len(prompts), best_of=best, constraint=constraint)
 
 
@@ -370,7 +363,21 @@ def _parsed_request(
 def _shared_call(
     request: Generation, params: SamplingParams, defaults: RequestDefaults, trace: str
 ) -> Call:
-    """A call with all that the calls of a request share, without id and prompt."""
+    """As shared_call, with what only requests for texts have."""
+    return replace(
+        shared_call(request, params, defaults, trace),
+        cache_salt=_salt(request.cache_salt or "", request.extra_key or ""),
+        return_prompt_ids=bool(request.return_token_ids),
+    )
+
+
+def shared_call(
+    request: Generation | PoolingBody,
+    params: SamplingParams,
+    defaults: RequestDefaults,
+    trace: str,
+) -> Call:
+    """A call with all that the calls of a request share, without id and prompt. ApiError 400."""
     if request.timeout == 0:
         message = "timeout must be more than 0 seconds; leave it out for the server's own"
         raise ApiError(400, message, "timeout", "invalid_value")
@@ -379,10 +386,29 @@ def _shared_call(
         params=params,
         priority=request.priority or 0,
         timeout=request.timeout or defaults.timeout,
-        cache_salt=_salt(request.cache_salt or "", request.extra_key or ""),
+        cache_salt=_salt(request.cache_salt or "", ""),
         trace=trace,
-        return_prompt_ids=bool(request.return_token_ids),
     )
+
+
+def prompt_calls(
+    shared: Call,
+    request_id: str,
+    prompts: Sequence[str | list[int]],
+    special: bool,
+    before: str = "",
+) -> Iterator[Call]:
+    """`shared` for each prompt. If there are several, their ids are `request_id` with -0, -1 ...
+
+    special: the tokenizer adds its tokens to texts. before: what comes before each text.
+    """
+    for i, prompt in enumerate(prompts):
+        name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+        if isinstance(prompt, str):
+            text = before + prompt
+            yield replace(shared, request_id=name, text=text, add_special_tokens=special)
+        else:
+            yield replace(shared, request_id=name, prompt_ids=pack(prompt))
 
 
 def _salt(cache_salt: str, extra_key: str) -> str:

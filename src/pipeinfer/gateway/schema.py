@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from pipeinfer.gateway.errors import (
     IGNORED_FIELDS,
+    POOLING,
     REFUSED,
     Refusals,
 )
@@ -208,6 +209,16 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str | None, about(
         "The name of the model. Another name than the served one gets 404.")] = None
     # fmt: on
+
+
+class PoolingBody(Body, frozen=True, kw_only=True):
+    """Base of bodies whose answer is no text."""
+
+    unsupported_fields: ClassVar[Refusals] = POOLING
+    json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
+    priority: Priority = None
+    timeout: Timeout = None
+    cache_salt: CacheSalt = None
 
 
 class Generation(Body, frozen=True, kw_only=True):

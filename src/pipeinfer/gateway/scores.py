@@ -21,11 +21,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from pipeinfer.checkpoint.pooling import LABELS, Pooling
-from pipeinfer.gateway.embeddings import PoolingBody, as_vector, shared_call, vector_params
+from pipeinfer.gateway.embeddings import as_vector, vector_params
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.ledger import Call
-from pipeinfer.gateway.requests import RequestDefaults
-from pipeinfer.gateway.schema import Int32, about
+from pipeinfer.gateway.requests import RequestDefaults, shared_call
+from pipeinfer.gateway.schema import Int32, PoolingBody, about
 from pipeinfer.params import JsonObject, JsonValue
 
 JUDGE = (

@@ -36,7 +36,7 @@ from pipeinfer.checkpoint.pooling import LABELS, Pooling
 from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, BrowserGuard, x_request_id
 from pipeinfer.gateway.connections import CONTINUE
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.embeddings import PoolingBody, VectorSink
+from pipeinfer.gateway.embeddings import VectorSink
 from pipeinfer.gateway.errors import (
     ALTERNATIVES,
     FIELDS_OF_OTHER_ENDPOINTS,
@@ -71,6 +71,7 @@ from pipeinfer.gateway.schema import (
     ChatRequest,
     DetokenizeRequest,
     JsonLimitExceeded,
+    PoolingBody,
     TokenizeRequest,
     prescan,
 )
@@ -577,19 +578,6 @@ def detokenize_call(request: DetokenizeRequest, name: str, defaults: RequestDefa
     )
 
 
-def label_call(label: str, name: str, defaults: RequestDefaults) -> Call:
-    """The call for the ids of a model's answer."""
-    return Call(
-        request_id=name,
-        params=NO_OUTPUT,
-        timeout=defaults.timeout,
-        text=label,
-        add_special_tokens=False,
-        return_prompt_ids=True,
-        only_encode=True,
-    )
-
-
 class EncodedPromptSink:
     """A ResponseSink that waits for the tokenizer's answer about one prompt."""
 
@@ -740,7 +728,8 @@ class Serving:
         return self._label_ids
 
     async def _label_id(self, request: web.Request, label: str) -> int:
-        call = label_call(label, f"tok-{uuid.uuid4().hex}", self.context.defaults)
+        asked = TokenizeRequest(prompt=label, add_special_tokens=False)
+        call = tokenize_call(asked, f"tok-{uuid.uuid4().hex}", self.context.defaults)
         return int(unpack((await self.encode_prompt(request, call)).prompt_ids)[0])
 
     def _with_client(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:

@@ -1,22 +1,11 @@
 """Vectors by openai's client and LangChain's OpenAIEmbeddings, as their users ask for them."""
 
 import math
-import os
 
 import openai
 import pytest
-from bounded import KEY, MODEL
+from bounded import KEY, MODEL, TEXTS
 from langchain_openai import OpenAIEmbeddings
-
-from servers import Server
-
-TEXTS = ["Once upon a time", "There was a king", "Count from 3 to 9."]
-
-
-@pytest.fixture(scope="module")
-def vectors_url():
-    with Server("--task", "embed", python=os.environ["PYTHON_OF_SERVER"]) as running:
-        yield f"{running.url}/v1"
 
 
 def length(vector):

@@ -1,21 +1,9 @@
 """Vectors by LlamaIndex' OpenAILikeEmbedding, which its users take for a server of their own."""
 
-import os
-
 import httpx
 import pytest
-from bounded import KEY, MODEL
+from bounded import KEY, MODEL, TEXTS
 from llama_index.embeddings.openai_like import OpenAILikeEmbedding
-
-from servers import Server
-
-TEXTS = ["Once upon a time", "There was a king", "Count from 3 to 9."]
-
-
-@pytest.fixture(scope="module")
-def vectors_url():
-    with Server("--task", "embed", python=os.environ["PYTHON_OF_SERVER"]) as running:
-        yield f"{running.url}/v1"
 
 
 def test_texts_and_a_query(vectors_url):
