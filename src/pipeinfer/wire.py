@@ -48,6 +48,7 @@ def unpack_few(raw: bytes) -> list[int]:
     return unpack(raw).tolist()
 
 
+COUNT_OF_ONE = pack([1])  # of a decode's tokens, or of the ids that a row samples
 NO_ID = -1  # in place of an id: the vocabulary has no more
 SCORES_PER_MESSAGE = 256  # of a prompt: a long message would hold up others
 WORD = 4  # bytes

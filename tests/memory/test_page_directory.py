@@ -234,3 +234,67 @@ def test_a_page_that_is_being_filled_gives_its_digest_to_requests_that_match_it_
 def test_a_buffer_of_another_size_is_refused():
     with pytest.raises(ValueError, match="takes"):
         PageDirectory(memoryview(bytearray(64)), PAGES, SIZE)
+
+
+class Decoding:
+    """A tracker, and steps of all its requests; `tells`: whether repeated steps are said to be."""
+
+    def __init__(self, prompts: list[int], tells: bool):
+        self.size, self.slots, self.tells = 4, len(prompts), tells
+        self.tracker = ChainTracker(100, self.size, self.slots)
+        self.table, self.arrays = PageTable(self.slots, 30), SlotArrays(self.slots)
+        self.number, self.flying = 0, []
+        self.starts = np.zeros(self.slots, np.int32)
+        for slot, length in enumerate(prompts):
+            self.enter(slot, length)
+        self.plan(np.array(prompts, np.int32), repeats=False)
+
+    def enter(self, slot: int, length: int) -> None:
+        self.arrays.put(slot, np.arange(length, dtype=np.int32), 60, "")
+        pages = np.arange(1 + 30 * slot, 26 + 30 * slot, dtype=np.int32)
+        self.table.append(np.array([slot]), np.array([len(pages)]), pages)
+        self.tracker.admit(slot, NO_SALT, np.empty(0, np.int32), np.empty(0, np.int32))
+
+    def plan(self, counts: np.ndarray, repeats: bool) -> None:
+        slots, prefill = np.arange(self.slots, dtype=np.int32), counts > 1
+        nothing = np.zeros(self.slots, bool)
+        rows = Rows(slots, self.starts.copy(), counts, ~nothing, prefill, nothing)
+        rows.number, rows.same_as_previous = self.number, repeats and self.tells
+        self.flying.append(self.tracker.plan(rows, self.table, self.arrays))
+        self.number, self.starts = self.number + 1, self.starts + counts
+
+    def end(self, sampled: list[int]) -> list | None:
+        found = self.tracker.filled(self.flying.pop(0), np.array(sampled, np.int32))
+        if found is None:
+            return None
+        return [found.pages.tolist(), found.digests.tolist(), found.ids.tolist()]
+
+
+@given(
+    prompts=st.lists(st.integers(2, 9), min_size=1, max_size=3),
+    moves=st.lists(st.tuples(st.sampled_from("dddddrxbc"), st.integers(0, 2), st.integers(0, 9)),
+                   max_size=60),
+)  # fmt: skip
+def test_steps_that_repeat_the_one_before_fill_the_pages_that_any_step_would(prompts, moves):
+    """Requests leave and are distrusted between and while steps are under way, rows sample none."""
+    told, plain = Decoding(prompts, True), Decoding(prompts, False)
+    repeats = False
+    for move, slot, number in [*moves, *[("d", 0, n) for n in range(8)]]:
+        slot %= len(prompts)
+        for each in (told, plain):
+            match move:
+                case "r":
+                    each.tracker.release(slot)
+                case "x":
+                    each.tracker.distrust(each.flying[0], np.array([slot]))
+                case "c":
+                    each.tracker.claim(each.table.columns(np.array([slot]), 0, 25)[0], each.number)
+                case _:
+                    each.plan(np.ones(each.slots, np.int32), repeats)
+        if move in "db":
+            sampled = [number + row for row in range(len(prompts))]
+            if move == "b":
+                sampled[slot] = -1
+            assert told.end(sampled) == plain.end(sampled)
+            repeats = True  # from the second step of decodes on
+    assert told.tracker._parents == plain.tracker._parents

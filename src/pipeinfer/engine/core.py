@@ -56,7 +56,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import ScoredChunk, Step
-from pipeinfer.wire import SCORES_PER_MESSAGE, pack, score_bytes, unpack
+from pipeinfer.wire import COUNT_OF_ONE, SCORES_PER_MESSAGE, pack, score_bytes, unpack
 
 
 class Compute(Message, frozen=True):
@@ -688,10 +688,10 @@ class EngineCore:
             return []
         if done.bad:
             chains.distrust(fills, ended.plan_rows[unpack(done.bad)])
-        sampled = np.full(len(ended.rows.slots), -1, dtype=np.int32)
-        first = np.cumsum(counts) - counts  # a row's further ids are computed as known ones
-        some = counts > 0
-        sampled[ended.plan_rows[some]] = unpack(done.token_ids)[first[some]]
+        if ended.rows.same_as_previous and done.num_sampled == COUNT_OF_ONE * len(counts):
+            sampled = unpack(done.token_ids)  # of every row, in the plan's order: nearly always
+        else:
+            sampled = _first_ids(ended, counts, done)
         found = chains.filled(fills, sampled)
         return [] if found is None else [Send(LOCAL, "", FillPages(found))]
 
@@ -707,6 +707,16 @@ class EngineCore:
 
     def _to_scheduler(self, message: Message) -> Send:
         return Send("result", self.scheduler, message)
+
+
+def _first_ids(ended: _InFlight, counts: np.ndarray, done: StepDone) -> np.ndarray:
+    """int32, of each row of the plan the first id that it sampled, or -1. Further ones are computed
+    as known ids. counts: int32 [S], ids of each row that samples."""
+    sampled = np.full(len(ended.rows.slots), -1, dtype=np.int32)
+    first = np.cumsum(counts) - counts
+    some = counts > 0
+    sampled[ended.plan_rows[some]] = unpack(done.token_ids)[first[some]]
+    return sampled
 
 
 def _result(in_flight: _InFlight, done: StepDone) -> Result:

@@ -34,6 +34,7 @@ from pipeinfer.memory.pages import (
 )
 from pipeinfer.memory.prefix_cache import PrefixCache, make_cache
 from pipeinfer.messages import Admit, Extend, Plan, Release
+from pipeinfer.wire import COUNT_OF_ONE
 
 _NONE = np.empty(0, dtype=np.int32)
 
@@ -82,7 +83,6 @@ class Rows:
     fills: StepFills | None = None
 
 
-_COUNT_OF_ONE = np.array([1], dtype="<i4").tobytes()  # in Plan.counts, of a decode
 _ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as adding it
 
 
@@ -526,7 +526,7 @@ class SteadyDecode:
         count = len(rows.slots)
         return (
             count > 0
-            and plan.counts == _COUNT_OF_ONE * count
+            and plan.counts == COUNT_OF_ONE * count
             and not rows.is_prefill.any()
             and bool(rows.samples.all())
         )

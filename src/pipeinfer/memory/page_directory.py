@@ -31,6 +31,7 @@ MAGIC = b"pipeinfer pages\x01"
 MAX_MODEL_KEY = 64  # bytes of the model's key
 UNUSABLE, USABLE = 0, 1
 _NO_PAGES = np.empty(0, dtype=np.int32)
+_ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as adding it
 
 
 def salt_digest(salt: str) -> bytes:
@@ -264,7 +265,7 @@ class PageDirectory:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepFills:
     """What the step of one plan does to pages, until the step has ended.
 
@@ -276,6 +277,7 @@ class StepFills:
     known_ids: by row, int32 [count], token ids of a row that does not decode.
     filled_pages: by row, of those that fill any page: int32 [n], the slot's pages from page
         starts // page_size on.
+    repeats: every row decodes one token, as in the step before, of the same rows.
     """
 
     number: int
@@ -286,6 +288,7 @@ class StepFills:
     requests: np.ndarray
     known_ids: dict[int, np.ndarray]
     filled_pages: dict[int, np.ndarray]
+    repeats: bool = False
 
 
 class PlannedRows(Protocol):
@@ -296,6 +299,7 @@ class PlannedRows(Protocol):
     starts: np.ndarray
     counts: np.ndarray
     is_prefill: np.ndarray
+    same_as_previous: bool
 
 
 class ChainTracker:
@@ -303,6 +307,9 @@ class ChainTracker:
 
     Steps end in the order of their plans. A step's page counts only while nobody has claimed it
     since: a page that its request lost while the step was under way is left out.
+
+    Hot path: nearly every step repeats the decodes of the one before. Until one of their rows fills
+    a page, what such steps sample is put aside; one stream fills a page in one step of page_size.
     """
 
     def __init__(self, pages: int, page_size: int, max_slots: int) -> None:
@@ -328,6 +335,10 @@ class ChainTracker:
         self._parents = [NO_PARENT] * self._max_slots  # digest before the page that fills
         self._salts = [NO_SALT] * self._max_slots
         self._requests = np.zeros(self._max_slots, dtype=np.int64)  # in each slot; 0: none
+        self._last: StepFills | None = None  # of the last plan
+        self._steps_to_full = 0  # repeated steps until one fills a page, from the last plan on
+        # Steps that repeat each other, not written to `_ids` yet, with what each row sampled.
+        self._put_aside: list[tuple[StepFills, np.ndarray]] = []
 
     def claim(self, pages: np.ndarray, number: int) -> None:
         """Plan `number` gave `pages` int32 [n] to requests, or they are not to be believed."""
@@ -374,6 +385,38 @@ class ChainTracker:
 
     def plan(self, rows: PlannedRows, table: PageTable, slots: SlotArrays) -> StepFills:
         """What the step of `rows` will have filled, to be given to `filled` when it has ended."""
+        if rows.same_as_previous and self._last is not None:
+            step = self._repeated(self._last, rows, table)
+        else:
+            step = self._planned(rows, table, slots)
+            self._steps_to_full = 0  # not known
+        self._last = step
+        return step
+
+    def _repeated(self, last: StepFills, rows: PlannedRows, table: PageTable) -> StepFills:
+        """The rows of the step `last` decode one token further."""
+        ends, filled_pages = last.ends + _ONE, dict[int, np.ndarray]()
+        self._steps_to_full -= 1
+        if self._steps_to_full <= 0:
+            left = self.page_size - ends % self.page_size  # page_size: full now
+            for row in np.flatnonzero(left == self.page_size).tolist():
+                column = int(ends[row]) // self.page_size - 1
+                columns = table.columns(last.slots[row : row + 1], column, column + 1)
+                filled_pages[row] = columns[0].copy()
+            self._steps_to_full = int(left.min())
+        return StepFills(
+            number=rows.number,
+            rows=last.rows,
+            slots=last.slots,
+            starts=last.ends,
+            ends=ends,
+            requests=last.requests,
+            known_ids={},
+            filled_pages=filled_pages,
+            repeats=True,
+        )
+
+    def _planned(self, rows: PlannedRows, table: PageTable, slots: SlotArrays) -> StepFills:
         size, computes = self.page_size, np.flatnonzero(rows.counts)
         starts, counts = rows.starts[computes], rows.counts[computes]
         ends, chosen = starts + counts, rows.slots[computes]
@@ -396,8 +439,12 @@ class ChainTracker:
         sampled: int32, of each row of the plan, the id that it sampled, below 0 where it sampled
         none.
         """
+        if step.repeats and not step.filled_pages:
+            self._put_aside.append((step, sampled))
+            return None
+        self._write_put_aside()
         sampled = sampled[step.rows]
-        alive = (self._requests[step.slots] == step.requests) & (step.requests > 0)
+        alive = self._alive(step)
         found: list[FilledPage] = []
         for row, ids in step.known_ids.items():
             if alive[row]:
@@ -408,6 +455,22 @@ class ChainTracker:
         rows = np.flatnonzero(alive & (sampled >= 0))
         self._ids[step.slots[rows], step.ends[rows] % self.page_size] = sampled[rows]
         return PageChains.of(found) if found else None
+
+    def _alive(self, step: StepFills) -> np.ndarray:
+        """bool [R], rows whose requests are still in their slots."""
+        return (self._requests[step.slots] == step.requests) & (step.requests > 0)
+
+    def _write_put_aside(self) -> None:
+        """The ids that the steps put aside have sampled, of requests that are still there."""
+        if not self._put_aside:
+            return
+        first = self._put_aside[0][0]
+        ids = np.stack([sampled for _, sampled in self._put_aside])  # [steps, R]
+        self._put_aside.clear()
+        offsets = (first.ends + np.arange(len(ids), dtype=np.int32)[:, None]) % self.page_size
+        written = (ids >= 0) & self._alive(first)
+        slots = np.broadcast_to(first.slots, ids.shape)
+        self._ids[slots[written], offsets[written]] = ids[written]
 
     def _store(self, step: StepFills, row: int, ids: np.ndarray, found: list[FilledPage]) -> None:
         """A row has computed the known `ids` int32 [count], which may fill several pages."""
