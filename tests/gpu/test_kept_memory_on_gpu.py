@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 
 import aiohttp
 import numpy as np
@@ -39,6 +41,28 @@ link.keep(Keep("pool", "pages"), memory.descriptor)
 print("written", flush=True)
 sys.stdin.read()
 """
+# A kernel is always running that spins for 2 s and writes the whole memory as its last act, and
+# others like it are queued behind it.
+SPINNER = """
+import sys
+import torch
+from pipeinfer.engine.device_memory import CudaMemory
+from pipeinfer.runtime.memory_holder import HolderLink, Keep
+from spinning_kernel import spin_and_write
+torch.cuda.set_device(0)
+memory = CudaMemory(int(sys.argv[2]))
+words = memory.data.view(torch.int32)
+spin_and_write(words, 1, seconds=0.001)
+torch.cuda.synchronize()
+link = HolderLink(sys.argv[1], timeout=60)
+link.attach()
+link.keep(Keep("pool", "pages"), memory.descriptor)
+for number in range(30):
+    spin_and_write(words, 2 + number, seconds=2.0)
+print("spinning", flush=True)
+sys.stdin.read()
+"""
+SPINNERS = int(os.environ.get("SPINNERS", "10"))  # killed, five at a time
 
 
 @pytest.fixture
@@ -65,6 +89,42 @@ def test_what_a_killed_process_wrote_is_there(address):
     link.drop("pool")
     memory.unmap()
     link.close()
+
+
+def test_nothing_that_a_killed_process_launched_is_written_once_its_memory_is_handed_on():
+    random = np.random.default_rng(SPINNERS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for _ in range(SPINNERS // 5):
+        with ExitStack() as holders:
+            addresses = [holders.enter_context(running_holder()) for _ in range(5)]
+            makers = [
+                subprocess.Popen(
+                    [sys.executable, "-c", SPINNER, address, str(SIZE)],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+                )
+                for address in addresses
+            ]  # fmt: skip
+            for maker in makers:
+                assert maker.stdout.readline() == "spinning\n"
+            taken = []
+            for address, maker in zip(addresses, makers, strict=True):
+                time.sleep(random.uniform(0.0, 1.0))  # into whichever moment of a kernel
+                maker.send_signal(signal.SIGKILL)
+                link = HolderLink(address, timeout=60)
+                _, [descriptor] = link.attach()
+                memory = CudaMemory(SIZE, descriptor)
+                words = memory.data.view(torch.int32)
+                words.fill_(-1)  # the successor's first launch
+                taken.append((link, memory, words))
+            torch.cuda.synchronize()
+            time.sleep(2.5)  # longer than any kernel of theirs spins
+            for link, memory, words in taken:
+                assert bool((words == -1).all())
+                link.drop("pool")
+                memory.unmap()
+                link.close()
+            for maker in makers:
+                maker.communicate()
 
 
 def test_tensors_and_graphs_stay_valid_when_memory_is_given_back_and_made_anew():

@@ -1,5 +1,5 @@
-"""`takeover`: an engine is killed (-9) under streams; what the next one computes again, and how
-long streams wait.
+"""`takeover`: a rank of an engine is killed (-9) under streams; what the next one computes again,
+and how long streams wait.
 
 Clients ask seeded questions again and again; each answer is compared with the first one, which
 nothing disturbed. Between two kills the memory holder is killed as well: its successor knows of no
@@ -211,7 +211,9 @@ class Run:
         before = await self._metrics(api)
         at = time.monotonic()
         self._calm += [gap for one in self._clients for gap in one.gaps(begun, at)]
-        os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
+        ranks = [key for key in server.pids() if key[:2] == ("engine", 0)]
+        rank = sorted(ranks)[len(self._kills) % len(ranks)]  # one after the other
+        os.kill(server.pids()[rank], signal.SIGKILL)
         count = "pipeinfer_takeovers_total"
         await self._all_move(at)
         deadline = time.monotonic() + PATIENCE
