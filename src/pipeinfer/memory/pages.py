@@ -177,6 +177,10 @@ class PageTable:
         """A copy of columns begin .. end - 1 of `slots` int32 [n]: int32 [n, end - begin]."""
         return self._rows[slots, begin:end]
 
+    def pages_at(self, slots: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """The page in column `columns` int32 [n] of each of `slots` int32 [n]: int32 [n]."""
+        return self._rows[slots, columns]
+
     def owned_pages(self, slot: int) -> np.ndarray:
         """A copy of the pages that the slot's request owns, int32 [num_pages - num_shared]."""
         return self._rows[slot, self.num_shared[slot] : self.num_pages[slot]].copy()
