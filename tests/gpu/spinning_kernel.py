@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 BLOCK = 1024
 
 
 @triton.jit
 def _spin(words, count, value, nanoseconds, BLOCK: tl.constexpr):
-    clock = "mov.u64 $0, %globaltimer;"
-    begin = tl.inline_asm_elementwise(clock, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    begin = globaltimer()
     now = begin
     while now - begin < nanoseconds:
-        now = tl.inline_asm_elementwise(clock, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+        now = globaltimer()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(words + at, value, mask=at < count)
 
