@@ -95,6 +95,7 @@ def test_nothing_that_a_killed_process_launched_is_written_once_its_memory_is_ha
     random = np.random.default_rng(SPINNERS)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(SPINNERS // 5):
+        began = time.monotonic()
         with ExitStack() as holders:
             addresses = [holders.enter_context(running_holder()) for _ in range(5)]
             makers = [
@@ -125,6 +126,7 @@ def test_nothing_that_a_killed_process_launched_is_written_once_its_memory_is_ha
                 link.close()
             for maker in makers:
                 maker.communicate()
+        print(f"KILLS: 5 more, {time.monotonic() - began:.1f} s")
 
 
 def test_tensors_and_graphs_stay_valid_when_memory_is_given_back_and_made_anew():
