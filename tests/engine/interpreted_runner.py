@@ -182,22 +182,8 @@ Graphs = graphs.Graphs
 Graphs.drop_slower_small_ones = where_it_is_looked_at(Graphs.drop_slower_small_ones)
 
 
-def slept(runner: Runner) -> None:
-    """Its graphs go, and come again."""
-
-    def work() -> None:
-        runner.drop_graphs()
-        assert (runner.graphs, runner.graphs_deferred) == (0, 0)
-        runner.recapture_graphs()
-
-    runner.device.run(work)
-
-
-def served(
-    folder: str, collectives=None, reads="hybrid", late=False, sleeps=False, **changes
-) -> GpuCores:
-    """All requests, to their ends. late: all but the first graphs are captured between steps.
-    sleeps: the engine sleeps before."""
+def served(folder: str, collectives=None, reads="hybrid", late=False, **changes) -> GpuCores:
+    """All requests, to their ends. late: all but the first graphs are captured between steps."""
     global READS, SIZES
     READS = reads
     SIZES = (4, 24) if collectives is None else (4,)  # ranks that measured otherwise would hang
@@ -210,9 +196,6 @@ def served(
         Path(folder), settings, budget=24, collectives=collectives, masks=masks, late=late
     )
     GRAPHS[reads] = [cores.loaded.runner.graphs, cores.loaded.runner.graphs_deferred]
-    if sleeps:
-        slept(cores.loaded.runner)
-        assert GRAPHS[reads] == [cores.loaded.runner.graphs, cores.loaded.runner.graphs_deferred]
     submit_all(cores, bad=True)
     cores.run()
     GRAPHS[reads] += [cores.loaded.runner.graphs, cores.loaded.runner.graphs_deferred]
@@ -257,7 +240,7 @@ def ways(folder: str, replayed: GpuCores, eager: GpuCores) -> dict[str, dict[str
         "graphs": good_ones(replayed),
         "no graphs": good_ones(eager),
         "pages listed, lengths on the host": good_ones(
-            served(folder, reads="flashinfer", late=True, sleeps=True)
+            served(folder, reads="flashinfer", late=True)
         ),
         "all pages gathered": good_ones(served(folder, reads="fa3")),
     }

@@ -80,10 +80,6 @@ class Device(Protocol):
         """Work that is to be done again and again; from within `run`."""
         ...
 
-    def forget_captured(self) -> None:
-        """What was captured is dropped: none of it runs again, and its memory is free."""
-        ...
-
     def seconds(self, work: Work, times: int, /) -> float:
         """What the shortest of a few takes, each waited for; from within `run`."""
         ...
@@ -218,9 +214,6 @@ class HostDevice:
                 target.copy_(value)
 
         return Replay(replay, tensors)
-
-    def forget_captured(self) -> None:
-        """It is a host's, of which nothing is kept."""
 
     def seconds(self, work: Work, times: int) -> float:
         found: list[float] = []

@@ -289,9 +289,6 @@ class DeviceDriver:
             case Suspend():
                 self._suspending, self._asleep = message, True
                 self._suspend_if_quiet()
-            case Resume() if self._memory is None:  # a replay's device has not slept
-                assert self._background is not None
-                self._background.recapture()
             case Resume():
                 self._sleeps = asyncio.create_task(self._resume())
             case Capture():
@@ -345,8 +342,6 @@ class DeviceDriver:
             await asyncio.to_thread(self._memory.take_back)
             self._memory.keep()
             self._kept.forget_sleep()
-            if self._background is not None:
-                self._background.look_again()
         except Exception as failed:
             log.exception("waking up failed")
             error = f"waking up failed: {failed}"
@@ -463,21 +458,8 @@ class BackgroundCapture:
         """Begins; quiet(): for how many seconds there was no step, 0.0 while there is one. due():
         has `capture` called, at once or never."""
         self._quiet, self._due = quiet, due
-        self.look_again()
-
-    def look_again(self) -> None:
-        """The engine has woken up, which has left graphs to be captured."""
         self._began = asyncio.get_running_loop().time()
         self._later(FIRST)
-
-    def recapture(self) -> None:
-        """As when an engine wakes up."""
-
-        def work() -> None:
-            self._runner.drop_graphs()
-            self._runner.recapture_graphs()
-
-        self._runner.device.run(work)
 
     def close(self) -> None:
         """No capture begins any more; to be called before its device is closed."""

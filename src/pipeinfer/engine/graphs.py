@@ -318,14 +318,6 @@ class Graphs:
             progress()
         self._list()
 
-    def drop(self) -> list[GraphShape]:
-        """Forgets what was captured, and what is deferred; returns the shapes of both."""
-        shapes = [*self._captured, *self.deferred]
-        self._captured.clear()
-        self.deferred.clear()
-        self._device.forget_captured()
-        return shapes
-
     def _list(self) -> None:
         """What was captured, by kind."""
         every = sorted(self._captured)

@@ -290,9 +290,7 @@ def load_engine(
     loaded = _loaded(choices, settings.max_running, runner, memory)
     if memory is None or weights is None:
         return loaded
-    return replace(
-        loaded, memory=EngineMemory(memory, weights, runner, chosen.device.run, chosen.trim)
-    )
+    return replace(loaded, memory=EngineMemory(memory, weights, chosen.device.run))
 
 
 def _memory_key(settings: Settings, folder: Path, choices: EngineChoices) -> bytes:

@@ -282,10 +282,6 @@ class CudaDevice:
         # What is captured next may use the same memory.
         return Replay(graph.replay, tuple(map(non_owning_view, tensors)))
 
-    def forget_captured(self) -> None:
-        """The next graph begins a new pool: one whose graphs are all gone takes no others."""
-        self._memory = None
-
     def seconds(self, work: Work, times: int) -> float:
         """Less often if it takes long: what disturbs it takes as long as always."""
         found: list[float] = []

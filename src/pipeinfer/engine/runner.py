@@ -167,8 +167,6 @@ class Runner:
         self._launched = 0
         self._latest: list[LaunchedStep | None] = [None] * PARITIES  # the last of each parity
         self._graphs = Graphs(device)
-        self._captures_later = False
-        self._dropped_graphs: list[GraphShape] = []
         # Of the rows that were packed last: their sampling fields, and what follows from these for
         # all steps of the same rows: `truncated` and `biased` of PackedStep.
         self._sampling_flags: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
@@ -454,41 +452,19 @@ class Runner:
         mixed = mixed if traits.captures_prefill else ()
         shapes: Sequence[GraphShape] = [*map(decode_only, sizes), *mixed]
         shapes += shared_prefix_variants(shapes) if self.shares else []
+        first, deferred = eager_and_deferred(shapes) if later else (shapes, [])
         graphs, count = Graphs(self.device), _counter(len(shapes), progress)
-        self._captures_later = later
 
         @torch.inference_mode()
         def work() -> None:
-            self._capture(graphs, shapes, count)
+            for kind in (False, True):
+                kind_shapes = [shape for shape in first if (shape.num_prefills > 0) == kind]
+                graphs.capture(kind_shapes, self._padding, self._body, count)
             if drop_slower:
                 graphs.drop_slower_small_ones(self._padding)
 
         self.device.run(work)
-        self._graphs = graphs
-
-    def _capture(
-        self, graphs: Graphs, shapes: Sequence[GraphShape], count: Callable[[], None]
-    ) -> None:
-        """Those of `shapes` that are captured at once; the others are deferred."""
-        first, deferred = shapes, list[GraphShape]()
-        if self._captures_later:
-            first, deferred = eager_and_deferred(shapes)
-        for kind in (False, True):
-            of_kind = [shape for shape in first if (shape.num_prefills > 0) == kind]
-            graphs.capture(of_kind, self._padding, self._body, count)
-        graphs.deferred = deferred
-
-    def drop_graphs(self) -> None:
-        """Their memory is free. From within the device's `run`; no step may be launched before
-        `recapture_graphs`."""
-        self._dropped_graphs += self._graphs.drop()
-
-    @torch.inference_mode()
-    def recapture_graphs(self) -> None:
-        """Of the shapes that were dropped, those that an engine's start captures; the others are
-        deferred. From within the device's `run`."""
-        shapes, self._dropped_graphs = self._dropped_graphs, []
-        self._capture(self._graphs, shapes, lambda: None)
+        self._graphs, graphs.deferred = graphs, deferred
 
     @property
     def graphs(self) -> int:

@@ -1,6 +1,6 @@
-"""What an engine gives back while it sleeps, and has again when it wakes: pages, weights, graphs.
+"""What an engine gives back while it sleeps, and has again when it wakes: pages and weights.
 
-    EngineMemory       a rank's pool, weights and graphs, and what its memory holder has of them
+    EngineMemory       a rank's pool and weights, and what its memory holder has of them
     ReloadableModel    a model of a host, which can be dropped and loaded anew
 
 Knows no plan and no kind of device.
@@ -47,20 +47,8 @@ class SleepingWeights(Protocol):
         ...
 
 
-class SleepingGraphs(Protocol):
-    """A rank's CUDA graphs, of which none runs."""
-
-    def drop_graphs(self) -> None:
-        """Their memory is free."""
-        ...
-
-    def recapture_graphs(self) -> None:
-        """They are there again: those that a start captures at once. Others may follow later."""
-        ...
-
-
 class EngineMemory:
-    """Pool, weights and graphs of one rank, whose pool is `kept` (KeptMemory.opened).
+    """Pool and weights of one rank, whose pool is `kept` (KeptMemory.opened).
 
     To sleep: `withdraw`, then `give_back`. To wake: `take_back`, then `keep`. give_back and
     take_back take long, and may be called on any thread; `run` calls what they do where steps are
@@ -68,20 +56,13 @@ class EngineMemory:
     """
 
     def __init__(
-        self,
-        kept: KeptMemory,
-        weights: SleepingWeights,
-        graphs: SleepingGraphs,
-        run: Callable[[Callable[[], None]], None],
-        trim: Callable[[], None],
+        self, kept: KeptMemory, weights: SleepingWeights, run: Callable[[Callable[[], None]], None]
     ) -> None:
-        """trim: gives back what torch has freed and holds for later."""
         assert kept.opened is not None
         self._kept = kept
         self._pool, self._directory = kept.opened.memory, kept.opened.directory
         self._weights = weights
-        self._graphs = graphs
-        self._run, self._trim = run, trim
+        self._run = run
         self._withdrawn: list[Keep] = []
         self._has_pool = True
 
@@ -98,20 +79,17 @@ class EngineMemory:
     def _give_back(self, level: int) -> None:
         if self._has_pool:
             self._has_pool = False
-            self._graphs.drop_graphs()
             self._pool.give_back()
         self._weights.give_back(level)
-        self._trim()
+        gc.collect()
 
     def take_back(self) -> None:
-        """All is there again, pages as zeros. Raises RuntimeError where there is no memory. Of
-        several ranks all must be called: their graphs hold sums."""
+        """All is there again, pages as zeros. Raises RuntimeError where there is no memory."""
         self._run(self._take_back)
 
     def _take_back(self) -> None:
         self._weights.take_back()
         self._pool.take_back()
-        self._graphs.recapture_graphs()
         self._has_pool = True
 
     def keep(self) -> None:

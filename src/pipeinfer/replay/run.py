@@ -308,7 +308,7 @@ class ReplayPace:
 
 Deliver = Callable[[Any], None]
 # What a device does, or hears of its pages, whose steps are played.
-DEVICE = ("Compute", "Capture", "Resume", "ClaimPages", "FillPages")
+DEVICE = ("Compute", "Capture", "ClaimPages", "FillPages")
 
 
 class CorePlayer:
