@@ -129,6 +129,12 @@ def test_more_requests_than_graphs_have_room_for_is_said(folder, monkeypatch, ca
     assert [line.endswith(said) for line in found] == ([True] if said else [])
 
 
+def test_where_a_standby_cannot_be_is_said(folder, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigurationError, match="--standby: not with --tp 2 on GPUs yet"):
+        choose_engine(Settings(device="cuda", tp=2, standby=True), folder)
+
+
 def test_files_that_change_before_a_standby_has_read_its_weights_are_not_served(tmp_path):
     """It would take pages of the model before for its own; on a GPU it may wait for days."""
     make_checkpoint(tmp_path, "Qwen3ForCausalLM")

@@ -174,6 +174,10 @@ def choose_engine(
     Raises ConfigurationError that names the culprit.
     """
     device, ordinal = _device(settings.device), rank if ordinal is None else ordinal
+    if settings.standby and device == "cuda" and settings.tp > 1:
+        raise ConfigurationError(
+            f"--standby: not with --tp {settings.tp} on GPUs yet, where it was never run"
+        )
     outline = read_outline(folder, settings.model_impl)
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
     max_model_len = outline.max_model_len(settings.max_model_len)
