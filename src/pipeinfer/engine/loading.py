@@ -267,6 +267,8 @@ def load_engine(
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
             model, weights = _model(settings, folder, choices, collectives, progress, taken)
+            # Else what loading has freed is cut up for small things that stay, and stays with them.
+            chosen.trim()
             memory = taken() if choices.device == "cuda" else None
             left = memory is not None and WEIGHTS in memory.taken
             lent = left and memory is not None and memory.is_standby
