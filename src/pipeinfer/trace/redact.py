@@ -132,8 +132,10 @@ def _node(
 ) -> list[Any]:
     kind = node[0]
     if kind == "struct":
-        decoded = msgspec.msgpack.decode(node[2], type=known_class(node[1]))
-        return [kind, node[1], _encode(message(decoded))]
+        found = known_class(node[1])
+        if not issubclass(found, msgspec.Struct):
+            raise ValueError(f"{node[1]} was expected to be a message")
+        return [kind, node[1], _encode(message(msgspec.msgpack.decode(node[2], type=found)))]
     if attribute in ZEROED and kind == "bytearray":
         return [kind, bytes(len(node[1]))]
     if attribute in IDS and kind == "ints":
