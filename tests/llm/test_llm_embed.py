@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -146,9 +147,21 @@ def test_what_makes_no_vectors_of_last_tokens_is_refused(cache, tmp_path, small)
         ((), {"pooling_mode_mean_tokens": True}, "pools by mean_tokens"),
         ((), {"pooling_mode": "cls"}, "pools by cls"),
         (("Dense",), None, "Dense is not supported"),
+        (("Normalize", "Pooling"), None, "Transformer, Pooling, Normalize, Pooling, where"),
+        (("Transformer",), None, "Transformer, Pooling, Transformer, where"),
     ):
         with_modules(folder, *kinds, pooling=pooling)
         with pytest.raises(ConfigurationError, match=told):  # before a stage loads anything
             check_model(Settings(model=str(folder)))
         with pytest.raises(ConfigurationError, match=told):
             LLM(str(folder), **small)
+    with_modules(folder)
+    modules = json.loads((folder / "modules.json").read_text())
+    for path in ("../other", "/tmp"):
+        modules[1]["path"] = path
+        (folder / "modules.json").write_text(json.dumps(modules))
+        with pytest.raises(ConfigurationError, match="is not in the checkpoint"):
+            check_model(Settings(model=str(folder)))
+    (folder / "modules.json").write_text("[]")
+    with pytest.raises(ConfigurationError, match="no module, where"):
+        check_model(Settings(model=str(folder)))

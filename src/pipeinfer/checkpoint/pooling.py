@@ -81,16 +81,18 @@ def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
     if task == "score" or modules is None:
         return Pooling(hidden_size, scores=task == "score")
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-    for module, kind in zip(modules, kinds, strict=True):
-        if kind == POOLING:
-            _check_pooling(checkpoint / str(module.get("path", "")))
-        elif kind not in (TRANSFORMER, NORMALIZE):
-            raise ConfigurationError(
-                f"{checkpoint / MODULES}: {kind or 'a module without a type'} is not supported, "
-                f"only {TRANSFORMER}, {POOLING} and {NORMALIZE}"
-            )
-    if POOLING not in kinds:
-        raise ConfigurationError(f"{checkpoint / MODULES} has no {POOLING}")
+    strange = [kind for kind in kinds if kind not in (TRANSFORMER, POOLING, NORMALIZE)]
+    if strange:
+        raise ConfigurationError(
+            f"{checkpoint / MODULES}: {strange[0] or 'a module without a type'} is not supported, "
+            f"only {TRANSFORMER}, {POOLING} and {NORMALIZE}"
+        )
+    if kinds[:2] != [TRANSFORMER, POOLING] or POOLING in kinds[2:] or TRANSFORMER in kinds[2:]:
+        raise ConfigurationError(
+            f"{checkpoint / MODULES}: {', '.join(kinds) or 'no module'}, where {TRANSFORMER}, "
+            f"{POOLING} and perhaps {NORMALIZE} are expected, in this order"
+        )
+    _check_pooling(_within(checkpoint, str(modules[1].get("path", ""))))
     return _with_prompts(hidden_size, NORMALIZE in kinds, checkpoint)
 
 
@@ -111,6 +113,14 @@ def _modules(path: Path) -> list[dict[str, object]] | None:
     if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
         raise ConfigurationError(f"{path} must be a list of objects")
     return found
+
+
+def _within(checkpoint: Path, path: str) -> Path:
+    """The folder of a module. Raises ConfigurationError if it is not one of the checkpoint's."""
+    parts = Path(path).parts
+    if Path(path).is_absolute() or ".." in parts:
+        raise ConfigurationError(f"{checkpoint / MODULES}: {path!r} is not in the checkpoint")
+    return checkpoint / path
 
 
 def _check_pooling(folder: Path) -> None:
