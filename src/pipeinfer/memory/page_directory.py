@@ -426,6 +426,7 @@ class ChainTracker:
         )
 
     def _planned(self, rows: PlannedRows, table: PageTable, slots: SlotArrays) -> StepFills:
+        """Any rows."""
         size, computes = self.page_size, np.flatnonzero(rows.counts)
         starts, counts = rows.starts[computes], rows.counts[computes]
         ends, chosen = starts + counts, rows.slots[computes]
