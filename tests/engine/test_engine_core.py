@@ -136,8 +136,6 @@ class KeptEngine(Engine):
                     self.queue.append(message.step)
                 case FillPages():
                     self.directory.validate(message.chains)
-                case ClaimPages():
-                    self.directory.invalidate(unpack(message.pages))
                 case DistrustPages():
                     self.directory.make_unusable()
                 case FindPages():
@@ -189,6 +187,25 @@ def kept_engine() -> tuple[KeptEngine, memoryview, HashDevice]:
 
 
 KEPT = [1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_page_that_a_row_fills_behind_a_token_that_it_did_not_sample_is_not_told(refused):
+    """The next step was under way: what it computed there, only the device knows."""
+    engine, _, _ = kept_engine()
+    for _ in range(2):
+        engine.plan({0: 1})
+        engine.work()
+    engine.plan({0: 1})
+    engine.plan({0: 1})  # fills the third page
+    for step in (engine.queue.pop(0), engine.queue.pop(0)):
+        sampled = Sampled.one_each(engine.device.run(step))
+        if refused:
+            sampled = Sampled(np.zeros(1, np.int32), sampled.ids[:0], refused={0: "no token"})
+        refused = False
+        engine.handle(step_done(step, sampled))
+    told = engine.directory.read()
+    assert len(told) == (2 if engine.core.stats()["refused_rows_total"] else 3)
 
 
 def test_the_same_process_finds_its_pages_in_its_next_epoch_and_computes_them_with_no_step():

@@ -686,8 +686,9 @@ class EngineCore:
         chains, fills = self.memory.chains, ended.rows.fills
         if chains is None or fills is None:
             return []
-        if done.bad:
-            chains.distrust(fills, ended.plan_rows[unpack(done.bad)])
+        if done.bad or done.refused:  # steps under way go on with ids that only the device has
+            rows = [*unpack(done.bad).tolist(), *done.refused]
+            chains.distrust(fills, ended.plan_rows[rows])
         if ended.rows.same_as_previous and done.num_sampled == COUNT_OF_ONE * len(counts):
             sampled = unpack(done.token_ids)  # of every row, in the plan's order: nearly always
         else:

@@ -267,7 +267,7 @@ class PageDirectory:
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class StepFills:
     """What the step of one plan does to pages, until the step has ended.
 
@@ -275,7 +275,7 @@ class StepFills:
     rows: int64 [R], rows of the plan that compute anything.
     slots: int32 [R], their slots.
     starts, ends: int32 [R]; row r computes positions starts[r] .. ends[r] - 1.
-    requests: int64 [R], numbers of the requests in those slots; below 0 where there was none.
+    requests: int64 [R], numbers of the requests in those slots; 0 where there was none.
     known_ids: by row, int32 [count], token ids of a row that does not decode.
     filled_pages: by row, of those that fill any page: int32 [n], the slot's pages from page
         starts // page_size on.
@@ -385,7 +385,8 @@ class ChainTracker:
 
     def distrust(self, step: StepFills, rows: np.ndarray) -> None:
         """Requests of these `rows` int64 [n] of the plan fill no more pages: bad logits may have
-        left NaN anywhere. Slots that have other requests by now go on."""
+        left NaN anywhere, and where no id was sampled, nobody knows what a step under way goes on
+        with. Slots that have other requests by now go on."""
         found = np.isin(step.rows, rows)
         slots = step.slots[found]
         self._requests[slots[self._requests[slots] == step.requests[found]]] = 0
@@ -439,7 +440,6 @@ class ChainTracker:
             columns = int(begins[row]), int(behind[row])
             filled_pages[row] = table.columns(chosen[row : row + 1], *columns)[0].copy()
         requests = self._requests[chosen]
-        requests[requests == 0] = -1
         return StepFills(
             rows.number, computes, chosen, starts, ends, requests, known_ids, filled_pages
         )
@@ -470,7 +470,7 @@ class ChainTracker:
 
     def _alive(self, step: StepFills) -> np.ndarray:
         """bool [R], rows whose requests are still in their slots."""
-        return self._requests[step.slots] == step.requests
+        return (self._requests[step.slots] == step.requests) & (step.requests > 0)
 
     def _write_put_aside(self) -> None:
         """The ids that the steps put aside have sampled, of requests that are still there."""
@@ -490,7 +490,7 @@ class ChainTracker:
     def _fill_of_repeated(self, step: StepFills) -> PageChains | None:
         """A repeated step has filled a page of each of some rows: see `_fill`."""
         self._write_put_aside()
-        alive = self._requests[step.slots[step.full_rows]] == step.requests[step.full_rows]
+        alive = self._alive(step)[step.full_rows]
         rows, pages = step.full_rows[alive], step.full_pages[alive]
         slots = step.slots[rows]
         ids = self._ids[slots]  # [n, page_size]
