@@ -9,7 +9,7 @@ import pytest
 from scripted_feed import MODELS, ScriptedFeed
 
 # Milliseconds that a frame may take at most, where SORT takes no longer than SORTED. Alone, none of
-# these takes more than 35, beside other tests 140; parsed as a whole each would take seconds.
+# NESTED takes more than 35, beside other tests 140; parsed as a whole, some take 900 to 2,000.
 FRAME = 250
 SORTED = 50  # milliseconds; where it takes longer, frames may
 TRIES = 4
