@@ -16,7 +16,7 @@ device and no tensor; ChainTracker and PageChains do no I/O.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
@@ -41,14 +41,10 @@ def salt_digest(salt: str) -> bytes:
 
 def page_digest(parent: bytes, salt: bytes, ids: np.ndarray) -> bytes:
     """[16], of a page with the token ids `ids` int32 [page_size] behind the page `parent`."""
-    return _digest(parent, salt, ids.astype("<i4", copy=False).tobytes())
+    whole = parent + salt + ids.astype("<i4", copy=False).tobytes()
+    return blake2b(whole, digest_size=DIGEST_BYTES).digest()
 
 
-def _digest(parent: bytes, salt: bytes, ids: bytes) -> bytes:
-    return blake2b(parent + salt + ids, digest_size=DIGEST_BYTES).digest()
-
-
-FEW_STEPS = 4  # fewer are written one by one, which is faster
 # A page, its depth, its digest, that of the page before it, that of the salt; its ids int32.
 FilledPage = tuple[int, int, bytes, bytes, bytes, np.ndarray]
 
@@ -279,10 +275,7 @@ class StepFills:
     known_ids: by row, int32 [count], token ids of a row that does not decode.
     filled_pages: by row, of those that fill any page: int32 [n], the slot's pages from page
         starts // page_size on.
-    repeats: every row decodes one token, as in the step before, of the same rows. Then nothing is
-        in known_ids and filled_pages, but
-    full_rows: int64 [n], the rows that fill a page with their token.
-    full_pages: int32 [n], those pages.
+    repeats: every row decodes one token, as in the step before, of the same rows.
     """
 
     number: int
@@ -294,8 +287,6 @@ class StepFills:
     known_ids: dict[int, np.ndarray]
     filled_pages: dict[int, np.ndarray]
     repeats: bool = False
-    full_rows: np.ndarray = field(default_factory=lambda: _NO_PAGES)
-    full_pages: np.ndarray = field(default_factory=lambda: _NO_PAGES)
 
 
 class PlannedRows(Protocol):
@@ -403,14 +394,15 @@ class ChainTracker:
 
     def _repeated(self, last: StepFills, rows: PlannedRows, table: PageTable) -> StepFills:
         """The rows of the step `last` decode one token further."""
-        ends, full_rows, full_pages = last.ends + _ONE, _NO_PAGES, _NO_PAGES
+        ends, filled_pages = last.ends + _ONE, dict[int, np.ndarray]()
         self._steps_to_full -= 1
         if self._steps_to_full <= 0:
             offsets = ends % self.page_size
-            full_rows = np.flatnonzero(offsets == 0)
-            if len(full_rows):
-                columns = ends[full_rows] // self.page_size - 1
-                full_pages = table.pages_at(last.slots[full_rows], columns)
+            full = np.flatnonzero(offsets == 0)
+            if len(full):
+                columns = ends[full] // self.page_size - 1
+                pages = table.pages_at(last.slots[full], columns)
+                filled_pages = dict(zip(full.tolist(), pages[:, None], strict=True))
             self._steps_to_full = self.page_size - int(offsets.max())
         return StepFills(
             number=rows.number,
@@ -420,10 +412,8 @@ class ChainTracker:
             ends=ends,
             requests=last.requests,
             known_ids={},
-            filled_pages={},
+            filled_pages=filled_pages,
             repeats=True,
-            full_rows=full_rows,
-            full_pages=full_pages,
         )
 
     def _planned(self, rows: PlannedRows, table: PageTable, slots: SlotArrays) -> StepFills:
@@ -450,10 +440,9 @@ class ChainTracker:
         sampled: int32, of each row of the plan, the id that it sampled, below 0 where it sampled
         none.
         """
-        if step.repeats:
-            filled = self._fill_of_repeated(step) if len(step.full_rows) else None
+        if step.repeats and not step.filled_pages:
             self._put_aside.append((step, sampled))
-            return filled
+            return None
         self._write_put_aside()
         sampled = sampled[step.rows]
         alive = self._alive(step)
@@ -474,47 +463,15 @@ class ChainTracker:
 
     def _write_put_aside(self) -> None:
         """The ids that the steps put aside have sampled, of requests that are still there."""
-        for step, ids in self._put_aside if len(self._put_aside) < FEW_STEPS else ():
-            written = self._alive(step) & (ids >= 0)
-            offsets = step.ends[written] % self.page_size
-            self._ids[step.slots[written], offsets] = ids[written]
-        if len(self._put_aside) >= FEW_STEPS:
-            first = self._put_aside[0][0]
-            ids = np.stack([sampled for _, sampled in self._put_aside])  # [steps, R]
-            offsets = (first.ends + np.arange(len(ids), dtype=np.int32)[:, None]) % self.page_size
-            written = (ids >= 0) & self._alive(first)
-            slots = np.broadcast_to(first.slots, ids.shape)
-            self._ids[slots[written], offsets[written]] = ids[written]
+        if not self._put_aside:
+            return
+        first = self._put_aside[0][0]
+        ids = np.stack([sampled for _, sampled in self._put_aside])  # [steps, R]
         self._put_aside.clear()
-
-    def _fill_of_repeated(self, step: StepFills) -> PageChains | None:
-        """A repeated step has filled a page of each of some rows: see `_fill`."""
-        self._write_put_aside()
-        alive = self._alive(step)[step.full_rows]
-        rows, pages = step.full_rows[alive], step.full_pages[alive]
-        slots = step.slots[rows]
-        ids = self._ids[slots]  # [n, page_size]
-        raw, size = ids.astype("<i4", copy=False).tobytes(), 4 * self.page_size
-        listed: list[int] = slots.tolist()
-        salts = [self._salts[slot] for slot in listed]
-        parents = [self._parents[slot] for slot in listed]
-        digests = [
-            _digest(parent, salt, raw[at * size : (at + 1) * size])
-            for at, (parent, salt) in enumerate(zip(parents, salts, strict=True))
-        ]
-        for slot, digest in zip(listed, digests, strict=True):
-            self._parents[slot] = digest
-        theirs = self._claimed_by[pages] <= step.number
-        for page, digest, still in zip(pages.tolist(), digests, theirs.tolist(), strict=True):
-            if still:
-                self._digests[page] = digest
-        if not theirs.any():
-            return None
-        depths = step.ends[rows] // self.page_size - 1
-        filled = PageChains(
-            pages, depths, _digest_rows(digests), _digest_rows(parents), _digest_rows(salts), ids
-        )
-        return filled if theirs.all() else filled.only(theirs)
+        offsets = (first.ends + np.arange(len(ids), dtype=np.int32)[:, None]) % self.page_size
+        written = (ids >= 0) & self._alive(first)
+        slots = np.broadcast_to(first.slots, ids.shape)
+        self._ids[slots[written], offsets[written]] = ids[written]
 
     def _store(self, step: StepFills, row: int, ids: np.ndarray, found: list[FilledPage]) -> None:
         """A row has computed the known `ids` int32 [count], which may fill several pages."""
