@@ -17,6 +17,9 @@ import signal
 import ssl
 import sys
 import tempfile
+import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -24,15 +27,19 @@ import pytest
 from quick_rule import is_quick
 
 DRAW = ("gpu", "kernels", "layers")  # their tests draw numbers, as draws.py says
-# Their tests share a server, or a model of transformers that takes long to load.
-TOGETHER = ("blackbox", "smollm2")
-# Of some folders, who shares what their conftest.py starts: a server, and an LLM.
+# Their tests share a server, a browser, or a model of transformers that takes long to load.
+TOGETHER = ("blackbox", "page", "smollm2")
+# Of some folders, who shares what their conftest.py starts: a server, an LLM, a session.
 SHARE = {
     "pipeline": (
         "test_choices_served.py", "test_grammars_served.py", "test_logprobs_served.py",
         "test_serving.py",
     ),
-    "llm": ("test_llm.py", "test_llm_logprobs.py", "test_vllm_scripts.py"),
+    "trace": ("test_flight_recorder.py", "test_recorded_session.py", "test_redaction.py"),
+    "llm": (
+        "test_llm.py", "test_llm_lifecycle.py", "test_llm_logprobs.py", "test_random_schemas.py",
+        "test_vllm_scripts.py",
+    ),
 }  # fmt: skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -97,10 +104,6 @@ def pytest_collection():
         gc.enable()
 
 
-def pytest_unconfigure():
-    gc.unfreeze()  # libraries look at the end whether all of theirs is gone
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     if pyfuncitem.path.parent.name not in DRAW:
@@ -141,6 +144,60 @@ def pytest_xdist_make_scheduler(config, log):
 
     config.option.loadscopereorder = False  # in the order of their collection
     return ByFileOrFolder(config, log)
+
+
+def pytest_configure(config):
+    """On several workers, none may be waited for without an end: see `Overdue`."""
+    # Libraries look at the end whether all of theirs is gone; pytest looks for garbage before.
+    config.add_cleanup(gc.unfreeze)
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Overdue())
+
+
+class Overdue:
+    """Ends a run whose worker is stuck, and names the test.
+
+    A worker ends by itself when a test takes too long, and the run ends with it. Here is what that
+    misses: a worker whose end is not seen, as a process that it forked holds its pipe open.
+    """
+
+    SECONDS = 600.0  # longer than each limit of a single test
+
+    def __init__(self) -> None:
+        self._running: dict[str, float] = {}  # {test: when it began}
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running[nodeid] = time.monotonic()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._running.pop(nodeid, None)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(10)
+            late = time.monotonic() - self.SECONDS
+            stuck = [test for test, began in list(self._running.items()) if began < late]
+            if stuck:
+                print(f"\nno end after {self.SECONDS:g} s:", *stuck, sep="\n", file=sys.stderr)
+                os._exit(3)
+
+
+SHARED = pytest.StashKey[ExitStack]()
+
+
+@pytest.fixture(scope="session")
+def shared(pytestconfig) -> ExitStack:
+    """What the files of one scope (`_scope`) share. It is closed behind the last of them: a server
+    that lives to the end of the run takes a minute of processor time for its heartbeats alone."""
+    return pytestconfig.stash.setdefault(SHARED, ExitStack())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    scope = _scope(item.path)
+    if scope and (nextitem is None or _scope(nextitem.path) != scope):
+        item.config.stash.get(SHARED, ExitStack()).close()
 
 
 @pytest.fixture

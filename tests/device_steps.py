@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from pipeinfer.kernels.interface import DeviceStep, GraphShape
+from pipeinfer.kernels.interface import DeviceStep, StepShape
 
 OPTIONAL = ("prefix_leaders", "prefix_ranks")
 
 
-def device_step(shape: GraphShape, padded: bool = False, **views: Any) -> DeviceStep:
+def device_step(shape: StepShape, padded: bool = False, **views: Any) -> DeviceStep:
     """With these views; all others are empty."""
     empty = torch.empty(0, dtype=torch.int32)
     every = {

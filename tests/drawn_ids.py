@@ -12,7 +12,7 @@ NOTHING = -1  # in place of an id: the row gave no token
 
 
 def ids_of(drawn: torch.Tensor) -> torch.Tensor:
-    """int64 [S] out of int64 [S, 2]: at most one token of each row, and id 0 beside none."""
+    """int64 [L] out of int64 [L, 2]: at most one token of each row, and id 0 beside none."""
     assert drawn.dtype == torch.int64 and drawn.shape[1:] == (2,)
     many, ids = drawn.unbind(1)
     assert set(many.tolist()) <= {0, 1} and not ids[many == 0].any()
@@ -20,7 +20,7 @@ def ids_of(drawn: torch.Tensor) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Ids int64 [S] that the host's sampler draws."""
+    """Ids int64 [L] that the host's sampler draws."""
     last_token = torch.zeros(len(logits), dtype=torch.int64)
     drawn = host.sample(logits.cpu(), knobs_of(rows), last_token, True)
     assert torch.equal(last_token, drawn[:, 1])

@@ -12,13 +12,13 @@ from pipeinfer.step import Step
 
 
 def kept(launched: LaunchedStep) -> torch.Tensor:
-    """[S, vocab] of a step whose runner keeps logits."""
+    """[L, vocab] of a step whose runner keeps logits."""
     launched.take()
     assert launched.logits is not None
-    return launched.logits[launched.rows]
+    return launched.real(launched.logits)
 
 
 def logits_of(runner: Runner, step: Step) -> torch.Tensor:
-    """[S, vocab]; the step is run, too."""
+    """[L, vocab]; the step is run, too."""
     runner.keep_logits = True
     return kept(runner.launch(step))

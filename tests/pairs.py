@@ -1,4 +1,4 @@
-"""Of the cases of a test, as few as have every pair of the values that it crosses."""
+"""Of the cases of a test, as few as have every pair of the values that it crosses, or every one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def covering(cases: Sequence[Mapping[str, Any]]) -> list[int]:
+def covering(cases: Sequence[Mapping[str, Any]], together: int = 2) -> list[int]:
     """Indices into `cases`, each the values of a case by name. A value that several cases have is
-    one object in all of them, as pytest hands it out."""
-    left = [set(itertools.combinations(((n, id(v)) for n, v in case.items()), 2)) for case in cases]
+    one object in all of them, as pytest hands it out. together: 2 for pairs, 1 for each value."""
+    named = [[(name, id(value)) for name, value in case.items()] for case in cases]
+    left = [set(itertools.combinations(values, together)) for values in named]
     chosen = [at for at, pairs in enumerate(left) if not pairs]  # of one value, or none
     while any(left):
         best = max(range(len(left)), key=lambda at: len(left[at]))  # the first of the best

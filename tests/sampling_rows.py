@@ -1,4 +1,4 @@
-"""What the rows that sample want of sampling, and at which positions, in one value.
+"""How each row of logits is sampled, and at which positions, in one value.
 
 Import it as `from sampling_rows import ...`.
 """
@@ -15,7 +15,7 @@ from pipeinfer.step import Step
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Sampling parameters of the rows that sample, [S] each, in the order of those rows.
+    """Sampling parameters of the rows of logits, [L] each, in their order.
 
     fields: by name and dtype as engine/step_builder.py declares. positions: int64, the absolute
     position of the token being sampled.
@@ -31,6 +31,6 @@ class SamplingRows:
 
 
 def sampling_of(step: Step) -> SamplingRows:
-    """Of the step's rows that sample."""
+    """Of a step without drafts."""
     positions = (step.starts + step.counts)[step.samples].astype(np.int64)
     return SamplingRows(step.fields, positions)

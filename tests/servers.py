@@ -103,7 +103,9 @@ class Server:
         return json.loads(self.get("/health")[1])
 
     def pid(self, stage: str) -> int:
-        return next(s["pid"] for s in self.health()["stages"] if s["name"] == stage)
+        """Of a stage's process: by its id, or of the first one with that name."""
+        stages = self.health()["stages"]
+        return next(s["pid"] for s in stages if stage in (s["stage"], s["name"]))
 
     def metric(self, name: str) -> float:
         """Value of a metric without labels."""

@@ -22,6 +22,15 @@ def test_every_pair_of_values_is_left_in_few_cases():
     assert 9 <= len(chosen) <= 12 < len(cases)
 
 
+def test_every_value_is_left_in_as_many_cases_as_the_longest_dimension_has():
+    cases = crossed(dtype="abc", size=(1, 2, 3, 4), bias=(False, True))
+    chosen = [cases[at] for at in covering(cases, together=1)]
+    assert len(chosen) == 4
+    assert {value for case in chosen for value in case.items()} == {
+        value for case in cases for value in case.items()
+    }
+
+
 def test_values_that_come_together_are_one_dimension():
     cases = [{"heads": h, "kv_heads": k, "page": p} for h, k in ((4, 2), (5, 1)) for p in (1, 16)]
     assert covering(cases) == [0, 1, 2, 3]

@@ -2,7 +2,8 @@
 
 They are for the shell, never for a core, and are not recorded. Any stage takes them in its inbox
 and answers on its telemetry socket, where the asker listens before it asks. The asker is a command
-line, or a gateway whose page is open. Knows no stage.
+line, or a gateway whose page is open. Gateways tell one another here what each must know to answer
+for all. Knows no stage.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-from pipeinfer.messages import Int32s, Message
+from pipeinfer.messages import AdapterState, Count, Int32s, Message
 
 CHANNEL = "control"
 
@@ -127,6 +128,7 @@ class RequestSpan(msgspec.Struct, frozen=True, array_like=True):
     - outcome: how it ended, where there is something to say; else empty
     - trace: the W3C traceparent that it came in with, or empty
     - span: the traceparent that a gateway passes on, where it has a span of its own
+    - client: of a gateway's: hash of who asks, as in Submit
     """
 
     stage: str
@@ -137,6 +139,7 @@ class RequestSpan(msgspec.Struct, frozen=True, array_like=True):
     trace: str = ""
     moments: tuple[TimedEvent, ...] = ()
     span: str = ""
+    client: str = ""
 
 
 class StepMade(msgspec.Struct, frozen=True, array_like=True):
@@ -214,6 +217,81 @@ class Prefixes(Message, frozen=True):
     prefixes: tuple[Prefix, ...] = ()
 
 
+class ShareState(msgspec.Struct, frozen=True, array_like=True):
+    """What a gateway says of its share of a limit, see gateway/peers.py.
+
+    Attributes:
+    - name, kind: of the limit
+    - given, taken: units, by index of the other gateway, since the limit began to be shared
+    - wanted: units that it lacks now
+    - free: units that it has left
+    """
+
+    name: str
+    kind: str
+    given: tuple[Count, ...]
+    taken: tuple[Count, ...]
+    wanted: Count = 0
+    free: Count = 0
+
+
+class GatewayState(Message, frozen=True):
+    """gateway -> gateway: what all must know, and has changed since the number that the receiver
+    has said that it has heard; sent again until it says so of this one.
+
+    Attributes:
+    - stage, incarnation: of the sender
+    - number: of its latest change
+    - since: number up to which the receiver has heard all; a new process has not, and drops this
+    - heard_incarnation, heard: the receiver's number that the sender has heard, of that process
+    """
+
+    stage: str
+    incarnation: int
+    number: Count
+    since: Count = 0
+    heard_incarnation: int = 0
+    heard: Count = 0
+    adapters: tuple[AdapterState, ...] = ()
+    shares: tuple[ShareState, ...] = ()
+
+
+class ShowMetrics(Message, frozen=True):
+    """To a gateway: what have you counted? It answers `stage` with CountedMetrics.
+
+    Attributes:
+    - question: the asker's name for it
+    """
+
+    question: str
+    stage: str
+
+
+class MetricSample(msgspec.Struct, frozen=True, array_like=True):
+    """A sample of a metric, as Prometheus names and labels it."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class MetricSamples(msgspec.Struct, frozen=True, array_like=True):
+    """A metric: counter, gauge or histogram."""
+
+    name: str
+    help: str
+    kind: str
+    samples: tuple[MetricSample, ...]
+
+
+class CountedMetrics(Message, frozen=True):
+    """The answer of `stage`: what it counts itself."""
+
+    question: str
+    stage: str
+    metrics: tuple[MetricSamples, ...] = ()
+
+
 CONTROL: Any = Union[
     StartRecording,
     StopRecording,
@@ -224,4 +302,9 @@ CONTROL: Any = Union[
     Observed,
     ShowPrefixes,
     Prefixes,
+    GatewayState,
+    ShowMetrics,
+    CountedMetrics,
 ]
+# Those that a gateway takes beside what every stage does.
+FOR_GATEWAYS = (Observed, Prefixes, GatewayState, ShowMetrics, CountedMetrics)

@@ -23,6 +23,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cache
+from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
@@ -107,13 +108,13 @@ class GraphDue(Message, frozen=True):
 
 
 class StepDone(Message, frozen=True):
-    """The device finished step `number`. S: rows that sampled, in the step's order.
+    """The device finished step `number`. L: its rows of logits (Step), in their order.
 
     Attributes:
-    - num_sampled: int32 bytes [S], tokens that each row gave
+    - num_sampled: int32 bytes [L], tokens that each row gave
     - token_ids: int32 bytes, row after row
     - seconds: that the step took
-    - bad: int32 bytes, those of the S rows whose logits were not finite
+    - bad: int32 bytes, those of the L rows whose logits were not finite
     - logprobs: scores (wire.py) of those ids whose rows ask for them
     - prompt_logprobs: scores of each of the chunks whose tokens are scored
     - refused: by row, why its grammar allows nothing
@@ -269,6 +270,15 @@ def stage_number(stage: str, name: str) -> int | None:
     """
     kind, _, digits = stage.partition("-")
     return int(digits) if kind == name and DIGITS.fullmatch(digits) else None
+
+
+def highest_random_weight(stages: Sequence[str], key: bytes) -> str:
+    """The one of `stages` for `key` by rendezvous hashing (Thaler and Ravishankar, 1996): evenly,
+    the same in every process, and where one of them is missing, only its own keys go to others."""
+    if len(stages) == 1:
+        return stages[0]
+    digest = blake2b(key, digest_size=16).digest()
+    return max(stages, key=lambda stage: blake2b(digest + stage.encode(), digest_size=8).digest())
 
 
 # -------------------------------------------------------------------------------- recent entries
@@ -479,6 +489,8 @@ REQUEST_SECONDS = (
     30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 
+# Statistics by position of draft tokens in their rows: how many were accepted.
+ACCEPTED_AT = "accepted_draft_tokens_total_at_"
 # Upper bounds of buckets in tokens of a step: vLLM's.
 STEP_TOKENS = (1.0, *(8.0 * 2**power for power in range(12)))  # 1, 8, 16, 32, ... 16384
 

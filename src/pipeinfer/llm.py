@@ -8,17 +8,11 @@ from __future__ import annotations
 from pipeinfer.offline.async_llm import AsyncLLM, PipelineStopped
 from pipeinfer.offline.calls import (
     BeamSearchParams,
+    LoRARequest,
     SamplingParams,
     StructuredOutputsParams,
     TextPrompt,
     TokensPrompt,
-)
-from pipeinfer.offline.embeddings import (
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PoolingParams,
-    ScoringOutput,
-    ScoringRequestOutput,
 )
 from pipeinfer.offline.keywords import EngineArgs, FlexibleArgumentParser
 from pipeinfer.offline.llm import LLM, Engine, async_stream_and_merge, stream_and_merge
@@ -29,6 +23,13 @@ from pipeinfer.offline.outputs import (
     RequestError,
     RequestMetrics,
     RequestOutput,
+)
+from pipeinfer.offline.pooling import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
 from pipeinfer.settings import ConfigurationError
 
@@ -44,6 +45,7 @@ __all__ = [
     "Engine",
     "EngineArgs",
     "FlexibleArgumentParser",
+    "LoRARequest",
     "Logprob",
     "PipelineStopped",
     "PoolingParams",

@@ -15,16 +15,17 @@ import msgspec
 from pipeinfer.params import (
     MAX_CHOICES,
     MAX_INT,
+    Adapter,
     JsonObject,
     Number,
-    SamplingParams,
+    RequestParams,
     StructuredOutputs,
     Thoughts,
     ThoughtState,
 )
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 15
+PROTOCOL = 17
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 # What becomes of the requests that a group has when it is put to sleep: they are answered first,
@@ -52,6 +53,29 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # ------------------------------------------------------------------- requests: gateway -> tokenizer
 
 
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """How the answer to a request outlives its gateway: all stages keep the request, also when it
+    has ended, until its Done or Abort; a gateway that is started again gets it back.
+
+    Attributes:
+    - stream: id of the stream that the request's choices are part of
+    - owner: digest of the key that may have it (gateway/auth.py)
+    - seconds: for which it is kept where nobody reads it
+    - first: number in the stream of the request's choice 0
+    - format: how its events are written, opaque to all but gateways (gateway/kept_answers.py);
+      empty behind the tokenizer
+    - origin: behind the tokenizer, of one choice of a Submit: its Adopt, encoded, if that is not
+      too large. So a gateway that is started again hears of it from the detokenizer, too
+    """
+
+    stream: str
+    owner: str
+    seconds: float
+    first: Number = 0
+    format: bytes = b""
+    origin: bytes = b""
+
+
 class Submit(Message, frozen=True):
     """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given.
 
@@ -77,12 +101,15 @@ class Submit(Message, frozen=True):
       a request is an error
     - token_offsets: rows of its text say where the text of each token begins
     - return_token_strs: Accepted brings the prompt's tokens as the vocabulary writes them
+    - adapter: that it is computed with; its content is part of `cache_salt`
+    - detokenizer: index of its own
+    - kept: how its answer outlives the gateway; None: not at all
     """
 
     request_id: str
     attempt: int
     gateway: int
-    params: SamplingParams
+    params: RequestParams
     seed: int
     text: str | None = None
     prompt_ids: Int32s | None = None
@@ -102,10 +129,14 @@ class Submit(Message, frozen=True):
     fallback_grammar: StructuredOutputs | None = None
     token_offsets: bool = False
     return_token_strs: bool = False
+    adapter: Adapter | None = None
+    detokenizer: int = 0
+    kept: Kept | None = None
 
 
 class Abort(Message, frozen=True):
-    """Forget the request everywhere. Travels on the request's path, so that it cannot overtake it.
+    """Forget the request everywhere. Travels on the request's path, so that it cannot overtake it;
+    on `recovery` it tells gateways that a stage keeps no more of a request.
 
     Attributes:
     - group: data-parallel group whose scheduler alone forgets the request, because nobody gave that
@@ -119,7 +150,15 @@ class Abort(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """Their clients have all of these requests: forget them, and pass it on down their path."""
+    """Their clients have all of these requests, or what was kept of them was deleted or has
+    expired: forget them, and pass it on down their path."""
+
+    request_ids: tuple[str, ...]
+
+
+class Reattached(Message, frozen=True):
+    """gateway -> tokenizer: a client reads again what the gateway before this one had begun of
+    these requests. So they have waited for nobody if this gateway dies as well."""
 
     request_ids: tuple[str, ...]
 
@@ -154,6 +193,46 @@ class SetSleep(Message, frozen=True):
     refuses: bool = False
 
 
+class AdapterState(msgspec.Struct, frozen=True, array_like=True):
+    """The latest change of an adapter that requests name `name`, by /v1/load_lora_adapter or
+    /v1/unload_lora_adapter: of two changes the one with the greater `version` holds, of equal ones
+    that of the greater `gateway`.
+
+    Attributes:
+    - gateway: index of the one that was asked to change it
+    - adapter: None: it was unloaded
+    """
+
+    name: str
+    version: Count
+    gateway: Number
+    adapter: Adapter | None = None
+
+    def follows(self, other: AdapterState) -> bool:
+        """Whether this change holds, where the other is of the same name."""
+        return (self.version, self.gateway) > (other.version, other.gateway)
+
+
+class AdapterChanges(Message, frozen=True):
+    """gateway -> tokenizers: the changes of adapters since the server's start. Tokenizers keep them
+    for a gateway that is started again, and gateways for a tokenizer that is.
+
+    Attributes:
+    - states: one of each name
+    """
+
+    states: tuple[AdapterState, ...] = ()
+
+    def updated(self, later: AdapterChanges) -> AdapterChanges:
+        """These, and of `later` those that follow."""
+        found = {state.name: state for state in self.states}
+        for state in later.states:
+            known = found.get(state.name)
+            if known is None or state.follows(known):
+                found[state.name] = state
+        return AdapterChanges(tuple(found.values()))
+
+
 # --------------------------------------------------------------------- work: tokenizer -> scheduler
 
 
@@ -176,7 +255,7 @@ class Work(Message, frozen=True):
     - client: who asks, as in Submit
     - slow_grammar: its grammar takes long to compile
     - thoughts: where its grammar or its budget of thoughts needs to know of them
-    - token_offsets: as in Submit
+    - token_offsets, adapter, kept: as in Submit
     """
 
     request_id: str
@@ -184,7 +263,7 @@ class Work(Message, frozen=True):
     gateway: int
     detokenizer: int
     prompt_ids: Int32s
-    params: SamplingParams
+    params: RequestParams
     seed: int
     eos_ids: tuple[Number, ...] = ()
     priority: int = 0
@@ -197,6 +276,8 @@ class Work(Message, frozen=True):
     slow_grammar: bool = False
     thoughts: Thoughts | None = None
     token_offsets: bool = False
+    adapter: Adapter | None = None
+    kept: Kept | None = None
 
 
 class HandOver(Message, frozen=True):
@@ -276,6 +357,7 @@ class Admit(Message, frozen=True):
     - score_from: log-probs of the prompt's tokens from this position on are wanted, so what comes
       right before it is computed; -1: of none, or they are known
     - bad_word_ids, trace, thoughts: as in Work
+    - adapter_slot: where LoadAdapter has put its adapter; 0: it has none
     """
 
     slot: Number
@@ -283,7 +365,7 @@ class Admit(Message, frozen=True):
     token_ids: Int32s
     prompt_len: Number
     max_total: Number
-    params: SamplingParams
+    params: RequestParams
     seed: int
     suppressed_ids: tuple[Number, ...] = ()
     cache_salt: str = ""
@@ -291,6 +373,7 @@ class Admit(Message, frozen=True):
     bad_word_ids: tuple[tuple[Number, ...], ...] = ()
     trace: str = ""
     thoughts: Thoughts | None = None
+    adapter_slot: Number = 0
 
 
 class Extend(Message, frozen=True):
@@ -320,10 +403,27 @@ class Prepare(Message, frozen=True):
     slow: bool = False
 
 
+class LoadAdapter(Message, frozen=True):
+    """Requests wait for an adapter: put it in the place of what is in `slot`, which no admitted
+    request has, behind all plans before; then answer AdapterLoaded. Sent until all ranks have
+    answered.
+
+    Attributes:
+    - epoch, number: name the message: what is sent again has the same ones
+    - slot: from 1 on
+    - adapter: what its files must be
+    """
+
+    epoch: int
+    number: Count
+    slot: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
+    adapter: Adapter
+
+
 class Plan(Message, frozen=True):
     """One step: releases, admits, extends, then rows `advance(slot, up to count tokens)`. A row
     computes known tokens not yet computed, at most `count`; where none are left, it decodes one
-    from the id that the step before left. R: rows.
+    from the id that the slot has sampled last. R: rows.
 
     Attributes:
     - number: of the plan in its epoch, from 0
@@ -331,6 +431,12 @@ class Plan(Message, frozen=True):
     - reset: cached prefixes that no request uses are forgotten between releases and admits
     - cache_slots: slots (int32 bytes). Whole pages of what is computed of their prompts enter the
       prefix cache before `reset` and the admits, which may use them
+    - drafts: int32 bytes [R], draft tokens that a row verifies behind its first token, count - 1 of
+      them; from the first such row of a request on, all its rows say how many, maybe 0. A row with
+      known tokens left computes those, as if it had no drafts. NO_DRAFTS (wire.py) in rows of other
+      requests. Empty: all rows are of others
+    - ends: int32 bytes [R], where `drafts` are: how many tokens at most are computed of the row's
+      request after this step. What its drafts may become is counted as if all were accepted
     """
 
     epoch: int
@@ -342,6 +448,8 @@ class Plan(Message, frozen=True):
     reset: bool = False
     extends: tuple[Extend, ...] = ()
     cache_slots: Int32s = b""
+    drafts: Int32s = b""
+    ends: Int32s = b""
 
 
 # ---------------------------------------------------------------------- result: engine -> scheduler
@@ -349,7 +457,7 @@ class Plan(Message, frozen=True):
 
 class Hello(Message, frozen=True):
     """An engine rank is loaded and asks for an epoch, until `Begin` lists it. Ranks must agree on
-    `model` to `step_tokens` and on `kv_dtype`.
+    `model` to `step_tokens`, on `kv_dtype` and on drafts.
 
     Attributes:
     - protocol: PROTOCOL of the process
@@ -367,6 +475,8 @@ class Hello(Message, frozen=True):
     - kv_dtype: "fp8_e4m3", or "auto", which is the model's
     - sleep_level: at which it sleeps; 0: it is awake
     - refuses: of the Sleep that it follows
+    - max_drafts: draft tokens of a row at most; 0: it verifies none. max_draft_rows: decodes of a
+      step up to which rows have some. draft_model: a model makes them, not n-grams
     """
 
     protocol: int
@@ -386,6 +496,9 @@ class Hello(Message, frozen=True):
     kv_dtype: str = "auto"
     sleep_level: Number = 0
     refuses: bool = False
+    max_drafts: Number = 0
+    max_draft_rows: Number = 0
+    draft_model: bool = False
 
 
 class Asleep(Message, frozen=True):
@@ -422,6 +535,17 @@ class Prepared(Message, frozen=True):
     error: str = ""
 
 
+class AdapterLoaded(Message, frozen=True):
+    """The rank has done what LoadAdapter `number` of `epoch` asked for, or cannot because of
+    `error`."""
+
+    rank: Number
+    incarnation: int
+    epoch: int
+    number: Count
+    error: str = ""
+
+
 class Admitted(Message, frozen=True):
     """Plan `number` was applied. Sent long before its tokens exist.
 
@@ -447,7 +571,8 @@ class Result(Message, frozen=True):
 
     Attributes:
     - slots, starts, counts: int32 bytes [R]. `starts`: first computed position. `counts`: tokens
-      computed; 0: deferred, if listed in `deferred`, else nothing was left to do
+      computed; 0: deferred, if listed in `deferred`, else nothing was left to do. Of a row with
+      `drafts` in the plan, those that count: its first token, and the drafts that were accepted
     - produced: int32 bytes [R], ids of `token_ids` that belong to each row; 0 where it did not
       sample
     - token_ids: int32 bytes, row after row. Behind a row's sampled id come those that its grammar
@@ -531,17 +656,18 @@ class Open(Message, frozen=True):
     Attributes:
     - context_ids: the prompt's last ids, int32 bytes
     - trace: W3C traceparent, or empty
-    - token_offsets: as in Submit
+    - token_offsets, kept: as in Submit
     """
 
     request_id: str
     attempt: int
     gateway: int
-    params: SamplingParams
+    params: RequestParams
     context_ids: Int32s
     trace: str = ""
     group: int = 0
     token_offsets: bool = False
+    kept: Kept | None = None
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
@@ -832,12 +958,17 @@ class Recover(Message, frozen=True):
     """`stage`, a new process, asks for all that it should know, until it was answered.
 
     Tokenizers ask gateways (for Submits), schedulers tokenizers (Works) and detokenizers
-    (Delivered), and detokenizers schedulers (Open, Tokens). From a gateway: the requests of older
-    ones are lost.
+    (Delivered), and detokenizers schedulers (Open, Tokens). Gateways ask tokenizers (Adopt), then
+    detokenizers (Adopt of what a tokenizer has forgotten, Text); requests of older ones are lost
+    unless their answers are kept.
+
+    Attributes:
+    - again: of a gateway that has asked before: what came since then is its own
     """
 
     stage: str
     incarnation: int
+    again: bool = False
 
 
 class Recovered(Message, frozen=True):
@@ -876,6 +1007,24 @@ class Delivered(Message, frozen=True):
     prompt_logprobs: bytes = b""
 
 
+class Adopt(Message, frozen=True):
+    """tokenizer -> a gateway that was started again: a request of the gateway before it whose
+    answer is kept. Its text comes from its detokenizer, from the beginning; and so does this,
+    again, for the case that the tokenizer died as well.
+
+    Attributes:
+    - stage: the tokenizer
+    - submit: of the choices that are in one group, with their attempt
+    - accepted: None if the request is not tokenized yet
+    - waited: seconds since a gateway died under it for the first time, and no client came back
+    """
+
+    stage: str
+    submit: Submit
+    accepted: Accepted | None = None
+    waited: float = 0.0
+
+
 # -------------------------------------------------------------------------------------- channels
 
 # Who sends on each channel, and who reads it.
@@ -894,16 +1043,25 @@ CHANNEL_USERS = {
 
 # The messages of each channel; a frame of any other is not read.
 CHANNELS: dict[str, Any] = {
-    "requests": Union[Submit, ResetCache, SetSleep, Abort, Done],
+    "requests": Union[Submit, Reattached, AdapterChanges, ResetCache, SetSleep, Abort, Done],
     "work": Union[Work, HandOver, ResetCache, SetSleep, Abort, Done],
-    "plan": Union[Begin, Sleep, Prepare, Plan],
+    "plan": Union[Begin, Sleep, Prepare, LoadAdapter, Plan],
     "result": Union[
-        Hello, Asleep, Ready, Prepared, Admitted, PromptLogprobs, Result, Digests, Fault
+        Hello,
+        Asleep,
+        Ready,
+        Prepared,
+        AdapterLoaded,
+        Admitted,
+        PromptLogprobs,
+        Result,
+        Digests,
+        Fault,
     ],
     "tokens": Union[Open, PromptTokens, Tokens, Refused, CacheReset, Abort, Done],
     "stops": StopHit,
     "text": Union[Accepted, Refused, CacheReset, Text],
     "telemetry": Heartbeat,
     "group": Union[GroupStatus, RankStatus, Ended, Fenced, GroupFault],
-    "recovery": Union[Recover, Recovered, HandOver, Delivered],
+    "recovery": Union[Recover, Recovered, HandOver, Delivered, Adopt, AdapterChanges, Abort],
 }

@@ -22,6 +22,7 @@ ALIASES = {
     "tool_call_parser": "tool_parser",
     "ssl_certfile": "tls_cert",
     "ssl_keyfile": "tls_key",
+    "api_server_count": "gateways",
     # SGLang
     "model_path": "model",
     "tp_size": "tp",
@@ -31,6 +32,8 @@ ALIASES = {
     "context_length": "max_model_len",
     "random_seed": "seed",
     "cuda_graph_max_bs": "cuda_graph_max_batch",
+    "max_loras_per_batch": "max_loras",
+    "tokenizer_worker_num": "tokenizers",
 }
 
 # Those that are on or off: the setting, and its values for on and for off.
@@ -77,8 +80,7 @@ def _none(vllm: str, sglang: str, advice: str) -> RefusedFlag:
     return RefusedFlag("none", _names(vllm, sglang), (), advice)
 
 
-NO_ADAPTERS = "No adapters are served. Merge them into the checkpoint."
-NOT_AHEAD = "No tokens are guessed ahead."
+DRAFTS = "`ngram` guesses tokens from the request itself; any other name is that of a draft model."
 BACKENDS = "Backends: flashinfer, fa3, hybrid, torch."
 TEXTS_ONLY = "Models take and give texts only."
 
@@ -101,16 +103,20 @@ REFUSED: dict[str, tuple[RefusedFlag, ...]] = {
         _none("--download-dir", "", "The hub's own cache is used."),
         _none("--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path", "",
             TEXTS_ONLY),
-        _none("--enable-lora --lora-modules --max-loras --max-lora-rank",
-            "--enable-lora --lora-paths --max-loras-per-batch", NO_ADAPTERS),
-        _none("--speculative-config",
+        _instead("", "--lora-paths", "--lora-modules",
+            "Adapters are NAME=PATH, with spaces between."),
+        _none("--max-cpu-loras --lora-dtype --fully-sharded-loras",
+            "--lora-target-modules --lora-backend",
+            "Adapters are read when they are needed, in the model's dtype; all linear layers may "
+            "have them."),
+        _instead("--speculative-config",
             "--speculative-algorithm --speculative-num-steps --speculative-draft-model-path",
-            NOT_AHEAD),
+            "--speculate", DRAFTS),
         _none("--max-logprobs", "", "The bound is 20."),
         _none("--logprobs-mode", "",
             "Log-probs are always the model's own, vLLM's `raw_logprobs`."),
         _none("--logits-processors", "", "No code of others runs in a step."),
-        _none("", "--tokenizer-path --tokenizer-worker-num",
+        _none("", "--tokenizer-path",
             "The tokenizer is the checkpoint's, in a stage of its own."),
         _instead("", "--is-embedding", "--task", "With `embed` the model makes vectors of texts."),
         _none("", "--enable-multimodal", TEXTS_ONLY),
@@ -182,8 +188,8 @@ REFUSED: dict[str, tuple[RefusedFlag, ...]] = {
             "The file has a `device` of each stage."),
         _none("", "--sampling-backend",
             "There is one way to sample, whose noise follows from the seed."),
-        _none("", "--enable-deterministic-inference",
-            "Noise does not depend on the batch, but logits may."),
+        _instead("", "--enable-deterministic-inference", "--exact",
+            "It is refused where something cannot keep it."),
     ),
     "chats": (
         _always("--enable-auto-tool-choice --exclude-tools-when-tool-choice-none", "",
@@ -221,7 +227,6 @@ REFUSED: dict[str, tuple[RefusedFlag, ...]] = {
             "The bounds are fixed."),
         _none("--uds --root-path --middleware --disable-fastapi-docs", "--fastapi-root-path",
             "A proxy in front of the server does that."),
-        _none("--api-server-count", "", "There is one gateway."),
         _instead("--disable-frontend-multiprocessing", "", "--in-process",
             "All stages run in one process then, for debuggers."),
         _instead("--config", "--config", "--topology",

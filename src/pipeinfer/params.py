@@ -2,7 +2,7 @@
 request are called; and what JSON holds, as types.
 
 Shared vocabulary of the gateway, the offline classes, the scheduler and the engine. Knows no
-HTTP, no tokenizer and no torch; names and defaults are those of vLLM's SamplingParams.
+HTTP, no tokenizer and no torch; names and defaults are those of vLLM's RequestParams.
 """
 
 from __future__ import annotations
@@ -60,6 +60,25 @@ ThoughtState = Literal["before", "open", "over"]
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 
 
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """A low-rank adapter (LoRA) that a request is computed with.
+
+    Attributes:
+    - name: what requests and /v1/models call it
+    - path: its folder, on the hosts of engines
+    - digest: of its files (checkpoint/lora.py), hexadecimal; equal digests mean equal adapters
+    """
+
+    name: str
+    path: str
+    digest: str
+
+    def salted(self, cache_salt: str) -> str:
+        """The salt of prefix caches for requests with this adapter: another text for each pair of
+        content and `cache_salt`, and none that a client can give."""
+        return f"\0lora:{self.digest}:{cache_salt}"
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What the whole output must be; exactly one of the first four is given.
 
@@ -91,8 +110,9 @@ class Thoughts(msgspec.Struct, frozen=True, array_like=True):
     state: ThoughtState
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How to choose tokens and when to stop.
+class RequestParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a request asks for: how to choose tokens, when to stop, which scores. Callers of the
+    offline classes write RequestParams, with vLLM's fields (offline/calls.py).
 
     Attributes:
     - temperature: 0 is greedy, at most 100
@@ -169,7 +189,7 @@ class InvalidParameter(ValueError):
         self.param = param
 
 
-def normalized(params: SamplingParams) -> SamplingParams:
+def normalized(params: RequestParams) -> RequestParams:
     """`params` with tuples for `stop` and `stop_token_ids`, a dict of integers for `logit_bias`,
     `top_k` 0 and `thinking_token_budget` None where they are off, and a `top_p` that float32 can
     tell from 0; raises InvalidParameter.
@@ -235,7 +255,7 @@ def _each_once(given: Sequence[T] | None) -> tuple[T, ...] | None:
     return None if given is None else tuple(dict.fromkeys(given))
 
 
-def _check_sampling(params: SamplingParams) -> None:
+def _check_sampling(params: RequestParams) -> None:
     _check_within("temperature", params.temperature, 0, MAX_TEMPERATURE)
     if not 0 <= params.top_k <= MAX_INT:
         raise InvalidParameter(
@@ -248,13 +268,21 @@ def _check_sampling(params: SamplingParams) -> None:
         raise InvalidParameter("seed", f"seed must fit into 64 bits, not {params.seed}")
 
 
-def _check_penalties(params: SamplingParams) -> None:
+NO_PENALTIES = 1.0, 0.0, 0.0
+
+
+def penalties(params: RequestParams) -> tuple[float, float, float]:
+    """For repetition, frequency and presence."""
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+def _check_penalties(params: RequestParams) -> None:
     _check_within("repetition_penalty", params.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
     for name in ("presence_penalty", "frequency_penalty"):
         _check_within(name, getattr(params, name), -MAX_PENALTY, MAX_PENALTY)
 
 
-def _check_lengths(params: SamplingParams) -> None:
+def _check_lengths(params: RequestParams) -> None:
     if params.max_tokens is not None:
         _check_within("max_tokens", params.max_tokens, 1, MAX_INT)
     _check_within("min_tokens", params.min_tokens, 0, MAX_INT)
@@ -264,7 +292,7 @@ def _check_lengths(params: SamplingParams) -> None:
         )
 
 
-def _check_stops(params: SamplingParams) -> None:
+def _check_stops(params: RequestParams) -> None:
     if len(params.stop) > MAX_STOP_STRINGS:
         raise InvalidParameter(
             "stop", f"at most {MAX_STOP_STRINGS} stop strings, not {len(params.stop)}"
@@ -319,7 +347,7 @@ def _check_words(words: tuple[str, ...]) -> None:
             raise InvalidParameter("bad_words", message)
 
 
-def _check_logprobs(params: SamplingParams) -> None:
+def _check_logprobs(params: RequestParams) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         most = getattr(params, name)
         if most is not None:
@@ -329,7 +357,7 @@ def _check_logprobs(params: SamplingParams) -> None:
     _check_within("vector_size", params.vector_size, 0, MAX_VECTOR_SIZE)
 
 
-def _check_form(params: SamplingParams) -> None:
+def _check_form(params: RequestParams) -> None:
     """Beside a form nothing else may forbid tokens: perhaps none would be left."""
     for name in ("min_tokens", "allowed_token_ids", "bad_words"):
         if params.structured_outputs is not None and getattr(params, name):

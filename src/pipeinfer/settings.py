@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import groupby
@@ -35,10 +36,19 @@ class ConfigurationError(ValueError):
     """A wrong setting, topology or checkpoint; the text is for the user, the exit code is 2."""
 
 
-def about(value: str, line: str, more: str = "", *, unset: str = "", group: str = "") -> Meta:
+def about(
+    value: str,
+    line: str,
+    more: str = "",
+    *,
+    unset: str = "",
+    group: str = "",
+    several: bool = False,
+) -> Meta:
     """The help of a setting, see SettingHelp. `group`: begins a group of settings."""
     text = f"{line}\n\n{more}" if more else line
-    return Meta(description=text, extra={"value": value, "unset": unset, "group": group})
+    extra = {"value": value, "unset": unset, "group": group, "several": several}
+    return Meta(description=text, extra=extra)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,6 +138,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "It holds for each request. More than the checkpoint says is refused at the start.",
         unset="what the checkpoint says")] = 0
 
+    # checkpoint/lora.py
+    enable_lora: Annotated[bool, about("", "serve low-rank adapters (LoRA) beside the model",
+        "[Adapters](lora.md) in PEFT's form. A request names one as its `model`.",
+        unset="the model alone is served")] = False
+    lora_modules: Annotated[str, about("NAME=PATH",
+        "adapters by name, folders with PEFT's files; several with spaces between",
+        "Needs `--enable-lora`. They are looked at when the server starts, and loaded when a "
+        "request asks for one. A folder must be there for every engine and gateway.",
+        unset="none", several=True)] = ""
+    max_loras: Annotated[Annotated[int, Meta(ge=1, le=256)], about("N",
+        "adapters that the device holds at a time",
+        "Each takes memory for `--max-lora-rank`, of every layer. Where requests ask for more "
+        "adapters at a time, some wait.")] = 8
+    max_lora_rank: Annotated[Annotated[int, Meta(ge=1, le=512)], about("N",
+        "the greatest rank of an adapter")] = 16
+
     # HTTP
     host: Annotated[str, about("HOST", "address to listen on",
         "`0.0.0.0` listens on all addresses.", group="HTTP")] = "127.0.0.1"
@@ -187,6 +213,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_prompts: Annotated[Positive, about("N", "prompts of a request; more get 400",
         "Each prompt counts as often as it has choices. The limit in effect is also at most "
         "`--max-queue`.")] = 1024
+    reattach: Annotated[Annotated[float, Meta(ge=0, le=3600)], about("SECONDS",
+        "seconds for which a stream waits for its client to come back; 0: it ends with it",
+        "Such streams have event ids, and go on at `GET /v1/streams/{id}`. What the client has not "
+        "had is kept meanwhile, also if the gateway dies. The header `x-pipeinfer-reattach` asks "
+        "for it in one request, `x-pipeinfer-detached` for more.",
+        unset="`0`")] = 0.0
+    store: Annotated[str, about("PATH",
+        "file for responses with `store`; default: none are stored",
+        "An SQLite file, made if it is missing. A response is stored for 30 days, so that "
+        "`previous_response_id` works, also after a restart.", unset="none")] = ""
+    kept_mib: Annotated[Positive, about("N", "MiB of all answers that are kept for clients",
+        "The oldest that ended go first.")] = 256
+    key_kept_mib: Annotated[Positive, about("N", "MiB of the kept answers of a key",
+        "Without keys it holds for all clients together.")] = 64
     request_timeout: Annotated[Annotated[float, Meta(ge=0, le=86400)], about("SECONDS",
         "seconds of requests that name no timeout; 0: none",
         "At most a day. It does not hold for `LLM`.")] = 3600.0
@@ -219,6 +259,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "steps beside streams stay short, however many prompts wait.")] = 0.5
     overlap_depth: Annotated[Annotated[int, Meta(ge=1, le=2)], about("N", "steps in flight, 1 or 2",
         "1 waits for each step's tokens before the next step is planned.")] = 2
+    speculate: Annotated[str, about("NAME",
+        "guess tokens ahead and verify them together: ngram, a small model, or none",
+        "[Speculative decoding](speculative-decoding.md): the tokens stay the same. `ngram` "
+        "guesses what followed a request's last tokens where they stood before, which pays for "
+        "texts that repeat themselves or their prompt. Any other name is that of a small model "
+        "with the same vocabulary, as for `--model`, which guesses whatever the text is, and whose "
+        "keys and values take their part of each page. Not with the attention backend "
+        "`flashinfer`.",
+    )] = "none"
+    num_speculative_tokens: Annotated[Annotated[int, Meta(ge=1, le=16)], about("N",
+        "tokens that are guessed ahead for a request in one step",
+        "With `--speculate`.")] = 4
+    speculative_max_requests: Annotated[Positive, about("N",
+        "requests that decode at a time up to which tokens are guessed ahead",
+        "With `--speculate`. Where more requests decode, a step's time grows with its tokens.",
+    )] = 8
+    synthetic_acceptance_rate: Annotated[Annotated[float, Meta(ge=-1, le=1)], about("RATE",
+        "for benchmarks: accept draft tokens at random, at this rate; -1: by what is sampled",
+        "With `--speculate`. Every request drafts, and the texts are worth nothing: it shows what "
+        "drafts cost and save on a machine at a rate of acceptance.")] = -1.0
     watchdog: Annotated[Annotated[float, Meta(gt=0)], about("SECONDS",
         "seconds without a result after which an engine counts as hung",
         "Its process is killed and started again. Seconds in which the scheduler itself was "
@@ -275,7 +335,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "Tensor parallelism: the engines compute each step together. The number must divide the "
         "model's heads.")] = 1
     dp: Annotated[Positive, about("N", "groups of --tp engines, each with the whole model",
-        "Data parallelism: each group has a scheduler of its own, all behind one gateway.")] = 1
+        "Data parallelism: each group has a scheduler of its own, all behind the same gateways."
+        )] = 1
+    gateways: Annotated[Positive, about("N", "gateways, which share the port",
+        "One process serves HTTP for some ten thousand tokens a second; more share its work. "
+        "Any of them answers for the whole server. See [several fronts](topology.md#several-"
+        "fronts).")] = 1
+    tokenizers: Annotated[Positive, about("N", "tokenizers; prompts that begin alike have the same",
+        "A request's tokenizer is chosen by the first bytes of its prompt, so that each sees all "
+        "prompts that share a beginning.")] = 1
+    detokenizers: Annotated[Positive, about("N", "detokenizers, each with its part of the requests",
+        )] = 1
     routing: Annotated[Literal["prefix", "least-loaded", "round-robin"], about("",
         "how a request finds its group",
         "`prefix` looks for the group that has the beginning of the prompt in its cache. With one "
@@ -315,9 +385,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "killed or swapped, without a start. Then the next one is started. On a GPU it shares the "
         "weights; quantized ones it loads when it is promoted. The pool leaves as much memory free "
         "as the engine takes without pages, and on a GPU without weights. Of engines that a "
-        "supervisor starts; with several ranks if all are on its host, and so far on CPUs alone. "
+        "supervisor starts; with several ranks if all are on its host. "
         "Of containers, one that finds all engines running is a standby.",
         unset="an engine that ends is started anew")] = False
+    exact: Annotated[bool, about("",
+        "tokens depend on the request alone, bit by bit, not on what else is computed",
+        "[Exact mode](exact.md): on a GPU with kernels of its own, for Hopper, in bfloat16 or "
+        "float16, and unquantized weights; on a CPU in float32. Where something cannot keep it, "
+        "the start is refused.",
+        unset="speed comes first: near ties may fall otherwise")] = False
     no_cuda_graph: Annotated[bool, about("", "launch every step kernel by kernel",
         "No effect on a CPU.", unset="CUDA graphs are used")] = False
     all_graphs_first: Annotated[bool, about("",
@@ -382,6 +458,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     profile_dir: Annotated[str, about("DIR", "where the profiler's trace is written",
         "The folder is made if need be.")] = "."
     # fmt: on
+
+    @property
+    def draft_model(self) -> str:
+        """The model that makes draft tokens, as `--model` names one; "": there is none."""
+        return "" if self.speculate in ("none", "ngram") else self.speculate
 
     @property
     def model_name(self) -> str:
@@ -461,6 +542,7 @@ class SettingHelp(NamedTuple):
     - more: what the reference says beside `line`: Markdown, with links relative to docs/
     - unset: what the default means, where it is 0 or empty
     - group: title of its group
+    - several: whether the flag takes several values, which become one text that shlex takes apart
     """
 
     kind: type
@@ -470,6 +552,7 @@ class SettingHelp(NamedTuple):
     more: str
     unset: str
     group: str
+    several: bool
 
 
 @cache
@@ -490,6 +573,7 @@ def settings_help() -> dict[str, SettingHelp]:
             more=more,
             unset=meta.extra["unset"],
             group=group,
+            several=meta.extra["several"],
         )
     return found
 
@@ -502,17 +586,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         for name, setting in settings:
             if name == "model":
                 continue
-            flag = other_servers.flag(name)
+            flag, nothing = other_servers.flag(name), argparse.SUPPRESS
             if setting.kind is bool:
-                added.add_argument(
-                    flag, action="store_true", default=argparse.SUPPRESS, help=setting.line
-                )
+                added.add_argument(flag, action="store_true", default=nothing, help=setting.line)
                 continue
             default = getattr(defaults, name)
             shown = f" (default: {default})" if default not in ("", 0) else ""
             metavar = "|".join(setting.choices) or setting.value
             text = setting.line + shown
-            added.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text)
+            if setting.several:
+                added.add_argument(
+                    flag, metavar=metavar, nargs="+", action=_Words, default=nothing, help=text
+                )
+            else:
+                added.add_argument(flag, metavar=metavar, default=nothing, help=text)
     _add_other_names(parser)
 
 
@@ -531,6 +618,20 @@ def _add_other_names(parser: argparse.ArgumentParser) -> None:
             other_servers.flag(name), dest=setting, action="store_const", const=value,
             default=nothing, help=nothing,
         )  # fmt: skip
+
+
+class _Words(argparse.Action):
+    """Several values, as one text that shlex takes apart again."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        given = values if isinstance(values, list) else [values]
+        setattr(namespace, self.dest, shlex.join(map(str, given)))
 
 
 class _Refused(argparse.Action):

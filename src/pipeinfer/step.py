@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeinfer.params import StructuredOutputs, Thoughts
-from pipeinfer.wire import SCORE_WORDS, WORD
+from pipeinfer.wire import REJECTED, SCORE_WORDS, WORD
 
-LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in last_token[slot]
+LAST_TOKEN = -1  # in Step.tokens: take the id that the slot has sampled last, last_token[slot]
 
 
 class PeerLost(RuntimeError):
@@ -39,10 +39,10 @@ class PenaltyHistory:
 
 @dataclass(frozen=True)
 class PenaltyRows:
-    """The N of the rows that sample whose requests have penalties.
+    """The N of the step's L rows of logits whose requests have penalties.
 
     Attributes:
-    - rows: int64 [N], which of the sampling rows
+    - rows: int64 [N], which of the L
     - slots: int64 [N], of the requests
     - factors: float32 [N, 3], for repetition (1 is off), frequency and presence (0 is off)
     - new: requests that sample in their slot for the first time; ids that they sample from then on
@@ -57,10 +57,10 @@ class PenaltyRows:
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """The N of the rows that sample whose requests ask for log-probs of sampled ids.
+    """The N of the step's L rows of logits whose requests ask for log-probs of sampled ids.
 
     Attributes:
-    - rows: int64 [N], which of the sampling rows
+    - rows: int64 [N], which of the L
     - num_alternatives: int32 [N], of each sampled id
     - suppressed: some of the requests must not sample some id yet, so that its logit will be
       changed
@@ -111,10 +111,10 @@ class Extended:
 
 @dataclass(frozen=True)
 class VectorRows:
-    """The N of the rows that sample whose requests ask for vectors.
+    """The N of the step's L rows of logits whose requests ask for vectors.
 
     Attributes:
-    - rows: int64 [N], which of the sampling rows
+    - rows: int64 [N], which of the L
     - sizes: int32 [N], how many numbers of the row's hidden state
     - token_ids: of each row int64 [size], whose logits are the vector in place of the hidden state;
       empty: the hidden state
@@ -127,10 +127,10 @@ class VectorRows:
 
 @dataclass(frozen=True)
 class MaskRows:
-    """The N of the rows that sample which may not sample every id.
+    """The N of the step's L rows of logits of which not every id may be sampled.
 
     Attributes:
-    - rows: int64 [N], which of the sampling rows
+    - rows: int64 [N], which of the L
     - slots: int32 [N], of the requests
     - new: requests that sample in their slot for the first time
     - extended: new output of the others since they sampled last
@@ -182,7 +182,7 @@ class BadWords:
 
 
 @dataclass(frozen=True)
-class RequestLogitBias:
+class RequestLogitEdits:
     """What a request changes of single logits.
 
     Attributes:
@@ -206,6 +206,20 @@ _NONE = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
+class DraftDelta:
+    """What a step changes of SlotDrafts (kernels/interface.py).
+
+    Attributes:
+    - token_ids: by slot, int32 [n], all known ids of a new request
+    - lengths: by slot, how many tokens are computed of a request whose drafts are verified for the
+      first time
+    """
+
+    token_ids: Mapping[int, np.ndarray]
+    lengths: Mapping[int, int]
+
+
+@dataclass(frozen=True)
 class StepDelta:
     """What a step changes of the tables on the device, before it computes anything.
 
@@ -214,9 +228,12 @@ class StepDelta:
       the page table
     - admitted: int32 [a], slots with new requests
     - fields: sampling parameters of the new requests, [a] each, by name
-    - logit_biases: of those new requests that change single logits
+    - adapter_slots: int32 [a], where the adapters of the new requests lie; 0: it has none. Empty:
+      none has one
+    - logit_edits: of those new requests that change single logits
     - to_zero: int32 [n], pages that are zeroed before the step computes
-    - released: slots whose requests had a grammar and are gone; some may have new ones
+    - dropped_grammars: slots whose requests had a grammar and are gone; some may have new ones
+    - drafts: None where nothing of them changes
     """
 
     slots: np.ndarray = field(default_factory=lambda: _NONE)
@@ -224,9 +241,11 @@ class StepDelta:
     pages: np.ndarray = field(default_factory=lambda: _NONE)
     admitted: np.ndarray = field(default_factory=lambda: _NONE)
     fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    logit_biases: tuple[RequestLogitBias, ...] = ()
+    adapter_slots: np.ndarray = field(default_factory=lambda: _NONE)
+    logit_edits: tuple[RequestLogitEdits, ...] = ()
     to_zero: np.ndarray = field(default_factory=lambda: _NONE)
-    released: tuple[int, ...] = ()
+    dropped_grammars: tuple[int, ...] = ()
+    drafts: DraftDelta | None = None
 
 
 NO_CHANGES = StepDelta()
@@ -234,10 +253,10 @@ NO_CHANGES = StepDelta()
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tokens that a step sampled, for the S rows that sample, in their order.
+    """The tokens that a step sampled, for its L rows of logits, in their order.
 
     Attributes:
-    - num_sampled: int32 [S], how many tokens each row gave
+    - num_sampled: int32 [L], how many tokens each gave
     - ids: int32 [the sum of num_sampled], row after row
     - bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none
     - logprobs: scores (wire.py) of the ids of rows that ask for them, and float32 vectors of those
@@ -258,17 +277,19 @@ class Sampled:
 
     @classmethod
     def of(cls, drawn: np.ndarray, refused: Mapping[int, str] | None = None) -> Sampled:
-        """Out of what a sampler draws: integers [S, 1 + k], of each row how many tokens it gave, 0
-        in a bad row, and which; what stands behind them means nothing."""
-        counts, ids, refused = drawn[:, 0].astype(np.int32), drawn[:, 1:], refused or {}
+        """Out of what a sampler draws: integers [L, 2], of each row how many tokens it gave, and
+        the id. It gave 1, or 0 in a bad row, or REJECTED behind a draft token that was rejected;
+        its id means nothing then."""
+        counts, ids = drawn.astype(np.int32).T
+        if not refused and (counts == 1).all():  # nearly always, and once a step
+            return cls(counts, ids)
+        counts, refused = counts.copy(), refused or {}
         counts[list(refused)] = 0
-        if ids.shape[1] == 1 and counts.all():  # nearly always, and once a step
-            return cls(counts, ids[:, 0].astype(np.int32))
-        given = np.arange(ids.shape[1]) < counts[:, None]
-        bad = np.flatnonzero(counts == 0).astype(np.int32)
-        if refused:
-            bad = bad[~np.isin(bad, list(refused))]
-        return cls(counts, ids[given].astype(np.int32), bad, refused=refused)
+        bad = counts == 0
+        bad[list(refused)] = False
+        counts[counts == REJECTED] = 0
+        bad_rows = np.flatnonzero(bad).astype(np.int32)
+        return cls(counts, ids[counts > 0], bad_rows, refused=refused)
 
     def followed_by(self, forced: Mapping[int, Sequence[int]]) -> Sampled:
         """With the ids `forced` {row: ids} behind those of their rows, which have no log-probs."""
@@ -282,7 +303,7 @@ class Sampled:
 
     @classmethod
     def one_each(cls, ids: Sequence[int] | np.ndarray) -> Sampled:
-        """One token of each row: ids, any integers [S]."""
+        """One token of each row: ids, any integers [L]."""
         return cls(np.ones(len(ids), dtype=np.int32), np.asarray(ids, dtype=np.int32))
 
 
@@ -307,27 +328,33 @@ class Step:
     """One step on the host: what `Rows` (memory/manager.py) becomes, and what a DeviceStep
     (kernels/interface.py) is made from. Written by StepBuilder, read by Runner and the masks.
 
-    R rows, T tokens, S rows that sample. Rows with one token come first. They are called decodes
-    here, in GraphShape and by attention, also where the token is the whole of a prompt's chunk: it
-    is computed alike. DeviceStep has L rows of logits, which in graphs may be more than S.
+    R rows, T tokens, S rows that sample, L rows of logits: for each row that samples, in their
+    order, one behind its last known token, and with drafts one more behind each draft token. So L
+    is S in a step without drafts. Rows with one token come first. They are called decodes here, in
+    StepShape and by attention, also where the token is the whole of a prompt's chunk: it is
+    computed alike.
 
     Attributes:
     - epoch, number: of the plan
     - num_decodes: how many rows have one token, decodes and chunks of one token
     - slots, starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r]+counts[r]-1,
       counts[r] >= 1
-    - samples: bool [R]; the last position of such a row gives logits, and the sampled id goes to
-      last_token[slots[r]]
-    - tokens: int32 [T], known ids or LAST_TOKEN
-    - fields: sampling parameters of the rows that sample, [S] each, by name
+    - samples: bool [R], S of them; the last position of such a row gives logits, and the sampled id
+      goes to last_token[slots[r]]. A row with drafts gives logits at each of its positions
+    - tokens: int32 [T], known ids, LAST_TOKEN or DRAFT_TOKEN (wire.py)
+    - fields: sampling parameters of the rows of logits, [L] each, by name
       (engine/step_builder.py); steps of the same rows have the same object
-    - penalties, logprobs, vectors: those of the rows that sample that ask for them
+    - penalties, logprobs, vectors: of those rows of logits whose requests ask for them
     - delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then,
       at offset p % page_size. Page 0 is a dummy that no request owns
     - scored_chunks: known tokens whose log-probs are asked for; the step computes those before them
-    - masked: rows that may sample only what their grammars allow, which is known only when the step
-      before has ended
+    - masked: rows of logits of which only what grammars allow may be sampled, which is known only
+      when the step before has ended
     - shared_prefixes: None where attention shares no reads, or no decodes have a prefix in common
+    - drafts: int32 [R], how many draft tokens a row verifies behind its first token. Such a row,
+      and each later one of its slot, starts where the device says: starts[r] is the greatest
+      possible start. NO_DRAFTS in all other rows; None where all rows are others
+    - adapted: whether some row has an adapter
     """
 
     epoch: int
@@ -346,12 +373,25 @@ class Step:
     masked: MaskRows | None = None
     shared_prefixes: SharedPrefixes | None = None
     vectors: VectorRows | None = None
+    drafts: np.ndarray | None = None
+    adapted: bool = False
+
+    @property
+    def verifies(self) -> bool:
+        """Whether any row has draft tokens."""
+        return self.drafts is not None and bool((self.drafts > 0).any())
+
+    @property
+    def num_logits(self) -> int:
+        """L: one for each row that samples, and one for each draft token."""
+        count = int(np.count_nonzero(self.samples))
+        return count if self.drafts is None else count + int(self.drafts.clip(min=0).sum())
 
     def score_sizes(self) -> np.ndarray | None:
-        """int64 [S], bytes of `Sampled.logprobs` for each id of a row; None if no row asks."""
+        """int64 [L], bytes of `Sampled.logprobs` for each id of a row; None if no row asks."""
         if self.logprobs is None and self.vectors is None:
             return None
-        sizes = np.zeros(np.count_nonzero(self.samples), dtype=np.int64)
+        sizes = np.zeros(self.num_logits, dtype=np.int64)
         if self.logprobs is not None:
             sizes[self.logprobs.rows] = WORD * (SCORE_WORDS + 2 * self.logprobs.num_alternatives)
         if self.vectors is not None:

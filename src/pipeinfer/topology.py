@@ -30,6 +30,8 @@ from pipeinfer.command_line import counted, none_of
 from pipeinfer.settings import ConfigurationError, Settings
 
 NAMES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
+# Stages that no group has, of which there may be several, and the settings that say how many.
+FRONTS = {"gateway": "gateways", "tokenizer": "tokenizers", "detokenizer": "detokenizers"}
 SUPERVISOR = "supervisor-0"  # not a stage: command lines ask it for what stages cannot do
 
 
@@ -183,8 +185,14 @@ class Topology:
         return max(len(self.ids("scheduler")), 1)
 
     def defaults(self) -> dict[str, object]:
-        """Settings by name: `tp` and `dp` as the stages have them, then the file's [settings]."""
-        return {"tp": self.ranks(), "dp": self.groups(), **self.settings}
+        """Settings by name: the numbers of processes as the stages have them, then the file's
+        [settings]."""
+        return {**self.counts(), **self.settings}
+
+    def counts(self) -> dict[str, int]:
+        """The settings that say how many processes there are, as the stages have them."""
+        fronts = {setting: max(len(self.ids(name)), 1) for name, setting in FRONTS.items()}
+        return {"tp": self.ranks(), "dp": self.groups(), **fronts}
 
     def without(self, name: str) -> Topology:
         """A copy without the stages named `name`."""
@@ -211,19 +219,24 @@ class Topology:
 def local(settings: Settings, prefix: str) -> Topology:
     """The topology of one host: the address of each stage is `prefix` followed by the stage's id.
 
-    settings: `tp` and `dp` are read.
+    settings: the numbers of processes are read (`Topology.counts`).
     prefix: such as "ipc:///tmp/x/" or "inproc://run-1-".
 
-    Raises ConfigurationError for inproc with `tp` above 1, and as `check_topology` does.
+    Raises ConfigurationError for inproc with several ranks or gateways, and as `check_topology`
+    does.
     """
-    if settings.tp > 1 and prefix.startswith("inproc"):
-        raise ConfigurationError("--in-process is one process, --tp needs one for each rank")
+    if prefix.startswith("inproc"):
+        if settings.tp > 1:
+            raise ConfigurationError("--in-process is one process, --tp needs one for each rank")
+        if settings.gateways > 1:
+            raise ConfigurationError("--in-process is one process, --gateways needs one for each")
     ranks = range(settings.tp)
-    identities = [Identity("gateway"), Identity("tokenizer")]
+    identities = [Identity("gateway", index=index) for index in range(settings.gateways)]
+    identities += [Identity("tokenizer", index=index) for index in range(settings.tokenizers)]
     for group in range(settings.dp):
         identities.append(Identity("scheduler", group))
         identities += [Identity("engine", group, rank) for rank in ranks]
-    identities.append(Identity("detokenizer"))
+    identities += [Identity("detokenizer", index=index) for index in range(settings.detokenizers)]
     entries = (StageEntry(i.name, prefix + i.id, i.group, i.rank, i.index) for i in identities)
     return check_topology(Topology(tuple(entries)))
 
@@ -272,10 +285,10 @@ def check_topology(topology: Topology) -> Topology:
                     f"{entry.identity.id} and {seen[endpoint]} both take {endpoint}"
                 )
             seen[endpoint] = entry.identity.id
-    for name in ("gateway", "tokenizer", "detokenizer"):
-        count = len(topology.ids(name))
-        if count != 1:
-            raise ConfigurationError(f"this version needs exactly one {name}, not {count}")
+    for name in FRONTS:
+        indices = sorted(e.index for e in topology.entries if e.name == name)
+        if not indices or indices != list(range(len(indices))):
+            raise ConfigurationError(f"{name}s must have indices 0, 1, ..., not {indices}")
     _check_groups(topology)
     _check_hosts(topology)
     return topology
@@ -311,15 +324,15 @@ def _check_groups(topology: Topology) -> None:
 
 
 def check_settings(settings: Settings, topology: Topology) -> Settings:
-    """Returns `settings`. Raises ConfigurationError if `tp` or `dp` is not what `topology` has."""
-    if settings.tp != topology.ranks():
-        raise ConfigurationError(
-            f"--tp {settings.tp}: the topology has {counted(topology.ranks(), 'engine')} in group 0"
-        )
-    if settings.dp != topology.groups():
-        raise ConfigurationError(
-            f"--dp {settings.dp}: the topology has {counted(topology.groups(), 'group')}"
-        )
+    """Returns `settings`. Raises ConfigurationError if one that says how many processes there are
+    is not what `topology` has."""
+    of = {"tp": "engine", "dp": "group", **{setting: name for name, setting in FRONTS.items()}}
+    for setting, count in topology.counts().items():
+        wanted: int = getattr(settings, setting)
+        if wanted != count:
+            where = " in group 0" if setting == "tp" else ""
+            there = counted(count, of[setting])
+            raise ConfigurationError(f"--{setting} {wanted}: the topology has {there}{where}")
     return settings
 
 

@@ -24,6 +24,12 @@ import numpy as np
 PREFIX_UPPER = 1 << 16
 # Most prefixes that decodes of a step share: kernels have room for so many.
 MAX_SHARED_PREFIXES = 32
+# In Step.tokens: take the slot's next draft token.
+DRAFT_TOKEN = -2
+# As the number of tokens that a row of logits gave: it lies behind a draft token that was rejected.
+REJECTED = -1
+# In Plan.drafts and Step.drafts: the host knows where the row starts.
+NO_DRAFTS = -1
 
 
 def pack(ids: Sequence[int] | np.ndarray) -> bytes:
@@ -57,7 +63,7 @@ SCORE_WORDS = 2  # of the token itself
 MIN_LOGPROB = -9999.0
 
 
-class Score(NamedTuple):
+class PositionLogprobs(NamedTuple):
     """rank: 1 is the likeliest; of equal ones the lowest id comes first. 0: the token has no
     log-prob, because nothing comes before it. ids, logprobs: of the likeliest, in that order."""
 
@@ -97,7 +103,7 @@ def score_layout(num_alternatives: int) -> Struct:
     return Struct(f"<fi{num_alternatives}i{num_alternatives}f")
 
 
-def unpack_scores(raw: bytes, num_alternatives: int) -> Iterator[Score]:
+def unpack_scores(raw: bytes, num_alternatives: int) -> Iterator[PositionLogprobs]:
     """The scores in `raw`, token after token. Alternatives that do not exist are left out."""
     end = SCORE_WORDS + num_alternatives
     for words in score_layout(num_alternatives).iter_unpack(raw):
@@ -105,7 +111,7 @@ def unpack_scores(raw: bytes, num_alternatives: int) -> Iterator[Score]:
         if not words[1] or NO_ID in ids:
             num_known = ids.index(NO_ID) if words[1] else 0
             ids, logprobs = ids[:num_known], logprobs[:num_known]
-        yield Score(words[0], words[1], ids, logprobs)
+        yield PositionLogprobs(words[0], words[1], ids, logprobs)
 
 
 def json_logprob(logprob: float) -> float:

@@ -11,7 +11,7 @@ from device_steps import device_step
 from pipeinfer.attention.interface import AttentionInputs, KVPool
 from pipeinfer.attention.torch_backend import RowPages
 from pipeinfer.engine.step_builder import filled
-from pipeinfer.kernels.interface import GraphShape
+from pipeinfer.kernels.interface import StepShape
 from pipeinfer.step import AttentionShape, Step
 from step_pages import all_pages, pages_of
 
@@ -61,7 +61,7 @@ def attention_inputs(step: Step, pages: np.ndarray) -> AttentionInputs:
         "kv_indices": pages.reshape(-1),
     }
     views = {name: torch.from_numpy(values.astype(np.int32)) for name, values in ints.items()}
-    shape = GraphShape(len(step.tokens), step.num_decodes, len(step.slots) - step.num_decodes)
+    shape = StepShape(len(step.tokens), step.num_decodes, len(step.slots) - step.num_decodes)
     longest = int(step.counts.max(initial=0))
     return AttentionInputs(device_step(shape, **views), longest, pages.shape[1])
 

@@ -8,7 +8,7 @@ import torch
 
 from pipeinfer.attention.interface import KVPool
 from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
-from pipeinfer.malloc import resident_bytes
+from pipeinfer.processes import resident_bytes
 from pipeinfer.step import AttentionShape
 
 

@@ -48,7 +48,7 @@ prefill_rows = st.lists(st.tuples(st.integers(0, 60), st.integers(2, 40)), max_s
 fresh_rows = st.lists(st.tuples(st.just(0), st.integers(2, 40)), max_size=2)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     decode_rows,
     prefill_rows,
@@ -127,7 +127,7 @@ def test_decode_behind_a_window_reads_no_page_outside_it():
     assert set((read // 16).tolist()) <= allowed
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=80))
 def test_length_buckets_hold_every_row_once_and_little_padding(lengths):
     array = np.array(lengths)

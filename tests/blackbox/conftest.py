@@ -42,9 +42,8 @@ class Http:
 
 
 @pytest.fixture(scope="session")
-def server():
-    with Server("--chat-template", str(TEMPLATE)) as running:
-        yield running
+def server(shared):
+    return shared.enter_context(Server("--chat-template", str(TEMPLATE)))
 
 
 @pytest.fixture(scope="session")

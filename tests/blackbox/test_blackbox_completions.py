@@ -23,8 +23,7 @@ def ask(api):
     return ask
 
 
-@pytest.mark.parametrize("echo", [False, True])
-@pytest.mark.parametrize("logprobs", [None, 5])
+@pytest.mark.parametrize(("echo", "logprobs"), [(False, None), (True, 5), (False, 5)])
 def test_every_way_of_asking_gives_the_same_whole_and_in_a_stream(ask, echo, logprobs):
     for listed, n, ids in itertools.product((False, True), (1, 2), (False, True)):
         prompt = IDS if ids else PROMPT

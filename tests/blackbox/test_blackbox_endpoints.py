@@ -14,7 +14,7 @@ ELSEWHERE = [
     "/inference/v1/generate", "/v1/chat/completions/batch", "/v1/chat/completions/render",
     "/pooling", "/encode", "/v2/rerank", "/classify", "/v1/audio/transcriptions",
     "/pause_generation", "/open_session",
-    "/collective_rpc", "/v1/load_lora_adapter", "/start_profile", "/v1/tokenize",
+    "/collective_rpc", "/load_lora_adapter", "/start_profile", "/v1/tokenize",
 ]  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": ONE}}
 
@@ -98,6 +98,9 @@ def test_what_is_not_built_is_said_to_be_missing(http, method):
         ("/v1/rerank", {"query": "a", "documents": ["b"]}),
     ):
         assert http.post(path, body)[0] == 501
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        status, answer = http.post(path, {"lora_name": "a", "lora_path": "/a"})
+        assert (status, answer["error"]["message"]) == (501, "adapters need --enable-lora")
     assert http.get("/v1/chat/completions")[0] == 405
 
 

@@ -211,10 +211,10 @@ def test_calls_and_their_results_go_back(ask):
     assert cut.incomplete_details.reason == "max_output_tokens"
 
 
-def test_nothing_is_kept(http):
+def test_without_a_store_nothing_is_stored(http):
     status, answer = http.post("/v1/responses", {"input": QUESTION, "store": True})
     assert (status, answer["store"]) == (200, False)
     for path in (f"/v1/responses/{answer['id']}", "/v1/responses/resp_1/input_items"):
         assert http.get(path)[0] == 404
     status, answer = http.post(f"/v1/responses/{answer['id']}/cancel", {})
-    assert (status, answer["error"]["code"]) == (404, "not_found")
+    assert (status, answer["error"]["code"]) == (404, "response_not_found")

@@ -18,7 +18,7 @@ from pipeinfer.bus.curve import ZAP, CurveAuthenticator
 from pipeinfer.bus.frames import BadFrame, FrameHeader, Unencodable
 from pipeinfer.core import Send
 from pipeinfer.messages import CHANNELS, PROTOCOL, Abort, Submit
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.topology import Identity, StageEntry, Topology
 from waiting import until
 
@@ -29,7 +29,7 @@ GOOD = frames.encode("work", HEADER, Abort("r", 1))
 
 
 def submit(**fields: Any) -> Submit:
-    values = {"request_id": "r", "attempt": 1, "gateway": 0, "params": SamplingParams(), "seed": 0}
+    values = {"request_id": "r", "attempt": 1, "gateway": 0, "params": RequestParams(), "seed": 0}
     return Submit(**(values | fields))
 
 

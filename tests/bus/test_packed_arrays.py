@@ -19,6 +19,7 @@ from pipeinfer.messages import (
     Accepted,
     Admit,
     Admitted,
+    Adopt,
     Delivered,
     Digests,
     Extend,
@@ -36,12 +37,13 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from waiting import until
 
 HEADER = FrameHeader(PROTOCOL, "engine-0-1", 1, 0, 0.0)
-PARAMS, ONE, ODD = SamplingParams(), bytes(4), bytes(5)
-UNPACKED = {"logprobs", "prompt_logprobs", "scores", "vector"}  # their size is the request's
+PARAMS, ONE, ODD = RequestParams(), bytes(4), bytes(5)
+# Their size is the request's, and a format is the gateway's own business.
+UNPACKED = {"logprobs", "prompt_logprobs", "scores", "vector", "format", "origin"}
 
 
 def plan(**fields: Any) -> Plan:
@@ -119,6 +121,11 @@ CASES: list[tuple[str, Message, dict[str, Message]]] = [
         "rows: prompt: 5 bytes of ids": text_rows(prompt=log_probs(ids=ODD)),
     }),
     ("recovery", Delivered("r", 1, ONE), {"5 bytes of ids": Delivered("r", 1, ODD)}),
+    ("recovery", Adopt("tokenizer-0", submit(ONE), Accepted("r", 1, 0, 1, ONE)), {
+        "submit: 5 bytes of prompt_ids": Adopt("tokenizer-0", submit(ODD)),
+        "accepted: 5 bytes of prompt_ids":
+            Adopt("tokenizer-0", submit(ONE), Accepted("r", 1, 0, 1, ODD)),
+    }),
 ]  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def test_a_model_behind_the_flag_of_another_server_is_looked_at(capsys, tmp_path
 @pytest.mark.parametrize(
     "asked",
     [
-        ["--tp", "3"],
+        ["--max-model-len", "100000"],
         ["/there/is/no/model"],
         ["--page-size", "many"],
     ],

@@ -1,94 +1,86 @@
-"""`pipeinfer generate` as a process, and `pipeinfer chat` on a terminal: what is on stdout, exit
-codes, history, commands, Ctrl-C and Ctrl-D.
+"""`pipeinfer generate`, and `pipeinfer chat` on a terminal: what is on stdout, exit codes, history,
+commands, Ctrl-C and Ctrl-D.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
+from found_servers import found_server, temporary
 from terminal import CTRL_C, CTRL_D, Terminal
 
+from pipeinfer.cli.main import main
 from servers import environment
 
 QUICK = ("--threads", "1", "--kv-pages", "256")
+COUNT, COUNTED = "Count from 3 to 9.", "3 4 5 6 7 8 9\n"
 
 
-def generate(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pipeinfer", "generate", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(),
-    )
+def words(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pipeinfer", *arguments]
 
 
 def test_completions_are_lines_on_stdout_and_stderr_is_silent() -> None:
-    done = generate(
-        *QUICK,
-        "--chat",
-        "pipeinfer-demo",
-        "Count from 3 to 9.",
-        "-",
-        stdin="Count from 1 to 4.\n\n",
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("3 4 5 6 7 8 9\n1 2 3 4\n", "", 0)
-
-
-def test_json_has_an_object_per_prompt() -> None:
-    done = generate(
-        *QUICK,
-        "--in-process",
-        "--json",
-        "--max-tokens",
-        "4",
-        "--stop",
-        "zz",
-        "pipeinfer-demo",
-        "a",
-        "b",
-    )
-    first, second = map(json.loads, done.stdout.splitlines())
-    assert (first["prompt"], second["prompt"]) == ("a", "b")
-    assert len(first["token_ids"]) == 4
-    assert first["finish_reason"] == "length"
-    assert done.returncode == 0
-
-
-def test_streamed_text_is_the_same_text_and_a_refusal_ends_with_1() -> None:
-    done = generate(
-        *QUICK, "--stream", "--chat", "--model", "pipeinfer-demo", "Count from 3 to 9.", "x" * 3000
-    )
-    assert done.stdout == "3 4 5 6 7 8 9\n"
-    assert done.stderr.startswith("error: This model's maximum context length is 2048 tokens")
-    assert done.returncode == 1
-
-
-def test_without_standard_input_a_prompt_is_answered() -> None:
-    words = [sys.executable, "-m", "pipeinfer", "generate", *QUICK, "--in-process", "--chat"]
     done = subprocess.run(
-        ["sh", "-c", 'exec "$@" <&-', "sh", *words, "Count from 3 to 9."],
+        words("generate", *QUICK, "--chat", "pipeinfer-demo", COUNT, "-"),
+        input="Count from 1 to 4.\n\n",
         capture_output=True,
         text=True,
         timeout=120,
         env=environment(),
     )
-    assert (done.stdout, done.stderr, done.returncode) == ("3 4 5 6 7 8 9\n", "", 0)
+    assert (done.stdout, done.stderr, done.returncode) == (COUNTED + "1 2 3 4\n", "", 0)
+
+
+def test_json_has_an_object_per_prompt_and_settings_keep_a_server_out_that_runs(capsys) -> None:
+    asked = ("--in-process", "--json", "--max-tokens", "4", "--stop", "zz", "pipeinfer-demo")
+    with temporary() as folder, found_server(folder, "one", "http://x:1", "pipeinfer-demo"):
+        assert main(["generate", *QUICK, *asked, "a", "b"]) == 0
+    out, err = capsys.readouterr()
+    first, second = map(json.loads, out.splitlines())
+    assert (first["prompt"], second["prompt"], err) == ("a", "b", "")
+    assert len(first["token_ids"]) == 4
+    assert first["finish_reason"] == "length"
+
+
+def test_streamed_text_is_the_same_text_and_a_refusal_ends_with_1(capsys) -> None:
+    asked = ("--in-process", "--stream", "--chat", "--model", "pipeinfer-demo")
+    assert main(["generate", *QUICK, *asked, COUNT, "x" * 3000]) == 1
+    out, err = capsys.readouterr()
+    assert out == COUNTED
+    assert err.startswith("error: This model's maximum context length is 2048 tokens")
+
+
+def test_without_standard_input_a_prompt_is_answered() -> None:
+    command = words("generate", *QUICK, "--in-process", "--chat")
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command, COUNT],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+    )
+    assert (done.stdout, done.stderr, done.returncode) == (COUNTED, "", 0)
 
 
 @pytest.mark.parametrize(
-    "command", [("generate", "-"), ("chat", "m", "--url", "http://127.0.0.1:1")]
+    ("command", "errors"),
+    [
+        (("generate", "-"), "strict"),
+        (("chat", "m", "--url", "http://127.0.0.1:1"), "surrogateescape"),
+    ],
 )
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_input_that_is_no_text_is_said_in_one_line(command: tuple[str, ...], errors: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pipeinfer", *command],
+        words(*command),
         input=b"a\n\xff\n",
         capture_output=True,
         timeout=120,
@@ -100,8 +92,8 @@ def test_input_that_is_no_text_is_said_in_one_line(command: tuple[str, ...], err
 
 
 def test_a_prompt_that_no_text_can_be_is_refused_in_one_line() -> None:
-    words = [sys.executable, "-m", "pipeinfer", "generate", *QUICK, "--in-process", b"\xff"]
-    done = subprocess.run(words, capture_output=True, timeout=120, env=environment())
+    command = [*words("generate", *QUICK, "--in-process"), b"\xff"]
+    done = subprocess.run(command, capture_output=True, timeout=120, env=environment())
     assert done.returncode == 2
     assert done.stderr == b"error: prompt 1 of the command line is not UTF-8\n"
 
@@ -121,63 +113,45 @@ def test_a_prompt_that_no_text_can_be_is_refused_in_one_line() -> None:
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_what_is_wrong(
-    arguments: tuple[str, ...], said: str
+    arguments: tuple[str, ...], said: str, capsys
 ) -> None:
-    done = generate(*arguments)
-    assert said in done.stderr
-    assert (done.stdout, done.returncode) == ("", 2)
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    try:
+        code = main(["generate", *arguments])
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (out, code) == ("", 2) and said in err
+    assert err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_a_terminal_is_told_that_the_default_limit_cut_an_answer() -> None:
-    words = [sys.executable, "-m", "pipeinfer", "generate", *QUICK, "--local", "--ignore-eos", "a"]
-    told = "(cut at 128 tokens, the default; --max-tokens N allows more)"
-    for more, is_told in (((), True), (("--max-tokens", "128"), False), (("--json",), False)):
-        with Terminal([*words, *more], environment()) as shown:
-            assert (told in shown.rest()) == is_told
-            assert shown.process.wait(60) == 0
+@pytest.mark.parametrize(
+    ("more", "is_told"), [((), True), (("--max-tokens", "128"), False), (("--json",), False)]
+)
+def test_a_terminal_is_told_that_the_default_limit_cut_an_answer(
+    more: tuple[str, ...], is_told: bool, monkeypatch
+) -> None:
+    keys, screen = pty.openpty()  # its buffer holds all that is shown
+    with os.fdopen(screen, "w") as shown, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", shown)
+        patch.setattr(sys, "stderr", shown)
+        assert main(["generate", *QUICK, "--in-process", "--ignore-eos", "a", *more]) == 0
+    said = b""
+    with suppress(OSError):  # the other side is closed
+        while True:
+            said += os.read(keys, 1 << 16)
+    os.close(keys)
+    told = b"(cut at 128 tokens, the default; --max-tokens N allows more)"
+    assert (told in said) == is_told
 
 
-CHAT = [sys.executable, "-m", "pipeinfer", "chat", "--threads", "1", "--kv-pages", "256"]
-REMEMBER = "Remember: kiv=4821, dol=1390."
-
-
-@pytest.fixture
-def chat() -> Iterator[Terminal]:
-    with Terminal(CHAT, environment()) as terminal:
-        yield terminal
-
-
-def test_a_conversation_on_a_terminal(chat: Terminal) -> None:
-    assert "/reset" in chat.wait_for("> ")
-
-    chat.type(REMEMBER + "\n")
-    chat.wait_for("OK.")
-    chat.wait_for("> ")
-    chat.type("What is kiv?\n")
-    chat.wait_for("kiv=4821")  # it has the history
-    chat.wait_for("> ")
-
-    chat.type("/reset\n")
-    chat.wait_for("forgotten")
-    chat.wait_for("> ")
-    chat.type("What is kiv?\n")
-    assert "4821" not in chat.wait_for("> ").removeprefix("What is kiv?")
-
-    chat.type("/help\n")
-    chat.wait_for("unknown command /help")
-    chat.wait_for("> ")
-
-    stages = psutil.Process(chat.process.pid).children()
-    assert len(stages) == 5  # four stages, and the engine's memory holder
-    chat.press(CTRL_C, until="> ")  # at the prompt: a new line
-    chat.type(CTRL_D)
-    assert chat.process.wait(30) == 0
-    assert not any(stage.is_running() for stage in stages)
-
-
-def test_ctrl_c_stops_the_answer_and_only_the_answer() -> None:
-    with Terminal([*CHAT, "--ignore-eos"], environment()) as chat:
+def test_a_chat_on_a_terminal_from_its_start_to_the_end_of_its_stages() -> None:
+    """Ctrl-C stops the answer, and only the answer."""
+    command = words("chat", "--local", *QUICK, "--ignore-eos")
+    with Terminal(command, environment()) as chat:
+        first = chat.wait_for("pipeinfer-demo")
+        assert "starting (0 s): " in first
+        chat.wait_for(": starting")  # stages
+        assert chat.wait_for("pipeinfer-demo: /reset").endswith("\x1b[Kpipeinfer-demo: /reset")
         chat.wait_for("> ")
         chat.type("Hello\n")
         chat.wait_for("Hello\r\n")
@@ -185,17 +159,16 @@ def test_ctrl_c_stops_the_answer_and_only_the_answer() -> None:
         chat.type(CTRL_C)
         chat.wait_for("[stopped]")
         chat.wait_for("> ")
-        chat.type("/exit\n")
+        stages = psutil.Process(chat.process.pid).children()
+        assert len(stages) == 5  # four stages, and the engine's memory holder
+        chat.press(CTRL_C, until="> ")  # at the prompt: a new line
+        chat.type(CTRL_D)
         assert chat.process.wait(30) == 0
+        assert not any(stage.is_running() for stage in stages)
 
 
-def test_piped_lines_are_questions_without_prompts() -> None:
-    done = subprocess.run(
-        [*CHAT, "--in-process"],
-        input=f"{REMEMBER}\nWhat is dol?\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(),
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("OK.\ndol=1390\n", "", 0)
+def test_piped_lines_are_questions_without_prompts(monkeypatch, capsys) -> None:
+    lines = "Remember: kiv=4821, dol=1390.\nWhat is dol?\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert main(["chat", *QUICK, "--in-process"]) == 0
+    assert capsys.readouterr() == ("OK.\ndol=1390\n", "")

@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import http.server
 import json
 import os
-import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from found_servers import found_server, temporary
 from terminal import CTRL_C, Terminal
 
-from pipeinfer import topology as topologies
-from pipeinfer.cli.served_model import servers_of
+from pipeinfer.cli.chat_model import AnswerOptions, ModelFlags
+from pipeinfer.cli.main import main
+from pipeinfer.cli.served_model import ServedModel, servers_of
 from pipeinfer.demo import demo_path
-from pipeinfer.runtime.servers import (
-    PREFIX,
-    TOPOLOGY,
-    ServerInfo,
-    publish_served_model,
-    record_running,
-)
-from pipeinfer.settings import Settings
+from pipeinfer.runtime.servers import PREFIX
 from servers import Server, environment
 
 COUNT, COUNTED = "Count from 3 to 9.", "3 4 5 6 7 8 9\n"
 REMEMBER = "Remember: kiv=4821, dol=1390."
 KEY = "a-key-of-this-test"
-
-
-@contextmanager
-def temporary() -> Iterator[Path]:
-    """A folder for temporary files where nobody else's servers are found; its path is short.
-    Tests with it ask for no tmp_path: pytest would keep its folders of all tests in this one."""
-    folder = tempfile.mkdtemp(prefix="asking-")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", folder)
-        patch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
-    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +44,24 @@ def keyed() -> dict[str, str]:
     return {**environment(), "PIPEINFER_API_KEY": KEY}
 
 
-def generate(*arguments: str, env: dict[str, str] | None = None) -> tuple[str, str, int]:
-    done = subprocess.run(
-        words("generate", *arguments), env=env or keyed(), stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    return done.stdout, done.stderr, done.returncode
+@pytest.fixture
+def generate(monkeypatch, capsys) -> Callable[..., tuple[str, str, int]]:
+    """The command in this process, which gives stdout, stderr and the exit code."""
+
+    def run(*arguments: str, key: str | None = KEY) -> tuple[str, str, int]:
+        with monkeypatch.context() as patch:
+            if key is not None:
+                patch.setenv("PIPEINFER_API_KEY", key)
+            code = main(["generate", *arguments])
+        return (*capsys.readouterr(), code)
+
+    return run
 
 
 @pytest.mark.parametrize("model", ["", "pipeinfer-demo", str(demo_path())])
-def test_a_server_that_runs_is_found_and_a_line_says_so(server: Server, model: str) -> None:
+def test_a_server_that_runs_is_found_and_a_line_says_so(
+    server: Server, model: str, generate
+) -> None:
     named = [model] if model else []
     out, err, code = generate("--chat", "--temperature", "0", *named, COUNT)
     assert (out, code) == (COUNTED, 0)
@@ -79,17 +70,10 @@ def test_a_server_that_runs_is_found_and_a_line_says_so(server: Server, model: s
     assert f"process {server.process.pid}" in line
 
 
-def test_settings_of_a_model_that_is_loaded_here_keep_the_server_out(server: Server) -> None:
-    quick = ("--threads", "1", "--kv-pages", "256", "--in-process")
-    assert generate("--chat", "--temperature", "0", *quick, COUNT) == (COUNTED, "", 0)
-
-
-def test_a_server_that_is_named_is_asked_and_gives_token_ids(server: Server) -> None:
+def test_a_server_that_is_named_is_asked_and_gives_token_ids(server: Server, generate) -> None:
     url = f"{server.url}/v1"
     asked = ("--chat", "--temperature", "0", "--stop", "6", "--json", "--api-key", KEY)
-    out, err, code = generate(
-        *asked, "--url", url, "pipeinfer-demo", COUNT, COUNT, env=environment()
-    )
+    out, err, code = generate(*asked, "--url", url, "pipeinfer-demo", COUNT, COUNT, key=None)
     first, second = map(json.loads, out.splitlines())
     assert (err, code) == ("", 0) and first == second
     assert (first["text"], first["finish_reason"]) == ("3 4 5 ", "stop")
@@ -104,7 +88,9 @@ def test_a_server_that_is_named_is_asked_and_gives_token_ids(server: Server) -> 
         (("--stream", "x" * 3000), "maximum context length is 2048 tokens"),
     ],
 )
-def test_what_a_server_refuses_is_one_line_and_code_1(server: Server, arguments, said) -> None:
+def test_what_a_server_refuses_is_one_line_and_code_1(
+    server: Server, arguments, said, generate
+) -> None:
     out, err, code = generate("--url", server.url, *arguments)
     assert (out, code, err.count("\n")) == ("", 1, 1)
     assert err.startswith("error: ") and said in err
@@ -119,7 +105,15 @@ def test_a_conversation_with_a_server_on_a_terminal(server: Server) -> None:
         chat.wait_for("OK.")
         chat.wait_for("> ")
         chat.type("What is kiv?\n")
-        chat.wait_for("kiv=4821")
+        chat.wait_for("kiv=4821")  # it has the history
+        chat.wait_for("> ")
+        chat.type("/reset\n")
+        chat.wait_for("forgotten")
+        chat.wait_for("> ")
+        chat.type("What is kiv?\n")
+        assert "4821" not in chat.wait_for("> ").removeprefix("What is kiv?")
+        chat.type("/help\n")
+        chat.wait_for("unknown command /help")
         chat.wait_for("> ")
         chat.type("/exit\n")
         assert chat.process.wait(30) == 0
@@ -137,16 +131,6 @@ def test_ctrl_c_stops_the_answer_of_a_server(server: Server) -> None:
         chat.wait_for("> ")
         chat.type("/exit\n")
         assert chat.process.wait(30) == 0
-
-
-def test_a_line_says_what_is_waited_for_before_the_model_is_there() -> None:
-    quick = ("--local", "--threads", "1", "--kv-pages", "256")
-    with Terminal(words("generate", *quick, "--chat", COUNT), environment()) as terminal:
-        first = terminal.wait_for("pipeinfer-demo")
-        assert "starting (0 s): " in first
-        terminal.wait_for(": starting")  # stages
-        assert terminal.wait_for("3 4 5").endswith("\x1b[K3 4 5")  # nothing is left of the line
-        assert terminal.process.wait(30) == 0
 
 
 # -------------------------------------------------------------- servers that are not what they seem
@@ -208,27 +192,58 @@ MODELS = (200, json.dumps({"data": [{"id": "odd"}]}))
         (200, events(delta(content="a"), delta("stop")), "a\n", None),  # without [DONE]
     ],
 )  # fmt: skip
-def test_an_odd_server_is_an_error_of_one_line_or_understood(status, body, out, said) -> None:
+def test_an_odd_server_is_an_error_of_one_line_or_understood(
+    status, body, out, said, generate
+) -> None:
     replies = {"/v1/models": [MODELS], "/v1/chat/completions": [(status, body)]}
     with odd(replies) as url:
-        shown, err, code = generate("--stream", "--chat", "--url", url, "a", env=environment())
+        shown, err, code = generate("--stream", "--chat", "--url", url, "a", key=None)
     assert shown == out
     assert (code, err.count("\n")) == ((0, 0) if said is None else (1, 1)), err
     assert (said or "") in err
 
 
-def test_nobody_at_the_url_is_an_error_of_one_line() -> None:
+def test_an_answer_goes_on_after_the_death_of_the_servers_gateway(server: Server, generate) -> None:
+    asked = ("--stream", "--chat", "--url", server.url, "--temperature", "0.8", "--seed", "5")
+    asked += ("--max-tokens", "400", "--ignore-eos", "Count from 3 to 12.")
+    whole, _, code = generate(*asked)
+    assert code == 0
+    with subprocess.Popen(
+        words("generate", *asked), env=keyed(), stdin=subprocess.DEVNULL, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        begun = process.stdout.read(40)
+        os.kill(server.pid("gateway"), signal.SIGKILL)
+        rest, said = process.stdout.read(), process.stderr.read()
+    assert (process.returncode, begun + rest) == (0, whole), said
+
+
+async def test_an_answer_that_is_not_wanted_any_more_ends_on_the_server(server: Server) -> None:
+    sampling = {"ignore_eos": True}
+    flags = ModelFlags(argparse.Namespace(), {"api_key": KEY}, sampling)
+    model = ServedModel(flags, AnswerOptions(max_tokens=1900), server.url)
+    await model.start()
+    pieces = model.answer("a")
+    await anext(pieces)
+    await pieces.aclose()
+    assert server.metric("pipeinfer_detached_requests") == 0, "nothing runs on without a reader"
+    server.wait(lambda: server.metric("pipeinfer_requests_running") == 0, "its slot is free", 10.0)
+    await model.close()
+
+
+def test_nobody_at_the_url_is_an_error_of_one_line(generate) -> None:
     with odd({}) as url:
         pass
-    out, err, code = generate("--url", url, "a", env=environment())
+    out, err, code = generate("--url", url, "a", key=None)
     assert (out, code) == ("", 1)
     assert err == f"error: {url}: nobody answers there (Connection refused)\n"
 
 
-def test_a_password_in_the_url_is_not_shown() -> None:
+def test_a_password_in_the_url_is_not_shown(generate) -> None:
     with odd({}) as url:
         pass
-    _, err, code = generate("--url", url.replace("//", "//me:hidden@"), "a", env=environment())
+    _, err, code = generate("--url", url.replace("//", "//me:hidden@"), "a", key=None)
     assert (err, code) == (f"error: {url}: nobody answers there (Connection refused)\n", 1)
 
 
@@ -241,23 +256,10 @@ def test_a_password_in_the_url_is_not_shown() -> None:
         (("--url", "here", "--api-key", "key\r"), "--api-key: the key has a line end"),
     ],
 )
-def test_a_url_or_a_key_that_cannot_be_is_wrong_usage(arguments, said) -> None:
-    out, err, code = generate(*arguments, "a", env=environment())
+def test_a_url_or_a_key_that_cannot_be_is_wrong_usage(arguments, said, generate) -> None:
+    out, err, code = generate(*arguments, "a", key=None)
     assert (out, code, err.count("\n")) == ("", 2, 1)
     assert err.startswith(f"error: {said}")
-
-
-def running(folder: Path, name: str, url: str, model: str, path: str = "") -> ExitStack:
-    """What a server leaves in its temporary folder, as long as the stack is open. path: of the
-    model, /models/MODEL if nothing is said."""
-    made = folder / (PREFIX + name)
-    made.mkdir()
-    file = made / TOPOLOGY
-    file.write_text(topologies.local(Settings(), f"ipc://{made}/").to_toml())
-    stack = ExitStack()
-    stack.enter_context(record_running(file))
-    publish_served_model(file, ServerInfo(url=url, model=model, path=path or f"/models/{model}"))
-    return stack
 
 
 def test_a_server_that_still_starts_is_waited_for() -> None:
@@ -267,7 +269,7 @@ def test_a_server_that_still_starts_is_waited_for() -> None:
     with (
         temporary() as folder,
         odd(replies) as url,
-        running(folder, "one", url, "odd"),
+        found_server(folder, "one", url, "odd"),
         Terminal(words("generate", "odd", "a"), environment()) as terminal,
     ):
         terminal.wait_for("the server starts: engine-0-0 is loading")
@@ -278,10 +280,10 @@ def test_a_server_that_still_starts_is_waited_for() -> None:
 def test_a_server_is_chosen_by_its_model_and_the_newest_of_several() -> None:
     with temporary() as folder, ExitStack() as stack:
         for number, model in enumerate(("a", "b", "b")):
-            stack.enter_context(running(folder, str(number), f"http://x:{number}", model))
+            stack.enter_context(found_server(folder, str(number), f"http://x:{number}", model))
             mark = folder / f"{PREFIX}{number}" / "pid"
             os.utime(mark, (number, number))
-        stack.enter_context(running(folder, "tls", "https://x:9", "c"))
+        stack.enter_context(found_server(folder, "tls", "https://x:9", "c"))
         assert [served.url[-1] for _, served in servers_of("b")] == ["2", "1"]
         assert [served.url[-1] for _, served in servers_of("/models/a")] == ["0"]
         assert servers_of("c") == [] and servers_of("d") == []
@@ -293,7 +295,7 @@ def test_a_folder_with_a_gguf_file_alone_means_the_server_of_that_file() -> None
         models = folder / "models"
         models.mkdir()
         path = str(models / "small.gguf")
-        with running(folder, "one", "http://x:1", "small", path):
+        with found_server(folder, "one", "http://x:1", "small", path):
             link = folder / "link"
             link.symlink_to(models)
             for model in ("small", path, str(models), str(link), str(link / "small.gguf")):

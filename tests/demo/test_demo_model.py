@@ -110,16 +110,16 @@ def test_special_tokens_match_the_configuration() -> None:
 
 
 PROMISES: dict[str, tuple[float, int, Callable[[Random], Dialogue]]] = {
-    "copy 40 tokens": (0.99, 100, lambda rng: [copy_task(rng, 40)]),
+    "copy 40 tokens": (0.99, 50, lambda rng: [copy_task(rng, 40)]),
     "copy after 500 tokens": (
         0.99,
-        20,
+        10,
         lambda rng: [copy_task(rng, 40) for _ in range(6)],
     ),
-    "recall one of 8": (0.95, 60, lambda rng: [recall_task(rng, 8)]),
+    "recall one of 8": (0.95, 30, lambda rng: [recall_task(rng, 8)]),
     "recall over 200 tokens": (
         0.95,
-        40,
+        20,
         lambda rng: recall_dialogue(rng, 8, [copy_task(rng, 40) for _ in range(2)]),
     ),
     "count": (0.95, 40, lambda rng: [count_task(rng)]),

@@ -85,10 +85,10 @@ def test_one_host_runs_as_it_is_checked_out_each_service_alone_in_its_network(fo
 
 
 def test_an_engine_leaves_its_memory_to_the_next_container_and_its_place_to_a_standby(folder):
-    """Engines are killed (-9) under a stream, which goes on with the same text. Each one alone in a
+    """An engine is killed (-9) under a stream, which goes on with the same text. Each is alone in a
     PID namespace, as in a container: the holder of their memory sees none of their numbers."""
     compose = Compose({"PIPEINFER_STANDBY": "1"})
-    active, half = compose.active(), threading.Event()
+    active, begun = compose.active(), threading.Event()
     with Hosts("host") as network:
 
         def inside(service: str, *words: str) -> list[str]:
@@ -98,7 +98,7 @@ def test_an_engine_leaves_its_memory_to_the_next_container_and_its_place_to_a_st
         host = ContainerHost(folder / "h", compose, inside)
 
         def stream() -> str:
-            said = {"prompt": "a story", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+            said = {"prompt": "a story", "max_tokens": 800, "ignore_eos": True, "stream": True}
             asked = Request(f"{URL}/v1/completions", json.dumps(said | {"seed": 7}).encode())
             asked.add_header("content-type", "application/json")
             pieces = []
@@ -106,8 +106,8 @@ def test_an_engine_leaves_its_memory_to_the_next_container_and_its_place_to_a_st
                 for line in answer:
                     if line.startswith(b"data: {"):
                         pieces.append(json.loads(line[len("data: ") :])["choices"][0]["text"])
-                        if len(pieces) == 500:
-                            half.set()
+                        if len(pieces) == 100:
+                            begun.set()
             return "".join(pieces)
 
         try:
@@ -116,24 +116,18 @@ def test_an_engine_leaves_its_memory_to_the_next_container_and_its_place_to_a_st
             until(lambda: ready(network, "host"), "never ready")
             host.start("engine", 2)
             expected = network.call("host", stream)
-            recomputed = partial(metric, network, "host", "pipeinfer_recomputed_tokens_total")
-            # The second loss within a minute drops the pages of the first engine.
-            for number, standby, least, most in (
-                (1, "engine-2", 1, 96),
-                (2, "engine-1", 500, 2000),
-            ):
-                before = recomputed()
-                until(partial(host.said, standby, "a standby of"), "no standby is ready")
-                with ThreadPoolExecutor() as threads:
-                    half.clear()
-                    answer = threads.submit(network.call, "host", stream)
-                    assert half.wait(60)
-                    host.kill_one(f"engine-{number}")
-                    assert answer.result() == expected
-                assert host.said(standby, "its standby is promoted") == 1
-                host.start("engine", number)  # as its restart policy does
-                assert metric(network, "host", "pipeinfer_takeovers_total") == number
-                assert least <= recomputed() - before <= most
+            until(partial(host.said, "engine-2", "a standby of"), "no standby is ready")
+            with ThreadPoolExecutor() as threads:
+                begun.clear()
+                answer = threads.submit(network.call, "host", stream)
+                assert begun.wait(60)
+                host.kill_one("engine-1")
+                assert answer.result() == expected
+            assert host.said("engine-2", "its standby is promoted") == 1
+            assert metric(network, "host", "pipeinfer_takeovers_total") == 1
+            assert 1 <= metric(network, "host", "pipeinfer_recomputed_tokens_total") <= 96
+            host.start("engine", 1)  # as its restart policy does
+            until(partial(host.said, "engine-1", "a standby of"), "it is no standby")
         finally:
             host.kill()
 

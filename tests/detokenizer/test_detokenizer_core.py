@@ -32,7 +32,7 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity, Topology
@@ -66,7 +66,7 @@ class Bench:
     def open(self, name: str = "r", attempt: int = 1, **rest: Any) -> None:
         own = ("gateway", "group", "token_offsets")
         fields = {key: rest.pop(key) for key in own if key in rest}
-        params = SamplingParams(**rest)
+        params = RequestParams(**rest)
         gateway = fields.pop("gateway", 0)
         self.say(Open(name, attempt, gateway, params, pack([1, 2, 3]), **fields))
 
@@ -294,7 +294,7 @@ def test_ids_that_cannot_be_decoded_fail_their_request_alone(bench: Bench) -> No
 
 
 def test_a_context_with_ids_that_are_no_tokens_ends_nothing(bench: Bench) -> None:
-    bench.say(Open("r", 1, 0, SamplingParams(), pack([-5, 1, -(2**31)])))
+    bench.say(Open("r", 1, 0, RequestParams(), pack([-5, 1, -(2**31)])))
     bench.row(bench.ids("hello"), finish="length")
     assert (bench.text, bench.last.finish) == ("hello", "length")
 

@@ -17,7 +17,7 @@ CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd
 TEXTS = st.lists(
     st.one_of(st.sampled_from(PIECES + JOINED), st.text(CHARACTERS, max_size=6)), max_size=12
 ).map("".join)
-quick = settings(max_examples=150, deadline=None)
+quick = settings(max_examples=80, deadline=None)
 
 
 def deltas(

@@ -1,6 +1,7 @@
-"""One rank of a group as a process: runs the same work as all others and writes what came out.
+"""The ranks of a group as processes: each runs the same work and writes what came out.
 
-`python rank_process.py ADDRESS RANK SIZE WORK.json OUT.json`; see test_tensor_parallel.py.
+`python rank_process.py ADDRESS WORK.json OUT.json ...`, a file for each rank; see
+test_tensor_parallel.py.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 import torch  # noqa: E402
 from cores import Cores  # noqa: E402
+from forked_ranks import run_forked  # noqa: E402
 
 from pipeinfer.collectives import join_group  # noqa: E402
-from pipeinfer.params import SamplingParams, normalized  # noqa: E402
+from pipeinfer.params import RequestParams, normalized  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
 
@@ -27,7 +29,7 @@ def generate(folder: str, requests: list[dict], size: int, collectives=None, **c
     )  # fmt: skip
     cores = Cores(Path(folder), settings, collectives=collectives)
     for index, request in enumerate(requests):
-        params = normalized(SamplingParams(**request["params"]))
+        params = normalized(RequestParams(**request["params"]))
         cores.submit(f"r{index}", request["prompt"], params, seed=request["seed"])
     cores.run()
     return cores
@@ -41,17 +43,30 @@ def scores(cores: Cores) -> dict[str, list[str]]:
     }
 
 
-def main() -> None:
-    address, rank, size, work, out = sys.argv[1:]
-    torch.set_num_threads(1)
-    collectives = join_group(address, int(rank), int(size), "cpu", 120)
+def run(address: str, rank: int, work: str, outs: list[str]) -> None:
+    collectives = join_group(address, rank, len(outs), "cpu", 120)
     found = []
     for folder, requests, changes in json.loads(Path(work).read_text()):
-        cores = generate(folder, requests, int(size), collectives, **changes)
+        cores = generate(folder, requests, len(outs), collectives, **changes)
         shifts = [None if x is None else x.tolist() for x in cores.loaded.runner.pool.key_centers]
-        found.append({"outputs": cores.outputs, "scores": scores(cores), "shifts": shifts})
-    Path(out).write_text(json.dumps(found))
+        stats = cores.scheduler.stats()
+        drafts = [stats["draft_tokens_total"], stats["accepted_draft_tokens_total"]]
+        found.append(
+            {
+                "outputs": cores.outputs,
+                "scores": scores(cores),
+                "shifts": shifts,
+                "drafts": drafts,
+            }
+        )
+    Path(outs[rank]).write_text(json.dumps(found))
     collectives.close()
+
+
+def main() -> None:
+    address, work, *outs = sys.argv[1:]
+    torch.set_num_threads(1)
+    run_forked(lambda rank: run(address, rank, work, outs), len(outs))
 
 
 if __name__ == "__main__":

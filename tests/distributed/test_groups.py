@@ -1,4 +1,6 @@
-"""Several groups behind one door: all are used, one that is down gets nothing until it is back."""
+"""Two groups of two ranks behind one door: both are used, one that is down gets nothing until it is
+back, and no stream is another one, whatever happens to a group.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,28 @@ from child_processes import children_with
 from pipeinfer import LLM, AsyncLLM, SamplingParams
 
 SMALL = {"threads": 1, "kv_pages": 400, "log_level": "warning"}
+HOST_LOSS = 3.0  # seconds of silence
 PATIENCE = 90.0
 until = partial(waiting.until, patience=PATIENCE, every=0.05)
+PROMPTS, TOKENS = questions(6), 40
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-def engine(group: int) -> psutil.Process:
-    """The process of rank 0 of a group, a child of this one."""
-    for child in reversed(children_with("engine")):  # an older LLM may run, which tests share
+def process(stage: str, group: int = 0, rank: int = 0) -> psutil.Process:
+    """Of a stage."""
+    for child in children_with(stage):
         words = child.cmdline()
-        if words[words.index("--group") + 1] == str(group):
+        if [words[words.index(flag) + 1] for flag in ("--group", "--rank")] == [
+            f"{group}",
+            f"{rank}",
+        ]:
             return child
-    raise AssertionError(f"group {group} has no engine")
+    raise AssertionError(f"group {group} has no {stage} {rank}")
 
 
 def finished(llm: AsyncLLM) -> list[float]:
@@ -64,10 +73,13 @@ class Streams:
         """Tokens of each so far."""
         return [len(ids) for ids in self._ids]
 
+    def done(self) -> list[bool]:
+        return [task.done() for task in self._tasks]
+
     def moved_since(self, before: list[int]) -> bool:
         """Whether each has more tokens than it had, or has ended."""
-        now = zip(before, self.received(), self._tasks, strict=True)
-        return all(more > had or task.done() for had, more, task in now)
+        now = zip(before, self.received(), self.done(), strict=True)
+        return all(more > had or done for had, more, done in now)
 
     async def all_begun(self) -> None:
         async with asyncio.timeout(PATIENCE):
@@ -78,7 +90,7 @@ class Streams:
         return asyncio.wait_for(asyncio.gather(*self._tasks), PATIENCE).__await__()
 
 
-async def both_work(llm: AsyncLLM, prompts: list[str]) -> list[list[int]]:
+async def both_work(llm: AsyncLLM) -> list[list[int]]:
     """The outputs of a round in which both groups finish requests: the first, on an idle machine.
 
     Where heartbeats are seconds late a group counts as down for a while, as it should.
@@ -86,72 +98,75 @@ async def both_work(llm: AsyncLLM, prompts: list[str]) -> list[list[int]]:
     async with asyncio.timeout(PATIENCE):
         while True:
             before = finished(llm)
-            outputs = await Streams(llm, prompts, 150)
-            await until(lambda: sum(finished(llm)) - sum(before) >= len(prompts))  # noqa: B023
+            outputs = await Streams(llm, PROMPTS, TOKENS)
+            await until(lambda: sum(finished(llm)) - sum(before) >= len(PROMPTS))  # noqa: B023
             if all(now > then for now, then in zip(finished(llm), before, strict=True)):
                 return outputs
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What one rank alone gives."""
+    with LLM(**SMALL, in_process=True) as llm:
+        results = llm.generate(PROMPTS, greedy(TOKENS), use_tqdm=False)
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def llm():
-    async with AsyncLLM(dp=2, routing="least-loaded", **SMALL) as running:
+    shape = {"tp": 2, "dp": 2, "routing": "least-loaded", "host_loss": HOST_LOSS}
+    async with AsyncLLM(**shape, **SMALL) as running:
         yield running
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_group_that_is_down_gets_nothing_and_is_used_again_when_it_is_back(llm):
-    prompts = questions(8)
-    expected = await both_work(llm, prompts)
-    await disturb(llm, prompts, expected)
-    assert await both_work(llm, prompts) == expected
+async def test_groups_of_several_ranks_give_the_same_tokens(llm, expected):
+    assert sum(name.startswith("engine") for name in llm.stats()) == 4
+    assert await both_work(llm) == expected
 
 
-async def disturb(llm: AsyncLLM, prompts: list[str], expected: list[list[int]]) -> None:
-    """One group's engine hangs, then dies and comes back, with streams in both groups."""
-    streams = Streams(llm, prompts, 150)
-    await streams.all_begun()
-    victim = engine(1)
-    victim.send_signal(signal.SIGSTOP)
-    try:
-        await until(lambda: groups_up(llm) == 1)
-        before = finished(llm)
-        fresh: list[Awaitable[list[list[int]]]] = [Streams(llm, prompts[:2], 20) for _ in range(3)]
-        for answers in fresh:
-            assert await answers == [ids[:20] for ids in expected[:2]]
-        assert finished(llm)[1] == before[1], "nothing new went to the group that is down"
-    finally:
-        victim.send_signal(signal.SIGKILL)
-    await until(lambda: groups_up(llm) == 2)
-    assert await streams == expected
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_streams_of_a_group_that_lost_its_engine_go_on_in_the_other_one(llm):
-    """Before it is back: an engine starts for seconds, and all that they need is a prefill."""
-    prompts = questions(8, seed=3)
-    expected = await both_work(llm, prompts)
+async def test_a_group_that_is_down_gets_nothing_and_is_used_again_when_it_is_back(llm, expected):
+    """One of its ranks hangs, with streams in both groups: it is started anew, and before it is
+    back its streams have gone on in the other group."""
     moved = llm.stats()["tokenizer-0"]["moved_total"]
-    streams = Streams(llm, prompts, 150)
+    streams = Streams(llm, PROMPTS, TOKENS)
     await streams.all_begun()
-    engine(1).kill()
+    process("engine", 1, rank=1).send_signal(signal.SIGSTOP)
     await until(lambda: groups_up(llm) == 1)
-    before = streams.received()
-    await until(lambda: streams.moved_since(before))
-    assert groups_up(llm) == 1, "all have moved, and the engine is not back"
+    before, received = finished(llm), streams.received()
+    fresh: list[Awaitable[list[list[int]]]] = [Streams(llm, PROMPTS[:2], 20) for _ in range(3)]
+    await until(lambda: streams.moved_since(received))
+    assert groups_up(llm) == 1, "all have moved, and the group is not back"
+    for answers in fresh:
+        assert await answers == [ids[:20] for ids in expected[:2]]
+    assert finished(llm)[1] == before[1], "nothing new went to the group that is down"
     assert await streams == expected
     await until(lambda: llm.stats()["tokenizer-0"]["moved_total"] > moved)
     await until(lambda: groups_up(llm) == 2)
+    assert await both_work(llm) == expected
 
 
-@pytest.mark.parametrize("shape", [{"tp": 2, "dp": 2}], ids=["2x2"])
-def test_groups_of_several_ranks_give_the_same_tokens(shape):
-    prompts = questions(6, seed=9)
+async def test_streams_of_a_lost_host_go_on_at_another_and_its_late_words_do_no_harm(llm, expected):
+    """A group falls silent, and the detokenizer dies with it: the one that is started elsewhere has
+    never heard what that group said."""
+    streams = Streams(llm, PROMPTS, TOKENS)
+    await streams.all_begun()
+    silent = [process(stage, 1) for stage in ("scheduler", "engine")]
+    for one in silent:
+        one.send_signal(signal.SIGSTOP)
+    process("detokenizer").kill()
+    try:
+        assert await streams == expected
+    finally:
+        for one in silent:
+            one.send_signal(signal.SIGCONT)
+    await until(lambda: groups_up(llm) == 2)
+    assert await Streams(llm, PROMPTS, 20) == [ids[:20] for ids in expected]
 
-    def tokens(**settings: int) -> list[list[int]]:
-        with LLM(**SMALL, **settings) as llm:
-            results = llm.generate(prompts, greedy(24), use_tqdm=False)
-            ranks = [name for name in llm.stats() if name.startswith("engine")]
-            assert len(ranks) == settings.get("tp", 1) * settings.get("dp", 1)
-        return [list(result.outputs[0].token_ids) for result in results]
 
-    assert tokens(**shape) == tokens(in_process=True)
+async def test_streams_go_on_after_a_sleep_of_all_groups_in_their_midst(llm, expected):
+    streams = Streams(llm, PROMPTS, TOKENS)
+    await streams.all_begun()
+    await llm.sleep(level=2, mode="keep")
+    assert not all(streams.done()), "nobody was disturbed"
+    await llm.wake_up()
+    assert await streams == expected

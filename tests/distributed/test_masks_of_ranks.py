@@ -15,7 +15,7 @@ from parity.cores import Cores
 from pipeinfer.engine.loading import LoadedEngine, load_engine
 from pipeinfer.engine.masks import GrammarMasks, ReceivedMasks
 from pipeinfer.grammars.compiling import GrammarStore
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.settings import Settings
 from pipeinfer.text import grammar_setup
 from rank_threads import ThreadGroup
@@ -98,7 +98,7 @@ def outputs(loaded: LoadedEngine, masks: GrammarMasks) -> tuple[dict, dict]:
     settings = Settings(max_running=8, device="cpu")
     made = Cores(FOLDER, settings, loaded=loaded, masks=masks)
     for seed, name in enumerate([*FORMS, "free"]):
-        params = SamplingParams(
+        params = RequestParams(
             temperature=0.8 * (seed % 2), max_tokens=20, structured_outputs=FORMS.get(name)
         )
         made.submit(name, [*PROMPT, *name.encode()], params, seed=seed, eos_ids=SETUP.end_ids)
@@ -108,10 +108,10 @@ def outputs(loaded: LoadedEngine, masks: GrammarMasks) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("most_bytes", [8 << 20, 512 << 20])
 def test_ranks_sample_alike_beside_grammars_that_wear_out_and_a_small_cache(ranks, most_bytes):
-    """Several times, so that caches differ from those of a new engine."""
+    """Twice, so that caches differ from those of a new engine."""
     masks = GrammarMasks(GrammarStore(lambda: SETUP, most_bytes), threads=2)
     both = replace(ranks[0], runner=BothRanks([one.runner for one in ranks], ReceivedMasks()))
-    runs = [outputs(both, masks) for _ in range(3)]
+    runs = [outputs(both, masks) for _ in range(2)]
     masks.close()
     for ids, finished in runs:
         assert ids["free"] == runs[0][0]["free"] and ids["choice"] == runs[0][0]["choice"]

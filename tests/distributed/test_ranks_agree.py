@@ -30,7 +30,7 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import MAX_UNCOMPARED, DigestAgreement, RanksDisagree
 from pipeinfer.scheduler.epochs import KILL_RETRY_SECONDS
@@ -110,7 +110,7 @@ class Group:
             self.tick()
 
     def work(self, name: str, prompt: list[int], tokens: int) -> None:
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        params = RequestParams(max_tokens=tokens, ignore_eos=True)
         self.feed(Work(name, 1, 0, 0, pack(prompt), params, 0))
 
     def run(self, steps: int = 10_000) -> None:

@@ -1,4 +1,5 @@
-"""The commands of README.md and of the quick starts, run as a new user would; only ports differ."""
+"""The commands of README.md and of the quick starts, run as a new user would; only ports differ,
+and how long an answer may be."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -28,8 +30,14 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl
 
 @pytest.fixture(scope="module")
 def server():
-    with Server("--threads", "1") as running:
-        yield running
+    """Commands find this one, and no server of another test."""
+    with (
+        tempfile.TemporaryDirectory(prefix="pi-") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        with Server("--threads", "1") as running:
+            yield running
 
 
 def run(command: list[str], **more) -> str:
@@ -73,6 +81,7 @@ def test_curl_lines_of_a_quick_start_get_answers(server, page):
     assert asked
     for block in asked:
         command = block.replace(ADDRESS, server.url).replace("curl ", "curl -sS --fail ", 1)
+        command = command.replace('"max_tokens": 1500', '"max_tokens": 50')
         assert '"content":"' in run(["sh", "-c", command])
 
 
@@ -99,17 +108,11 @@ def test_offline_example_prints_two_answers():
     assert count == "'3 4 5 6 7 8 9 10 11 12' stop"
 
 
-@pytest.fixture
-def alone(short_path, monkeypatch):
-    """No server of another test is found."""
-    monkeypatch.setenv("TMPDIR", str(short_path))
-
-
-def test_generate_line_counts(alone):
+def test_generate_line_counts(server):
     assert run(line(".venv/bin/pipeinfer generate")).split()[:5] == ["3", "4", "5", "6", "7"]
 
 
-def test_chat_line_answers(alone):
+def test_chat_line_answers(server):
     out = run(line(".venv/bin/pipeinfer chat"), input="What is pipeinfer?\n/exit\n")
     assert ABOUT["What is pipeinfer?"] in out
 

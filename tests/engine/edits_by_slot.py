@@ -22,10 +22,10 @@ class Edited:
         host.scatter_words(pairs, torch.tensor([len(pairs) // 2]), self.state.words)
 
     def logits(
-        self, logits: np.ndarray, slots, positions, first_id: int = 0, values: bool = False
+        self, logits: np.ndarray, slots, positions, first_id: int = 0, add_bias: bool = False
     ) -> np.ndarray:
-        """A copy of [S, ids], edited."""
+        """A copy of [L, ids], edited."""
         logits = torch.from_numpy(logits.copy())
         where = [torch.tensor(list(part), dtype=torch.int64) for part in (slots, positions)]
-        host.apply_logit_bias(logits, *where, self.state.logit_edits, first_id, values)
+        host.apply_logit_edits(logits, *where, self.state.logit_edits, first_id, add_bias)
         return logits.numpy()

@@ -3,8 +3,8 @@
 A program, because Triton's interpreter is chosen when triton is imported. A graph runs its body
 again there, and attention is plain torch over the index arrays.
 `TRITON_INTERPRET=1 python tests/engine/interpreted_runner.py FOLDER` prints tokens by way of
-running and more, with the word tokens behind it those of four ways alone; with ADDRESS RANK SIZE
-behind it, it is one of several ranks.
+running and more, with the word tokens behind it those with graphs and without alone; with ADDRESS
+RANK SIZE behind it, it is one of several ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
 from runner_requests import good_ones, masks_for, run_alike, scores, submit_all  # noqa: E402
 
-from pipeinfer.attention import hybrid  # noqa: E402
+from pipeinfer.attention import triton_backend  # noqa: E402
 from pipeinfer.attention.interface import PagedKind, Traits  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.collectives import join_group  # noqa: E402
@@ -32,7 +32,7 @@ from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
 from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
-from pipeinfer.kernels.interface import GraphShape  # noqa: E402
+from pipeinfer.kernels.interface import StepShape  # noqa: E402
 from pipeinfer.kernels.tile_configs import DecodeConfig, LoadConfig  # noqa: E402
 from pipeinfer.memory import pages as kv_pages  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
@@ -107,7 +107,9 @@ KINDS = {
         TablePart, TablePart, Traits(None, 16, captures_decode=True, page_table="all")
     ),
     "torch": TorchBackend,
-    "own decodes": kind(TablePart, hybrid.TritonDecodeKernel, page_table="prefills", shares=True),
+    "own decodes": kind(
+        TablePart, triton_backend.TritonDecodeKernel, page_table="prefills", shares=True
+    ),
 }
 
 
@@ -144,10 +146,10 @@ class InterpretedMachine(HostMachine):
         self.kernels = by_triton
 
 
-def ladder(tokens, rows, decodes, mixed) -> tuple[GraphShape, ...]:
-    usual = [GraphShape(tokens, *kind) for tokens in SIZES for kind in MIXED]
+def ladder(tokens, rows, decodes, mixed) -> tuple[StepShape, ...]:
+    usual = [StepShape(tokens, *kind) for tokens in SIZES for kind in MIXED]
     # Room for fewer decodes than any other has: all numbers of tokens are measured yet.
-    return tuple(sorted([*usual, GraphShape(SIZES[0], 1, 2)])) if decodes else ()
+    return tuple(sorted([*usual, StepShape(SIZES[0], 1, 2)])) if decodes else ()
 
 
 def checked(work):
@@ -171,7 +173,7 @@ kv_pages.MIN_SHARED_TOKENS = 16  # tokens: prompts here are short
 graphs.MIN_SHARED_DECODES = 2
 READ = LoadConfig(block_n=16, num_warps=4, num_stages=2)
 FEW = DecodeConfig(8, 4, 64, READ, prefix_queries=16, min_prefix_tokens=16, prefix_load=READ)
-hybrid.tile_config = lambda *_: FEW
+triton_backend.tile_config = lambda *_: FEW
 calibrate.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()
 loading.mixed_ladder = ladder
@@ -234,18 +236,6 @@ def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
     return {"graphs": good_ones(done), "scores": {"graphs": scores(done)}, "step cost": cost}
 
 
-def ways(folder: str, replayed: GpuCores, eager: GpuCores) -> dict[str, dict[str, list[int]]]:
-    """Tokens by way of running, of which two were run before."""
-    return {
-        "graphs": good_ones(replayed),
-        "no graphs": good_ones(eager),
-        "pages listed, lengths on the host": good_ones(
-            served(folder, reads="flashinfer", late=True)
-        ),
-        "all pages gathered": good_ones(served(folder, reads="fa3")),
-    }
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if len(sys.argv) > 3:
@@ -254,9 +244,13 @@ if __name__ == "__main__":
     folder = sys.argv[1]
     replayed = served(folder)
     eager = served(folder, no_cuda_graph=True)
-    found: dict[str, Any] = ways(folder, replayed, eager)
+    found: dict[str, Any] = {"graphs": good_ones(replayed), "no graphs": good_ones(eager)}
     if sys.argv[2:] != ["tokens"]:
         found |= {
+            "pages listed, lengths on the host": good_ones(
+                served(folder, reads="flashinfer", late=True)
+            ),
+            "all pages gathered": good_ones(served(folder, reads="fa3")),
             "torch backend": good_ones(served(folder, reads="torch")),
             "scores": {"graphs": scores(replayed), "no graphs": scores(eager)},
             "late graphs": GRAPHS["flashinfer"],

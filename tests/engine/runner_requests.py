@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from grammars.vocabulary import KNOWN, SETUP
 from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.compiling import GrammarStore
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.wire import unpack_scores as scores_in
 
 LENGTHS = (3, 40, 9, 17, 12)
@@ -42,7 +42,7 @@ def submit_all(cores, bad: bool = False) -> None:
     """The same ones each time; `bad`: between them some whose logits are NaN."""
     random = np.random.default_rng(0)
     for index, length in enumerate(LENGTHS):
-        params = SamplingParams(
+        params = RequestParams(
             temperature=0.8 * (index % 2), top_k=20 * (index == 3), max_tokens=WANTED,
             min_tokens=2 * (index == 1), stop_token_ids=(250,) * (index == 1),
             repetition_penalty=1.5 if index > 1 else 1.0, presence_penalty=0.5 * (index == 2),
@@ -54,7 +54,7 @@ def submit_all(cores, bad: bool = False) -> None:
         cores.submit(f"r{index}", prompt, params, seed=index, bad_word_ids=banned)
         if bad and index < len(BAD):
             knobs = {}, {"top_k": 5, "temperature": 0.8}, {"presence_penalty": 1.0}
-            cores.submit(f"bad{index}", BAD[index], SamplingParams(max_tokens=4, **knobs[index]))
+            cores.submit(f"bad{index}", BAD[index], RequestParams(max_tokens=4, **knobs[index]))
 
 
 def run_alike(cores) -> dict[str, list[int]]:
@@ -65,7 +65,7 @@ def run_alike(cores) -> dict[str, list[int]]:
     for round_, tails in enumerate(((1,), (3, 9, 1))):
         for index, length in enumerate(tails):
             prompt = head + random.integers(0, 250, length).tolist()
-            params = SamplingParams(temperature=0.8 * (index % 2), max_tokens=4)
+            params = RequestParams(temperature=0.8 * (index % 2), max_tokens=4)
             cores.submit(f"a{round_}{index}", prompt, params, seed=index)
         cores.run()
     return dict(cores.outputs)

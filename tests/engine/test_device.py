@@ -118,7 +118,7 @@ def test_work_within_work_is_done_at_once(device):
 
     def outer() -> None:
         device.run(lambda: order.append("run"))
-        event = device.submit(lambda: order.append("work"), lambda: order.append("prepare"))
+        event = device.submit(lambda: order.append("work"), before=lambda: order.append("prepare"))
         assert event.ready and event.busy > 0
         with pytest.raises(ZeroDivisionError):
             device.run(lambda: 1 / 0)

@@ -38,7 +38,7 @@ from pipeinfer.messages import (
     Result,
     Submit,
 )
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.step import Sampled, Step
 from pipeinfer.wire import pack, score_bytes, unpack
 from sampling_rows import sampling_of
@@ -98,7 +98,7 @@ def admit(slot: int, tokens: list[int], prompt_len: int = 0, **params) -> Admit:
         pack(tokens),
         prompt_len or len(tokens),
         LIMIT,
-        SamplingParams(**params),
+        RequestParams(**params),
         seed,
         suppress,
     )
@@ -375,7 +375,7 @@ def test_memory_is_checked_in_full_when_the_engine_is_idle():
 
 def test_event_of_another_stage_is_an_error():
     with pytest.raises(TypeError, match="Submit"):
-        make_core().handle(Submit("r", 0, 0, SamplingParams(), 0), 0.0)
+        make_core().handle(Submit("r", 0, 0, RequestParams(), 0), 0.0)
 
 
 def test_hello_must_describe_the_memory():
@@ -505,7 +505,8 @@ def test_rows_may_give_several_tokens_which_stand_in_the_plans_order():
     engine.plan(dict.fromkeys(prompts, 99), [admit(slot, ids) for slot, ids in prompts.items()])
     step = engine.queue.pop()
     assert step.slots.tolist() == [2, 5, 7], "rows with one token come first"
-    sampled = Sampled.of(np.array([[2, 20, 21, 99], [3, 50, 51, 52], [0, 0, 0, 0]]))
+    counts, ids, bad = (np.array(n, np.int32) for n in ([2, 3, 0], [20, 21, 50, 51, 52], [2]))
+    sampled = Sampled(counts, ids, bad)
     [result] = engine.handle(step_done(step, sampled))
     assert fields(result)["produced"] == [3, 2, 0]
     assert fields(result)["token_ids"] == [50, 51, 52, 20, 21]

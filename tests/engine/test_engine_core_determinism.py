@@ -15,7 +15,7 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Admit, Begin, Hello, Message, Plan, Release, Result
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.step import Sampled, Step
 from pipeinfer.wire import pack
 
@@ -49,7 +49,7 @@ def random_plans(seed: int, count: int) -> list[Plan]:
 def random_admit(rng: np.random.Generator, slot: int) -> Admit:
     tokens = [int(rng.integers(0, 2))] * int(rng.integers(1, 30))
     salt = str(rng.integers(0, 2))
-    return Admit(slot, "r", pack(tokens), len(tokens), LIMIT, SamplingParams(), 1, (), salt)
+    return Admit(slot, "r", pack(tokens), len(tokens), LIMIT, RequestParams(), 1, (), salt)
 
 
 class Rank:
@@ -79,7 +79,7 @@ class Rank:
         return [message for message in self.said if isinstance(message, Result)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 3), min_size=40, max_size=40))
 def test_ranks_decide_the_same_whenever_results_arrive(seed: int, delays: list[int]):
     prompt, late = Rank(), Rank()

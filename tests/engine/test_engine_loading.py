@@ -13,9 +13,10 @@ from single_steps import Row, build_step
 
 from checkpoints import make_checkpoint
 from kept_logits import logits_of
-from pipeinfer.engine import loading, machine
+from pipeinfer.engine import choices, machine
 from pipeinfer.engine.calibrate import allow_all, largest_step
-from pipeinfer.engine.loading import choose_engine, load_engine
+from pipeinfer.engine.choices import choose_engine
+from pipeinfer.engine.loading import load_engine
 from pipeinfer.engine.machine import available_bytes
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import truncated
@@ -31,12 +32,12 @@ def folder(checkpoint):
 
 @pytest.mark.parametrize(("fast", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_automatic_choices_on_a_cpu(checkpoint, monkeypatch, fast, dtype):
-    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: fast)
-    choices = choose_engine(Settings(), checkpoint("LlamaForCausalLM", dtype=torch.bfloat16))
-    assert (choices.device, choices.attention, choices.page_size) == ("cpu", "torch", 16)
-    assert choices.config.dtype == "bfloat16"
-    assert choices.dtype == dtype
-    assert choices.max_model_len == 512
+    monkeypatch.setattr(choices, "multiplies_bfloat16", lambda: fast)
+    chosen = choose_engine(Settings(), checkpoint("LlamaForCausalLM", dtype=torch.bfloat16))
+    assert (chosen.device, chosen.attention, chosen.page_size) == ("cpu", "torch", 16)
+    assert chosen.config.dtype == "bfloat16"
+    assert chosen.dtype == dtype
+    assert chosen.max_model_len == 512
 
 
 def test_headers_are_read_once_for_checking_and_loading(folder, monkeypatch):
@@ -129,12 +130,6 @@ def test_more_requests_than_graphs_have_room_for_is_said(folder, monkeypatch, ca
     assert [line.endswith(said) for line in found] == ([True] if said else [])
 
 
-def test_where_a_standby_cannot_be_is_said(folder, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(ConfigurationError, match="--standby: not with --tp 2 on GPUs yet"):
-        choose_engine(Settings(device="cuda", tp=2, standby=True), folder)
-
-
 def test_files_that_change_before_a_standby_has_read_its_weights_are_not_served(tmp_path):
     """It would take pages of the model before for its own; on a GPU it may wait for days."""
     make_checkpoint(tmp_path, "Qwen3ForCausalLM")
@@ -172,8 +167,9 @@ def test_the_step_that_memory_is_measured_with_asks_for_all_that_sampling_can_do
     optional = {field.name for field in fields(Step) if field.default in (None, ())}
     missing = {name for name in optional if not getattr(step, name)}
     # Chunks of prompts are scored a few tokens at a time; common beginnings need no memory, and
-    # vectors less than the log-probs in whose place they are.
-    assert missing == {"scored_chunks", "shared_prefixes", "vectors"}
+    # vectors less than the log-probs in whose place they are. Drafts are verified where few
+    # requests decode, and have fewer rows of logits than a full step.
+    assert missing == {"scored_chunks", "shared_prefixes", "vectors", "drafts"}
     assert len(step.tokens) == 32 and step.samples.sum() == len(step.penalties.rows) == 4
     assert truncated(step.fields).tolist() == [0, 1, 2, 3]
     launched = runner.launch(step)

@@ -158,8 +158,8 @@ def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
             happened.append(("take", self.number))
 
     class Device:
-        def submit(self, work, prepare):
-            prepare()
+        def submit(self, work, *, before):
+            before()
 
     def pack(step, buffers, captured):
         happened.append(("pack", step.number))

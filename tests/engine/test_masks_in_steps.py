@@ -18,7 +18,7 @@ from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.compiling import Grammar, GrammarStore, GrammarVocabulary
 from pipeinfer.grammars.masks import fill_masks, make_source
 from pipeinfer.messages import Result
-from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
+from pipeinfer.params import RequestParams, StructuredOutputs, Thoughts
 from pipeinfer.scheduler.queue import UNITS_PER_STEP
 from pipeinfer.settings import Settings
 from pipeinfer.text import grammar_setup
@@ -64,9 +64,9 @@ def cores(loaded, masks, **options) -> Cores:
     return Cores(FOLDER, Settings(**settings), loaded=loaded, masks=masks, **options)
 
 
-def params(name: str, temperature: float, **more) -> SamplingParams:
+def params(name: str, temperature: float, **more) -> RequestParams:
     spec = SPECS.get(name)
-    return SamplingParams(temperature=temperature, max_tokens=60, structured_outputs=spec, **more)
+    return RequestParams(temperature=temperature, max_tokens=60, structured_outputs=spec, **more)
 
 
 def submitted(made: Cores, temperature: float) -> Cores:
@@ -83,9 +83,8 @@ def text(made: Cores, name: str) -> str:
     return VOCABULARY.tokens.decode_str(ids)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_outputs_are_what_the_grammar_says(loaded, masks, temperature):
-    made = submitted(cores(loaded, masks), temperature)
+def test_outputs_are_what_the_grammar_says(loaded, masks):
+    made = submitted(cores(loaded, masks), temperature=1.5)
     assert {made.finished[name] for name in SPECS} == {"stop"}
     person = json.loads(text(made, "object"))
     assert set(person) == {"name", "age"} and 0 <= person["age"] <= 130
@@ -114,8 +113,8 @@ def test_greedy_rows_take_the_likeliest_token_that_is_allowed(loaded, masks):
     assert jumped > 10, "hardly anything was forced"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_whoever_is_free_samples_what_he_would_alone(loaded, masks, temperature):
+def test_whoever_is_free_samples_what_he_would_alone(loaded, masks):
+    temperature = 0.9
     beside = submitted(cores(loaded, masks), temperature)
     for seed, name in ((3, "free"), (4, "free too")):
         alone = cores(loaded, masks)
@@ -125,11 +124,10 @@ def test_whoever_is_free_samples_what_he_would_alone(loaded, masks, temperature)
         assert alone.outputs[name] == beside.outputs[name]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_steps_may_be_cut_and_rows_taken_back(loaded, masks, temperature):
+def test_steps_may_be_cut_and_rows_taken_back(loaded, masks):
+    temperature = 0.9
     usual = submitted(cores(loaded, masks), temperature).outputs
-    assert submitted(cores(loaded, masks, depth=1), temperature).outputs == usual
-    assert submitted(cores(loaded, masks, budget=16), temperature).outputs == usual
+    assert submitted(cores(loaded, masks, depth=1, budget=16), temperature).outputs == usual
     disturbed = submitted(cores(loaded, masks, policy="parity.cores:Nuisance"), temperature)
     assert disturbed.outputs == usual
     assert disturbed.scheduler.stats()["preemptions_total"] > 2
@@ -151,27 +149,30 @@ FORM = StructuredOutputs(
 )
 
 
-def filled(made: Cores, temperature: float, **more) -> Cores:
-    """Three forms, which end by themselves or at 150 tokens, and somebody beside them."""
-    given = SamplingParams(temperature=temperature, max_tokens=150, structured_outputs=FORM, **more)
+def filled(made: Cores, **more) -> Cores:
+    """Three forms, which end by themselves or at 150 tokens, and somebody beside them; one of the
+    forms is greedy."""
     for seed in range(3):
+        given = RequestParams(
+            temperature=0.6 * seed, max_tokens=150, structured_outputs=FORM, **more
+        )
         made.submit(f"form {seed}", PROMPT, given, seed=seed, eos_ids=SETUP.end_ids)
-    made.submit("free", PROMPT, params("free", temperature), seed=3, eos_ids=SETUP.end_ids)
+    made.submit("free", PROMPT, params("free", 1.2), seed=3, eos_ids=SETUP.end_ids)
     made.run()
     return made
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
-def test_a_row_that_jumps_over_forced_tokens_says_what_it_would_sample(loaded, masks, temperature):
+def test_a_row_that_jumps_over_forced_tokens_says_what_it_would_sample(loaded, masks):
     """Rows with log-probs do not jump; whoever else is there samples what he did."""
-    usual = filled(cores(loaded, masks), temperature, logprobs=0)
-    for how in ({}, {"depth": 1}, {"budget": 5}, {"policy": "parity.cores:Nuisance"}, {"depth": 3}):
-        made = filled(cores(loaded, masks, **how), temperature)
+    usual = filled(cores(loaded, masks), logprobs=0)
+    taken_back = {"policy": "parity.cores:Nuisance", "depth": 3}
+    for how in ({}, {"depth": 1, "budget": 5}, taken_back):
+        made = filled(cores(loaded, masks, **how))
         assert made.outputs == usual.outputs and made.finished == usual.finished, how
         steps = [one.engine.stats()["plans_total"] for one in (made, usual)]
         jumped = made.scheduler.stats()["jumped_tokens_total"]
         assert jumped > 60, how
-        if "budget" not in how and "policy" not in how:
+        if not how:
             assert steps[0] < 0.75 * steps[1], how
         assert made.memory.num_free + made.memory.num_evictable == made.memory.allocator.num_pages
     assert usual.scheduler.stats()["jumped_tokens_total"] == 0
@@ -180,27 +181,26 @@ def test_a_row_that_jumps_over_forced_tokens_says_what_it_would_sample(loaded, m
     ]
 
 
-@pytest.mark.parametrize(
-    "more", [{"frequency_penalty": 0.1}, {"min_tokens": 3}, {"repetition_penalty": 1.1}]
-)
-def test_rows_whose_tokens_are_counted_or_banned_do_not_jump(loaded, masks, more):
+def test_rows_whose_tokens_are_counted_or_banned_do_not_jump(loaded, masks):
     made = cores(loaded, masks)
-    given = SamplingParams(temperature=0.0, max_tokens=150, structured_outputs=FORM, **more)
-    made.submit("form", PROMPT, given, eos_ids=SETUP.end_ids)
+    for more in ({"frequency_penalty": 0.1}, {"min_tokens": 3}, {"repetition_penalty": 1.1}):
+        given = RequestParams(temperature=0.0, max_tokens=150, structured_outputs=FORM, **more)
+        made.submit(str(more), PROMPT, given, eos_ids=SETUP.end_ids)
     made.run()
-    assert set(json.loads(text(made, "form"))) >= {"whether the customer has agreed"}
+    for name in made.outputs:
+        assert set(json.loads(text(made, name))) >= {"whether the customer has agreed"}
     assert made.scheduler.stats()["jumped_tokens_total"] == 0
 
 
 def test_what_is_cached_of_a_row_that_jumped_is_what_it_computed(loaded, masks):
     """Its whole text is asked for again: most of it is found, and goes on in the same way."""
     made = cores(loaded, masks)
-    given = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=FORM)
+    given = RequestParams(temperature=0.0, max_tokens=100, structured_outputs=FORM)
     made.submit("form", PROMPT, given, eos_ids=SETUP.end_ids)
     made.run()
     assert made.scheduler.stats()["jumped_tokens_total"] > 20
     prompt = [*PROMPT, *made.outputs["form"][:-1]]
-    going_on = SamplingParams(temperature=0.0, max_tokens=12)
+    going_on = RequestParams(temperature=0.0, max_tokens=12)
     made.submit("warm", prompt, going_on)
     made.run()
     cold = cores(loaded, masks)
@@ -214,7 +214,7 @@ def test_penalties_count_what_was_sampled_behind_the_mask(loaded, masks):
     """A penalty that is never so high as to matter alone forbids a repetition here."""
     made = cores(loaded, masks)
     spec = StructuredOutputs(regex="[ab]{12}")
-    given = SamplingParams(
+    given = RequestParams(
         temperature=0.0, max_tokens=60, structured_outputs=spec, frequency_penalty=2.0
     )
     made.submit("r", PROMPT, given, eos_ids=SETUP.end_ids)
@@ -241,8 +241,8 @@ def test_log_probs_are_those_of_the_model_before_the_mask(loaded, masks):
 def test_a_row_that_may_sample_nothing_fails_alone(loaded, masks):
     made = cores(loaded, masks)
     broken = StructuredOutputs(regex="(a")
-    made.submit("broken", PROMPT, SamplingParams(structured_outputs=broken), eos_ids=SETUP.end_ids)
-    made.submit("free", PROMPT, SamplingParams(max_tokens=9, temperature=0), eos_ids=SETUP.end_ids)
+    made.submit("broken", PROMPT, RequestParams(structured_outputs=broken), eos_ids=SETUP.end_ids)
+    made.submit("free", PROMPT, RequestParams(max_tokens=9, temperature=0), eos_ids=SETUP.end_ids)
     made.run()
     assert (made.finished["broken"], made.outputs["broken"]) == ("error", [])
     assert made.finished["free"] in ("length", "stop")
@@ -251,20 +251,21 @@ def test_a_row_that_may_sample_nothing_fails_alone(loaded, masks):
     assert made.scheduler.stats()["bad_logits_total"] == 0
 
 
-@pytest.mark.parametrize("amid", [False, True])
-@pytest.mark.parametrize("spec", [None, StructuredOutputs(regex="[0-9]{4}")])
+@pytest.mark.parametrize(
+    ("spec", "amid"), [(None, False), (StructuredOutputs(regex="[0-9]{4}"), True)]
+)
 def test_thoughts_have_a_budget(loaded, masks, spec, amid):
     """Between a letter that this model says at once, or the prompt has said, and a full stop."""
     free = cores(loaded, masks)
     prompt = list(b"Tell me what you think about thi")
-    free.submit("r", prompt, SamplingParams(temperature=0.0, max_tokens=60), eos_ids=SETUP.end_ids)
+    free.submit("r", prompt, RequestParams(temperature=0.0, max_tokens=60), eos_ids=SETUP.end_ids)
     free.run()
     said = text(free, "r")
     opening = said[0] if not amid else chr(prompt[-1])
     thoughts = Thoughts(opening, "`", "open" if amid else "before")
     made = cores(loaded, masks)
     for budget in (0, 3, 200):
-        given = SamplingParams(
+        given = RequestParams(
             temperature=0.0, max_tokens=60, thinking_token_budget=budget, structured_outputs=spec
         )
         made.submit(f"r{budget}", prompt, given, eos_ids=SETUP.end_ids, thoughts=thoughts)
@@ -281,7 +282,7 @@ def test_a_grammar_begins_behind_the_text_that_it_waits_for(loaded, masks):
     """Here one letter, which is one token of this vocabulary."""
     made = cores(loaded, masks)
     spec = StructuredOutputs(regex="[0-9]{4}")
-    given = SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=spec)
+    given = RequestParams(temperature=0.0, max_tokens=200, structured_outputs=spec)
     open_, over = Thoughts("", ".", "open"), Thoughts("", ".", "over")
     made.submit("later", PROMPT[:-1], given, eos_ids=SETUP.end_ids, thoughts=open_)
     made.submit("at once", PROMPT, given, eos_ids=SETUP.end_ids, thoughts=over)
@@ -294,7 +295,7 @@ def test_a_grammar_begins_behind_the_text_that_it_waits_for(loaded, masks):
 def test_a_grammar_that_has_worn_out_is_compiled_anew(loaded, masks):
     """What the lexer finds out is shared by all who use the grammar, and there is a limit to it."""
     spec = StructuredOutputs(regex="(" * 30 + "a" + "{1,30})" * 30)
-    given = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=spec)
+    given = RequestParams(temperature=0.0, max_tokens=20, structured_outputs=spec)
     grammar = masks._store.grammar(spec)
     made = cores(loaded, masks)
     made.submit("worn", PROMPT, given, eos_ids=SETUP.end_ids)
@@ -321,7 +322,7 @@ def test_results_tell_rows_whose_masks_cost_much(loaded, masks):
 
     made.scheduler.handle = watch
     spec = StructuredOutputs(grammar=LATE)
-    costly = SamplingParams(max_tokens=9, logit_bias={90: 100.0}, structured_outputs=spec)
+    costly = RequestParams(max_tokens=9, logit_bias={90: 100.0}, structured_outputs=spec)
     made.submit("costly", PROMPT, costly, eos_ids=SETUP.end_ids)
     made.submit("free", PROMPT, params("free", 0.0, ignore_eos=True), eos_ids=SETUP.end_ids)
     made.run()

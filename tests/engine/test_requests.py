@@ -11,7 +11,7 @@ from msgspec import structs
 
 from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS, RequestTable, filled, logit_edits_of
 from pipeinfer.messages import Admit
-from pipeinfer.params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
+from pipeinfer.params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS, RequestParams
 from pipeinfer.step import StepDelta
 from pipeinfer.wire import pack
 
@@ -24,7 +24,7 @@ BIASES = st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-100, 100, wi
 def admit(slot: int, prompt_len: int, suppress=(), **params) -> Admit:
     ids = pack([1] * prompt_len)
     return Admit(
-        slot, "r", ids, prompt_len, 10**6, SamplingParams(**params), 0, tuple(sorted(suppress))
+        slot, "r", ids, prompt_len, 10**6, RequestParams(**params), 0, tuple(sorted(suppress))
     )
 
 
@@ -60,7 +60,7 @@ def test_what_is_allowed_and_what_never_is_are_one_edit_an_id(allowed, suppress,
     edits = logit_edits_of(structs.replace(one, bad_word_ids=tuple((token,) for token in never)))
     state = Edited(2)
     fields = {name: values[:1] for name, values in filled(1).items()}
-    state.apply(StepDelta(admitted=np.array([1], np.int32), fields=fields, logit_biases=(edits,)))
+    state.apply(StepDelta(admitted=np.array([1], np.int32), fields=fields, logit_edits=(edits,)))
     assert len(set(edits.ids.tolist())) == len(edits.ids) and edits.bad_words is None
     for position, values in ((5, False), (5, True), (6, True)):
         logits = np.zeros((1, VOCABULARY), np.float32)
@@ -77,7 +77,7 @@ def test_the_next_request_of_a_slot_is_free_of_what_the_last_one_must_not_say():
     for banned, listed in ((((1, 2), (3,)), (1, 2, 3)), ((), None)):
         table.put(structs.replace(admit(2, 4, allowed_token_ids=listed), bad_word_ids=banned))
         admitted, fields, edits = table.take_changes()
-        state.apply(StepDelta(admitted=admitted, fields=fields, logit_biases=edits))
+        state.apply(StepDelta(admitted=admitted, fields=fields, logit_edits=edits))
         state.state.by_slot.last_token[2] = 1
         left = state.logits(np.zeros((1, 5), np.float32), [2], [5])[0]
         assert left.tolist() == ([-np.inf, 0, -np.inf, -np.inf, -np.inf] if banned else [0] * 5)
@@ -93,12 +93,12 @@ def test_outputs_of_before_a_preemption_count_up_to_the_longest_sequence():
         state, table = Edited(1), RequestTable(1)
         table.put(one)
         admitted, fields, edits = table.take_changes()
-        state.apply(StepDelta(admitted=admitted, fields=fields, logit_biases=edits))
+        state.apply(StepDelta(admitted=admitted, fields=fields, logit_edits=edits))
         left = state.logits(np.zeros((1, 120), np.float32), [0], [len(known)])[0]
         assert np.flatnonzero(left).tolist() == [sequence[-1]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_biases_are_added_and_ids_suppressed_until_a_request_has_its_least_tokens(data):
     table, state, known = RequestTable(SLOTS), Edited(SLOTS), {}
@@ -115,7 +115,7 @@ def test_biases_are_added_and_ids_suppressed_until_a_request_has_its_least_token
         if changes is not None:
             admitted, fields, edits = changes
             assert len(set(admitted.tolist())) == len(admitted)
-            state.apply(StepDelta(admitted=admitted, fields=fields, logit_biases=edits))
+            state.apply(StepDelta(admitted=admitted, fields=fields, logit_edits=edits))
         slots = data.draw(st.permutations(sorted(known)))
         positions = [known[slot][0] + data.draw(st.integers(0, 7)) for slot in slots]
         logits = np.random.default_rng(0).random((len(slots), share), dtype=np.float32)

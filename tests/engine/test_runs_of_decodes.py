@@ -14,11 +14,11 @@ from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.pages import ProtocolError
 from pipeinfer.messages import Admit, Plan, Release
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.wire import pack
 
 SLOTS, LIMIT = 40, 64
-WITHIN = "fields", "logit_biases"  # of a delta: looked into
+WITHIN = "fields", "logit_edits"  # of a delta: looked into
 
 
 class Side:
@@ -50,7 +50,7 @@ class Side:
         found |= {f"fields.{k}": v for k, v in step.fields.items()}
         found |= {f"delta.{k}": v for k, v in vars(step.delta).items() if k not in WITHIN}
         found |= {f"delta.fields.{k}": v for k, v in step.delta.fields.items()}
-        found |= {"sampled": sampled, "edits": [self.edits(one) for one in step.delta.logit_biases]}
+        found |= {"sampled": sampled, "edits": [self.edits(one) for one in step.delta.logit_edits]}
         self.follow(step)
         return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
 
@@ -67,7 +67,7 @@ class Side:
 
 
 def admit(slot: int, prompt: int, limit: int, seed: int, min_tokens: int = 0, top_k: int = 0):
-    params = SamplingParams(temperature=0.5, top_k=top_k, min_tokens=min_tokens)
+    params = RequestParams(temperature=0.5, top_k=top_k, min_tokens=min_tokens)
     ids = pack([seed % 7] * prompt)
     suppress = (3, 5) if min_tokens else ()
     return Admit(slot, f"r{slot}", ids, prompt, limit, params, seed, suppress)
@@ -81,7 +81,7 @@ def admissions(draw, slots: list[int]):
         yield admit(slot, prompt, limit, draw(st.integers(0, 99)), minimum, top_k)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), st.sampled_from([1, 4, 16]))
 def test_a_run_of_decodes_is_what_single_plans_are(data, page_size):
     pages = 1 + 8 * -(-LIMIT // page_size) - data.draw(st.integers(0, 12), "missing pages")

@@ -1,4 +1,4 @@
-"""What a step gave, out of what its rows drew: rows that give nothing, one token, or several."""
+"""What a step gave, out of what its rows of logits drew: one token each, or none."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.step import Sampled
+from pipeinfer.wire import REJECTED
 
-rows = st.integers(1, 4).flatmap(
-    lambda most: st.tuples(
-        st.just(most),
-        st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=most), max_size=6),
-    )
+rows = st.lists(
+    st.tuples(st.sampled_from((1, 1, 1, 0, REJECTED)), st.integers(0, 2**31 - 1), st.booleans()),
+    max_size=6,
 )
 
 
-@given(rows, st.integers(-9, 9))
-def test_tokens_stand_row_after_row_and_rows_without_any_are_bad(drawn, rest):
-    most, tokens = drawn
-    table = np.full((len(tokens), 1 + most), rest, dtype=np.int64)
-    for row, ids in enumerate(tokens):
-        table[row, : 1 + len(ids)] = [len(ids), *ids]
-    sampled = Sampled.of(table)
-    assert sampled.num_sampled.tolist() == [len(ids) for ids in tokens]
-    assert sampled.ids.tolist() == [token for ids in tokens for token in ids]
-    assert sampled.bad.tolist() == [row for row, ids in enumerate(tokens) if not ids]
+@given(rows)
+def test_tokens_stand_row_after_row_and_rows_without_any_are_bad_refused_or_rejected(drawn):
+    """Whatever a row drew that its grammar refuses. A row that is none of these gave one token."""
+    refused = {row: "no" for row, (_, _, refuses) in enumerate(drawn) if refuses}
+    table = np.array([row[:2] for row in drawn], dtype=np.int64).reshape(-1, 2)
+    sampled = Sampled.of(table, refused)
+    gave = [count == 1 and not refuses for count, _, refuses in drawn]
+    assert sampled.num_sampled.tolist() == gave
+    assert sampled.ids.tolist() == [row[1] for row, one in zip(drawn, gave, strict=True) if one]
+    bad = [row for row, (count, _, refuses) in enumerate(drawn) if count == 0 and not refuses]
+    assert sampled.bad.tolist() == bad and sampled.refused == refused
     arrays = sampled.num_sampled, sampled.ids, sampled.bad
     assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
 

@@ -13,23 +13,30 @@ from hypothesis import strategies as st
 
 from pipeinfer.engine.sampling import log_probs
 from pipeinfer.kernels import host
-from pipeinfer.wire import Score, json_logprob, narrow_scores, no_score, score_bytes, unpack_scores
+from pipeinfer.wire import (
+    PositionLogprobs,
+    json_logprob,
+    narrow_scores,
+    no_score,
+    score_bytes,
+    unpack_scores,
+)
 from rank_threads import ThreadCollectives, ThreadGroup
 
 
-def by_definition(logits: np.ndarray, token: int, most: int) -> Score:
+def by_definition(logits: np.ndarray, token: int, most: int) -> PositionLogprobs:
     """Of one row float32 [vocab]."""
     scores = logits.astype(np.float64)
     total = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     best = order[:most]
-    return Score(
+    return PositionLogprobs(
         float(scores[token] - total), order.index(token) + 1, best,
         [float(scores[i] - total) for i in best],
     )  # fmt: skip
 
 
-def check(found: Score, expected: Score) -> None:
+def check(found: PositionLogprobs, expected: PositionLogprobs) -> None:
     assert (found.rank, found.ids) == (expected.rank, expected.ids)
     for one, other in zip(
         [found.logprob, *found.logprobs], [expected.logprob, *expected.logprobs], strict=True
@@ -42,7 +49,7 @@ ON_HOST = sys.modules[host.local_topk.__module__]
 VALUES = st.sampled_from([0.0, -0.0, 1.5, -1.5, 30.0, -30.0, float("-inf"), 2.0**-20])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(VALUES, min_size=9, max_size=9), min_size=1, max_size=4),
     st.integers(0, 20), st.sampled_from([1, 2, 3, 4, 8]),

@@ -27,13 +27,15 @@ from pipeinfer.engine.graphs import (
     mixed_ladder,
     shape_of,
     shared_prefix_variants,
+    verifying_ladder,
 )
 from pipeinfer.engine.step_buffers import DeviceBuffers, SlotState, StepPacker, layout
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
-from pipeinfer.kernels.interface import NO_KV_LOCATION
-from pipeinfer.kernels.interface import GraphShape as Shape
-from pipeinfer.step import LAST_TOKEN, RequestLogitBias, Step, StepDelta
+from pipeinfer.kernels.interface import NO_KV_LOCATION, NO_LOGITS
+from pipeinfer.kernels.interface import StepShape as Shape
+from pipeinfer.step import LAST_TOKEN, RequestLogitEdits, Step, StepDelta
+from pipeinfer.wire import NO_DRAFTS
 from step_pages import all_pages, pages_of
 
 SLOTS, PAGES = 12, 96
@@ -85,15 +87,15 @@ class Side:
     def expand(self, step: Step, room: Shape, samples: int, graph: bool):
         views = self.arrays.views(room, samples, graph)
         changes = self.state.apply_on_host(step.delta)
-        used, entries = self.packer.pack(step, room, samples, changes)
+        used, real_rows = self.packer.pack(step, room, samples, changes)
         assert (self.buffer[used:] == -7).all(), "what is not uploaded is not written"
         self.arrays.words[:used] = torch.from_numpy(self.buffer[:used])
         self.arrays.words[used:] = 2**20  # an index that would fault if it were used
         self.arrays.prepare(views)
-        return views, entries
+        return views, real_rows
 
 
-def check(side: Side, step: Step, views, entries) -> None:
+def check(side: Side, step: Step, views, real_rows) -> None:
     """Every row, token and row of logits is what the step says; what is left over is padding."""
     shape, size = views.shape, side.page_size
     pages, found, real = pages_of(step, size), {}, []
@@ -116,7 +118,7 @@ def check(side: Side, step: Step, views, entries) -> None:
     assert not views.input_ids[left].any()
     prompts = (views.qo_indptr[shape.num_decodes :] - views.prefill_query_base).tolist()
     assert views.prefill_qo_indptr.tolist() == prompts
-    check_logits_rows(step, views, entries, found)
+    check_logits_rows(step, views, real_rows, found)
 
 
 def check_tokens(step, views, pages, row, begin, size) -> None:
@@ -142,21 +144,21 @@ def check_pages(side: Side, views, index: int, pages: list[int]) -> None:
         assert row[:count].tolist() == pages
 
 
-def check_logits_rows(step, views, entries, found) -> None:
+def check_logits_rows(step, views, real_rows, found) -> None:
     sampling, wanted = views.sampling, np.flatnonzero(step.samples)
-    entries = np.arange(len(wanted)) if entries is None else entries
-    others = np.setdiff1d(np.arange(views.num_logits), entries)
-    assert sampling["write_slots"][entries].tolist() == step.slots[wanted].tolist()
+    real_rows = np.arange(len(wanted)) if real_rows is None else real_rows
+    others = np.setdiff1d(np.arange(views.num_logits), real_rows)
+    assert sampling["write_slots"][real_rows].tolist() == step.slots[wanted].tolist()
     assert (sampling["write_slots"][others] == SLOTS).all()
     ends = (step.starts + step.counts)[wanted]
-    assert sampling["sample_positions"][entries].tolist() == ends.tolist()
+    assert sampling["sample_positions"][real_rows].tolist() == ends.tolist()
     lasts = [found[row][1] - 1 for row in wanted.tolist()]
-    assert views.logits_indices[entries].tolist() == lasts
+    assert views.logits_indices[real_rows].tolist() == lasts
     if views.logits_of_every_token:
-        assert entries.tolist() == lasts
+        assert real_rows.tolist() == lasts
     for field in FIELDS:
         values = sampling[field.name].numpy().view(field.dtype)
-        assert values[entries].tolist() == step.fields[field.name].tolist()
+        assert values[real_rows].tolist() == step.fields[field.name].tolist()
         assert (values[others] == field.dtype(field.filler)).all()
 
 
@@ -180,7 +182,7 @@ mixed_rows = st.lists(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(decode_rows, st.integers(0, 3), st.sampled_from([1, 16]), KINDS)
 def test_a_graph_of_decodes_reads_of_every_row_what_the_step_says(rows, spare, page_size, kind):
     starts, samples = [row[0] for row in rows], [row[1] for row in rows]
@@ -191,13 +193,13 @@ def test_a_graph_of_decodes_reads_of_every_row_what_the_step_says(rows, spare, p
         if further == 2:  # others, of the same number
             step = make_step(starts[::-1], [1] * len(rows), samples[::-1], page_size, seed=1)
         side.buffer[layout(decode_only(size)).changes :] = -7
-        views, entries = side.expand(step, decode_only(size), size, graph=True)
-        assert (entries is None) == all(samples)
-        check(side, step, views, entries)
+        views, real_rows = side.expand(step, decode_only(size), size, graph=True)
+        assert (real_rows is None) == all(samples)
+        check(side, step, views, real_rows)
         check_host(side, step, views)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mixed_rows, st.tuples(*[st.integers(0, 2)] * 2), st.integers(0, 5),
        st.sampled_from([1, 16]), KINDS)  # fmt: skip
 def test_a_graph_with_prompts_reads_of_every_row_what_the_step_says(
@@ -208,21 +210,21 @@ def test_a_graph_with_prompts_reads_of_every_row_what_the_step_says(
     prompts = len(rows) - step.num_decodes
     room = Shape(len(step.tokens) + tokens, step.num_decodes + spare[0], max(prompts + spare[1], 1))
     side = Side(page_size, *kind)
-    views, entries = side.expand(step, room, min(room.num_rows, SLOTS), graph=True)
-    assert entries is None
-    check(side, step, views, entries)
+    views, real_rows = side.expand(step, room, min(room.num_rows, SLOTS), graph=True)
+    assert real_rows is None
+    check(side, step, views, real_rows)
     check_host(side, step, views)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mixed_rows, st.sampled_from([1, 16]), KINDS)
 def test_a_step_without_a_graph_takes_what_it_needs(rows, page_size, kind):
     rows = sorted(rows, key=lambda row: row[1] != 1)
     step = make_step(*zip(*rows, strict=True), page_size)
     side = Side(page_size, *kind)
-    views, entries = side.expand(step, shape_of(step), int(step.samples.sum()), graph=False)
-    assert entries is None
-    check(side, step, views, entries)
+    views, real_rows = side.expand(step, shape_of(step), int(step.samples.sum()), graph=False)
+    assert real_rows is None
+    check(side, step, views, real_rows)
     check_host(side, step, views)
 
 
@@ -236,13 +238,15 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
 
     def edits(slot, ids):
         count = len(ids)
-        return RequestLogitBias(
+        return RequestLogitEdits(
             slot, np.array(ids, np.int32), random.random(count, dtype=np.float32),
                      random.integers(0, 99, count).astype(np.int32))  # fmt: skip
 
     admitted, said = np.array([3, 11, 0], np.int32), (edits(11, [5, 7, 9, 2]), edits(0, [8]))
-    fields = some_fields(3, random)
-    apply(admitted=admitted, fields=fields, logit_biases=said)
+    fields, adapter_slots = some_fields(3, random), np.array([0, 2, 1], np.int32)
+    apply(admitted=admitted, fields=fields, adapter_slots=adapter_slots, logit_edits=said)
+    assert state.adapter_slots[admitted].tolist() == [0, 2, 1]
+    assert state.adapter_slots.count_nonzero() == 2
     apply(slots=np.array([3], np.int32), columns=np.array([95], np.int32),
           pages=np.array([77], np.int32))  # fmt: skip
     assert np.argwhere(state.by_slot.page_table.numpy()).tolist() == [[3, 95]]
@@ -257,9 +261,10 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
     assert state.logit_edits.counts.nonzero().view(-1).tolist() == [0], (
         "nothing of who was there before"
     )
+    assert state.adapter_slots.nonzero().view(-1).tolist() == [0]
     with pytest.raises(ValueError, match="5 edits"):
         apply(
-            admitted=admitted[:1], fields=some_fields(1, random), logit_biases=(edits(3, range(5)),)
+            admitted=admitted[:1], fields=some_fields(1, random), logit_edits=(edits(3, range(5)),)
         )
 
 
@@ -328,6 +333,38 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larg
         decode_only(rows) for rows in (1, 4, 4, 8)
     ]
     assert fitting(*[1] * 9) is None
+
+
+@given(st.lists(st.sampled_from([NO_DRAFTS, 0, 1, 3, 4]), min_size=1, max_size=12), st.booleans())
+def test_a_step_that_verifies_drafts_alone_has_a_graph_with_logits_for_every_token(drafts, prompt):
+    """prompt: a row of the step computes a chunk of a prompt, which samples nothing."""
+    largest = LargestStep(rows=64, tokens=400, pages=8, drafts=4, draft_rows=8)
+    graphs = Graphs(HostDevice())
+    graphs.verifying = verifying_ladder(largest)
+    graphs._captured = {shape: shape for shape in graphs.verifying}
+    drafts = sorted(drafts, key=lambda count: count > 0)  # rows of one token first
+    counts = [1 + max(count, 0) for count in drafts] + [3] * prompt
+    rows, samples = len(counts), [True] * len(drafts) + [False] * prompt
+    step = Step(0, 0, counts.count(1), np.zeros(rows, np.int32), np.zeros(rows, np.int32),
+                np.array(counts, np.int32), np.array(samples), np.zeros(sum(counts), np.int32), {},
+                drafts=np.array(drafts + [NO_DRAFTS] * prompt, np.int32))  # fmt: skip
+    shape = graphs.fitting(step)
+    verifies = any(count > 0 for count in drafts)
+    if not verifies or prompt or rows > 8:
+        assert shape is None or not prompt
+        return
+    assert shape is not None and shape.num_tokens <= 2 * rows * 5
+    assert shape.num_decodes == 0 or step.num_decodes > 0
+    words = np.full(layout(shape).changes + 8, 99, dtype=np.int32)
+    packer = StepPacker(words, padding_slot=63)
+    _, real_rows = packer.pack(step, shape, shape.num_tokens, np.empty(0, np.int32))
+    at = layout(shape)
+    packed = words[at.counts : at.counts + shape.num_rows]
+    firsts = words[at.logits_rows : at.logits_rows + shape.num_rows]
+    assert real_rows is None, "rows of logits of the step come first"
+    assert packed[packed > 0].tolist() == counts
+    assert firsts[packed > 0].tolist() == (np.cumsum(counts) - counts).tolist()
+    assert (firsts[packed == 0] == NO_LOGITS).all()
 
 
 def test_steps_take_larger_graphs_than_they_need_where_those_are_faster():

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeinfer.engine.graphs import GraphShape
+from pipeinfer.engine.graphs import StepShape
 from pipeinfer.engine.step_buffers import StepPacker, layout
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.wire import pack
 
 PAGE, LIMIT, PREFIX = 16, 600, 320
@@ -39,7 +39,7 @@ class Side:
 
 
 def admit(slot: int, ids: list[int]) -> Admit:
-    return Admit(slot, f"r{slot}", pack(ids), len(ids), LIMIT, SamplingParams(), 0)
+    return Admit(slot, f"r{slot}", pack(ids), len(ids), LIMIT, RequestParams(), 0)
 
 
 def two_with_a_common_prompt(side: Side):
@@ -82,7 +82,7 @@ def test_prompts_have_no_runs_and_attention_that_reads_row_by_row_is_told_none()
     assert two_with_a_common_prompt(Side(shares=False)).shared_prefixes is None
 
 
-@pytest.mark.parametrize("room", [GraphShape(3, 3, 0), GraphShape(8, 8, 0), GraphShape(64, 8, 8)])
+@pytest.mark.parametrize("room", [StepShape(3, 3, 0), StepShape(8, 8, 0), StepShape(64, 8, 8)])
 def test_words_of_a_step_have_its_runs_and_no_others(room):
     side = Side()
     step = two_with_a_common_prompt(side)

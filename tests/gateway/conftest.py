@@ -10,8 +10,10 @@ import uvloop
 from gateway_pipeline import Gateway, Pipeline, StartGateway
 
 from pipeinfer import topology as topologies
+from pipeinfer.core import Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.stage import HttpDriver, build
+from pipeinfer.messages import Message
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity
@@ -26,10 +28,13 @@ def pytest_asyncio_loop_factories(config: object, item: object) -> dict[str, Loo
 
 @pytest.fixture
 async def start_gateway() -> AsyncIterator[StartGateway]:
-    """start_gateway(ready=True, **settings) -> Gateway; all are stopped at the end."""
+    """start_gateway(ready=True, left=None, **settings) -> Gateway; all are stopped at the end.
+    left: by stage, what it tells of the gateway before this one."""
     started: list[Gateway] = []
 
-    async def start(ready: bool = True, **values: object) -> Gateway:
+    async def start(
+        ready: bool = True, left: dict[str, list[Message]] | None = None, **values: object
+    ) -> Gateway:
         settings = Settings(**{"port": 0, "served_model_name": "test", **values})  # type: ignore
         topology = topologies.local(settings, "inproc://gateway-test-")
         context = StageContext(settings, topology, Identity("gateway"), 1, lambda *_: None)
@@ -38,7 +43,9 @@ async def start_gateway() -> AsyncIterator[StartGateway]:
         assert isinstance(core, GatewayCore) and isinstance(driver, HttpDriver)
         pipeline = Pipeline(core, driver)
         started.append(Gateway(core, driver, pipeline, stage.reload))
+        pipeline.left_by = left or {}
         await driver.start(pipeline.feed)
+        pipeline.feed(Tick())
         if ready:
             pipeline.beat()
         return started[-1]

@@ -13,17 +13,20 @@ import msgspec
 import openai
 
 from pipeinfer.bus import frames
-from pipeinfer.core import LOCAL
+from pipeinfer.core import LOCAL, Send
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.stage import HttpDriver
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    AdapterChanges,
     CacheReset,
     Done,
     Heartbeat,
     Message,
+    Reattached,
     Recover,
+    Recovered,
     Refused,
     ResetCache,
     SetSleep,
@@ -70,6 +73,13 @@ def each_choice(submit: Submit) -> list[Submit]:
     return made
 
 
+def nothing_kept(question: Send) -> list[Recovered]:
+    """What a stage answers to a new gateway, if the one before has left nothing."""
+    assert isinstance(question.message, Recover)
+    number = question.message.incarnation
+    return [Recovered(question.to, number, opening=True), Recovered(question.to, number)]
+
+
 class Pipeline:
     """Plays the bus and the stages behind the gateway.
 
@@ -81,6 +91,10 @@ class Pipeline:
         self._core, self._driver = core, driver
         self._loop = asyncio.get_running_loop()
         self.submits: list[Submit] = []
+        self.fed: list[Message] = []  # from the stages behind
+        self.done: list[str] = []  # ids of requests that nobody need keep
+        # What stages tell a new gateway of the one before it.
+        self.left_by: dict[str, list[Message]] = {}
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
         self.gone: set[str] = set()
         self.sleeps: list[SetSleep] = []
@@ -91,6 +105,8 @@ class Pipeline:
         self.refuses_all = False  # unread, but encoded as for the bus, which takes its time
 
     def feed(self, event: Message) -> None:
+        if isinstance(event, Accepted | Text):
+            self.fed.append(event)
         for send in self._core.handle(event, self._loop.time()):
             if send.channel == LOCAL:
                 self._driver.deliver(send.message)
@@ -103,7 +119,13 @@ class Pipeline:
                     self._loop.call_soon(self.feed, told)
             elif isinstance(send.message, SetSleep):
                 self.sleeps.append(send.message)
-            elif not isinstance(send.message, Done | Recover):
+            elif isinstance(send.message, Recover):
+                opening, end = nothing_kept(send)
+                for answer in (opening, *self.left_by.get(send.to, ()), end):
+                    self._loop.call_soon(self.feed, answer)
+            elif isinstance(send.message, Done):
+                self.done += send.message.request_ids
+            elif not isinstance(send.message, AdapterChanges | Reattached):
                 assert isinstance(send.message, Submit)
                 if self.refuses_all:
                     self._refuse(send.message)

@@ -21,6 +21,12 @@ from pipeinfer.settings import ConfigurationError
 DEFAULTS = KeyLimits(3, 30, 300)
 
 
+def remaining(account: KeyUsage, now: float) -> tuple[int | None, ...]:
+    """(requests, tokens) that are left of the minute's, whole ones; None without a limit."""
+    kinds = ("requests", "tokens")
+    return tuple(max(account.free(k, now), 0) if account.whole(k) else None for k in kinds)
+
+
 def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -163,7 +169,7 @@ def test_a_bucket_is_what_its_definition_says(a_minute: int, taken: list[tuple[i
         assert abs(bucket.level(now) - exact.level) < 1e-6
         bucket.take(amount, now)
         exact.level -= amount
-    wait = bucket.seconds_until(1, now)
+    wait = bucket.missing(1, now) * 60 / a_minute
     assert bucket.level(now + wait) >= 1 - 1e-5, "after that wait there is one"
     assert wait == 0 or bucket.level(now + wait * 0.9) < 1
 
@@ -177,7 +183,7 @@ def test_no_minute_has_more_requests_than_two_buckets_and_no_moment_more_than_ma
     let_in: list[tuple[float, int]] = []
     for ms, prompts in asked:
         now += ms / 1000
-        before = account.remaining(now)[0]
+        before = remaining(account, now)[0]
         excess = account.start_request(now)
         if excess is not None:
             prompts = 1  # no more is known of it yet
@@ -191,7 +197,7 @@ def test_no_minute_has_more_requests_than_two_buckets_and_no_moment_more_than_ma
             assert not concurrent or prompts <= concurrent
             account.release(prompts)
         else:
-            assert account.remaining(now)[0] == before, "what was refused cost nothing"
+            assert remaining(account, now)[0] == before, "what was refused cost nothing"
             if excess.wait:
                 later = now + excess.wait + 1e-6
                 again = KeyUsage(KeyLimits(0, a_minute, 0), 0.0)
@@ -221,7 +227,7 @@ def test_tokens_are_taken_as_they_come_and_later_requests_wait(
             account.release()
         elif exact.level < -Fraction(1, 10**6):
             assert excess is not None and excess.wait > 0
-            assert account.remaining(now) == (None, 0)
+            assert remaining(account, now) == (None, 0)
         account.use_tokens(50 * amount, now)  # of requests that run: also below zero
         exact.level -= 50 * amount
     excess = account.start_request(now)
@@ -248,9 +254,9 @@ def test_other_limits_keep_what_was_used(before: int, used: int, after: int) -> 
     account = KeyUsage(KeyLimits(tokens=before), 0.0)
     account.use_tokens(used, 0.0)
     account.set_limits(KeyLimits(tokens=after, requests=5), 0.0)
-    assert account.remaining(0.0) == (5, max(0, after - used))
+    assert remaining(account, 0.0) == (5, max(0, after - used))
     account.set_limits(KeyLimits(), 0.0)
-    assert account.remaining(0.0) == (None, None) and account.start_request(0.0) is None
+    assert remaining(account, 0.0) == (None, None) and account.start_request(0.0) is None
 
 
 def test_further_prompts_wait_until_there_is_room_for_the_whole_request() -> None:
@@ -262,9 +268,9 @@ def test_further_prompts_wait_until_there_is_room_for_the_whole_request() -> Non
     excess = account.admit_choices(3, 3, 0.0)
     assert excess is not None and excess.wait == pytest.approx(6.0)
     account.release()
-    assert account.remaining(0.0) == (2, None), "its first has its request back"
+    assert remaining(account, 0.0) == (2, None), "its first has its request back"
     assert account.start_request(6.0) is None and account.admit_choices(3, 3, 6.0) is None
-    assert account.running == 8 + 3 and account.remaining(6.0) == (0, None)
+    assert account.running == 8 + 3 and remaining(account, 6.0) == (0, None)
 
 
 def test_more_prompts_than_a_minute_allows_never_come() -> None:
@@ -288,11 +294,11 @@ def test_a_key_whose_tokens_are_used_up_waits_for_one() -> None:
 def test_choices_run_beside_each_other_and_cost_one_request_of_the_minutes() -> None:
     account = KeyUsage(KeyLimits(concurrent=5, requests=3), 0.0)
     assert account.start_request(0.0) is None and account.admit_choices(1, 4, 0.0) is None
-    assert (account.running, account.remaining(0.0)) == (4, (2, None))
+    assert (account.running, remaining(account, 0.0)) == (4, (2, None))
     assert account.start_request(0.0) is None
     excess = account.admit_choices(1, 2, 0.0)
     assert excess is not None and excess.wait == 1.0 and "5 answers" in excess.reason
-    assert account.remaining(0.0) == (2, None), "what was refused cost nothing"
+    assert remaining(account, 0.0) == (2, None), "what was refused cost nothing"
     account.release()
     account.release(4)
     assert account.start_request(0.0) is None

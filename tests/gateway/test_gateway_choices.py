@@ -22,11 +22,11 @@ from pipeinfer.gateway.response_encoders import BestOf
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.gateway.serving import decode
 from pipeinfer.messages import LogprobTexts
-from pipeinfer.params import MAX_CHOICES, SamplingParams
+from pipeinfer.params import MAX_CHOICES, RequestParams
 from pipeinfer.wire import pack
 
 HELLO = [{"role": "user", "content": "a"}]
-TERMS = RequestDefaults(SamplingParams(max_tokens=None), 200)
+TERMS = RequestDefaults(RequestParams(max_tokens=None), 200)
 
 
 def entry(logprob: float) -> bytes:

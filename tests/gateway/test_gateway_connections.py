@@ -20,7 +20,7 @@ from raw_http import RawClient, answers, post
 
 import servers
 from certificates import make
-from pipeinfer.gateway.connections import Connection
+from pipeinfer.gateway.connections import Connection, has_more_than_its_share
 from pipeinfer.messages import TextRow
 from pipeinfer.wire import pack
 from waiting import until
@@ -288,3 +288,19 @@ async def test_the_protocol_has_the_attribute(name: str) -> None:
 
     server = web.Server(answer)
     assert hasattr(server(), name), f"aiohttp {version('aiohttp')} has no RequestHandler.{name}"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "leaves"),
+    [
+        (0, [], False),
+        (1_000, [], False),
+        (4, [0], False),
+        (9, [0], True),
+        (30, [30, 30], False),
+        (40, [30, 30], True),
+        (10, [0, 30], False),
+    ],
+)
+def test_new_connections_are_left_to_gateways_that_have_fewer(own, others, leaves):
+    assert has_more_than_its_share(own, others) is leaves

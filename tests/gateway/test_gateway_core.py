@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gateway_pipeline import STAGES, heartbeat
+from gateway_pipeline import STAGES, heartbeat, nothing_kept
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
@@ -37,12 +37,12 @@ from pipeinfer.messages import (
     Text,
     TextRow,
 )
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.wire import pack
 from pipeinfer.wire import score_bytes as logprobs_size
 
 EXPECTED = [ExpectedStage(stage, stage.split("-")[0]) for stage in STAGES]
-PARAMS = SamplingParams()
+PARAMS = RequestParams()
 
 
 def row(text: str, byte: int, token: int, *, attempt: int = 1, **more: object) -> TextRow:
@@ -53,6 +53,15 @@ def row(text: str, byte: int, token: int, *, attempt: int = 1, **more: object) -
 def test_a_message_of_another_stage_is_an_error() -> None:
     with pytest.raises(TypeError, match="StopHit"):
         GatewayCore(EXPECTED).handle(StopHit("r", 1, 1), 0.0)
+
+
+def introduce(core: GatewayCore, now: float) -> list[Send]:
+    """The first tick; those that the core asks then have kept nothing."""
+    first = asked = core.handle(Tick(), now)
+    while asked := [send for send in asked if send.channel == "recovery"]:
+        answers = [answer for send in asked for answer in nothing_kept(send)]
+        asked = [send for answer in answers for send in core.handle(answer, now)]
+    return first
 
 
 LIMITS = {"max_queue": None, "max_queue_tokens": 0}
@@ -66,7 +75,7 @@ class Harness:
         backlog = Backlog(*limits)  # type: ignore[arg-type]
         self.core = GatewayCore(EXPECTED, backlog=backlog, **options)  # type: ignore[arg-type]
         self.now = 100.0
-        self.introduction = self.do(Tick())
+        self.introduction = introduce(self.core, self.now)
         if ready:
             self.beat_all()
 
@@ -119,7 +128,7 @@ def test_submit_carries_the_call_and_a_final_seed() -> None:
     def seeds(harness: Harness) -> list[int]:
         calls = [
             Call("a", PARAMS, text="x"),
-            Call("b", SamplingParams(seed=-1), text="x"),
+            Call("b", RequestParams(seed=-1), text="x"),
             Call(
                 "c",
                 PARAMS,
@@ -343,10 +352,10 @@ def test_an_abort_keeps_the_text_and_without_a_timeout_it_is_no_matter_of_time()
 def test_the_end_is_told_again_to_the_tokenizer_that_had_the_request_or_to_all() -> None:
     two = [*EXPECTED, ExpectedStage("tokenizer-1", "tokenizer")]
     core = GatewayCore(two)
+    introduce(core, 0.0)
     for stage in two:
         core.handle(heartbeat(stage.stage), 0.0)
-    for name in ("first", "r"):
-        [submit] = core.handle(Call(name, PARAMS, text="x"), 0.0)
+    [submit] = core.handle(Call("r", PARAMS, text="y"), 0.0)
     assert submit.to == "tokenizer-1"
     core.handle(ClientDisconnected("r", "disconnect"), 0.0)
     [again] = core.handle(Text((row("late", 0, 0),)), 60.0)
@@ -474,7 +483,7 @@ def test_a_restarted_tokenizer_is_told_every_live_request_and_where_it_runs() ->
     harness.running("accepted")
     harness.running("silent")
     harness.do(Text((TextRow("accepted", 1, "a", 0, 0, pack([1])),)))
-    harness.do(Call("new", SamplingParams(seed=7), text="y", timeout=5.0, trace="t"))
+    harness.do(Call("new", RequestParams(seed=7), text="y", timeout=5.0, trace="t"))
     told = {submit.request_id: submit for submit in harness.recovered()}  # type: ignore
     assert list(told) == ["accepted", "silent", "new"], "in the order in which they came"
     assert {name: (submit.group, submit.attempt) for name, submit in told.items()} == {
@@ -742,7 +751,7 @@ def test_a_restarted_tokenizer_is_told_the_attempt_at_which_a_request_has_arrive
     assert (told.attempt, told.group) == (3, 1)
 
 
-THREE = SamplingParams(seed=5, n=3)
+THREE = RequestParams(seed=5, n=3)
 NAMES = ["r", "r/1", "r/2"]
 
 

@@ -26,7 +26,7 @@ from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.schema import PROMPT_FIELDS, ChatRequest, TokenizeRequest
 from pipeinfer.gateway.serving import CHAT_FIELDS, chat_prompt_call, decode, tokenize_call
 from pipeinfer.gateway.tool_parsers.registry import NO_PARSERS, OutputParsers
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.text import read_tokenizer_config, template_sources, tokenizer_info
 from pipeinfer.version import __version__
 
@@ -179,9 +179,9 @@ async def test_a_group_that_does_not_answer_is_named(
 
 
 CALLING = RequestDefaults(
-    SamplingParams(), parsers=OutputParsers(tool_parser_name="hermes", template_has_tools=True)
+    RequestParams(), parsers=OutputParsers(tool_parser_name="hermes", template_has_tools=True)
 )
-MUTE = RequestDefaults(SamplingParams(), parsers=NO_PARSERS)
+MUTE = RequestDefaults(RequestParams(), parsers=NO_PARSERS)
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}
 HISTORY = [

@@ -336,7 +336,8 @@ async def test_health_and_models_follow_the_pipeline(
         assert health["status"] == "degraded"
         engine = next(stage for stage in health["stages"] if stage["name"] == "engine")
         assert engine == {
-            "name": "engine", "group": 0, "rank": 0, "state": "loading", "pid": 7, "reason": "",
+            "stage": "engine-0-0", "name": "engine", "group": 0, "rank": 0, "state": "loading",
+            "pid": 7, "reason": "",
         }  # fmt: skip
         assert len(health["stages"]) == len(STAGES) + 1, "the gateway is in the list as well"
         gateway.pipeline.feed(heartbeat("engine-0-0", incarnation=2, kv_fp8=1))

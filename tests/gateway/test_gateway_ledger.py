@@ -24,12 +24,12 @@ from pipeinfer.gateway.ledger import (
     resubmissions,
 )
 from pipeinfer.messages import Abort, Done, Submit, TextRow
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.wire import pack
 
 
 def record(timeout: float = 0.0) -> RequestRecord:
-    submit = Submit("r", 1, 0, SamplingParams(), 7, "x", timeout=timeout)
+    submit = Submit("r", 1, 0, RequestParams(), 7, "x", timeout=timeout)
     return RequestRecord(submit, "tokenizer-0", 100.0, 3)
 
 
@@ -47,7 +47,7 @@ def test_a_new_record_has_delivered_nothing_and_has_no_group():
 
 
 def test_choices_that_live_are_told_again_together_where_they_run():
-    submit = Submit("r", 1, 0, SamplingParams(), 7, "x", choices=(0, 1, 2, 3, 4))
+    submit = Submit("r", 1, 0, RequestParams(), 7, "x", choices=(0, 1, 2, 3, 4))
     live = [RequestRecord(submit, "tokenizer-0", 0.0, 3, number) for number in (1, 2, 4)]
     assert [one.request_id for one in live] == ["r/1", "r/2", "r/4"]
     assert list(resubmissions(live)) == [structs.replace(submit, choices=(1, 2, 4))]
@@ -57,7 +57,7 @@ def test_choices_that_live_are_told_again_together_where_they_run():
 
 
 def test_a_prompt_counts_with_its_first_choice_alone():
-    submit = Submit("r", 1, 0, SamplingParams(), 7, "x", choices=(0, 1))
+    submit = Submit("r", 1, 0, RequestParams(), 7, "x", choices=(0, 1))
     both = [RequestRecord(submit, "tokenizer-0", 0.0, 3, number) for number in (0, 1)]
     assert [one.once(9) for one in both] == [9, 0]
 
@@ -130,7 +130,7 @@ def test_the_latest_ends_are_remembered_for_a_minute():
     assert endings.get("0") is None and endings.get("more") is None
 
 
-PARAMS = SamplingParams()
+PARAMS = RequestParams()
 FREE = st.recursive(
     st.none() | st.integers() | st.text(),
     lambda s: st.lists(s, max_size=4) | st.dictionaries(st.text(), s, max_size=3),
@@ -213,11 +213,11 @@ def test_a_request_counts_with_what_its_log_probs_will_occupy() -> None:
     ids = pack(range(100))
 
     def counted(**asked: Any) -> int:
-        return call_tokens(Call("r", SamplingParams(max_tokens=50, **asked), prompt_ids=ids))
+        return call_tokens(Call("r", RequestParams(max_tokens=50, **asked), prompt_ids=ids))
 
     assert counted() == 100
     assert counted(prompt_logprobs=0) == 100 + 100 * 2
     assert counted(prompt_logprobs=20) == 100 + 100 * 42
     assert counted(logprobs=5) == 100 + 50 * 12
-    endless = SamplingParams(max_tokens=2**31 - 1, logprobs=0)
+    endless = RequestParams(max_tokens=2**31 - 1, logprobs=0)
     assert call_tokens(Call("r", endless, prompt_ids=ids)) == 100 + 4096 * 2

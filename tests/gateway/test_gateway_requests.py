@@ -27,12 +27,12 @@ from pipeinfer.gateway.schema import Body, ChatRequest, CompletionRequest, Token
 from pipeinfer.gateway.serving import MAX_OBJECTS, BodyType, decode, prescanned
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.messages import Submit
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import AddedId
 from pipeinfer.wire import pack
 
-DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_tokens=None)
+DEFAULTS = RequestParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_tokens=None)
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -81,7 +81,7 @@ def test_every_supported_parameter_reaches_the_call() -> None:
         add_generation_prompt=False, add_special_tokens=True, repetition_penalty=1.1,
         presence_penalty=-2, frequency_penalty=0.5, logit_bias={"7": 100, "0": -0.5},
     )  # fmt: skip
-    assert call.params == SamplingParams(
+    assert call.params == RequestParams(
         temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, stop=("a",), stop_token_ids=(7,), seed=5,
         max_tokens=9, min_tokens=2, ignore_eos=True, skip_special_tokens=False,
         include_stop_str_in_output=True, repetition_penalty=1.1, presence_penalty=-2.0,
@@ -203,72 +203,72 @@ def test_parts_of_a_content_and_null_beside_calls_stay_what_they_are() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": -0.1}, "top_p"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"top_k": 2**31}, "top_k"),
-        ({"min_p": 2}, "min_p"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"presence_penalty": 2.1}, "presence_penalty"),
-        ({"frequency_penalty": -3}, "frequency_penalty"),
-        ({"seed": 2**64}, "seed"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -5}, "max_tokens"),
-        ({"max_completion_tokens": -5}, "max_completion_tokens"),
-        ({"min_tokens": -1}, "min_tokens"),
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
-        ({"stop": ["a", 1]}, "stop[1]"),
-        ({"stop": [""]}, "stop"),
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
-        ({"temperature": 1e300}, "temperature"),
-        ({"temperature": 100.5}, "temperature"),
-        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
-        ({"repetition_penalty": 1e-38}, "repetition_penalty"),
-        ({"repetition_penalty": 0.0099}, "repetition_penalty"),
-        ({"repetition_penalty": 101}, "repetition_penalty"),
-        ({"stop": "x" * 1025}, "stop"),
-        ({"stop": ["x", "x" * 312_000]}, "stop"),
-        ({"stop_token_ids": list(range(1025))}, "stop_token_ids"),
-        ({"logit_bias": {"7": 100.5}}, "logit_bias"),
-        ({"logit_bias": {"7": -101}}, "logit_bias"),
-        ({"logit_bias": {"7": "1"}}, "logit_bias"),
-        ({"logit_bias": {"7": None}}, "logit_bias"),
-        ({"logit_bias": {"-1": 1}}, "logit_bias"),
-        ({"logit_bias": {"7.5": 1}}, "logit_bias"),
-        ({"logit_bias": {"seven": 1}}, "logit_bias"),
-        ({"logit_bias": {str(2**31): 1}}, "logit_bias"),
-        ({"logit_bias": [7]}, "logit_bias"),
-        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
-        ({"cache_salt": "x" * 1025}, "cache_salt"),
-        ({"timeout": -1}, "timeout"),
-        ({"timeout": 86_400.5}, "timeout"),
-        ({"messages": HELLO * 10_001}, "messages"),
-        ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-         "messages[0].content[0].text"),
-        ({"chat_template_kwargs": {"n": 2**70}}, "chat_template_kwargs"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"n": 2**70}]}]}, "messages"),
-    ],
-)  # fmt: skip
-def test_a_wrong_chat_field_is_named(fields: dict[str, object], param: str) -> None:
-    error = refused(chat, **fields)
-    assert error.param == param
-    assert param.split("[")[0].replace("_", " ") in error.message.replace("_", " ")
-    assert len(error.body()) < 3000
+WRONG_CHAT_FIELDS: list[tuple[dict[str, object], str]] = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 2**31}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"seed": 2**64}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_completion_tokens": -5}, "max_completion_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"stop": ["a", 1]}, "stop[1]"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"temperature": 1e300}, "temperature"),
+    ({"temperature": 100.5}, "temperature"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty"),
+    ({"repetition_penalty": 0.0099}, "repetition_penalty"),
+    ({"repetition_penalty": 101}, "repetition_penalty"),
+    ({"stop": "x" * 1025}, "stop"),
+    ({"stop": ["x", "x" * 312_000]}, "stop"),
+    ({"stop_token_ids": list(range(1025))}, "stop_token_ids"),
+    ({"logit_bias": {"7": 100.5}}, "logit_bias"),
+    ({"logit_bias": {"7": -101}}, "logit_bias"),
+    ({"logit_bias": {"7": "1"}}, "logit_bias"),
+    ({"logit_bias": {"7": None}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"7.5": 1}}, "logit_bias"),
+    ({"logit_bias": {"seven": 1}}, "logit_bias"),
+    ({"logit_bias": {str(2**31): 1}}, "logit_bias"),
+    ({"logit_bias": [7]}, "logit_bias"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ({"cache_salt": "x" * 1025}, "cache_salt"),
+    ({"timeout": -1}, "timeout"),
+    ({"timeout": 86_400.5}, "timeout"),
+    ({"messages": HELLO * 10_001}, "messages"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+     "messages[0].content[0].text"),
+    ({"chat_template_kwargs": {"n": 2**70}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"n": 2**70}]}]}, "messages"),
+]  # fmt: skip
+
+
+def test_a_wrong_chat_field_is_named() -> None:
+    for fields, param in WRONG_CHAT_FIELDS:
+        error = refused(chat, **fields)
+        assert error.param == param, fields
+        assert param.split("[")[0].replace("_", " ") in error.message.replace("_", " ")
+        assert len(error.body()) < 3000
 
 
 def test_the_largest_allowed_values_pass() -> None:
@@ -450,21 +450,21 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_built_is_refused_by_name_but_its_neutral_value_passes(name: str) -> None:
+def test_what_is_not_built_is_refused_by_name_but_its_neutral_value_passes() -> None:
     bodies: dict[type[Body], dict[str, object]] = {
         ChatRequest: {"messages": HELLO}, CompletionRequest: {"prompt": "hello"},
         ResponsesRequest: {"input": "hello"}, MessagesRequest: {"messages": HELLO, "max_tokens": 1},
     }  # fmt: skip
-    lacking = [kind for kind in bodies if name not in kind.__struct_fields__]
-    assert lacking, "a field that all bodies have is refused nowhere"
-    for kind in lacking:
-        for neutral in (None, *REFUSED[name]):
-            assert read(json.dumps({**bodies[kind], name: neutral}).encode(), kind)
-        for asked in (3, ["x" * 100] * 100, {"a": [1]}):
-            body = json.dumps({**bodies[kind], name: asked}).encode()
-            error = refused(read, body=body, kind=kind)
-            assert error.param == name and "not supported" in error.message
+    for name in REFUSED:
+        lacking = [kind for kind in bodies if name not in kind.__struct_fields__]
+        assert lacking, f"{name}: a field that all bodies have is refused nowhere"
+        for kind in lacking:
+            for neutral in (None, *REFUSED[name]):
+                assert read(json.dumps({**bodies[kind], name: neutral}).encode(), kind), name
+            for asked in (3, ["x" * 100] * 100, {"a": [1]}):
+                body = json.dumps({**bodies[kind], name: asked}).encode()
+                error = refused(read, body=body, kind=kind)
+                assert error.param == name and "not supported" in error.message
 
 
 def test_a_number_that_no_float_holds_is_refused_where_nothing_is_built() -> None:
@@ -617,19 +617,21 @@ def test_unknown_fields_are_counted_and_logged_once_by_name(caplog) -> None:
 
 
 def test_a_call_has_every_field_of_a_submit_that_a_client_decides() -> None:
-    decided = set(Submit.__struct_fields__) - {"attempt", "gateway", "seed", "group"}
+    decided = set(Submit.__struct_fields__) - {
+        "attempt", "gateway", "detokenizer", "seed", "group",
+    }  # fmt: skip
     assert set(Call.__struct_fields__) == decided - {"choices"}, "these are all of params.n"
 
 
 def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert sampling_defaults(tmp_path) == SamplingParams(max_tokens=None)
+    assert sampling_defaults(tmp_path) == RequestParams(max_tokens=None)
     file = tmp_path / "generation_config.json"
     file.write_text(
         '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95,'
         ' "repetition_penalty": 1.05}'
     )
-    assert sampling_defaults(tmp_path) == SamplingParams(
+    assert sampling_defaults(tmp_path) == RequestParams(
         temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05, max_tokens=None
     )
     file.write_text('{"top_p": 7}')

@@ -16,7 +16,13 @@ from test_harmony_http import events, post
 
 from pipeinfer.demo import demo_path
 from pipeinfer.gateway import stage as module
-from pipeinfer.gateway.stage import FILE_SETTINGS, WITHOUT_EFFECT, fingerprint, server_url
+from pipeinfer.gateway.stage import (
+    FILE_SETTINGS,
+    WITHOUT_EFFECT,
+    WITHOUT_EFFECT_IF_EXACT,
+    fingerprint,
+    server_url,
+)
 from pipeinfer.messages import TextRow
 from pipeinfer.settings import Settings
 from pipeinfer.wire import pack
@@ -26,10 +32,13 @@ OTHERS: dict[str, Any] = {
     "all_reduce": "nccl", "allow_additional_properties": True, "attention": "torch",
     "cache": "naive", "compile": True, "control_tokens_in_messages": True,
     "cuda_graph_max_batch": 8, "device": "cpu", "dtype": "float32",
-    "enable_expert_parallel": True, "grammar_backend": "none", "kv_cache_dtype": "fp8_e4m3",
-    "load_format": "dummy", "max_model_len": 64, "max_running": 4, "max_step_tokens": 64,
+    "enable_expert_parallel": True, "enable_lora": True, "exact": True, "grammar_backend": "none",
+    "kv_cache_dtype": "fp8_e4m3",
+    "load_format": "dummy", "max_lora_rank": 8, "max_model_len": 64, "max_running": 4,
+    "max_step_tokens": 64,
     "mixed_step_tokens": 64, "model_impl": "transformers", "moe_backend": "torch",
-    "no_cuda_graph": True, "page_size": 4,
+    "no_cuda_graph": True, "num_speculative_tokens": 2, "page_size": 4,
+    "speculate": "ngram", "speculative_max_requests": 2, "synthetic_acceptance_rate": 0.5,
     "quantization": "fp8", "reasoning_parser": "none", "task": "embed", "threads": 1,
     "tool_parser": "none", "tp": 2, "trust_request_chat_template": True,
 }  # fmt: skip
@@ -55,6 +64,17 @@ def test_what_changes_answers_changes_the_fingerprint(tmp_path: Path) -> None:
         found.add(fingerprint(Settings(chat_template=str(template)), folder))
     assert len(found) == len(OTHERS) + 3
     assert all(one.startswith("fp_") and len(one) == 19 for one in found)
+
+
+def test_in_exact_mode_how_steps_are_computed_changes_nothing() -> None:
+    assert OTHERS.keys() > WITHOUT_EFFECT_IF_EXACT
+    usual = fingerprint(Settings(exact=True), demo_path())
+    assert usual != fingerprint(Settings(), demo_path())
+    for name, value in OTHERS.items():
+        if name != "exact":
+            other = msgspec.structs.replace(Settings(exact=True), **{name: value})
+            same = fingerprint(other, demo_path()) == usual
+            assert same == (name in WITHOUT_EFFECT_IF_EXACT), name
 
 
 def test_keys_ports_and_logs_do_not(tmp_path: Path) -> None:

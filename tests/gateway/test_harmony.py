@@ -29,14 +29,14 @@ from pipeinfer.gateway.tool_parsers.harmony import (
 )
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers, choose_parsers
 from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.text import CALL, END, RETURN, AddedId
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.control_tokens import ChatRenderer
 from template_families import HERE
 
 TEMPLATE = (HERE / "published" / "gpt-oss.jinja").read_text()
-TERMS = RequestDefaults(SamplingParams(), parsers=choose_parsers("auto", "auto", TEMPLATE))
+TERMS = RequestDefaults(RequestParams(), parsers=choose_parsers("auto", "auto", TEMPLATE))
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -385,11 +385,11 @@ TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": P
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
 
 
-def asked(**fields: Any) -> SamplingParams:
+def asked(**fields: Any) -> RequestParams:
     """How a chat with these fields is sampled."""
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
     request = decode(json.dumps(body).encode(), ChatRequest, lambda _: None)
-    return parse_chat(request, "r", RequestDefaults(SamplingParams(), parsers=READING), "").params
+    return parse_chat(request, "r", RequestDefaults(RequestParams(), parsers=READING), "").params
 
 
 def test_requests_are_held_as_they_ask() -> None:
@@ -423,7 +423,7 @@ def test_calls_are_held_in_messages_also_where_no_parser_looks_for_them() -> Non
         ChatRequest,
         lambda _: None,
     )  # fmt: skip
-    job = parse_chat(request, "r", RequestDefaults(SamplingParams(), parsers=reading), "")
+    job = parse_chat(request, "r", RequestDefaults(RequestParams(), parsers=reading), "")
     held, call = job.params.structured_outputs, HEADS[0].format("weather") + WIEN
     assert held is not None and held.grammar is not None and allows(held.grammar, call)
     assert job.parser_factory is not None

@@ -13,6 +13,7 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 
 from pipeinfer.control import Observed, Prefix, Prefixes, RequestSpan, ShowPrefixes
+from pipeinfer.gateway.auth import ClientHashes
 from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.messages import Message
 from pipeinfer.wire import pack
@@ -59,6 +60,11 @@ async def prefixes(gateway: Gateway, key: str | None = None, **more: str) -> lis
     assert response.status_code == 200, response.text
     [group] = response.json()["groups"]
     return group["prefixes"]
+
+
+def hashed(name: str) -> str:
+    """Of a key's name, as other gateways and the stages know it."""
+    return ClientHashes().of_key(name)
 
 
 async def completed(gateway: Gateway, key: str) -> str:
@@ -213,5 +219,27 @@ async def test_choices_of_a_request_are_its_clients(
         for choice in ("", "/1"):
             request_id = gateway.pipeline.submits[index].request_id + choice
             assert request_id.startswith(name)
-            assert sight(gateway).is_owner(request_id, "alice")
-            assert not sight(gateway).is_owner(request_id, "bob")
+            assert sight(gateway).is_owner(request_id, hashed("alice"))
+            assert not sight(gateway).is_owner(request_id, hashed("bob"))
+
+
+async def test_a_client_sees_its_requests_of_other_gateways(
+    start_gateway: StartGateway, keys: Path
+) -> None:
+    gateway = await start_gateway(api_key_file=str(keys))
+    async with httpx.AsyncClient(timeout=SOON) as http, feed(http, gateway, "a") as alices:
+        alice = Feed(alices)
+        await alice.next()
+        spans = [
+            RequestSpan("gateway-1", f"{key}-{n}", 1.0, 2.0, "stop", client=hashed(key))
+            for key in ("bob", "alice")
+            for n in ("r", "r/1")
+        ]
+        sight(gateway).on_message(Observed("gateway-1", 1, tuple(spans)))
+        seen = set[str]()
+        while "alice-r/1" not in seen:
+            seen |= await asyncio.wait_for(alice.next(), SOON)
+        assert seen == {"alice-r", "alice-r/1"}
+        for name, status in (("alice-r/1", 200), ("bob-r", 404)):
+            url = f"{gateway.url}/monitor/requests/{name.replace('/', '%2F')}"
+            assert (await http.get(url, headers=headers("a"))).status_code == status

@@ -62,6 +62,17 @@ async def test_it_has_every_route_and_no_other(gateway: Gateway) -> None:
     assert routes == set(BY_NAME)
 
 
+async def test_a_wrong_method_is_answered_with_exactly_those_of_the_path(gateway: Gateway) -> None:
+    methods: dict[str, set[str]] = {}
+    for one in ENDPOINTS:
+        methods.setdefault(one.path, set()).add(one.method.upper())
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        for path, known in methods.items():
+            answer = await client.request("TRACE", re.sub(r"{\w+}", openapi.FILES[0], path))
+            assert answer.status_code == 405, path
+            assert set(answer.headers["allow"].split(",")) - {"HEAD"} == known, path
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_answers_are_of_their_types_and_hold_nothing_else(
     gateway: Gateway, path: str

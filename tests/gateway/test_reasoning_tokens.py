@@ -18,7 +18,7 @@ from pipeinfer.gateway.ledger import RequestRecord, offsets
 from pipeinfer.gateway.tool_parsers.base import ParserFactory
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.messages import Submit, TextRow
-from pipeinfer.params import SamplingParams, ThoughtState
+from pipeinfer.params import RequestParams, ThoughtState
 from pipeinfer.text import REASONING_PARSERS, ThoughtTags
 from pipeinfer.wire import pack, unpack
 from template_families import HERE
@@ -114,7 +114,7 @@ def test_without_tags_nothing_is_a_thought() -> None:
 
 def test_what_is_said_again_is_counted_once() -> None:
     """A detokenizer that was started again cuts rows otherwise."""
-    submit = Submit("r", 1, 0, SamplingParams(), 0, text="x", token_offsets=True)
+    submit = Submit("r", 1, 0, RequestParams(), 0, text="x", token_offsets=True)
     record = RequestRecord(submit, "tokenizer-0", 0.0, 1)
     first = TextRow("r", 1, "ab", 0, 0, pack([1, 2]), offsets=pack([0, 1]))
     record.advance(first)

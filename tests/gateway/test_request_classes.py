@@ -32,7 +32,7 @@ from pipeinfer.gateway.schema import (
     ToolChoice,
 )
 from pipeinfer.gateway.serving import decode
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 
 LISTS = {
     path.stem: json.loads(path.read_text())["classes"]
@@ -298,7 +298,7 @@ def test_a_responses_verbosity_is_ignored(kind: type[Body], verbosity: str | Non
 def test_offline_parameters_that_are_not_built_are_refused_by_name() -> None:
     for server, classes in LISTS.items():
         for name in classes["SamplingParams"].split():
-            if name not in SamplingParams.__struct_fields__:
+            if name not in RequestParams.__struct_fields__:
                 with pytest.raises(TypeError, match=f"'{name}'"):
-                    SamplingParams(**{name: None})
+                    RequestParams(**{name: None})
         assert len(classes["SamplingParams"].split()) > 20, server

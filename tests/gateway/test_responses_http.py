@@ -315,7 +315,6 @@ async def test_a_client_that_leaves_ends_its_request(gateway: Gateway, path: str
     ("body", "param", "code"),
     [
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", None),
-        ({"input": "x", "background": True}, "background", None),
         ({"input": "x", "conversation": "c"}, "conversation", None),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", None),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", None),

@@ -12,7 +12,7 @@ from pipeinfer.gateway.ledger import Call, ClientDisconnected, Failed, OutputDel
 from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.gateway.sessions import CALLS_AT_ONCE, RequestSessions
 from pipeinfer.messages import Message
-from pipeinfer.params import SamplingParams, choice_ids
+from pipeinfer.params import RequestParams, choice_ids
 from pipeinfer.wire import pack
 
 PROMPTS = 10 * CALLS_AT_ONCE
@@ -41,7 +41,7 @@ class Fed:
     def requests(self) -> Iterator[Call]:
         for i in range(PROMPTS):
             self.built += 1
-            yield Call(str(i), SamplingParams(), text="x")
+            yield Call(str(i), RequestParams(), text="x")
 
 
 class Errors:
@@ -165,7 +165,7 @@ async def test_requests_that_no_group_had_are_none_of_vllms() -> None:
     metrics = Metrics(Health([]), vllm=vllm)
     fed.port = RequestSessions(metrics)
     fed.port.bind(fed.take)
-    calls = [Call(name, SamplingParams(), text="x") for name in ("refused", "encoded")]
+    calls = [Call(name, RequestParams(), text="x") for name in ("refused", "encoded")]
     async with fed.port.open(calls, Errors()):
         fed.port.deliver(Failed("refused", 429, "no", code="queue_full"))
         fed.port.deliver(Started("encoded", -1, 7))
@@ -181,7 +181,7 @@ async def test_times_and_tokens_and_ends_are_counted() -> None:
     metrics = Metrics(Health([]), vllm=VllmMetrics(Health([]), "m", 100, True))
     fed.port = RequestSessions(metrics, lambda: next(now))
     fed.port.bind(fed.take)
-    async with fed.port.open([Call("r", SamplingParams(), text="x")], Errors()):
+    async with fed.port.open([Call("r", RequestParams(), text="x")], Errors()):
         fed.port.deliver(Started("r", 3, 7))
         fed.port.deliver(OutputDelta("r", "", b"", 0, 0))
         for ids in (1, 2, 3):
@@ -219,7 +219,7 @@ async def test_a_prompts_longest_choice_is_counted_once_when_the_last_is_over() 
         name = "vllm:request_max_num_generation_tokens_"
         return [line.split()[1] for line in lines if line.startswith((name + "c", name + "s"))]
 
-    async with fed.port.open([Call("r", SamplingParams(n=3), text="x")], Errors()):
+    async with fed.port.open([Call("r", RequestParams(n=3), text="x")], Errors()):
         for name in three:
             fed.port.deliver(Started(name, 0, 7 if name == three[0] else 0))
         for name, tokens in zip(three, (5, 9, 2), strict=True):
@@ -247,7 +247,7 @@ async def test_failures_count_by_whose_they_are(status: int, code: str, outcome:
     metrics = Metrics(Health([]))
     fed.port = RequestSessions(metrics)
     fed.port.bind(fed.take)
-    async with fed.port.open([Call("r", SamplingParams(), text="x")], sink):
+    async with fed.port.open([Call("r", RequestParams(), text="x")], sink):
         fed.port.deliver(Failed("r", status, "no", code=code))
     assert sink.failures == [(0, status)] and fed.hung_up == []
     line = f'pipeinfer_requests_total{{outcome="{outcome}"}} 1.0'
@@ -256,6 +256,6 @@ async def test_failures_count_by_whose_they_are(status: int, code: str, outcome:
 
 async def test_a_server_that_stops_tells_every_request() -> None:
     fed, sink = Fed(), Errors()
-    async with fed.port.open([Call(n, SamplingParams(), text="x") for n in "ab"], sink):
+    async with fed.port.open([Call(n, RequestParams(), text="x") for n in "ab"], sink):
         fed.port.fail_all(503, "the server is shutting down")
     assert sink.failures == [(0, 503), (1, 503)]

@@ -204,7 +204,7 @@ def readable(family: str, arguments: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("family", sorted(PARSERS.keys() - SILENT))
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=12, deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=8, deadline=None)
 @given(calls=CALLS, pieces=st.sampled_from([1, 3, 7, 1000]))
 def test_calls_that_a_template_writes_are_read_as_the_same_calls(
     family: str, calls: list[tuple[str, dict[str, Any]]], pieces: int

@@ -1,17 +1,16 @@
-"""A GGUF file in the place of a folder: the same answers, offline, over HTTP and in every rank."""
+"""A GGUF file in the place of a folder: the same answers, in one process and in every rank. One
+is served over HTTP to the tests of smollm2/."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import openai
 import pytest
 
 import checkpoints
 import gguf_writing
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.trace.recorder import identify_model
-from servers import Server
 
 QUESTIONS = ("What is it?", "abc abc abc", "Zürich, 東京!")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -60,18 +59,6 @@ def test_answers_and_the_tokenizer_are_those_of_the_folder(both, architecture):
 def test_two_ranks_answer_as_one(both):
     folder, file = both("Qwen3ForCausalLM")
     assert answers(file, tp=2) == answers(folder, **HERE)
-
-
-def test_server_takes_a_file(both):
-    _, file = both("LlamaForCausalLM")
-    with Server(str(file), "--kv-pages", "200", "--served-model-name", "tiny") as server:
-        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        assert [model.id for model in api.models.list().data] == ["tiny"]
-        messages = [{"role": "user", "content": QUESTIONS[0]}]
-        answer = api.chat.completions.create(
-            model="tiny", messages=messages, temperature=0, max_tokens=12
-        )
-        assert answer.usage is not None and answer.usage.completion_tokens > 0
 
 
 def test_recordings_know_which_file_it_was(both):

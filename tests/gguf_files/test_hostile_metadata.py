@@ -76,7 +76,7 @@ def _lies(draw: st.DrawFn) -> dict[str, Any]:
     return metadata
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(_lies())
 def test_any_metadata_gives_a_tokenizer_or_one_line(metadata: dict[str, Any]) -> None:
     for read in (tokenizer_json, tokenizer_config):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipeinfer.attention import hybrid
+from pipeinfer.attention import triton_backend
 from pipeinfer.kernels.formats import E4M3
 
 DIM = 128  # of heads
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
     def cut(self, rows):
         """How so many are cut."""
-        return hybrid.tile_config(rows, self.kv_heads, DIM, self.pages == E4M3)
+        return triton_backend.tile_config(rows, self.kv_heads, DIM, self.pages == E4M3)
 
     def floor_us(self, tokens):
         """What an H200 takes to read so many."""

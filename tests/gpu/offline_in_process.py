@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
 
 from bench.shapes import shape  # noqa: E402
-from pipeinfer.params import SamplingParams  # noqa: E402
+from pipeinfer.params import RequestParams  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
 
@@ -41,7 +41,7 @@ def run_batch(cores, seed, requests, tag, most=0):
     begin = time.perf_counter()
     batch = sorted(zip(names, prompts, wanted, strict=True), key=lambda one: -one[2])
     for i, (name, prompt, n) in enumerate(batch):  # as LLM.generate does
-        params = SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True)
+        params = RequestParams(temperature=0.6, max_tokens=n, ignore_eos=True)
         cores.submit(name, prompt, params, seed=i)
     cores.run()
     seconds = time.perf_counter() - begin
@@ -54,7 +54,7 @@ def single(cores, tag, prompt_len=128, tokens=512, streams=1):
     source = random.Random(tag)
     for i in range(streams):
         prompt = [source.randint(0, 10000) for _ in range(prompt_len)]
-        cores.submit(f"{tag}{i}", prompt, SamplingParams(temperature=0.6, max_tokens=tokens,
+        cores.submit(f"{tag}{i}", prompt, RequestParams(temperature=0.6, max_tokens=tokens,
                      ignore_eos=True), seed=i)  # fmt: skip
     stamps = []
 
@@ -126,7 +126,7 @@ def profile(cores, options):
     trace(cores, options, "single", 1)
     trace_mixed(cores)
     for i, prompt in enumerate(work(4, options.requests)[0]):
-        cores.submit(f"q{i}", prompt, SamplingParams(max_tokens=2), seed=i)
+        cores.submit(f"q{i}", prompt, RequestParams(max_tokens=2), seed=i)
     cores.run(lambda: cores.steps >= 8)
     show(cores, "prefill", 4)
 
@@ -137,7 +137,7 @@ def trace_mixed(cores, streams=100, prompts=40):
         if i == streams:
             cores.run(lambda: len(cores.outputs[f"beside{streams - 1}"]) >= 20)
         length, wanted = (300, 300) if i < streams else (600, 1)
-        params = SamplingParams(temperature=0.6, max_tokens=wanted, ignore_eos=True)
+        params = RequestParams(temperature=0.6, max_tokens=wanted, ignore_eos=True)
         cores.submit(f"beside{i}", [i + 1] * length, params, seed=i)
     show(cores, "mixed", 10)
     cores.run()
@@ -145,7 +145,7 @@ def trace_mixed(cores, streams=100, prompts=40):
 
 def trace(cores, options, name, requests):
     for i, prompt in enumerate(work(2, requests)[0]):
-        cores.submit(f"{name}{i}", prompt, SamplingParams(temperature=0.6, max_tokens=100,
+        cores.submit(f"{name}{i}", prompt, RequestParams(temperature=0.6, max_tokens=100,
                      ignore_eos=True), seed=i)  # fmt: skip
     cores.run(lambda: len(cores.outputs[f"{name}{requests - 1}"]) >= 20)
     show(cores, name, 10)

@@ -25,7 +25,7 @@ from overlapped import GpuCores  # noqa: E402
 from bench.shapes import shape  # noqa: E402
 from pipeinfer.engine.executor import step_done  # noqa: E402
 from pipeinfer.messages import Abort  # noqa: E402
-from pipeinfer.params import SamplingParams  # noqa: E402
+from pipeinfer.params import RequestParams  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
 SMALL = {
@@ -101,7 +101,7 @@ class Soak:
                 "min_tokens": choose.choice([0, min(3, wanted)]),
                 "logit_bias": dict.fromkeys(self._ids(choose.choice([0, 0, 5])), 3.0),
             }  # fmt: skip
-        params = SamplingParams(max_tokens=wanted, **knobs)
+        params = RequestParams(max_tokens=wanted, **knobs)
         self.wanted[name] = wanted
         if choose.random() < ABORTED:
             self.doomed.add(name)
@@ -145,7 +145,7 @@ def flips(soak: Soak, alone) -> dict[str, int]:
     found = {}
     for name, prompt in soak.greedy.items():
         before = soak.cores.outputs[name]
-        params = SamplingParams(temperature=0.0, max_tokens=len(before))
+        params = RequestParams(temperature=0.0, max_tokens=len(before))
         alone.submit(name, prompt, params)
         alone.run()
         pairs = zip(before, alone.outputs[name], strict=True)
@@ -163,6 +163,8 @@ def settings_for(folder: Path, device: str, large: bool, no_graphs: bool) -> Set
     else:
         sizes = {"kv_pages": 40, "page_size": 8, "max_running": 12, "max_model_len": 200,
                  "max_step_tokens": 96, "threads": 1}  # fmt: skip
+    if device == "cpu":
+        common["dtype"] = "float32"  # some CPUs would compute in bfloat16, where ties are common
     if device == "cuda":
         sizes |= {"no_cuda_graph": no_graphs, "cuda_graph_max_batch": 48 if large else 8}
         sizes["page_size"] = 64 if large else 16

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parent.parent / "engine"))
 from single_steps import Row, build_step
 
 from pipeinfer.engine.graphs import Graphs
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from step_pages import pages_of
 
 pytestmark = pytest.mark.gpu
@@ -150,7 +150,7 @@ def test_requests_beside_bad_ones_get_the_tokens_that_they_get_beside_harmless_o
             if index % 3 == 1:
                 prompt[len(prompt) // 2], wanted = middle, 1
             knobs = {"temperature": 0.8 * (index % 2), "top_k": 20 * (index % 4 == 3)}
-            params = SamplingParams(max_tokens=wanted, ignore_eos=True, **knobs)
+            params = RequestParams(max_tokens=wanted, ignore_eos=True, **knobs)
             running.submit(f"r{index}", prompt, params, seed=index)
         running.run()
         return running.outputs, running.finished

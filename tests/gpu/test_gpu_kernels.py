@@ -6,13 +6,16 @@ import pytest
 
 pytest.register_assert_rewrite(
     "kernels.elementwise_cases",
+    "kernels.exact_cases",
     "kernels.store_cases",
     "kernels.decode_attention_cases",
+    "kernels.draft_cases",
     "kernels.prepare_inputs_cases",
     "kernels.sampling_cases",
     "kernels.moe_cases",
     "kernels.moe_fp8_cases",
     "kernels.logits_cases",
+    "kernels.lora_cases",
     "kernels.gemm_cases",
     "kernels.triton_cases",
 )
@@ -21,16 +24,19 @@ import torch  # noqa: E402
 
 from kernels import decode_attention_cases as attention  # noqa: E402
 from kernels.decode_attention_cases import *  # noqa: E402, F403
+from kernels.draft_cases import *  # noqa: E402, F403
 from kernels.elementwise_cases import *  # noqa: E402, F403
+from kernels.exact_cases import *  # noqa: E402, F403
 from kernels.gemm_cases import *  # noqa: E402, F403
 from kernels.logits_cases import *  # noqa: E402, F403
+from kernels.lora_cases import *  # noqa: E402, F403
 from kernels.moe_cases import *  # noqa: E402, F403
 from kernels.moe_fp8_cases import *  # noqa: E402, F403
 from kernels.prepare_inputs_cases import *  # noqa: E402, F403
 from kernels.sampling_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402
-from pipeinfer.attention.hybrid import tile_config  # noqa: E402
+from pipeinfer.attention.triton_backend import tile_config  # noqa: E402
 from pipeinfer.kernels.decode_attention import empty_splits, max_total_splits  # noqa: E402
 
 pytestmark = pytest.mark.gpu

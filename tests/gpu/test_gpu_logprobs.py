@@ -11,8 +11,8 @@ import torch
 from test_cuda_parity import cores, generate, prompts
 
 from checkpoints import load_reference
-from pipeinfer.params import SamplingParams
-from pipeinfer.wire import Score, unpack_scores
+from pipeinfer.params import RequestParams
+from pipeinfer.wire import PositionLogprobs, unpack_scores
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return torch.from_numpy(logits).double().log_softmax(0).numpy()
 
 
-def check(entry: Score, expected: np.ndarray, token: int) -> None:
+def check(entry: PositionLogprobs, expected: np.ndarray, token: int) -> None:
     """`expected` [vocab]: log-probs of the position."""
     assert abs(entry.logprob - expected[token]) < TOLERANCE
     before = (expected == expected[token]) & (np.arange(len(expected)) < token)
@@ -84,7 +84,7 @@ def test_asking_changes_no_token(gpu_checkpoints, temperature):
     asked = prompts()
     for index, prompt in enumerate(asked):
         most = MOST if index % 2 else None
-        params = SamplingParams(temperature=temperature, max_tokens=WANTED, logprobs=most)
+        params = RequestParams(temperature=temperature, max_tokens=WANTED, logprobs=most)
         other.submit(f"r{index}", prompt, params, seed=index)
     other.run()
     assert {name: other.outputs[name] for name in plain} == plain

@@ -15,7 +15,7 @@ from engine.runner_requests import masks_for
 from grammars.vocabulary import ENDS, SETUP
 from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 from pipeinfer.grammars.masks import fill_masks, make_source
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import RequestParams, StructuredOutputs
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,7 @@ def told(folder, masks, **changes):
     made = cores(folder, masks=masks, max_running=8, **changes)
     for index, prompt in enumerate(prompts()):
         spec = SPECS[index % 4] if index not in FREE else None
-        params = SamplingParams(
+        params = RequestParams(
             temperature=0.0, max_tokens=WANTED, structured_outputs=spec, ignore_eos=not spec
         )
         made.submit(f"r{index}", prompt, params, seed=index, eos_ids=() if not spec else ENDS)

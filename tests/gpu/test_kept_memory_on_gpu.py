@@ -58,7 +58,7 @@ link = HolderLink(sys.argv[1], timeout=60)
 link.attach()
 link.keep(Keep("pool", "pages"), memory.descriptor)
 for number in range(30):
-    spin_and_write(words, 2 + number, seconds=2.0)
+    spin_and_write(words, 2 + number, seconds=0.5)
 print("spinning", flush=True)
 sys.stdin.read()
 """
@@ -109,7 +109,7 @@ def test_nothing_that_a_killed_process_launched_is_written_once_its_memory_is_ha
                 assert maker.stdout.readline() == "spinning\n"
             taken = []
             for address, maker in zip(addresses, makers, strict=True):
-                time.sleep(random.uniform(0.0, 1.0))  # into whichever moment of a kernel
+                time.sleep(random.uniform(0.0, 0.5))  # into whichever moment of a kernel
                 maker.send_signal(signal.SIGKILL)
                 link = HolderLink(address, timeout=60)
                 _, [descriptor] = link.attach()
@@ -118,7 +118,7 @@ def test_nothing_that_a_killed_process_launched_is_written_once_its_memory_is_ha
                 words.fill_(-1)  # the successor's first launch
                 taken.append((link, memory, words))
             torch.cuda.synchronize()
-            time.sleep(2.5)  # longer than any kernel of theirs spins
+            time.sleep(1.0)  # longer than any kernel of theirs spins
             for link, memory, words in taken:
                 assert bool((words == -1).all())
                 link.drop("pool")

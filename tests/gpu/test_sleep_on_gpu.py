@@ -13,7 +13,7 @@ from greedy_answers import ask, settings_of_small_model  # which puts tools on t
 
 from harness.server import ServerUnderTest
 from pipeinfer.engine.device_memory import CudaMemory, HostCopy
-from pipeinfer.engine.kept_weights import GpuWeights
+from pipeinfer.engine.sleeping import GpuWeights
 
 pytestmark = pytest.mark.gpu
 

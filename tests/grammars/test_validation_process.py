@@ -11,10 +11,10 @@ import pytest
 from costly_grammars import AMBIGUOUS, HONEST, growing
 from vocabulary import SETUP
 
-from pipeinfer import pipes
 from pipeinfer.grammars import bounds, compiling, validation
 from pipeinfer.grammars.validation import TooSlow, ValidationProcess, ValidationTask
 from pipeinfer.params import StructuredOutputs
+from pipeinfer.processes import write_frame
 from waiting import until
 
 SMALL = {"json": '{"type": "integer"}'}
@@ -182,7 +182,7 @@ async def test_a_process_ends_with_who_asked_it_also_while_it_compiles():
         assert verdict(tried, **SMALL) == ""
         process = tried._process
         task = ValidationTask(StructuredOutputs(**SLOW), 60.0, 0)
-        pipes.write(process.stdin, msgspec.msgpack.encode(task))
+        write_frame(process.stdin, msgspec.msgpack.encode(task))
         await until(lambda: living_children(process.pid))
         [copy] = living_children(process.pid)
         process.stdin.close()

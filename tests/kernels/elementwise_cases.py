@@ -11,7 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
+from kernels.triton_cases import (
+    DEVICE,
+    HALVES,
+    INTERPRETED,
+    TOLERANCE,
+    randn,
+    relative_error,
+)
 from pipeinfer.kernels import elementwise
 from pipeinfer.kernels import elementwise as module
 from pipeinfer.kernels.elementwise import (
@@ -204,7 +211,7 @@ def run(rows, size, ranks, dtype, two_shots):
     return outs, residuals, residual, all_reduce_norm_reference(partials, residual, weight, 1e-6)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=10 if INTERPRETED else 20, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 21),
     size=st.sampled_from([8, 24, 96, 128, 1000, 5120]),

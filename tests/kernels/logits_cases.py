@@ -32,10 +32,10 @@ def in_turn(logits, ids, most, ranks):
     return by_triton.merge_topk(torch.stack(said), own)
 
 
-@pytest.mark.parametrize("most", [0, 1, 5, 20])
+@pytest.mark.parametrize("most", [0, 1, 20])
 @pytest.mark.parametrize(
     ("vocab", "ranks", "dtype"),
-    [(5, 1, torch.float32), (300, 1, torch.bfloat16), (1000, 3, torch.float32),
+    [(5, 1, torch.float32), (300, 1, torch.bfloat16), (500, 3, torch.float32),
      (7, 4, torch.bfloat16)],
 )  # fmt: skip
 def test_scores_are_the_hosts_whatever_the_blocks_and_ranks(vocab, ranks, dtype, most, monkeypatch):

@@ -18,10 +18,10 @@ from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
     NO_LOGITS,
     DeviceStep,
-    GraphShape,
     SlotBadWords,
-    SlotLogitBias,
+    SlotLogitEdits,
     SlotTables,
+    StepShape,
 )
 
 FULL = -7  # what lies in the buffers before, to see what was written
@@ -65,13 +65,13 @@ def full(*size: int, dtype=torch.int32) -> torch.Tensor:
 
 def room(
     uploaded: dict, held: SlotTables, tokens: int, logits: int, prefills=0, listed=0, with_pages=0,
-    padded=True,
+    padded=True, shape=None,
 ) -> DeviceStep:  # fmt: skip
     """A step with that upload. listed: capacity of kv_indices, 0: they are the whole page table;
-    with_pages: rows in the page table."""
+    with_pages: rows in the page table. shape: where it is not just that of the rows."""
     rows, long = len(uploaded["counts"]), torch.int64
     return device_step(
-        GraphShape(tokens, rows - prefills, prefills), padded, **uploaded,
+        shape or StepShape(tokens, rows - prefills, prefills), padded, **uploaded,
         input_ids=full(tokens, dtype=long), positions=full(tokens, dtype=long),
         slot_mapping=full(tokens, dtype=long), qo_indptr=full(rows + 1),
         prefill_qo_indptr=full(prefills + 1), seq_lens=full(rows), last_page_len=full(rows),
@@ -180,8 +180,8 @@ def test_edits_change_the_logits_of_their_slots_rows_alone(kernels, dtype, added
     none = SlotBadWords(
         ints([[0] * 30] * slots), 4, 8, torch.zeros(slots, dtype=torch.int64, device=DEVICE)
     )
-    kernels.apply_logit_bias(
-        logits, *where, SlotLogitBias(ints(counts), words, none), first_id, added
+    kernels.apply_logit_edits(
+        logits, *where, SlotLogitEdits(ints(counts), words, none), first_id, added
     )
     assert torch.equal(logits.cpu(), expected)
 
@@ -201,7 +201,7 @@ def test_what_would_complete_a_banned_sequence_is_impossible(kernels, first_id, 
         recent, room, last,
     )  # fmt: skip
     empty = torch.zeros(3, many, 1, dtype=torch.int32, device=DEVICE)
-    edits = SlotLogitBias(torch.zeros(many, dtype=torch.int32, device=DEVICE), empty, bans)
+    edits = SlotLogitEdits(torch.zeros(many, dtype=torch.int32, device=DEVICE), empty, bans)
     spelled = [
         [choose.integers(0, 2, choose.integers(2, 5)).tolist() for _ in range(choose.integers(9))]
         for _ in range(many)
@@ -228,10 +228,10 @@ def test_what_would_complete_a_banned_sequence_is_impossible(kernels, first_id, 
                     expected[row, token - first_id] = float("-inf")
         where = [torch.tensor(part, device=DEVICE) for part in (slots, [position] * many)]
         first = logits.clone()
-        kernels.apply_logit_bias(first, *where, edits, first_id, False)
+        kernels.apply_logit_edits(first, *where, edits, first_id, False)
         assert torch.equal(first.cpu(), expected)
         last[:] = 7  # a graph has sampled already, when values are added behind it
-        kernels.apply_logit_bias(logits, *where, edits, first_id, True)
+        kernels.apply_logit_edits(logits, *where, edits, first_id, True)
         assert torch.equal(logits.cpu(), expected)
         for slot in range(many):
             outputs[slot].append(int(choose.integers(0, 2)))

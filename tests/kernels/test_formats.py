@@ -1,4 +1,6 @@
-"""The turn of heads: what its matrix says, there and back, and the same for a token anywhere."""
+"""The turn of heads: what its matrix says, there and back, and the same for a token anywhere.
+Numbers of e4m3: the nearest, and by the best scale.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ import pytest
 import torch
 
 from hadamard_matrix import matrix
-from pipeinfer.kernels.formats import hadamard_half_block, hadamard_transform
+from pipeinfer.kernels.formats import (
+    E4M3,
+    E4M3_MAX,
+    SCALE_CANDIDATES,
+    hadamard_half_block,
+    hadamard_transform,
+    quantize_rows,
+    quantize_rows_min_error,
+    round_to_e4m3,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,3 +48,27 @@ def test_a_tokens_bits_do_not_depend_on_the_others():
         assert torch.equal(
             hadamard_transform(heads[one : one + 1]), hadamard_transform(heads)[one : one + 1]
         )
+
+
+def test_numbers_are_rounded_to_e4m3_as_torch_converts_them():
+    """Of all orders of magnitude, those halfway between two numbers among them."""
+    drawn = torch.arange(-(2**31), 2**31 - 1, 1999).to(torch.int32).view(torch.float32)
+    numbers = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    numbers = numbers[numbers.isfinite()].sort().values
+    for values in (drawn[drawn.abs() <= E4M3_MAX], numbers, (numbers[1:] + numbers[:-1]) / 2):
+        assert torch.equal(round_to_e4m3(values), values.to(E4M3).float())
+
+
+def test_rows_get_the_scale_of_the_least_error():
+    values = torch.randn(40, 96, generator=torch.manual_seed(2))
+    values[5] = 0.0
+    found, scale = quantize_rows_min_error(values)
+    _, first = quantize_rows(values)
+    errors = []
+    for step in range(SCALE_CANDIDATES):
+        tried = first * 2 ** (step / SCALE_CANDIDATES)
+        near = (values / tried).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).float() * tried
+        errors.append((near - values).square().sum(1))
+    torch.testing.assert_close(
+        (found.float() * scale - values).square().sum(1), torch.stack(errors).amin(0)
+    )

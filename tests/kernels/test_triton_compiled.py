@@ -5,7 +5,9 @@ Large heads are read with no more shared memory than those for which the cuts we
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,13 +18,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipeinfer.attention.hybrid import tile_config
+from pipeinfer.attention.triton_backend import tile_config
 from pipeinfer.engine.step_buffers import SEQUENCES
 from pipeinfer.kernels import (
     by_triton,
     decode_attention,
     elementwise,
     gemm,
+    lora,
     moe,
     moe_fp8,
     rotate_and_store,
@@ -32,6 +35,7 @@ from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_W8A8,
     MOE_CONFIGS_W8A16,
     MOE_CONFIGS_W16,
+    MoeConfig,
     MoeGemmConfig,
 )
 from pipeinfer.params import MAX_BAD_WORD_IDS
@@ -59,29 +63,21 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
     return triton.compile(source, target=HOPPER, options=options)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_norms(offset):
+def test_norms():
     types = dict.fromkeys(("x", "residual", "weight", "out"), HALF)
     types |= {"eps": "fp32", "x_stride": "i32", "partial_stride": "i32"}
     constants = {"SIZE": 640, "BLOCK": 1024, "PARTIALS": 1, "ADD": True, "USE_PDL": True}
-    constants |= {"OFFSET": offset, "E4M3_MAX": 448.0, "MIN_SCALE": 1e-12}
+    constants |= {"OFFSET": 0.0, "E4M3_MAX": 448.0, "MIN_SCALE": 1e-12}
     alone = {"unquantized_out": None, "STORE_UNQUANTIZED": False}
-    usual = constants | alone | {"GROUP_SIZE": 0, "out_scale": None}
+    usual = constants | alone | {"OFFSET": 1.0, "GROUP_SIZE": 0, "out_scale": None}
     assert compiled(elementwise._rms_norm_kernel, types, usual, num_warps=8).asm["ptx"]
     types |= {"out": EIGHTH, "out_scale": "*fp32"}
-    for part in (640, 128):
+    kept = {"unquantized_out": HALF}, {"STORE_UNQUANTIZED": True, "GROUP_SIZE": 128}
+    for more, quantized in (({}, alone | {"GROUP_SIZE": 640, "OFFSET": 1.0}), kept):
         made = compiled(
-            elementwise._rms_norm_kernel,
-            types,
-            constants | alone | {"GROUP_SIZE": part},
-            num_warps=8,
+            elementwise._rms_norm_kernel, types | more, constants | quantized, num_warps=8
         )
         assert CONVERTED in made.asm["ptx"]
-    kept = constants | {"STORE_UNQUANTIZED": True, "GROUP_SIZE": 128}
-    made = compiled(
-        elementwise._rms_norm_kernel, types | {"unquantized_out": HALF}, kept, num_warps=8
-    )
-    assert CONVERTED in made.asm["ptx"]
 
 
 @pytest.mark.parametrize("values", [False, True])
@@ -93,16 +89,15 @@ def test_edits(values):
     )
     types |= {"logits": "*fp32" if values else HALF, "stride": "i32"}
     constants = {
-        "ADD_BIAS": values, "BLOCK": by_triton.BIAS_BLOCK,
+        "ADD_BIAS": values, "BLOCK": by_triton.EDITS_BLOCK,
         "ALLOWED_BLOCK": by_triton.MAX_ALLOWED_IDS,
         "FILL_BLOCK": by_triton.FILL_BLOCK, "HISTORY": MAX_BAD_WORD_IDS,
         "SEQUENCES": SEQUENCES,
     }  # fmt: skip
-    assert compiled(by_triton._logit_bias_kernel, types, constants, num_warps=1).asm["ptx"]
+    assert compiled(by_triton._logit_edits_kernel, types, constants, num_warps=1).asm["ptx"]
 
 
-@pytest.mark.parametrize("pages", [HALF, EIGHTH])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("offset", "pages"), [(0.0, EIGHTH), (1.0, HALF)])
 def test_the_store_of_large_heads(offset, pages):
     halves = ("qkv", "queries", "k_cache", "v_cache", "q_norm", "k_norm")
     strides = ("qkv_stride", "angle_stride", "k_stride", "v_stride")
@@ -161,6 +156,9 @@ def test_scores():
         assert compiled(kernel, types, given).asm["ptx"]
 
 
+MERGED = 4  # splits of a row, of 32: no less shared memory, and compiled in less time
+
+
 def decode(
     rows: int,
     dim: int,
@@ -184,7 +182,7 @@ def decode(
     assert reads is not None
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": reads.block_n,
-        "MAX_SPLITS": how.max_splits, "QUERY_ROWS": 16, "WINDOWED": not shared, "SINKS": True,
+        "MAX_SPLITS": MERGED, "QUERY_ROWS": 16, "WINDOWED": not shared, "SINKS": True,
         "USE_PDL": True,
         "E4M3_PAGES": pages == EIGHTH, "PREFIX_QUERIES": tile, "WHICH_SPLITS": which,
     }  # fmt: skip
@@ -197,37 +195,37 @@ def decode(
     )
 
 
-@pytest.mark.parametrize("rows", [1, 50, 300, 1000])
-def test_decodes_with_large_heads_find_shared_memory(rows):
-    large, usual = (decode(rows, dim).metadata.shared for dim in (256, 128))
+def test_decodes_with_large_heads_find_shared_memory():
+    large, usual = (decode(1, dim).metadata.shared for dim in (256, 128))
     assert large < 1.25 * usual < 100_000
 
 
-@pytest.mark.parametrize("rows", [1, 50, 300])
-def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_and_read_no_single_bytes(rows):
-    narrow, usual = decode(rows, 128, EIGHTH), decode(rows, 128)
+def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_and_read_no_single_bytes():
+    narrow, usual = decode(1, 128, EIGHTH), decode(1, 128)
     assert "f16x2.e4m3x2" in narrow.asm["ptx"] and "e4m3" not in usual.asm["ptx"]
     assert "ldmatrix" in narrow.asm["ptx"] and "ld.shared.b8" not in narrow.asm["ptx"]
     assert narrow.metadata.shared < 1.1 * usual.metadata.shared
 
 
-@pytest.mark.parametrize(("pages", "group"), [(HALF, 2), (HALF, 5), (EIGHTH, 2)])
-def test_decodes_with_a_common_beginning_leave_room_for_others_beside_them(pages, group):
-    """Four programs on a multiprocessor, as without."""
-    how = tile_config(300, 1, 128, pages == EIGHTH)
-    assert how.prefix_queries and how.prefix_load is None
-    assert decode(300, 128, pages, shared=True, group=group).metadata.shared < 227 * 1024 // 4
+def test_decodes_with_a_common_beginning_leave_room_for_others_beside_them():
+    """Four programs on a multiprocessor, as without. Twice as many tokens in 8 bits take what
+    those in 16 do."""
+    for narrow in (False, True):
+        how = tile_config(300, 1, 128, narrow)
+        assert how.prefix_queries and how.prefix_load is None
+    assert decode(300, 128, EIGHTH, shared=True, group=5).metadata.shared < 227 * 1024 // 4
+
+
+def test_a_launch_for_common_beginnings_multiplies_by_warp_groups_two_on_a_multiprocessor():
+    runs = decode(1000, 128, shared=True, group=5, which=1, kv_heads=8)
+    assert "wgmma" in runs.asm["ptx"]
+    assert runs.metadata.shared < 227 * 1024 // 2 - 1024
 
 
 @pytest.mark.parametrize(("kv_heads", "programs"), [(8, 5), (2, 3)])
-def test_a_launch_for_common_beginnings_multiplies_by_warp_groups_two_on_a_multiprocessor(
-    kv_heads, programs
-):
-    runs, rest = (
-        decode(1000, 128, shared=True, group=5, which=one, kv_heads=kv_heads) for one in (1, 2)
-    )
-    assert "wgmma" in runs.asm["ptx"] and "wgmma" not in rest.asm["ptx"]
-    assert runs.metadata.shared < 227 * 1024 // 2 - 1024
+def test_rows_beside_that_launch_leave_room_for_others(kv_heads, programs):
+    rest = decode(1000, 128, shared=True, group=5, which=2, kv_heads=kv_heads)
+    assert "wgmma" not in rest.asm["ptx"]
     assert rest.metadata.shared < 227 * 1024 // programs
 
 
@@ -276,26 +274,24 @@ def test_many_rows_with_weights_in_blocks_of_8_bits():
     assert "wgmma" in made.asm["ptx"] and made.metadata.shared < 227 * 1024
 
 
-@pytest.mark.parametrize("group", [32, 128])
-def test_weights_in_4_bits(group):
+@pytest.mark.parametrize(("group", "merged"), [(32, False), (128, True)])
+def test_weights_in_4_bits(group, merged):
     types = {"x": HALF, "packed": "*i32", "scales_zeros": "*i32", "bias": HALF, "parts": "*fp32"}
     types |= {"out": HALF, "counters": "*i32", "rows": "i32", "x_stride": "i32"}
     constants = {"N": 1024, "K": 1024, "GROUP_SIZE": group, "PAIRS": True}
     few = constants | {"BLOCK_M": 16, "BLOCK_N": 64, "K_TILES": 2, "SPLIT_K": 4}
-    for merged in (False, True):
-        few |= {"HAS_BIAS": merged, "MERGE_SPLITS": merged, "USE_PDL": True}
-        made = compiled(gemm._int4_small_m_kernel, types, few, num_warps=4, num_stages=3)
-        assert made.asm["ptx"].count("wgmma.mma") >= 2 * 8
-        assert made.asm["ptx"].count("mul.rn.bf16x2") == 2 * 32  # nothing is made twice
-        # Weights go from registers to tensor cores; what is stored there is the result.
-        assert len(re.findall(r"st\.shared", made.asm["ptx"])) < 24
+    few |= {"HAS_BIAS": merged, "MERGE_SPLITS": merged, "USE_PDL": True}
+    made = compiled(gemm._int4_small_m_kernel, types, few, num_warps=4, num_stages=3)
+    assert made.asm["ptx"].count("wgmma.mma") >= 2 * 8
+    assert made.asm["ptx"].count("mul.rn.bf16x2") == 2 * 32  # nothing is made twice
+    # Weights go from registers to tensor cores; what is stored there is the result.
+    assert len(re.findall(r"st\.shared", made.asm["ptx"])) < 24
     types = {name: types[name] for name in ("packed", "scales_zeros", "out")}
     constants = {"N": 1024, "K": 1024, "GROUP_SIZE": group, "BLOCK_N": 8, "PAIRS": True}
     assert compiled(gemm._int4_dequantize_kernel, types, constants, num_warps=4).asm["ptx"]
 
 
-@pytest.mark.parametrize("partials", [0, 8])
-@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (5, 5)])
+@pytest.mark.parametrize(("experts", "top_k", "partials"), [(128, 8, 8), (60, 4, 0), (5, 5, 8)])
 def test_choices_of_experts(experts, top_k, partials):
     types = {
         "router_logits": "*fp32" if partials else HALF,
@@ -312,9 +308,9 @@ def test_choices_of_experts(experts, top_k, partials):
     assert made.asm["ptx"]
 
 
-@pytest.mark.parametrize("chosen", ["*i32", "*i64"])
 @pytest.mark.parametrize(
-    ("experts", "chunk", "warps"), [(1, 16, 8), (128, 2048, 8), (8, 16384, 16)]
+    ("experts", "chunk", "warps", "chosen"),
+    [(1, 16, 8, "*i64"), (128, 2048, 8, "*i64"), (8, 16384, 16, "*i32")],
 )
 def test_pairs_by_expert(experts, chunk, warps, chosen):
     types = dict.fromkeys(("sorted_pair_ids", "expert_ids", "num_padded_pairs"), "*i32") | {
@@ -355,15 +351,28 @@ def experts(kernel: Any, rows: int, cut: MoeGemmConfig, scales: int, bounded: bo
     return compiled(kernel, types, given, num_warps=cut.num_warps, num_stages=cut.num_stages)
 
 
-MIXTURES = [(shape, moe.NO_SCALES.value) for _, shape in MOE_CONFIGS_W16] + [
-    (shape, scales.value)
-    for _, shape in MOE_CONFIGS_W8A16
-    for scales in (moe.ROW_SCALES, moe.BLOCK_SCALES)
-]
+def demanding(table: Sequence[tuple[float, MoeConfig]]) -> list[MoeConfig]:
+    """Of the tiles that may be chosen, for both operands and each size of tensor core instruction,
+    those that hold the most elements in their stages. On a GPU all of them are run."""
+    most: dict[tuple[bool, bool], tuple[int, MoeConfig]] = {}
+    for _, config in table:
+        for gemm_config in (config.gate_up, config.down):
+            rows = gemm_config.block_n if gemm_config.swap_ab else config.block_m
+            kind = gemm_config.swap_ab, rows >= 64
+            stage = (config.block_m + 2 * gemm_config.block_n) * gemm_config.block_k
+            held = stage * gemm_config.num_stages
+            if held > most.get(kind, (0, config))[0]:
+                most[kind] = held, config
+    return list(dict.fromkeys(config for _, config in most.values()))
+
+
+SCALES = moe.ROW_SCALES.value, moe.BLOCK_SCALES.value
+MIXTURES = [(shape, moe.NO_SCALES.value) for shape in demanding(MOE_CONFIGS_W16)]
+MIXTURES += zip(demanding(MOE_CONFIGS_W8A16), itertools.cycle(SCALES))
 
 
 @pytest.mark.parametrize(("shape", "scales"), MIXTURES)
-def test_experts_of_every_tile_that_may_be_chosen(shape, scales):
+def test_experts_of_demanding_tiles(shape, scales):
     for kernel, each in ((moe._gate_up_kernel, shape.gate_up), (moe._down_kernel, shape.down)):
         made = experts(kernel, shape.block_m, each, scales)
         assert made.metadata.shared < 227 * 1024
@@ -373,9 +382,10 @@ def test_experts_of_every_tile_that_may_be_chosen(shape, scales):
         assert "cvt.bf16.f16" not in made.asm["ptx"], "16 values a cycle"
 
 
-@pytest.mark.parametrize("shape", [shape for _, shape in MOE_CONFIGS_W8A8])
-@pytest.mark.parametrize("blocks", [0, 16])
-def test_experts_and_rows_in_8_bits_of_every_tile_that_may_be_chosen(shape, blocks):
+@pytest.mark.parametrize(
+    ("shape", "blocks"), [*zip(demanding(MOE_CONFIGS_W8A8), itertools.cycle((0, 16)))]
+)
+def test_experts_and_rows_in_8_bits_of_demanding_tiles(shape, blocks):
     whole = dict.fromkeys(("x", "hidden", "weight"), EIGHTH)
     whole |= dict.fromkeys(("x_scale", "hidden_scale", "scale", "out_scale"), "*fp32")
     whole |= dict.fromkeys(("sorted_pair_ids", "expert_ids", "num_padded_pairs"), "*i32")
@@ -404,25 +414,15 @@ def test_experts_and_rows_in_8_bits_of_every_tile_that_may_be_chosen(shape, bloc
         assert (CONVERTED in made.asm["ptx"]) == gated, "rounded where it is made"
 
 
-BOUNDED = [(shape, moe.NO_SCALES.value) for _, shape in MOE_CONFIGS_W16]
-BOUNDED += [(shape, moe.MXFP4_SCALES.value) for _, shape in MOE_CONFIGS_MXFP4]
-
-
-@pytest.mark.parametrize(("shape", "scales"), BOUNDED)
-def test_experts_with_bounds_and_biases_of_every_tile(shape, scales):
+@pytest.mark.parametrize("shape", demanding(MOE_CONFIGS_MXFP4))
+def test_experts_in_mxfp4_with_bounds_and_biases_of_demanding_tiles(shape):
     for kernel, each in ((moe._gate_up_kernel, shape.gate_up), (moe._down_kernel, shape.down)):
-        made = experts(kernel, shape.block_m, each, scales, bounded=True)
+        made = experts(kernel, shape.block_m, each, moe.MXFP4_SCALES.value, bounded=True)
         assert made.metadata.shared < 227 * 1024
-        if scales == moe.MXFP4_SCALES.value:
-            assert "wgmma" in made.asm["ptx"]
-            assert "mul.bf16" in made.asm["ptx"], "scaled in 16 bits, two by an instruction"
-            held = (
-                5 if kernel is moe._gate_up_kernel else 3
-            )  # rows, and weights and exponents of each
-            assert made.asm["ttgir"].count("async_copy_global") == held * each.num_stages
-        else:
-            full = each.block_n if each.swap_ab else shape.block_m
-            assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
+        assert "wgmma" in made.asm["ptx"]
+        assert "mul.bf16" in made.asm["ptx"], "scaled in 16 bits, two by an instruction"
+        held = 5 if kernel is moe._gate_up_kernel else 3  # rows, and weights and exponents of each
+        assert made.asm["ttgir"].count("async_copy_global") == held * each.num_stages
 
 
 def test_sums_of_a_tokens_pairs():
@@ -443,3 +443,65 @@ def test_sums_of_a_tokens_pairs():
     assert compiled(
         elementwise._rms_norm_kernel, types, constants | {"USE_PDL": True}, num_warps=16
     ).asm["ptx"]
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("*bf16", 16), ("*fp32", 512)])
+def test_adapters_products_compile_with_room_to_spare(kind: str, rank: int) -> None:
+    sizes = {"RANK": rank, "MODULES": 3, "ADAPTER_SLOTS": 8, "SPLITS": 5}
+    sizes["BLOCK_T"] = lora.BLOCK_TOKENS
+    sizes["BLOCK_R"] = max(rank, lora.MIN_RANK)
+    block_k, block_n = lora.block_sizes(rank)
+    stages = 2 if rank > lora.LARGE_RANK else 3
+    shrink = compiled(
+        lora._shrink_kernel,
+        {"x": kind, "a": kind, "token_adapters": "*i32", "low": "*fp32", "tokens": "i32",
+         "x_stride": "i32"},
+        {**sizes, "DEPTH": 5120, "BLOCK_K": block_k},
+        num_stages=stages,
+    )  # fmt: skip
+    expand = compiled(
+        lora._expand_kernel,
+        {"low": "*fp32", "b": kind, "token_adapters": "*i32", "y": kind, "tokens": "i32",
+         "y_stride": "i32", "first": "i32", "end": "i32", "module": "i32"},
+        {**sizes, "WIDTH": 7168, "BLOCK_N": block_n},
+        num_stages=stages,
+    )  # fmt: skip
+    assert max(shrink.metadata.shared, expand.metadata.shared) < 200 * 1024
+
+
+INT32S, INT64S = "*i32", "*i64"
+PREPARED = [
+    "positions",
+    "slot_mapping",
+    "input_ids",
+    "logits_indices",
+    "write_slots",
+    "sample_positions",
+    "last_token",
+]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_a_step_reads(drafts: bool) -> None:
+    kernel = by_triton._prepare_inputs_kernel
+    constants = {
+        "PAGE": 64, "PADDING_ROW_TOKENS": 1, "LISTS_PAGES": False, "HAS_DRAFTS": drafts,
+        "NUM_WIDE": 1, "NUM_NARROW": 4, "INPUTS_BLOCK": by_triton.INPUTS_BLOCK,
+    }  # fmt: skip
+    sizes = set(by_triton.UNSPECIALIZED_SIZES)
+    names = [name for name in kernel.arg_names if name not in constants]
+    types = {
+        name: "i32" if name in sizes else INT64S if name in PREPARED else INT32S for name in names
+    }
+    compiled(kernel, types, constants, num_warps=4)
+
+
+def test_drafts_are_made_and_accepted() -> None:
+    sizes = {"width": "i32", "max_drafts": "i32"}
+    pointers = ("slots", "starts", "counts", "lengths", "token_ids", "drafts")
+    constants = {"MAX_NGRAM": 4, "DRAFTS_BLOCK": 4, "HISTORY_BLOCK": by_triton.HISTORY_BLOCK}
+    types = dict.fromkeys(pointers, INT32S) | sizes
+    compiled(by_triton._propose_ngrams_kernel, types, constants, num_warps=4)
+    wide = dict.fromkeys(("sample_positions", "drawn", "last_token"), INT64S)
+    types |= wide | {"logits_rows": INT32S, "acceptance": "fp32"}
+    compiled(by_triton._accept_drafts_kernel, types, {}, num_warps=1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.checkpoint.quantization import Int4Blocks, Int8, Quantization
-from pipeinfer.engine import loading
+from pipeinfer.engine import choices
 from pipeinfer.layers.linear import Embedding, LMHead, VocabParallelWeight, create_weight
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.layers.quantized import (
@@ -129,17 +129,17 @@ def test_head_and_embedding_share_their_numbers(rank: int) -> None:
 def test_a_cpu_computes_in_bfloat16_where_it_has_instructions_for_it(
     monkeypatch, stored, device, fast, expected
 ) -> None:
-    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: fast)
-    outline = loading.ModelOutline("LlamaForCausalLM", 10, 10, stored)
-    assert loading._dtype("auto", outline, device) == expected
-    assert loading._dtype("float32", outline, device) == torch.float32
+    monkeypatch.setattr(choices, "multiplies_bfloat16", lambda: fast)
+    outline = choices.ModelOutline("LlamaForCausalLM", 10, 10, stored)
+    assert choices._dtype("auto", outline, device) == expected
+    assert choices._dtype("float32", outline, device) == torch.float32
 
 
 def test_eight_bits_are_refused_where_nothing_multiplies_them() -> None:
     for device, dtype in (("cpu", torch.float32), ("cuda", HALF)):
         with pytest.raises(ConfigurationError, match="--quantization int8 is for CPUs"):
-            loading._quantization(Settings(quantization="int8"), Path("model"), device, dtype)
-    assert loading._quantization(Settings(), Path("model"), "cpu", HALF) == ("auto", frozenset())
+            choices._quantization(Settings(quantization="int8"), Path("model"), device, dtype)
+    assert choices._quantization(Settings(), Path("model"), "cpu", HALF) == ("auto", frozenset())
 
 
 def in_4_bits(names: set[str]) -> Placement:

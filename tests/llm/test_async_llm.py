@@ -129,7 +129,9 @@ async def test_it_is_started_once(async_llm: AsyncLLM) -> None:
         await gather(AsyncLLM().generate("a"))
 
 
-async def test_closing_ends_running_streams_and_all_processes(small: dict[str, Any]) -> None:
+async def test_closing_ends_streams_processes_and_who_waits_for_sleep(
+    small: dict[str, Any],
+) -> None:
     before = set(psutil.Process().children())
     llm = AsyncLLM(**small)
     await llm.start()
@@ -138,9 +140,13 @@ async def test_closing_ends_running_streams_and_all_processes(small: dict[str, A
     stream = llm.generate("abc", ENDLESS)
     first = await anext(stream)
     assert first.finish_reason is None
+    asleep = asyncio.ensure_future(llm.sleep())  # when that request has ended
+    await asyncio.sleep(0)
     await llm.close()
     rest = await gather(stream)
     assert rest[-1].finish_reason == "abort"
+    with pytest.raises(PipelineStopped):
+        await asleep
     assert not any(child.is_running() for child in children)
     await llm.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -201,21 +207,10 @@ async def test_requests_that_come_while_it_sleeps_wait_for_its_waking(async_llm:
     assert got == [token for delta in expected for token in delta.token_ids]
 
 
-async def test_who_waits_for_its_sleep_hears_that_it_was_closed(small: dict[str, Any]) -> None:
-    async with AsyncLLM(**small) as llm:
-        stream = llm.generate("abc", ENDLESS)
-        await anext(stream)
-        asked = asyncio.ensure_future(llm.sleep())  # when that request has ended
-        await asyncio.sleep(0)
-        await llm.close()
-        with pytest.raises(PipelineStopped):
-            await asked
-        with contextlib.suppress(PipelineStopped, RequestError):
-            await stream.aclose()
-
-
-async def test_where_memory_cannot_be_given_back_it_does_not_sleep(small: dict[str, Any]) -> None:
-    async with AsyncLLM(**small, no_keep_memory=True) as llm:
+async def test_where_memory_cannot_be_given_back_it_does_not_sleep(
+    in_process: dict[str, Any],
+) -> None:
+    async with AsyncLLM(**in_process, no_keep_memory=True) as llm:
         with pytest.raises(RuntimeError, match="engine-0-0 cannot give its memory back"):
             await llm.sleep()
         assert await gather(llm.generate("abc", GREEDY))

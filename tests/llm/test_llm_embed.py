@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from embedding_checkpoints import (
     without_head,
 )
 from pipeinfer import LLM, PoolingParams
+from pipeinfer.cli.main import main
 from pipeinfer.llm import ConfigurationError, RequestError
 from pipeinfer.runtime.local import check_model
 from pipeinfer.settings import Settings
@@ -37,15 +37,12 @@ def embedding_model(cache: CheckpointCache, folder: Path, architecture: str) -> 
     return with_modules(made, "Normalize", prompts={"prompts": PROMPTS})
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
-)
-def test_vectors_are_those_of_transformers(cache, tmp_path, small, architecture):
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen3ForCausalLM"])
+def test_vectors_are_those_of_transformers(cache, tmp_path, in_process, architecture):
     folder = embedding_model(cache, tmp_path / "model", architecture)
     asked = texts(100)
     expected = expected_vectors(folder, asked)
-    with LLM(str(folder), **small, max_step_tokens=64) as llm:  # longer texts come in chunks
+    with LLM(str(folder), **in_process, max_step_tokens=64) as llm:  # longer texts come in chunks
         outputs = llm.embed(asked)
         again = llm.embed(asked[:5])  # out of the prefix cache
     found = np.array([one.outputs.embedding for one in outputs])
@@ -57,10 +54,10 @@ def test_vectors_are_those_of_transformers(cache, tmp_path, small, architecture)
     np.testing.assert_allclose([one.outputs.embedding for one in again], found[:5], atol=1e-5)
 
 
-def test_a_generating_model_makes_vectors_where_it_is_asked_to(cache, small):
+def test_a_generating_model_makes_vectors_where_it_is_asked_to(cache, in_process):
     folder = cache("Qwen3ForCausalLM")
     asked = texts(10)
-    with LLM(str(folder), task="embed", **small) as llm:
+    with LLM(str(folder), task="embed", **in_process) as llm:
         found = [one.outputs.embedding for one in llm.embed(asked, PoolingParams(normalize=False))]
         with pytest.raises(ValueError, match="generates no texts"):
             llm.generate("a")
@@ -85,9 +82,9 @@ def test_a_generating_model_makes_vectors_where_it_is_asked_to(cache, small):
     )
 
 
-def test_what_no_stage_could_read_is_refused_at_once(cache, small):
+def test_what_no_stage_could_read_is_refused_at_once(cache, in_process):
     folder = cache("Qwen3ForCausalLM")
-    with LLM(str(folder), task="embed", **small) as llm:
+    with LLM(str(folder), task="embed", **in_process) as llm:
         for wrong in (2.5, True, "2", np.int64(2)):
             with pytest.raises(RequestError, match="PoolingParams"):
                 llm.embed("a", PoolingParams(dimensions=wrong))
@@ -112,11 +109,11 @@ def test_what_no_stage_could_read_is_refused_at_once(cache, small):
     assert vectors == [vectors[0]] * 4
 
 
-def test_prompts_of_the_checkpoint_come_before_texts(cache, tmp_path, small):
+def test_prompts_of_the_checkpoint_come_before_texts(cache, tmp_path, in_process):
     folder = embedding_model(cache, tmp_path / "model", "Qwen3ForCausalLM")
     with_modules(folder, prompts={"prompts": PROMPTS, "default_prompt_name": "query"})
     expected = expected_vectors(folder, [PROMPTS["query"] + "river", "river"], normalize=False)
-    with LLM(str(folder), **small) as llm:
+    with LLM(str(folder), **in_process) as llm:
         found = [
             llm.embed("river", PoolingParams(prompt_name=name))[0].outputs.embedding
             for name in (None, "query", "document")
@@ -124,23 +121,20 @@ def test_prompts_of_the_checkpoint_come_before_texts(cache, tmp_path, small):
     np.testing.assert_allclose(found, expected[[0, 0, 1]], rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_without_a_head_generates_nothing(cache, tmp_path):
+def test_a_model_without_a_head_generates_nothing(cache, tmp_path, capsys):
     folder = embedding_model(cache, tmp_path / "model", "LlamaForCausalLM")
     for command in (["generate", "hi"], ["chat"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeinfer", *command, "--model", str(folder)],
-            input="hi\n", capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 2 and "no head for logits" in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(main([*command, "--model", str(folder)]))
+        assert ended.value.code == 2 and "no head for logits" in capsys.readouterr().err
 
 
-def test_a_generating_model_refuses_vectors(small):
-    with LLM(**small) as llm, pytest.raises(ValueError, match="task='embed'"):
+def test_a_generating_model_refuses_vectors(in_process):
+    with LLM(**in_process) as llm, pytest.raises(ValueError, match="task='embed'"):
         llm.embed("a")
 
 
-def test_what_makes_no_vectors_of_last_tokens_is_refused(cache, tmp_path, small):
+def test_what_makes_no_vectors_of_last_tokens_is_refused(cache, tmp_path, in_process):
     folder = tmp_path / "model"
     shutil.copytree(cache("Qwen3ForCausalLM"), folder)
     for kinds, pooling, told in (
@@ -154,7 +148,7 @@ def test_what_makes_no_vectors_of_last_tokens_is_refused(cache, tmp_path, small)
         with pytest.raises(ConfigurationError, match=told):  # before a stage loads anything
             check_model(Settings(model=str(folder)))
         with pytest.raises(ConfigurationError, match=told):
-            LLM(str(folder), **small)
+            LLM(str(folder), **in_process)
     with_modules(folder)
     modules = json.loads((folder / "modules.json").read_text())
     for path in ("../other", "/tmp"):

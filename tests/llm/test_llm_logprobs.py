@@ -72,10 +72,10 @@ def test_more_than_twenty_alternatives_are_refused(llm: LLM, name: str, most: in
     assert caught.value.param == name
 
 
-def test_deltas_carry_the_log_probs_of_their_tokens(small) -> None:
+def test_deltas_carry_the_log_probs_of_their_tokens(in_process) -> None:
     async def run():
         params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, prompt_logprobs=0)
-        async with AsyncLLM(**small) as llm:
+        async with AsyncLLM(**in_process) as llm:
             return [delta async for delta in llm.generate("Hello", params)]
 
     deltas = asyncio.run(run())

@@ -14,11 +14,11 @@ from thinking_models import QUESTION, SCHEMA, TEMPLATES, make_thinking
 
 
 @pytest.fixture(scope="module")
-def thinking(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def thinking(in_process: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """Whose tags are several tokens each."""
     folder: Path = tmp_path_factory.mktemp("thinking") / "m"
     model = make_thinking(folder, TEMPLATES["opens or is silent"])
-    with LLM(str(model), **small) as llm:
+    with LLM(str(model), **in_process) as llm:
         yield llm
 
 

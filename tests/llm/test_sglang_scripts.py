@@ -20,10 +20,10 @@ GREEDY = {"temperature": 0, "max_new_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def engine(small: dict[str, Any]) -> Iterator[Any]:
+def engine(in_process: dict[str, Any]) -> Iterator[Any]:
     llm = sgl.Engine(
         model_path="", grammar_backend="xgrammar", disable_overlap_schedule=False,
-        trust_remote_code=False, pp_size=1, **small,
+        trust_remote_code=False, pp_size=1, **in_process,
     )  # fmt: skip
     yield llm
     llm.shutdown()

@@ -18,6 +18,7 @@ from pipeinfer import (
     BeamSearchParams,
     EngineArgs,
     FlexibleArgumentParser,
+    LoRARequest,
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
@@ -331,8 +332,10 @@ def test_keywords_of_methods_that_ask_for_nothing_are_taken(llm: LLM) -> None:
     assert len(outputs) == 2
     with pytest.raises(ValueError, match="2 prompts, but 1 priorities"):
         llm.generate(["a", "b"], GREEDY, priority=[1])
-    with pytest.raises(RequestError, match="Merge them into the checkpoint"):
-        llm.generate("a", GREEDY, lora_request=object())
+    with pytest.raises(RequestError, match="must be a LoRARequest"):
+        llm.generate("a", GREEDY, lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="loaded without enable_lora=True"):
+        llm.generate("a", GREEDY, lora_request=LoRARequest("one", 1, "/nowhere"))
     with pytest.raises(RequestError, match="truncate_prompt_tokens"):
         llm.generate("a", GREEDY, tokenization_kwargs={"max_length": 3})
     with pytest.raises(RequestError, match="reach the template as one text"):
@@ -374,7 +377,7 @@ def test_an_llm_that_nobody_holds_ends_its_processes(small: dict[str, Any]) -> N
 
 
 def test_params_have_all_fields_of_those_that_stages_know_with_the_same_defaults() -> None:
-    ours, theirs = SamplingParams(), params.SamplingParams()
+    ours, theirs = SamplingParams(), params.RequestParams()
     assert len(SHARED_FIELDS) > 20
     for name in SHARED_FIELDS:
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -419,7 +422,7 @@ def test_keywords_that_ask_for_nothing_are_left_out() -> None:
         "served_model_name": ["mine"],
     }  # fmt: skip
     assert settings_of(given) == {
-        "model": "m", "max_model_len": 64, "tp": 1, "dtype": "float16",
+        "model": "m", "enable_lora": False, "max_model_len": 64, "tp": 1, "dtype": "float16",
         "served_model_name": "mine",
     }  # fmt: skip
     nothing: dict[str, Any] = dict.fromkeys([*VLLM_KEYWORDS, *NEUTRAL_VALUES])
@@ -430,7 +433,7 @@ def test_keywords_that_ask_for_nothing_are_left_out() -> None:
 def test_all_keywords_that_ask_for_something_else_are_named_at_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
         LLM(
-            "m", tokenizer="other", enable_lora=True, pipeline_parallel_size=2, seed=-5,
+            "m", tokenizer="other", max_cpu_loras=9, pipeline_parallel_size=2, seed=-5,
             trust_remote_code=True, kv_cache_memory_bytes=2**30, generation_config="vllm",
             max_modl_len=10, enable_chunked_prefill=False, cpu_offload_gb=4, spec_tokens=3,
             swap_space=4,
@@ -441,11 +444,11 @@ def test_all_keywords_that_ask_for_something_else_are_named_at_once() -> None:
     assert len(lines) == len(said) - 1 == 11
     assert lines["swap_space=4"].startswith("Keys and values stay in the device's memory.")
     assert lines["tokenizer='other'"].startswith("The tokenizer is the checkpoint's")
-    assert "Merge them" in lines["enable_lora=True"]
+    assert "when they are needed" in lines["max_cpu_loras=9"]
     assert lines["pipeline_parallel_size=2"] == "A group is as large as tp."
     assert lines["trust_remote_code=True"] == "No Python of a checkpoint runs."
     assert lines["kv_cache_memory_bytes=1073741824"].startswith("Use kv_pages.")
     assert "SamplingParams()" in lines["generation_config='vllm'"]
     assert "always cut" in lines["enable_chunked_prefill=False"]
-    assert "guessed ahead" in lines["spec_tokens=3"]
+    assert "num_speculative_tokens" in lines["spec_tokens=3"]
     assert "--seed" in lines

@@ -29,7 +29,7 @@ from pipeinfer.memory.page_directory import (
     salt_digest,
 )
 from pipeinfer.messages import Admit, Extend, Plan, Release
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.step import LAST_TOKEN, Step
 from pipeinfer.wire import PREFIX_UPPER, pack, unpack
 
@@ -175,7 +175,7 @@ class MemoryMachine(RuleBasedStateMachine):
             pack(sequence.tokens),
             len(sequence.prompt),
             sequence.max_total,
-            SamplingParams(),
+            RequestParams(),
             sequence.seed,
             cache_salt=sequence.salt,
         )
@@ -403,12 +403,10 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.cache == "radix" or memory.num_evictable == 0
 
 
-@pytest.mark.parametrize(
-    ("page_size", "cache"), [(1, "radix"), (4, "radix"), (16, "radix"), (1, "naive"), (16, "naive")]
-)
+@pytest.mark.parametrize(("page_size", "cache"), [(1, "radix"), (4, "radix"), (16, "naive")])
 def test_every_row_reads_the_kv_of_its_own_tokens(page_size: int, cache: str, monkeypatch):
     monkeypatch.setattr("pipeinfer.memory.pages.MIN_SHARED_TOKENS", 1)
     machine = type("Machine", (MemoryMachine,), {"page_size": page_size, "cache": cache})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
+        machine, settings=settings(max_examples=20, stateful_step_count=40, deadline=None)
     )

@@ -13,7 +13,7 @@ from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager, Rows, RunningDigest
 from pipeinfer.memory.pages import IntegrityError, ProtocolError
 from pipeinfer.messages import Admit, Extend, Plan, Release
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step import Step
 from pipeinfer.wire import pack
@@ -75,7 +75,7 @@ def admit(
         pack(tokens),
         prompt_len or len(tokens),
         max_total,
-        SamplingParams(),
+        RequestParams(),
         seed=slot,
         **more,
     )
@@ -409,7 +409,7 @@ def test_row_without_pages_is_deferred_and_nothing_of_it_is_touched():
     rows = memory.plan({1: 99, 0: 1}, [admit(1, [1] * 8)])
     assert rows.deferred.tolist() == [True, False]
     assert rows.counts.tolist() == [0, 1]
-    assert memory.manager.slots.num_computed[1] == 0 and memory.manager.table.num_pages[1] == 0
+    assert memory.manager.slots.num_projected[1] == 0 and memory.manager.table.num_pages[1] == 0
     memory.device.run(memory.step(rows))
     rows, ids = memory.run({1: 99}, releases=[Release(0, False)])
     assert rows.counts.tolist() == [8] and len(ids) == 1
@@ -473,7 +473,7 @@ def test_decodes_that_go_on_alike_end_at_the_shortest_limit():
     for number in range(20):
         rows = memory.plan({0: 1, 1: 1})
         computed = [min(4 + number, 8), 3 + number]
-        assert memory.manager.slots.num_computed[:2].tolist() == computed
+        assert memory.manager.slots.num_projected[:2].tolist() == computed
         assert rows.counts.tolist() == [int(number < 5), 1]
 
 

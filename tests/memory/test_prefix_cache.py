@@ -148,7 +148,7 @@ class RadixMachine(RuleBasedStateMachine):
 def test_tree_agrees_with_a_dictionary_of_pages(page_size: int):
     machine = type("Machine", (RadixMachine,), {"page_size": page_size})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None)
+        machine, settings=settings(max_examples=40, stateful_step_count=50, deadline=None)
     )
 
 

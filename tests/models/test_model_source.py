@@ -36,6 +36,11 @@ def test_missing_folder_is_not_looked_for_on_the_hub(name: str) -> None:
         resolve_model(name)
 
 
+def test_a_name_that_no_file_may_have_is_an_error_of_the_configuration() -> None:
+    with pytest.raises(ConfigurationError, match=r"^model 'a{200}': File name too long$"):
+        resolve_model("a" * 300)
+
+
 def test_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()

@@ -15,7 +15,7 @@ from checkpoints import CheckpointCache, load_reference
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.quantization import choose_quantization
-from pipeinfer.engine.loading import choose_engine
+from pipeinfer.engine.choices import choose_engine
 from pipeinfer.kernels.formats import quantize_rows, quantize_rows_min_error
 from pipeinfer.layers.weight import UnquantizedWeight
 from pipeinfer.models.loading import build_model, check_checkpoint, fill_dummy, load_weights

@@ -22,9 +22,9 @@ from cores import Cores
 
 from checkpoints import VOCAB_SIZE, load_reference
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.engine.loading import choose_engine
+from pipeinfer.engine.choices import choose_engine
 from pipeinfer.models.loading import check_checkpoint
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.settings import ConfigurationError, Settings
 from quantized_checkpoints import quantize
 
@@ -109,7 +109,7 @@ def greedy(folder: Path) -> list[int]:
 
 def answer(folder: Path, **further) -> list[int]:
     cores = Cores(folder, Settings(kv_pages=16, page_size=16, max_running=2, **further))
-    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    params = RequestParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     cores.submit("a", prompt(), params)
     cores.run()
     return cores.outputs["a"]

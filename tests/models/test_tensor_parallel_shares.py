@@ -13,7 +13,7 @@ import torch
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import ModelConfig, read_config
-from pipeinfer.engine.loading import choose_engine
+from pipeinfer.engine.choices import choose_engine
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.loading import build_model, fill_dummy, load_weights
 from pipeinfer.settings import ConfigurationError, Settings

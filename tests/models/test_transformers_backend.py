@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import ModelOutline, read_config, read_outline
-from pipeinfer.engine.loading import choose_engine, load_engine
+from pipeinfer.engine.choices import choose_engine
+from pipeinfer.engine.loading import load_engine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.models.loading import build_model, fill_dummy
 from pipeinfer.models.transformers_backend import (

@@ -1,4 +1,4 @@
-"""A real Prometheus beside a real server: what it scrapes, and alerts when the engine is lost."""
+"""A real Prometheus beside a real server: what it scrapes, and alerts when a stage is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from servers import Server, fetch
 
 WHY_NOT = missing("prometheus")
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-ENGINE, RESTARTS = "engine-0-0", "pipeinfer_stage_restarts_total"
+VICTIM, RESTARTS = "detokenizer-0", "pipeinfer_stage_restarts_total"
 
 
 class Prometheus:
@@ -138,27 +138,25 @@ def test_dashboards_of_vllm_find_its_names(server, prometheus):
         prometheus.wait(lambda of=wanted: prometheus.values(of) != {}, f"no vllm:{name}")
 
 
-def test_an_engine_that_hangs_and_one_that_is_killed_again_and_again_raise_alerts(
-    server, prometheus
-):
-    pid = server.pid("engine")
+def test_a_stage_that_hangs_and_one_that_is_killed_again_and_again_raise_alerts(server, prometheus):
+    pid = server.pid("detokenizer")
     os.kill(pid, signal.SIGSTOP)  # it says nothing, and nobody starts it again
-    down = {("PipeinferStageDown", ENGINE), ("PipeinferNotReady", "")}
+    down = {("PipeinferStageDown", VICTIM), ("PipeinferNotReady", "")}
     try:
-        prometheus.wait(lambda: prometheus.firing() >= down, "the engine is not missed")
+        prometheus.wait(lambda: prometheus.firing() >= down, "the stage is not missed")
         assert ("PipeinferStageDown", "tokenizer-0") not in prometheus.firing()
-        assert prometheus.values("pipeinfer_stage_up")[ENGINE] == 0
+        assert prometheus.values("pipeinfer_stage_up")[VICTIM] == 0
     finally:
         os.kill(pid, signal.SIGKILL)
     for killed in range(1, 4):
-        prometheus.wait(lambda n=killed: prometheus.values(RESTARTS)[ENGINE] == n, "no restart")
+        prometheus.wait(lambda n=killed: prometheus.values(RESTARTS)[VICTIM] == n, "no restart")
         server.wait(lambda: server.get("/health/ready")[0] == 200, "never ready again")
         if killed < 3:
             assert not {a for a in prometheus.firing() if a[0] == "PipeinferStageRestarts"}
-            os.kill(server.pid("engine"), signal.SIGKILL)
-    often = {("PipeinferStageRestarts", ENGINE)}
+            os.kill(server.pid("detokenizer"), signal.SIGKILL)
+    often = {("PipeinferStageRestarts", VICTIM)}
     prometheus.wait(lambda: prometheus.firing() == often, "restarts alone are left to be told")
-    expected = {"engine-0-0": 3, "tokenizer-0": 0, "scheduler-0": 0, "detokenizer-0": 0}
+    expected = {VICTIM: 3, "tokenizer-0": 0, "scheduler-0": 0, "engine-0-0": 0}
     counts = prometheus.values(RESTARTS)
     assert {stage: counts[stage] for stage in expected} == expected
     ask(server)

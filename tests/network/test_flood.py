@@ -23,7 +23,7 @@ from pipeinfer.topology import Topology, socket_address
 from port_rows import port_row
 from servers import Server
 
-ATTACK = 1.5  # seconds
+ATTACK = 0.7  # seconds
 GROWTH = 100 << 20  # bytes that a stage may be larger afterwards, besides what it always needs
 LINES = 30  # of log: four kinds of bad frames and, once a minute, handshakes, at five stages
 
@@ -177,7 +177,7 @@ def test_floods_of_bad_frames_by_somebody_with_the_key(victim):
                     time.sleep(0.001)  # the machine has other things to do as well
 
     attack(victim, one)
-    assert _sums(victim, "bad_frames") > before + 1_000
+    assert _sums(victim, "bad_frames") > before + 300
     said = "\n".join(victim.server.log)
     assert f"old speaks protocol {PROTOCOL - 1}, this process {PROTOCOL}" in said
 

@@ -34,12 +34,12 @@ from pipeinfer.messages import (
 from pipeinfer.observe.observer import LastMinute
 from pipeinfer.observe.spans import Exchange, SpanStore
 from pipeinfer.observe.stages import OBSERVERS, span_observer
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.runtime.stage import BUILDERS
 from pipeinfer.tokenizer.core import Encode
 from pipeinfer.wire import pack
 
-PARAMS = SamplingParams(max_tokens=8)
+PARAMS = RequestParams(max_tokens=8)
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 CONTEXT = {"gateway": 0, "params": PARAMS, "seed": 1}
 
@@ -99,7 +99,7 @@ def submit(**changed) -> Submit:
 
 def test_each_choice_has_its_own_passage_through_the_gateway():
     one = Watched("gateway")
-    call = Call("r", SamplingParams(n=2, max_tokens=8), text="x", trace=TRACE)
+    call = Call("r", RequestParams(n=2, max_tokens=8), text="x", trace=TRACE)
     one.saw(call, ("tokenizer-0", submit(choices=(0, 1))))
     one.saw(Accepted(request_id="r", attempt=1, group=1, prompt_tokens=5, choices=(0, 1)))
     one.saw(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 EVIL = "evil.example.org"
+DESK = {"width": 1280, "height": 720}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 
 BROKEN_WORDS = r"""(selector) => [...document.querySelectorAll(selector)].flatMap((cell) => {
@@ -28,23 +29,21 @@ BROKEN_WORDS = r"""(selector) => [...document.querySelectorAll(selector)].flatMa
 ARGUMENTS = ["--no-sandbox", f"--host-resolver-rules=MAP {EVIL} 127.0.0.1"]
 
 
-@pytest.fixture(scope="module")
-def browser():
+@pytest.fixture(scope="session")
+def browser(shared):
+    """One for all files of this folder: a browser takes two seconds of processor time to start."""
     if not CHROMIUM:
         pytest.skip("the program chromium is not installed (Debian's package chromium)")
     sync_api = pytest.importorskip(
         "playwright.sync_api", reason="the package playwright is not installed"
     )
     try:
-        playwright = sync_api.sync_playwright().start()
+        playwright = shared.enter_context(sync_api.sync_playwright())
     except FileNotFoundError as error:
         pytest.skip(f"the package playwright came without its driver: {error}")
-    try:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield launched
-        launched.close()
-    finally:
-        playwright.stop()
+    launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    shared.callback(launched.close)
+    return launched
 
 
 @pytest.fixture
@@ -53,10 +52,19 @@ def evil() -> str:
     return EVIL
 
 
+@pytest.fixture(scope="module")
+def reused(browser):
+    """The page that tests have one after another: a new one costs more than most of them do."""
+    context = browser.new_context()
+    yield context.new_page()
+    context.close()
+
+
 @pytest.fixture
-def open_page(browser):
-    """open_page(url, **options of the context): a page; those of a test share nothing."""
-    contexts, wrong = [], []
+def open_page(browser, reused):
+    """open_page(url, **options of the context): a page; tests share nothing, nor do those of one
+    test. cuts: its connections are lost on purpose."""
+    wrong, opened = [], []
 
     def heard(message):
         told = "Failed to load resource: the server responded with a status of "
@@ -64,34 +72,68 @@ def open_page(browser):
         if message.type in ("error", "warning") and not message.text.startswith(refused):
             wrong.append(f"{message.type}: {message.text}")
 
-    def opened(url, init="", **options):
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
+    def open_one(
+        url,
+        init="",
+        cuts=False,
+        viewport=DESK,
+        color_scheme="light",
+        reduced_motion="no-preference",
+        **options,
+    ):
+        new = init or options or opened
+        page = browser.new_context(**options).new_page() if new else reused
+        lost = "Failed to load resource: net::ERR_"
+        hears = {
+            "console": lambda m: (cuts and m.text.startswith(lost)) or heard(m),
+            "pageerror": lambda error: wrong.append(f"{error}\n{error.stack}"),
+        }
+        opened.append((page, hears))
         page.set_default_timeout(30_000)
-        page.on("console", heard)
-        page.on("pageerror", lambda error: wrong.append(f"{error}\n{error.stack}"))
+        for event, hear in hears.items():
+            page.on(event, hear)
         if init:
             page.add_init_script(init)
+        page.set_viewport_size(viewport)
+        page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
         page.goto(url)
         return page
 
-    yield opened
-    for context in contexts:
-        context.close()
+    yield open_one
+    for page, hears in opened:
+        if page is reused:
+            forget(page, hears)
+        else:
+            page.context.close()
     assert wrong == []
+
+
+def forget(page, hears) -> None:
+    """All that a test left in it."""
+    for event, hear in hears.items():
+        page.remove_listener(event, hear)
+    page.unroute_all()
+    origin = page.evaluate("() => origin")
+    page.goto("about:blank")  # closes its databases
+    session = page.context.new_cdp_session(page)
+    session.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"})
+    session.detach()
 
 
 @pytest.fixture
 def no_violations(browser):
-    """no_violations(page): nothing that axe finds is serious or critical."""
+    """no_violations(page, *selectors): nothing that axe finds, of all or in these, is serious or
+    critical."""
     axe = pytest.importorskip(
         "axe_playwright_python.base", reason="the package axe-playwright-python is not installed"
     )
     source = Path(axe.__file__).with_name("axe.min.js").read_text()
 
-    def check(page):
+    run = "(within) => axe.run(within, { resultTypes: ['violations'] })"
+
+    def check(page, *selectors):
         page.evaluate(source)
-        found = page.evaluate("() => axe.run({ resultTypes: ['violations'] })")["violations"]
+        found = page.evaluate(run, {"include": list(selectors) or ["html"]})["violations"]
         bad = [
             f"{one['id']}: {one['help']}: {node['target']} {node['failureSummary']}"
             for one in found

@@ -14,12 +14,23 @@ import numpy as np
 
 from kept_logits import kept
 from pipeinfer.core import Compiled, Tick
-from pipeinfer.engine.core import Compile, Compute, EngineCore
+from pipeinfer.engine.core import (
+    AdapterRead,
+    ClaimPages,
+    Compile,
+    Compute,
+    EngineCore,
+    FillPages,
+    FindPages,
+    FoundPages,
+)
 from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.loading import load_engine
+from pipeinfer.engine.lora import load_adapter
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Hello, Plan, PromptTokens, Tokens, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.memory.page_directory import ChainTracker, PageDirectory, directory_bytes
+from pipeinfer.messages import PROTOCOL, Hello, LoadAdapter, Plan, PromptTokens, Tokens, Work
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.policies import Mixed, StepComposer
 from pipeinfer.settings import Settings
@@ -34,7 +45,7 @@ class Nuisance:
 
     def compose(self, composer: StepComposer) -> None:
         self._steps += 1
-        if self._steps % 9 == 0:
+        if self._steps % 6 == 0:
             composer.preempt_one()
         self._mixed.compose(composer)
 
@@ -45,33 +56,41 @@ class Cores:
     logits: (request id, position) -> float32 [vocab] from which the token there was sampled. With
     `collectives`, of that rank's share; the cores of all ranks then do the same at the same time.
     `loaded`: an engine whose former cores are not used any more, instead of loading one. `masks`:
-    for requests with a grammar. `late`: whoever runs them captures most graphs.
+    for requests with a grammar. `late`: whoever runs them captures most graphs. `keeps_pages`: what
+    steps have filled is written into `directory`.
     """
 
     def __init__(
         self, folder, settings: Settings, policy="mixed", budget=256, collectives=None, loaded=None,
-        masks=None, late=False,
+        masks=None, late=False, keeps_pages=False,
     ) -> None:  # fmt: skip
         rank = collectives.rank if collectives else 0
         settings = msgspec.structs.replace(settings, all_graphs_first=not late)
         loaded = loaded or load_engine(settings, folder, rank=rank, collectives=collectives)
         self.loaded = loaded
         self.masks = masks
+        sizes = loaded.pages, loaded.page_size
+        self.directory = PageDirectory(memoryview(bytearray(directory_bytes(*sizes))), *sizes)
+        self.directory.begin(b"model")
         self.memory = MemoryManager(
-            loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
-        )
+            *sizes, loaded.max_slots, loaded.max_model_len, settings.cache,
+            ChainTracker(*sizes, loaded.max_slots) if keeps_pages else None,
+        )  # fmt: skip
         hello = Hello(
             PROTOCOL, "test", 0, 1, 1, "model", loaded.page_size, loaded.pages - 1,
             loaded.max_slots, loaded.max_model_len, loaded.attention,
-            step_cost=loaded.step_cost,
+            step_cost=loaded.step_cost, max_drafts=loaded.max_drafts,
+            max_draft_rows=loaded.max_draft_rows, draft_model=loaded.draft_model,
         )  # fmt: skip
         shares = loaded.runner.shares
         self.engine = EngineCore(hello, "scheduler-0", self.memory, shares=shares)
         options = SchedulerOptions(
             policy, settings.overlap_depth, settings.max_running, budget,
             mixed_step_tokens=settings.mixed_step_tokens,
+            max_loras=settings.max_loras if settings.enable_lora else 0,
         )  # fmt: skip
         self.scheduler = SchedulerCore(options)
+        self.scheduler._planner._drafter.min_rate = 0.0  # every guess is verified
         self.logits: dict[tuple[str, int], np.ndarray] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -84,7 +103,7 @@ class Cores:
         self._to_scheduler(self.engine.handle(Tick(), 0.0)[0].message)
         self._run_one_result()
 
-    def submit(self, name: str, prompt: list[int], params: SamplingParams, seed=0, **work) -> None:
+    def submit(self, name: str, prompt: list[int], params: RequestParams, seed=0, **work) -> None:
         self.outputs[name], self.logprobs[name], self.prompt_logprobs[name] = [], b"", b""
         self._to_scheduler(Work(name, 1, 0, 0, pack(prompt), params, seed, **work))
 
@@ -128,6 +147,14 @@ class Cores:
         for send in self.engine.handle(message, 0.0):
             if isinstance(send.message, Compile):
                 self._to_engine(Compiled(send.message.request_id))
+            elif isinstance(send.message, FindPages):
+                self._to_engine(FoundPages.of(self.directory.read().believed()))
+            elif isinstance(send.message, ClaimPages):
+                self.directory.invalidate(send.message.pages)
+            elif isinstance(send.message, FillPages):
+                self.directory.validate(send.message.chains)
+            elif isinstance(send.message, LoadAdapter):
+                self._load_adapter(send.message)
             elif isinstance(send.message, Compute):
                 # The slots of this step, before a later plan gives them to somebody else.
                 names = [self._slots[slot] for slot in send.message.step.slots.tolist()]
@@ -135,6 +162,13 @@ class Cores:
             else:
                 self._results.append(send.message)
         self.memory.check_integrity()
+
+    def _load_adapter(self, load: LoadAdapter) -> None:
+        """At once: there must be a slot for each adapter."""
+        bank = self.loaded.runner.adapters
+        weights = load_adapter(load.adapter, bank)
+        self.loaded.runner.device.run(lambda: bank.put(load.slot, weights))
+        self._to_engine(AdapterRead(load.epoch, load.number))
 
     def _run_step(self, item) -> None:
         step, names = item
@@ -151,8 +185,8 @@ class Cores:
 
     def _remember(self, step, names, flight) -> None:
         """What the rows that sample sampled from, by request and position."""
-        if flight.logits is None:
-            return
+        if flight.logits is None or step.drafts is not None:
+            return  # where rows with drafts are, the device alone knows
         logits = kept(flight).float().cpu().numpy()
         ends = (step.starts + step.counts).tolist()
         sampling = np.flatnonzero(step.samples).tolist()

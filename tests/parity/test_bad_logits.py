@@ -7,12 +7,12 @@ import pytest
 from cores import Cores
 
 from checkpoints import make_checkpoint
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.settings import Settings
 
 POISON = 261
 SHARED = list(range(40, 80))  # two whole pages of 16, and a half
-PLAIN = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PLAIN = RequestParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 KNOBS = (
     {}, {"top_k": 4}, {"top_p": 0.9, "presence_penalty": 0.5},
     {"repetition_penalty": 1.3, "min_tokens": 9, "stop_token_ids": (3, 4)},
@@ -31,12 +31,12 @@ def cores(folder, **changes) -> Cores:
     return Cores(folder, Settings(model=str(folder), **settings), budget=64)
 
 
-def good(count: int = 8) -> list[tuple[list[int], SamplingParams]]:
+def good(count: int = 8) -> list[tuple[list[int], RequestParams]]:
     random = np.random.default_rng(3)
     made = []
     for index in range(count):
         prompt = random.integers(0, 250, int(random.integers(2, 30))).tolist()
-        params = SamplingParams(
+        params = RequestParams(
             temperature=0.8 * (index % 2), max_tokens=14, ignore_eos=True, **KNOBS[index % 4]
         )
         made.append(((SHARED if index % 3 else []) + prompt, params))
@@ -55,7 +55,7 @@ def serve(made: Cores, bad: int, repeat: int = 1) -> dict[str, list[int]]:
     return {name: ids for name, ids in made.outputs.items() if name[0] == "g"}
 
 
-@pytest.mark.parametrize("changes", [{}, {"cache": "naive"}, {"overlap_depth": 1}])
+@pytest.mark.parametrize("changes", [{}, {"cache": "naive", "overlap_depth": 1}])
 def test_others_get_the_tokens_that_they_get_without_it(folder, changes):
     expected = serve(cores(folder, **changes), 0, 2)
     made = cores(folder, **changes)

@@ -11,11 +11,11 @@ import torch
 from cores import Cores
 
 from checkpoints import CheckpointCache, load_reference
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.settings import Settings
 from transformers_checkpoints import SERVED, write_transformers_checkpoint
 
-OUTPUTS, PREFIX = 16, 44  # the prefix is longer than the windows
+OUTPUTS, PREFIX = 10, 44  # the prefix is longer than the windows
 GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
 TOLERANCE = 1e-4
 SETTINGS = Settings(model_impl="transformers", page_size=4, kv_pages=400, max_running=8, threads=1)
@@ -39,8 +39,8 @@ def references(folder: Path, lengths: list[int]) -> list[Reference]:
 
 @torch.inference_mode()
 def reference(model, rng: np.random.Generator, prefix: list[int], length: int) -> Reference:
-    for _ in range(10):
-        prompts = torch.tensor(rng.integers(0, 250, (6, length)))
+    for _ in range(15):
+        prompts = torch.tensor(rng.integers(0, 250, (4, length)))
         prompts[:, : len(prefix)] = torch.tensor(prefix, dtype=torch.long)
         out = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=OUTPUTS,
@@ -55,10 +55,10 @@ def reference(model, rng: np.random.Generator, prefix: list[int], length: int) -
 
 
 def served(folder: Path, known: list[Reference], settings: Settings) -> Cores:
-    """Steps of at most 7 tokens, so prompts are cut; the first request leaves its prompt to the
+    """Steps of at most 16 tokens, so prompts are cut; the first request leaves its prompt to the
     others, which come at once."""
-    cores = Cores(folder, settings, budget=7)
-    params = SamplingParams(temperature=0, max_tokens=OUTPUTS, ignore_eos=True)
+    cores = Cores(folder, settings, budget=16)
+    params = RequestParams(temperature=0, max_tokens=OUTPUTS, ignore_eos=True)
     for number, one in enumerate(known):
         cores.submit(f"r{number}", one.prompt, params)
         if number == 0:
@@ -81,13 +81,12 @@ def test_a_decoder_of_transformers_gives_its_tokens_in_chunks_behind_cached_pref
     tmp_path, model_type
 ):
     folder = write_transformers_checkpoint(tmp_path, model_type)
-    known = references(folder, [60, 1, 70, 17, 52])
+    known = references(folder, [52, 1, 60, 17])
     assert len({token for one in known for token in one.ids}) > 3, "it says the same always"
     cores = served(folder, known, SETTINGS)
     assert cores.loaded.uses_transformers
     check(cores, known)
-    shared = [cores.cached[f"r{number}"] for number in (2, 4)]
-    assert min(shared) >= PREFIX - 3
+    assert cores.cached["r2"] >= PREFIX - 3
     assert cores.cached["r3"] == 0
 
 
@@ -99,12 +98,7 @@ def test_auto_leaves_to_transformers_what_pipeinfer_lacks_and_nothing_else(tmp_p
     assert not Cores(own, settings).loaded.uses_transformers
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_both_implementations_of_a_model_give_the_same_tokens(tmp_path, architecture):
-    folder = CheckpointCache(tmp_path)(architecture)
+def test_a_model_that_pipeinfer_has_gives_the_same_tokens_by_transformers(tmp_path):
+    folder = CheckpointCache(tmp_path)("Qwen3ForCausalLM")
     known = references(folder, [50, 9, 60])
-    for model_impl in ("pipeinfer", "transformers"):
-        settings = Settings(
-            model_impl=model_impl, page_size=4, kv_pages=400, max_running=8, threads=1
-        )
-        check(served(folder, known, settings), known)
+    check(served(folder, known, SETTINGS), known)

@@ -7,6 +7,5 @@ from servers import Server
 
 
 @pytest.fixture(scope="session")
-def server():
-    with Server() as running:
-        yield running
+def server(shared):
+    return shared.enter_context(Server())

@@ -20,6 +20,16 @@ def leftovers(server: Server) -> dict[str, float]:
     return under_test.leftovers(server.process.pid)
 
 
+def left_after(server: Server, seconds: float) -> dict[str, float]:
+    """{stage and statistic: value} of requests that some stage still has after so many seconds."""
+    deadline = time.monotonic() + seconds
+    with under_test.StageListener(server.process.pid) as listener:
+        listener.hear_all(time.monotonic() + PATIENCE)
+        while (left := listener.left()) and time.monotonic() < deadline:
+            listener.hear(0.2)
+    return left
+
+
 def statistics(server: Server, stage: str) -> dict[str, float]:
     """Those in the next heartbeat of stage id `stage`."""
     deadline = time.monotonic() + PATIENCE

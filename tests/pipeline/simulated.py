@@ -26,13 +26,21 @@ from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.engine.core import Compile
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import ExpectedStage
-from pipeinfer.gateway.ledger import Call, ClientDisconnected, Failed, OutputDelta
+from pipeinfer.gateway.ledger import (
+    AdoptionEnded,
+    Call,
+    ClientDisconnected,
+    Failed,
+    OutputDelta,
+)
 from pipeinfer.grammars.bounds import GRAMMAR_ERROR
 from pipeinfer.messages import (
     PROTOCOL,
+    Adopt,
     Ended,
     GroupFault,
     Heartbeat,
+    Kept,
     Message,
     Open,
     RankStatus,
@@ -40,7 +48,7 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.params import SamplingParams, choice_id
+from pipeinfer.params import RequestParams, choice_id, choice_ids
 from pipeinfer.runtime.stage import IncarnationFilter
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
@@ -81,7 +89,7 @@ class Client:
     """One request and what its client saw."""
 
     prompt: list[int]
-    params: SamplingParams
+    params: RequestParams
     text: str = ""
     ids: bytes = b""
     finish: str | None = None
@@ -93,8 +101,24 @@ class Client:
     shown_ids: bytes = b""  # with these ids
     offsets: list[int] = field(default_factory=list)
     choice: int = 0
+    kept: bool = False  # its answer outlives gateways
+    lost: bool = False  # its gateway died, and none has adopted it since
+    deltas: list[tuple[str, bytes, str | None]] = field(default_factory=list)
+    before: list[tuple[str, bytes, str | None]] = field(default_factory=list)  # of dead gateways
+
+    def begin_again(self) -> None:
+        """Another gateway has adopted it: all of it comes again, in the same pieces."""
+        self.before = max(self.before, self.deltas, key=len)
+        self.deltas, self.lost = [], False
+        self.text, self.ids, self.finish, self.failed = "", b"", None, None
+        self.logprobs = self.scored = self.shown_ids = b""
+        self.offsets = []
 
     def take(self, delta: OutputDelta) -> None:
+        if self.kept and (delta.text or delta.ids or delta.finish):  # of which events are made
+            self.deltas.append((delta.text, delta.ids, delta.finish))
+            if len(self.deltas) <= len(self.before) and not self.timeout:
+                assert self.deltas[-1] == self.before[len(self.deltas) - 1], "an event differs"
         assert self.finish is None and self.failed is None, f"{delta} after the end"
         assert delta.byte_offset == len(self.text.encode()), f"{delta} after {self.text!r}"
         assert delta.token_offset == len(self.ids) // 4
@@ -179,7 +203,7 @@ class Client:
         return self.shown(outputs, params)
 
     def shown(
-        self, outputs: list[int], params: SamplingParams, failed: bool = False
+        self, outputs: list[int], params: RequestParams, failed: bool = False
     ) -> tuple[str, bytes, str | None]:
         """(text, ids, finish) of all these output tokens at once; `failed`: behind them."""
         stopped = not failed and outputs[-1] in EOS and not params.ignore_eos
@@ -242,6 +266,7 @@ class Simulation:
         self.cut = ""  # the host that nobody else can reach; see host_of
         self.links: dict[tuple[str, int, str], deque[Message]] = {}
         self.clients: dict[str, Client] = {}
+        self.adopted = False  # the gateway knows what the one before it has left
         self.processes: dict[str, Process] = {}
         for stage in self.stages:
             self.start(stage)
@@ -314,7 +339,8 @@ class Simulation:
             self.start(stage)
         if "gateway-0" in stages:
             for client in self.clients.values():
-                client.gone = True
+                client.lost = client.kept
+                client.gone = client.gone or not client.kept
             if not down:
                 self._introduce()
 
@@ -393,6 +419,13 @@ class Simulation:
         name = getattr(message, "request_id", "")
         if isinstance(message, ValidateGrammar | EncodeNext | Compile):
             process.later.append(message)
+        elif isinstance(message, Adopt):
+            submit = message.submit
+            for choice in choice_ids(submit.request_id, submit.choices):
+                assert self.clients[choice].lost and self.clients[choice].kept
+                self.clients[choice].begin_again()
+        elif isinstance(message, AdoptionEnded):
+            self.adopted = True
         elif isinstance(message, OutputDelta):
             self.clients[name].take(message)
         elif isinstance(message, Failed):
@@ -463,14 +496,24 @@ class Simulation:
 
     # -------------------------------------------------------------------------------------- clients
 
-    def submit(self, prompt: list[int], timeout: float = 0.0, **params: object) -> str:
+    def submit(
+        self, prompt: list[int], timeout: float = 0.0, kept: float = 0.0, **params: object
+    ) -> str:
         name = f"r{len(self.clients)}"
-        made = SamplingParams(**params)  # type: ignore[arg-type]
+        made = RequestParams(**params)  # type: ignore[arg-type]
         for n in range(made.n):
-            client = Client(prompt, made, timeout=timeout, choice=n)
+            client = Client(prompt, made, timeout=timeout, choice=n, kept=kept > 0)
             self.clients[choice_id(name, n)] = client
-        self.feed("gateway-0", Call(name, made, prompt_ids=pack(prompt), timeout=timeout))
+        keep = Kept(name, "owner", kept, 0, b"format") if kept else None
+        call = Call(name, made, prompt_ids=pack(prompt), timeout=timeout, kept=keep)
+        self.feed("gateway-0", call)
         return name
+
+    def release(self) -> None:
+        """Nobody needs kept answers that have ended."""
+        for name, client in self.clients.items():
+            if client.kept and (client.finish is not None or client.failed is not None):
+                self.feed("gateway-0", ClientDisconnected(name))
 
     def hang_up(self, name: str) -> None:
         self.clients[name].gone = True
@@ -508,7 +551,7 @@ class Simulation:
     def check(self) -> None:
         """Every request ended as it would have without deaths."""
         for name, client in self.clients.items():
-            if not client.gone:
+            if not client.gone and not client.lost:
                 ended = client.finish is not None or client.failed is not None
                 assert ended, f"{name} never ended: {self.stats()}"
                 client.check()
@@ -516,7 +559,7 @@ class Simulation:
     def check_ledgers(self) -> None:
         """Nobody remembers anything of requests that are over."""
         empty = {
-            "gateway": ("running", "waiting"),
+            "gateway": ("running", "waiting", "kept"),
             "tokenizer": ("ledger",),
             "scheduler": ("running", "waiting", "kept", "orphans", "in_flight"),
             "detokenizer": ("running", "kept"),

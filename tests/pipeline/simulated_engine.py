@@ -20,7 +20,7 @@ from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.step import LAST_TOKEN, RequestLogitBias, Sampled, Step
+from pipeinfer.step import LAST_TOKEN, RequestLogitEdits, Sampled, Step
 from sampling_rows import sampling_of
 from scheduler.model_engine import next_token, suppressed
 
@@ -62,7 +62,7 @@ class TokenDevice:
         self._kv = np.full((pages + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
         self._slots = PageMirror(SLOTS)
-        self._edits: dict[int, RequestLogitBias] = {}
+        self._edits: dict[int, RequestLogitEdits] = {}
 
     def run(self, step: Step) -> list[int | str]:
         """Of the rows that sample, in order, the ids, or why a row has none."""
@@ -73,7 +73,7 @@ class TokenDevice:
             self._edits.pop(slot, None)
             self._sources.pop(slot, None)
         masked = self._masked(step)
-        self._edits.update((edits.slot, edits) for edits in step.delta.logit_biases)
+        self._edits.update((edits.slot, edits) for edits in step.delta.logit_edits)
         pages, positions = self._slots.pages(step, PAGE_SIZE), sampling_of(step).positions
         seeds = step.fields["seed"].tolist()
         for row, (slot, start, count) in enumerate(

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections import Counter, deque
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
@@ -325,7 +326,7 @@ class Story(Simulation):
         self._lying = self.tp > 1
 
 
-def reached(seeds: range) -> dict[str, int]:
+def reached(seeds: Iterable[int]) -> dict[str, int]:
     """In how many of the stories each event happened."""
     found: Counter[str] = Counter()
     for seed in seeds:

@@ -1,5 +1,6 @@
 """What one request must not do to others, on a real server of two ranks: its logits are no numbers,
 or the scheduler slept while it was computed. No process restarts, and every good stream is whole.
+At last both ranks are swapped.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import time
 
 import openai
 import pytest
+from swaps import swap
 
 from checkpoints import make_checkpoint
 from servers import Server
 
 POISON = 261
 WATCHDOG = 4
-STREAMS, TOKENS = 6, 70
+STREAMS, TOKENS = 6, 40
 SHARED = [10 + n for n in range(40)]  # of good and bad prompts
 BAD = ([POISON], [*SHARED, POISON, 7], [*SHARED[:20], POISON, *range(60)])
 
@@ -108,3 +110,16 @@ def test_a_scheduler_that_was_stopped_longer_than_the_watchdog_does_not_restart_
     assert asyncio.run(streams(server, sleep)) == undisturbed
     assert processes(server) == before
     assert not any("restarting" in line for line in server.log), "\n".join(server.log)
+
+
+def test_all_ranks_of_an_engine_are_swapped_together(server):
+    asked = {"prompt": "count", "max_tokens": 8, "seed": 1}
+    before, expected = processes(server), server.post("/v1/completions", asked)
+    done = swap(server, "engine-0-1")
+    assert done.returncode == 0, done.stderr + "\n".join(server.log)
+    server.wait(lambda: server.health()["status"] == "ready", "the gateway heard of it")
+    after = processes(server)
+    changed = {stage for stage, pid in before.items() if after[stage] != pid}
+    assert changed == {("engine", 0), ("engine", 1)}
+    again = server.post("/v1/completions", asked)
+    assert again[1]["choices"] == expected[1]["choices"]

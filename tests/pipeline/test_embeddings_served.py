@@ -111,11 +111,16 @@ def test_texts_are_not_generated(server):
     assert vectors(embed(server, input="a")).shape == (1, 64)
 
 
+@pytest.fixture(scope="module")
+def many(folder) -> tuple[list[str], np.ndarray]:
+    asked = texts(160, seed=1)
+    return asked, expected_vectors(folder, asked)
+
+
 @pytest.mark.parametrize("stages", [["engine"], ["scheduler", "detokenizer"], ["tokenizer"]])
-def test_killed_stages_lose_no_vector(server, folder, stages):
+def test_killed_stages_lose_no_vector(server, many, stages):
     """Each answer is whole and right, whatever is killed under the load."""
-    asked = texts(300, seed=len(stages))
-    expected = expected_vectors(folder, asked)
+    asked, expected = many
     with ThreadPoolExecutor(6) as pool:
         parts = [asked[n : n + 10] for n in range(0, len(asked), 10)]
         answers = [pool.submit(embed, server, input=part) for part in parts]

@@ -85,8 +85,8 @@ def test_calls_and_forms_are_held_behind_thoughts_whole_and_streamed(api: openai
 
 def test_tokens_of_the_channel_of_thoughts_are_counted(api: openai.OpenAI) -> None:
     """Between the marker of its message and the next one, as the ids themselves say."""
-    analysis = {str(TOKENS.encode("analysis").ids[0]): 9, str(END): 3}
-    form: Any = {"response_format": FORM, "logit_bias": analysis}
+    analysis = {str(TOKENS.encode("analysis").ids[0]): 9, str(END): 5}
+    form: Any = {"response_format": FORM, "logit_bias": analysis, "max_tokens": 150}
     made = asked(api, **form, extra_body={"return_token_ids": True})
     ids = made.choices[0].token_ids
     messages = TOKENS.decode(ids, skip_special_tokens=False).split("<|message|>")
@@ -139,9 +139,13 @@ def test_the_template_writes_tokens_and_a_client_writes_letters(server: Server) 
     assert ids == [*theirs["input_ids"][:at], *spelled, *theirs["input_ids"][at + 1 :]]
 
 
+def test_without_a_page_there_is_no_feed(server: Server) -> None:
+    assert server.get("/monitor/events")[0] == server.get("/")[0] == 404
+
+
 NOTE: Any = {
     "type": "object",
-    "properties": {"note": {"type": "string", "minLength": 150, "maxLength": 150}},
+    "properties": {"note": {"type": "string", "minLength": 60, "maxLength": 60}},
     "required": ["note"],
     "additionalProperties": False,
 }
@@ -156,7 +160,7 @@ class Streamed:
         self.finish: str | None = None
         tool = {"type": "function", "function": {"name": "write", "parameters": NOTE}}
         likely = {str(TOKENS.token_to_id("a")): 4}  # so that it begins with its analysis
-        more: Any = {"tool_choice": "required", "max_tokens": 900, "seed": 5, "logit_bias": likely}
+        more: Any = {"tool_choice": "required", "max_tokens": 900, "seed": 10, "logit_bias": likely}
         said = asked(api, tools=[tool], stream=True, **more)
         for chunk in said:
             delta = chunk.choices[0].delta
@@ -176,7 +180,7 @@ def test_an_engine_that_dies_amid_thoughts_and_amid_a_call_changes_neither(
 ) -> None:
     calm = Streamed(api, lambda _: None)
     assert len(calm.thoughts) > 50 and calm.finish == "tool_calls"
-    assert len(json.loads(calm.arguments)["note"]) == 150
+    assert len(json.loads(calm.arguments)["note"]) == 60
     killed: list[str] = []
 
     def strike(said: Streamed) -> None:

@@ -70,14 +70,14 @@ def test_long_texts_of_one_client_delay_nobody_else(server):
         deadline = time.monotonic() + 60
         while not statistics(server, "tokenizer-0")["encoding"]:
             assert time.monotonic() < deadline
-        for _ in range(20):
+        for _ in range(8):
             begun = time.monotonic()
             status, answer = post(server, "/v1/chat/completions", chat("count", max_tokens=1))
             waits.append(time.monotonic() - begun)
             assert status == 200, answer
             with urllib.request.urlopen(server.url + "/health/ready", timeout=10) as ready:
                 assert ready.status == 200
-            time.sleep(0.2)
+            time.sleep(0.1)
     finally:
         over.set()
         for thread in threads:

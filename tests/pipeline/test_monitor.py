@@ -294,8 +294,3 @@ def test_stages_say_nothing_while_nobody_looks(server):
         complete(server, "Nobody looks.")
         until(lambda: beats() > 20)
         assert not any(isinstance(one, Observed) for one in heard)
-
-
-def test_without_a_page_there_is_no_feed(tmp_path):
-    with Server("--threads", "1", "--kv-pages", "300", "--no-page") as plain:
-        assert plain.get("/monitor/events")[0] == plain.get("/")[0] == 404

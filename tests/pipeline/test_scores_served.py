@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from embedding_checkpoints import expected_scores, expected_vectors, with_modules, write_reranker
 from pipeinfer import LLM
 from pipeinfer.cli.main import main
-from pipeinfer.gateway.scores import _sigmoid
+from pipeinfer.gateway.pooling import _sigmoid
 from servers import Server
 
 QUERY = "where does the river end"
@@ -25,7 +25,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    with Server(str(folder), "--task", "score", "--kv-pages", "1000") as running:
+    flags = ("--task", "score", "--kv-pages", "1000", "--api-key", "k")
+    with Server(str(folder), *flags) as running:
         yield running
 
 
@@ -34,8 +35,13 @@ def expected(folder) -> np.ndarray:
     return expected_scores(folder, [(QUERY, document) for document in DOCUMENTS])
 
 
+def ask(server: Server, path: str, body: dict, key: str = "k") -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=120)
+
+
 def post(server: Server, path: str, **body) -> dict:
-    answer = httpx.post(f"{server.url}{path}", json=body, timeout=120)
+    answer = ask(server, path, body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -103,7 +109,7 @@ def test_control_tokens_in_documents_are_text(server):
     ],
 )
 def test_what_cannot_be_scored_is_refused_by_name(server, path, body, param):
-    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    answer = ask(server, path, body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
@@ -111,7 +117,7 @@ def test_a_long_query_is_not_copied_for_each_document(server):
     """A gigabyte of letters is refused before it is made, whatever the context would say."""
     body = {"query": "q" * 1_000_000, "documents": [str(n) for n in range(1024)]}
     before = psutil.Process(server.pid("gateway")).memory_info().rss
-    answer = httpx.post(f"{server.url}/v1/rerank", json=body, timeout=60)
+    answer = ask(server, "/v1/rerank", body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "documents"), answer.text
     assert psutil.Process(server.pid("gateway")).memory_info().rss < before + 200 * 2**20
@@ -119,7 +125,7 @@ def test_a_long_query_is_not_copied_for_each_document(server):
 
 def test_a_field_that_would_change_an_answer_elsewhere_is_refused(server):
     for body in ({"data_1": "a", "data_2": "b"}, {"text_1": "a", "text_2": "b", "softmax": True}):
-        answer = httpx.post(f"{server.url}/score", json=body, timeout=60)
+        answer = ask(server, "/score", body)
         assert answer.json()["error"]["code"] == "unsupported_parameter", answer.text
 
 
@@ -130,7 +136,7 @@ def test_a_long_document_is_named_by_its_field(server):
         ("/v1/rerank", "query", "documents"),
     ):
         body = {query: "a", field: ["b" * 900]}
-        answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+        answer = ask(server, path, body)
         assert answer.json()["error"]["param"] == field, answer.text
 
 
@@ -155,20 +161,19 @@ def test_a_model_that_scores_does_nothing_else(server):
         ("/v1/embeddings", {"input": "a"}),
         ("/v1/completions", {"prompt": "a"}),
     ):
-        answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+        answer = ask(server, path, body)
         assert answer.status_code == 501, answer.text
 
 
-def test_keys_hold_for_scores(folder):
-    with Server(str(folder), "--task", "score", "--api-key", "k", "--kv-pages", "200") as server:
-        for path in ("/score", "/rerank", "/v1/rerank", "//score"):
-            body = {"text_1": "a", "text_2": "b", "query": "a", "documents": ["b"]}
-            answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
-            assert answer.status_code == 401, (path, answer.text)
+def test_keys_hold_for_scores(server):
+    for path in ("/score", "/rerank", "/v1/rerank", "//score"):
+        body = {"text_1": "a", "text_2": "b", "query": "a", "documents": ["b"]}
+        answer = ask(server, path, body, key="wrong")
+        assert answer.status_code == 401, (path, answer.text)
 
 
 def test_offline_the_same(folder, expected, tmp_path):
-    settings = {"threads": 1, "kv_pages": 500, "log_level": "warning"}
+    settings = {"threads": 1, "kv_pages": 500, "log_level": "warning", "in_process": True}
     with LLM(str(folder), task="score", **settings) as llm:
         found = [one.outputs.score for one in llm.score(QUERY, DOCUMENTS)]
         with pytest.raises(ValueError, match="scores alone"):

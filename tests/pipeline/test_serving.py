@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -17,6 +19,7 @@ from pipeinfer.demo import copy_task, demo_path, recall_task
 STAGES = ["detokenizer", "engine", "gateway", "scheduler", "tokenizer"]
 
 
+@functools.cache
 def client(server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120)
 
@@ -50,21 +53,19 @@ def test_only_the_engine_has_torch_in_its_memory(server):
 
 def test_copying_and_recall_through_the_paged_cache(server):
     rng = random.Random(7)
-    right = 0
-    for _ in range(10):
-        question, answer = copy_task(rng, 40)
-        right += ask(server, question, max_tokens=100).choices[0].message.content == answer
-    assert right == 10
-    right = 0
-    for _ in range(20):
-        question, answer = recall_task(rng, 6)
-        right += ask(server, question, max_tokens=40).choices[0].message.content == answer
-    assert right >= 18
+    copying = [copy_task(rng, 40) for _ in range(10)]
+    recall = [recall_task(rng, 6) for _ in range(20)]
+    with ThreadPoolExecutor(10) as pool:
+        for tasks, tokens, least in ((copying, 100, 10), (recall, 40, 18)):
+            asked = [pool.submit(ask, server, question, max_tokens=tokens) for question, _ in tasks]
+            said = [one.result().choices[0].message.content for one in asked]
+            right = sum(text == answer for text, (_, answer) in zip(said, tasks, strict=True))
+            assert right >= least
 
 
 def test_200_concurrent_streams_give_the_text_of_one_at_a_time(server):
     rng = random.Random(3)
-    questions = [copy_task(rng, rng.randint(5, 40))[0] for _ in range(40)]
+    questions = [copy_task(rng, rng.randint(5, 40))[0] for _ in range(10)]
     expected = [ask(server, q, max_tokens=60).choices[0].message.content for q in questions]
 
     async def stream(api: openai.AsyncOpenAI, question: str) -> tuple[str, str | None]:
@@ -84,11 +85,11 @@ def test_200_concurrent_streams_give_the_text_of_one_at_a_time(server):
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", timeout=240, max_retries=0
         ) as api:
-            return await asyncio.gather(*(stream(api, questions[i % 40]) for i in range(200)))
+            return await asyncio.gather(*(stream(api, questions[i % 10]) for i in range(200)))
 
     answers = asyncio.run(everybody())
     assert all(finish in ("stop", "length") for _, finish in answers)
-    assert [text for text, _ in answers] == [expected[i % 40] for i in range(200)]
+    assert [text for text, _ in answers] == [expected[i % 10] for i in range(200)]
 
 
 def test_prefix_is_reused_and_said_in_usage(server):
@@ -367,8 +368,9 @@ def test_a_response_counts_as_it_is_answered_and_drops_turns_that_do_not_fit(ser
     assert status == 200 and 1024 < counted["input_tokens"] < 2048
     answered = server.post("/v1/responses", {**body, "max_output_tokens": 4})[1]
     assert answered["truncation"] == "auto" and answered["usage"]["input_tokens"] <= 2044
-    less = server.post("/v1/responses", {**body, "max_output_tokens": 1000})[1]
-    assert less["usage"]["input_tokens"] <= 1048
+    less = server.post("/v1/responses", {**body, "max_output_tokens": 300})[1]
+    assert less["usage"]["input_tokens"] <= 1748
+    assert less["usage"]["input_tokens"] < answered["usage"]["input_tokens"]
     short = {"input": "What is 7 + 15?", "instructions": "be short"}
     counted = server.post("/v1/responses/input_tokens", short)[1]
     answered = server.post("/v1/responses", {**short, "max_output_tokens": 4})[1]

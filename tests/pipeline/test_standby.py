@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import random
 import signal
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 
 import httpx
 import psutil
 import pytest
+from streams import Choice, Streams, chats
 from swaps import swap, topology_of
 
 from child_processes import children_with
-from pipeinfer.demo import copy_task
+from pipeinfer.cli.main import main
 from pipeinfer.runtime.child import MAX_DEATHS
 from pipeinfer.runtime.standby import STANDBY_FLAG
 from servers import Server, alive, environment
 
-STREAMS, TOKENS, PAGE = 12, 150, 64
-
-
+STREAMS, PAGE = 8, 64
 SETTINGS = ("--standby", "--kv-pages", "400")
 
 
 @pytest.fixture(scope="module")
 def server():
-    """Each test leaves it with an engine and, sooner or later, a standby."""
+    """Each test but the last leaves it with an engine and, sooner or later, a standby."""
     with Server(*SETTINGS) as running:
         yield running
 
 
-@pytest.fixture
-def own():
-    """One that a test may end, or leave without a standby."""
-    with Server(*SETTINGS) as running:
-        yield running
+def streams(server: Server, disturb: Callable[[], None] | None = None) -> list[Choice]:
+    return asyncio.run(Streams(server, chats(STREAMS)).run(disturb))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server) -> list[str]:
-    with ThreadPoolExecutor(STREAMS) as pool:
-        return texts(asked(server, pool))
+def undisturbed(server) -> list[Choice]:
+    return streams(server)
 
 
 def standbys(server: Server) -> list[int]:
@@ -58,29 +53,16 @@ def engines(server: Server) -> list[int]:
     return [one["pid"] for one in server.health()["stages"] if one["name"] == "engine"]
 
 
+def is_ready(server: Server, pid: int) -> bool:
+    return any(f"GiB, process {pid}" in line for line in server.log)
+
+
 def ready_standby(server: Server, but: int = 0) -> int:
     """The standby, once it is ready, which the log and a gauge say."""
     [pid] = server.wait(lambda: [pid for pid in standbys(server) if pid != but], "a standby")
-    server.wait(lambda: any(f"GiB, process {pid}" in line for line in server.log), "it is ready")
+    server.wait(lambda: is_ready(server, pid), "it is ready")
     server.wait(lambda: server.metric("pipeinfer_standbys_ready") == 1, "the gauge says so")
     return pid
-
-
-def ask(server: Server, number: int) -> str:
-    question = copy_task(random.Random(number), 40)[0]
-    body = {"prompt": question, "temperature": 0.8, "seed": number, "max_tokens": TOKENS}
-    answer = httpx.post(
-        f"{server.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=120
-    )
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
-
-
-def asked(server: Server, pool: ThreadPoolExecutor) -> list[Future[str]]:
-    """Requests that run."""
-    found = [pool.submit(ask, server, number) for number in range(STREAMS)]
-    server.wait(lambda: server.metric("pipeinfer_requests_running") == STREAMS, "all run")
-    return found
 
 
 def kill(server: Server) -> int:
@@ -94,70 +76,37 @@ def kill(server: Server) -> int:
     return server.pid("engine")
 
 
-def texts(answers: list[Future[str]]) -> list[str]:
-    return [one.result() for one in answers]
+def test_a_standby_goes_on_with_the_same_texts_ready_or_not(server, undisturbed):
+    """The second death comes while the next one still loads: it goes on where it is."""
+    first = ready_standby(server)
 
-
-def test_the_standby_goes_on_with_the_same_texts_and_another_one_comes(own, undisturbed):
-    with ThreadPoolExecutor(STREAMS) as pool:
-        first = ready_standby(own)
-        running = asked(own, pool)
-        assert kill(own) == first
-        second = ready_standby(own, but=first)
-        assert texts(running) == undisturbed
-        running = asked(own, pool)
-        assert kill(own) == second
-        assert texts(running) == undisturbed
-    everybody = [child.pid for child in psutil.Process(own.process.pid).children()]
-    assert own.stop() == 0
-    assert not [pid for pid in everybody if alive(pid)]
-
-
-def test_a_standby_that_is_not_ready_goes_on_where_it_is(server, undisturbed):
-    """The second death comes while it still loads."""
-    with ThreadPoolExecutor(STREAMS) as pool:
-        ready_standby(server)
-        running = asked(server, pool)
-        kill(server)
+    def disturb() -> None:
+        assert kill(server) == first
         [loading] = server.wait(lambda: standbys(server), "the next one begins")
-        server.wait(lambda: server.metric("pipeinfer_standbys_ready") == 0, "none is ready")
+        assert not is_ready(server, loading)
         assert kill(server) == loading
-        assert texts(running) == undisturbed
+
+    assert streams(server, disturb) == undisturbed
     ready_standby(server)
 
 
-def test_a_standby_that_dies_is_started_again_and_nobody_notices(own, undisturbed):
-    with ThreadPoolExecutor(STREAMS) as pool:
-        engine, first = own.pid("engine"), ready_standby(own)
-        running = asked(own, pool)
-        os.kill(first, signal.SIGKILL)
-        second = ready_standby(own, but=first)
-        assert texts(running) == undisturbed
-        assert own.pid("engine") == engine and kill(own) == second
-    for _ in range(MAX_DEATHS + 1):
-        [loading] = own.wait(lambda: standbys(own), "the next one begins")
-        os.kill(loading, signal.SIGKILL)
-        own.wait(lambda pid=loading: not alive(pid), "it ends")
-    own.wait(lambda: any("no standby any more" in line for line in own.log), "given up")
-    assert not standbys(own) and own.health()["status"] == "ready"
-
-
-def test_a_swap_goes_by_a_new_standby(server, undisturbed):
+def test_a_swap_goes_by_a_new_standby(server, undisturbed, capsys):
     """The one that was there may have read files that have changed since."""
-    with ThreadPoolExecutor(STREAMS) as pool:
-        before = ready_standby(server)
-        running = asked(server, pool)
+    before = ready_standby(server)
+    said: list[str] = []
+
+    def disturb() -> None:
         done = swap(server, "engine")
         assert done.returncode == 0, done.stderr
-        assert texts(running) == undisturbed
-    server.wait(lambda: str(server.pid("engine")) in done.stdout, "the gateway heard of it")
+        said.append(done.stdout)
+
+    assert streams(server, disturb) == undisturbed
+    server.wait(lambda: str(server.pid("engine")) in said[0], "the gateway heard of it")
     assert not alive(before)
     ready_standby(server)
-    command = [sys.executable, "-m", "pipeinfer", "top", "--once", "--topology"]
-    shown = subprocess.check_output([*command, topology_of(server)], env=environment(), text=True)
-    assert [line.split() for line in shown.splitlines() if "standbys" in line] == [
-        ["standbys", "1", "ready"]
-    ]
+    assert main(["top", "--once", "--topology", topology_of(server)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in shown if "standbys" in line] == [["standbys", "1", "ready"]]
 
 
 def test_asleep_there_is_no_standby(server):
@@ -168,6 +117,27 @@ def test_asleep_there_is_no_standby(server):
     ready_standby(server)
 
 
+def test_a_standby_that_dies_is_started_again_and_nobody_notices(server, undisturbed):
+    """The last test of this server."""
+    engine, first = server.pid("engine"), ready_standby(server)
+
+    def disturb() -> None:
+        os.kill(first, signal.SIGKILL)
+        second = ready_standby(server, but=first)
+        assert server.pid("engine") == engine and kill(server) == second
+
+    assert streams(server, disturb) == undisturbed
+    for _ in range(MAX_DEATHS + 1):
+        [loading] = server.wait(lambda: standbys(server), "the next one begins")
+        os.kill(loading, signal.SIGKILL)
+        server.wait(lambda pid=loading: not alive(pid), "it ends")
+    server.wait(lambda: any("no standby any more" in line for line in server.log), "given up")
+    assert not standbys(server) and server.health()["status"] == "ready"
+    everybody = [child.pid for child in psutil.Process(server.process.pid).children()]
+    assert server.stop() == 0
+    assert not [pid for pid in everybody if alive(pid)]
+
+
 def recomputed(server: Server) -> float:
     """Tokens, so far."""
     lines = server.get("/metrics")[1].splitlines()
@@ -176,32 +146,26 @@ def recomputed(server: Server) -> float:
 
 
 def test_where_one_rank_is_killed_the_standbys_of_all_ranks_go_on(undisturbed):
-    """With the pages that both ranks have left; a second loss so soon drops them."""
-    with (
-        Server("--standby", "--kv-pages", "400", "--tp", "2", "--threads", "1") as server,
-        ThreadPoolExecutor(STREAMS) as pool,
-    ):
-        for rank in (1, 0):
-            server.wait(lambda: server.metric("pipeinfer_standbys_ready") == 1, "they are ready")
-            next_ones = sorted(standbys(server))
-            assert len(next_ones) == 2
-            running, before = asked(server, pool), recomputed(server)
-            os.kill(engines(server)[rank], signal.SIGKILL)
+    """With the pages that both ranks have left. No standby outlives a server that is killed."""
+    with Server(*SETTINGS, "--tp", "2", "--threads", "1") as server:
+        server.wait(lambda: server.metric("pipeinfer_standbys_ready") == 1, "they are ready")
+        next_ones, before = sorted(standbys(server)), recomputed(server)
+        assert len(next_ones) == 2
+
+        def disturb() -> None:
+            os.kill(engines(server)[1], signal.SIGKILL)
             server.wait(
-                lambda ids=next_ones: (
-                    sorted(engines(server)) == ids and server.health()["status"] == "ready"
+                lambda: (
+                    sorted(engines(server)) == next_ones and server.health()["status"] == "ready"
                 ),
                 "they serve",
             )
-            assert texts(running) == undisturbed
-            if rank == 1:
-                assert 0 < recomputed(server) - before <= STREAMS * PAGE
 
-
-def test_no_standby_outlives_a_server_that_is_killed(own):
-    standby = ready_standby(own)
-    own.kill()
-    own.wait(lambda: not alive(standby), "it ends")
+        assert streams(server, disturb) == undisturbed
+        assert 0 < recomputed(server) - before <= STREAMS * PAGE
+        started = server.wait(lambda: standbys(server), "others begin")
+        server.kill()
+        server.wait(lambda: not any(map(alive, [*next_ones, *started])), "they end")
 
 
 def test_one_process_has_no_standby():

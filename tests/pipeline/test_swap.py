@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import openai
 import pytest
-from swaps import swap, topology_of
+from streams import Streams, chats
+from swaps import begun_swap, swap
 
 import pipeinfer
 from pipeinfer.demo import copy_task
-from servers import STAGES, Server, environment
+from servers import STAGES, Server, alive
 
-STREAMS, TOKENS = 12, 150
+CLIENTS, TOKENS = 4, 100
+LONG = 500  # tokens of streams that must outlast the start of a stage
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +88,13 @@ def said(server: Server) -> list[str]:
 
 def test_no_stream_breaks_while_every_stage_is_swapped(served, checkout):
     rng = random.Random(9)
-    questions = [copy_task(rng, rng.randint(10, 40))[0] for _ in range(STREAMS)]
+    questions = [copy_task(rng, rng.randint(10, 40))[0] for _ in range(CLIENTS)]
     before = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
     undisturbed = asyncio.run(_everybody(served, questions, ()))
     order = ("tokenizer", "detokenizer", "scheduler", "engine", "gateway")
     command = ("env", f"PYTHONPATH={checkout}", sys.executable, "-m", "pipeinfer.runtime")
     disturbed = asyncio.run(_everybody(served, questions, order, *command))
-    assert disturbed == undisturbed and len(undisturbed) == STREAMS
+    assert disturbed == undisturbed and len(undisturbed) == CLIENTS
     after = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
     assert not {name for name in before if before[name] == after[name]}
     assert {f"planted {stage}" for stage in STAGES} <= set(said(served))
@@ -105,8 +107,7 @@ def test_requests_wait_while_the_gateway_is_swapped(served):
         return len(api.completions.create(model="pipeinfer-demo", prompt="x", max_tokens=2).id)
 
     assert request()  # its connection is kept, and must not be found dead after the swap
-    command = [sys.executable, "-m", "pipeinfer", "swap", "gateway", "--topology"]
-    with subprocess.Popen([*command, topology_of(served)], env=environment()) as swapping:
+    with begun_swap(served, "gateway") as swapping:
         asked = 0
         while swapping.poll() is None:
             assert request()
@@ -160,17 +161,27 @@ def test_what_cannot_be_swapped_is_said(served):
     assert "which stage is 'nobody'?" in done.stderr and "engine-0-0" in done.stderr
 
 
-def test_all_ranks_of_an_engine_are_swapped_together():
-    with Server("--tp", "2", "--kv-pages", "300") as server:
+def test_streams_finish_though_stages_are_swapped_and_killed_while_the_server_drains(served):
+    """The last test of this server."""
+    undisturbed = asyncio.run(Streams(served, chats(4), LONG).run())
+    pids = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
+    before = len(served.log)
 
-        def ranks() -> list[int]:
-            return [s["pid"] for s in server.health()["stages"] if s["name"] == "engine"]
+    def disturb() -> None:
+        with begun_swap(served, "detokenizer") as swapping:
+            assert swapping.stderr is not None and "starts" in swapping.stderr.readline()
+            served.process.send_signal(signal.SIGTERM)
+            served.wait(lambda: served.health()["status"] == "draining", "it drains")
+            for name in ("tokenizer", "scheduler", "engine"):
+                os.kill(pids[name], signal.SIGKILL)
+            late = swap(served, "tokenizer")
+            said = swapping.communicate(timeout=60)[1]
+        assert swapping.returncode == 0, f"a swap that had begun is finished: {said}"
+        assert "the server is stopping" in late.stderr
 
-        before = ranks()
-        expected = server.post("/v1/completions", {"prompt": "count", "max_tokens": 8, "seed": 1})
-        done = swap(server, "engine-0-1")
-        assert done.returncode == 0, done.stderr + "\n".join(server.log)
-        assert len(before) == len(set(ranks()) - set(before)) == 2
-        server.wait(lambda: server.health()["status"] == "ready", "the gateway heard of it")
-        again = server.post("/v1/completions", {"prompt": "count", "max_tokens": 8, "seed": 1})
-        assert again[1]["choices"] == expected[1]["choices"]
+    assert asyncio.run(Streams(served, chats(4), LONG).run(disturb)) == undisturbed
+    assert served.process.wait(60) == 0, "\n".join(served.log)
+    assert not alive(pids["gateway"])
+    said = served.log[before:]
+    assert sum("starting it again" in line for line in said) == 3
+    assert any(re.search(r"stopping: \d+ requests? left, at most 240 s more", one) for one in said)

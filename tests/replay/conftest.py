@@ -1,4 +1,4 @@
-"""A recorded session of 150 mixed requests; REPLAY_REQUESTS says how many else."""
+"""A recorded session of 70 mixed requests; REPLAY_REQUESTS says how many else."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from preemptions import preempting_plans
-from replay_tool import tool
+from replay_tool import tool_process
 
 from pipeinfer import demo
 from pipeinfer.replay.traces import load
 
 TRIES = 3  # how often requests give way depends on the machine's pace; in one of hundreds, never
-REQUESTS = int(os.environ.get("REPLAY_REQUESTS", "150"))
+FEW = ("--kv-pages", "26")  # the largest request still fits
+REQUESTS = int(os.environ.get("REPLAY_REQUESTS", "70"))
 
 
 def model_with_a_first_token(folder: Path) -> Path:
@@ -49,7 +50,9 @@ def session(tmp_path_factory) -> dict[str, Path]:
             model = model_with_a_first_token(shared / "model")
             for _ in range(TRIES):
                 shutil.rmtree(shared / "traces", ignore_errors=True)
-                done = tool("session", "--out", shared / "traces", "--requests", REQUESTS, model)
+                done = tool_process(
+                    "session", "--out", shared / "traces", "--requests", REQUESTS, *FEW, model
+                )
                 assert done.returncode == 0, done.stdout + done.stderr
                 if preempting_plans(load(next((shared / "traces").glob("scheduler-*")))):
                     break

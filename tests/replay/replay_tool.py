@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import os
+import io
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import servers
+from pipeinfer.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def tool(*words: object, plant: Path | None = None, stdin: str = "", timeout: float = 900):
-    """Runs `python tools/replay WORDS`; `plant`: a folder whose sitecustomize.py has a bug."""
-    environment = servers.environment()
-    if plant is not None:
-        before = environment.get("PYTHONPATH", "")
-        environment["PYTHONPATH"] = f"{plant}{os.pathsep}{before}" if before else str(plant)
+def tool(*words: object) -> subprocess.CompletedProcess[str]:
+    """Runs `python tools/replay WORDS`, or rather in this process what it calls."""
+    out, err, given = io.StringIO(), io.StringIO(), list(map(str, words))
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["replay", *given])
+    return subprocess.CompletedProcess(given, code, out.getvalue(), err.getvalue())
+
+
+def tool_process(*words: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs `python tools/replay WORDS`."""
     return subprocess.run(
-        [sys.executable, "tools/replay", *map(str, words)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, input=stdin, timeout=timeout,
+        [sys.executable, "tools/replay", *map(str, words)], cwd=ROOT, env=servers.environment(),
+        capture_output=True, text=True, input=stdin, timeout=900,
     )  # fmt: skip
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-from replay_tool import ROOT, tool
+from replay_tool import ROOT, tool, tool_process
 
-import servers
 from pipeinfer.core import StepDone
+from pipeinfer.kernels import host
 from pipeinfer.messages import Admit, Plan, Result
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.replay.compare import Difference
 from pipeinfer.replay.run import ReplayCounts
 from pipeinfer.replay.traces import TraceEntry, TraceExchange, load
@@ -27,7 +27,7 @@ STAGES = ("tokenizer", "scheduler", "engine", "detokenizer")
 def other_session(tmp_path_factory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("other-session")
     plain = ("--overlap-depth", "1", "--policy", "prefill-first")
-    done = tool("session", "--out", out, "--requests", 50, "--seed-of-requests", 5, *plain)
+    done = tool_process("session", "--out", out, "--requests", 16, "--seed-of-requests", 5, *plain)
     assert done.returncode == 0, done.stdout + done.stderr
     return {path.name.partition("-")[0]: path for path in out.glob("*.pitrace")}
 
@@ -42,17 +42,12 @@ def test_session_with_one_step_in_flight_and_prompts_first_replays(other_session
         assert ", 0 differences" in done.stdout
 
 
-NOISE = (
-    "from pipeinfer.kernels import host\n"
-    "right = host.philox_words\n"
-    "host.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
-)
-
-
-def test_tokens_and_requests_that_differ_are_counted(other_session, tmp_path):
+def test_tokens_and_requests_that_differ_are_counted(other_session, monkeypatch):
     """Those that sample, and no others, get other tokens of a sampler with a bug."""
-    (tmp_path / "sitecustomize.py").write_text(NOISE)
-    done = tool("run", "engine", other_session["engine"], "--all", plant=tmp_path)
+    right = host.philox_words
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "philox_words", lambda seeds, at, counts: right(seeds, at + 1, counts))
+        done = tool("run", "engine", other_session["engine"], "--all")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "first difference: message" in done.stdout
     counted = re.search(r"tokens: (\d+) of (\d+) differ, in (\d+) of (\d+) requests", done.stdout)
@@ -76,7 +71,7 @@ def entry(seq: int, message, direction="in", channel="local") -> TraceEntry:
 
 def test_a_wrong_id_is_counted_for_the_request_in_its_slot():
     def admit(slot, name):
-        return Admit(slot, name, pack([1]), 1, 9, SamplingParams(), 0)
+        return Admit(slot, name, pack([1]), 1, 9, RequestParams(), 0)
 
     plan = Plan(7, 3, (), (admit(4, "a"), admit(2, "b")), pack([4, 2]), pack([1, 1]))
     step = TraceExchange(entry(2, StepDone(7, 3, pack([1, 1]), pack([50, 60]))))
@@ -103,15 +98,12 @@ def test_the_first_difference_ends_a_replay_unless_it_is_to_go_on(keep_going):
     assert tally.messages == {"StepDone": 2}
 
 
-def test_recording_and_replay_of_an_engine_on_its_device(tmp_path):
+def test_recording_and_replay_of_an_engine_on_its_device(tmp_path, monkeypatch):
     """The script that runs on a GPU, here on the CPU; how fast this machine is does not matter."""
     out = tmp_path / "result.json"
     sizes = ("--requests", "6", "--prompt-tokens", "5:30", "--output-tokens", "4:12")
-    done = subprocess.run(
-        [sys.executable, "tests/gpu/replay_engine.py", *sizes, "--threads", "1", "--json", out],
-        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode in (0, 1), done.stderr
+    monkeypatch.setattr(sys, "argv", ["", *sizes, "--threads", "1", "--json", str(out)])
+    assert runpy.run_path(str(ROOT / "tests/gpu/replay_engine.py"))["main"]() in (0, 1)
     result = msgspec.json.decode(out.read_bytes())
     assert (result["code"], result["wrong_tokens"], result["first_difference"]) == (0, 0, None)
     assert result["tokens"] >= 6 * 4 + 6 * 4  # of the warm-up too

@@ -6,11 +6,11 @@ import re
 
 import msgspec
 import pytest
-from replay_tool import tool
+from replay_tool import tool, tool_process
 
 from pipeinfer.cli.operate import run_replay as main
 from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.replay.compare import first_mismatch
 from pipeinfer.replay.run import rebuild
 from pipeinfer.replay.traces import load
@@ -135,7 +135,7 @@ def test_graphs_that_were_measured_otherwise_are_said_and_no_difference(session)
 
 
 def test_stage_that_raises_ends_with_code_5_and_a_traceback(written, capsys):
-    work = Work("r", 1, 0, 0, b"", SamplingParams(), 0)  # no tokenizer takes that
+    work = Work("r", 1, 0, 0, b"", RequestParams(), 0)  # no tokenizer takes that
     stages = ("tokenizer-0", "scheduler-0")
     file = written(rows(Done(()), work, channel="work"), stage="tokenizer-0", stages=stages)
     assert main(["run", "tokenizer", str(file), "--json"]) == 5
@@ -145,7 +145,7 @@ def test_stage_that_raises_ends_with_code_5_and_a_traceback(written, capsys):
 
 
 def test_missing_last_outputs_count_only_if_the_recording_ended_in_order(written, capsys):
-    submit = Submit("r", 1, 0, SamplingParams(), 0, text="x")
+    submit = Submit("r", 1, 0, RequestParams(), 0, text="x")
     stages = ("tokenizer-0", "scheduler-0")
     killed = rows(submit)
     ended = [*killed, (0.0, "note", "local", "", 0, 0.0, encode(End("it was told to stop")))]
@@ -221,7 +221,7 @@ def test_diff_finds_the_first_message_that_differs(written, capsys):
 def test_debugger_stops_just_before_the_message(session):
     recording = load(session["scheduler"])
     plan = next(e for e in recording.entries if e.kind == "Plan" and e.message.number == 5)
-    done = tool(
+    done = tool_process(
         "run", "scheduler", session["scheduler"], "--until", plan.seq, "--break",
         stdin="p core.counts['plans']\np type(message).__name__\nc\n",
     )  # fmt: skip

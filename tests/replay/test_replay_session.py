@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 from preemptions import preempting_plans
 from replay_tool import tool
 
+from pipeinfer.detokenizer.text import StopStrings
 from pipeinfer.engine.core import EngineCore
+from pipeinfer.gateway.ledger import RequestRecord
+from pipeinfer.kernels import host
+from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Plan
 from pipeinfer.replay.compare import Difference
 from pipeinfer.replay.run import rebuild
 from pipeinfer.replay.traces import LoadedTrace, load
+from pipeinfer.scheduler.policies import StepComposer
+from pipeinfer.tokenizer.prompts import PromptEncoder
 
 STAGES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 
@@ -44,7 +51,7 @@ def test_stage_replays_without_a_difference(session, stage):
     recording = load(session[stage])
     inputs = sum(1 for e in recording.entries if e.direction == "in")
     outputs = sum(1 for e in recording.entries if e.direction == "out")
-    assert inputs > 150 and outputs > 150
+    assert inputs > 100 and outputs > 100
     assert f"equal to the end: {inputs} inputs, {outputs} outputs, 0 differences" in done.stderr
     assert done.stdout == ""
     if stage == "engine":
@@ -62,12 +69,13 @@ def test_engine_replays_without_weights(session, tmp_path):
 
 
 @pytest.fixture
-def planted(tmp_path, session):
-    """Replays `stage` with a bug in its code; gives the first difference."""
+def planted(monkeypatch, session):
+    """Replays `stage` with a bug for a function of its code; gives the first difference."""
 
-    def replay(stage: str, bug: str, *options: str) -> Difference:
-        (tmp_path / "sitecustomize.py").write_text(bug)
-        done = tool("run", stage, session[stage], "--json", *options, plant=tmp_path)
+    def replay(stage: str, whose: Any, name: str, bug: Any, *options: str) -> Difference:
+        with monkeypatch.context() as patch:
+            patch.setattr(whose, name, bug)
+            done = tool("run", stage, session[stage], "--json", *options)
         assert done.returncode == 1, done.stdout + done.stderr
         found = json.loads(done.stdout)
         assert set(found) == {"seq", "channel", "field", "recorded", "replayed"}
@@ -82,32 +90,27 @@ def entry(recording: LoadedTrace, seq: int):
 
 
 def test_wrong_victim_is_found_at_the_plan_that_preempts_it(planted, session):
-    bug = (
-        "from pipeinfer.scheduler import policies\n"
-        "def victim(self):\n"
-        "    stay = [r for r in self._running if r not in self.preempted]\n"
-        "    if len(stay) < 2:\n"
-        "        return None\n"
-        "    exempt = next((r for r in stay if r.prefilling), None)\n"
-        "    choice = [r for r in stay if r is not exempt]\n"
-        "    return min(choice, key=lambda r: (r.work.priority, r.arrival))\n"
-        "policies.StepComposer._victim = victim\n"
-    )
-    found = planted("scheduler", bug)
+    def victim(self):
+        stay = [r for r in self._running if r not in self.preempted]
+        if len(stay) < 2:
+            return None
+        exempt = next((r for r in stay if r.prefilling), None)
+        choice = [r for r in stay if r is not exempt]
+        return min(choice, key=lambda r: (r.work.priority, r.arrival))
+
+    found = planted("scheduler", StepComposer, "_victim", victim)
     assert found.channel == "plan"
     assert found.field.startswith("releases[")
     assert found.seq in preempting_plans(load(session["scheduler"]))
 
 
 def test_wrong_special_token_flag_is_found_at_the_first_chat(planted, session):
-    bug = (
-        "from pipeinfer.tokenizer.prompts import PromptEncoder\n"
-        "right = PromptEncoder._tokenize\n"
-        "def tokenize(self, text, _flag, param):\n"
-        "    return right(self, text, True, param)\n"
-        "PromptEncoder._tokenize = tokenize\n"
-    )
-    found = planted("tokenizer", bug)
+    right = PromptEncoder._tokenize
+
+    def tokenize(self, text, _flag, param):
+        return right(self, text, True, param)
+
+    found = planted("tokenizer", PromptEncoder, "_tokenize", tokenize)
     chats = {
         e.message.request_id
         for e in load(session["tokenizer"]).entries
@@ -124,15 +127,13 @@ def test_wrong_special_token_flag_is_found_at_the_first_chat(planted, session):
 
 
 def test_off_by_one_in_a_stop_string_is_found_where_it_stops(planted, session):
-    bug = (
-        "from pipeinfer.detokenizer import text as stops\n"
-        "source = stops.StopStrings.feed\n"
-        "def feed(self, piece, armed=True):\n"
-        "    text, hit = source(self, piece, armed)\n"
-        "    return (text[:-1], hit) if hit else (text, hit)\n"
-        "stops.StopStrings.feed = feed\n"
-    )
-    found = planted("detokenizer", bug)
+    right = StopStrings.feed
+
+    def feed(self, piece, armed=True):
+        text, hit = right(self, piece, armed)
+        return (text[:-1], hit) if hit else (text, hit)
+
+    found = planted("detokenizer", StopStrings, "feed", feed)
     rows = [
         (e.seq, row)
         for e in load(session["detokenizer"]).entries
@@ -145,9 +146,8 @@ def test_off_by_one_in_a_stop_string_is_found_where_it_stops(planted, session):
     assert found.recorded[:-1] == found.replayed
 
 
-FREES_THE_WRONG_PAGES = """
-from pipeinfer.memory import manager
-def share(self, slot, tokens, clock):
+def free_the_wrong_pages(self, slot, tokens, clock):
+    """In place of MemoryManager._cache_full_pages."""
     count = len(tokens) // self.page_size
     if count == 0:
         return
@@ -161,13 +161,13 @@ def share(self, slot, tokens, clock):
     self.cache.unlock(self.slots.locked_node[slot])
     self.slots.locked_node[slot] = node
     self._free(pages[before != pages])
-manager.MemoryManager._cache_full_pages = share
-"""
 
 
 def test_wrong_page_freed_is_found_at_the_plan_that_frees_it(planted, session):
     recording = load(session["engine"])
-    found = planted("engine", FREES_THE_WRONG_PAGES, "--core-only")
+    found = planted(
+        "engine", MemoryManager, "_cache_full_pages", free_the_wrong_pages, "--core-only"
+    )
     step = first_plan_with_duplicates(recording)
     message = entry(recording, found.seq).message
     # What is said of the next plan's pages goes out before the step of this one has ended.
@@ -197,12 +197,10 @@ def first_plan_with_duplicates(recording: LoadedTrace) -> tuple[int, int]:
 
 
 def test_wrong_noise_is_found_at_the_first_step_that_draws(planted, session):
-    bug = (
-        "from pipeinfer.kernels import host\n"
-        "right = host.philox_words\n"
-        "host.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
+    right = host.philox_words
+    found = planted(
+        "engine", host, "philox_words", lambda seeds, at, counters: right(seeds, at + 1, counters)
     )
-    found = planted("engine", bug)
     recording = load(session["engine"])
     assert found.channel == "local" and found.field.startswith("token_ids[")
     step = entry(recording, found.seq).message
@@ -219,16 +217,14 @@ def test_wrong_noise_is_found_at_the_first_step_that_draws(planted, session):
 
 
 def test_text_delivered_twice_is_found_in_the_gateway(planted, session):
-    bug = (
-        "from pipeinfer.gateway import ledger\n"
-        "right = ledger.RequestRecord.advance\n"
-        "def advance(self, row):\n"
-        "    text, ids = right(self, row)\n"
-        "    self.tokens -= row.finish is None and self.tokens > 0\n"
-        "    return text, ids\n"
-        "ledger.RequestRecord.advance = advance\n"
-    )
-    found = planted("gateway", bug)
+    right = RequestRecord.advance
+
+    def advance(self, row):
+        text, ids = right(self, row)
+        self.tokens -= row.finish is None and self.tokens > 0
+        return text, ids
+
+    found = planted("gateway", RequestRecord, "advance", advance)
     assert found.channel == "local"
     later = [
         e.seq

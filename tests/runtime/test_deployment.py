@@ -60,7 +60,7 @@ def test_a_secret_in_the_environment_is_enough_and_stands_in_no_file():
         ("gateway-x=tcp://a:1", "must be ID=ADDRESS"),
         ("gateway-0", "must be ID=ADDRESS"),
         ("gateway-0=tcp://a:1,colour=red", "'colour' is none of host, device, key, bind"),
-        ("gateway-0=tcp://a:1", "PIPEINFER_STAGES: .*exactly one tokenizer"),
+        ("gateway-0=tcp://a:1", "PIPEINFER_STAGES: .*tokenizers must have indices"),
         (FIVE.replace("tcp://front:7000", "ipc:///x"), "gateway-0 at ipc:///x: other hosts cannot"),
         (FIVE.replace("tcp://front:7000", "tcp://127.0.0.1:1"), "other hosts cannot reach it"),
         (FIVE.replace("tcp://front:7000", "tcp://*:7000"), "others cannot connect to"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.core import Unsent
 from pipeinfer.messages import Open
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.runtime.logs import (
     JsonLines,
     StatusLine,
@@ -71,7 +71,7 @@ def test_an_exception_is_text_and_what_json_has_not_as_well():
 
 def test_a_line_about_a_message_names_its_request_and_its_trace():
     opened = Open(
-        request_id="r", attempt=1, gateway=0, params=SamplingParams(), context_ids=b"", trace=TRACE
+        request_id="r", attempt=1, gateway=0, params=RequestParams(), context_ids=b"", trace=TRACE
     )
     assert request_fields(opened) == {"request_id": "r", "trace_id": "1" * 32}
     assert request_fields(Unsent("r", 1, "x")) == {"request_id": "r"}

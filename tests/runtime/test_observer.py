@@ -15,14 +15,14 @@ from pipeinfer.control import Observed, Watch
 from pipeinfer.core import Send
 from pipeinfer.messages import Done, Submit, Work
 from pipeinfer.observe import observer as observing
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity
 from waiting import until
 
-PARAMS = SamplingParams(max_tokens=4)
+PARAMS = RequestParams(max_tokens=4)
 
 
 class RoutingCore(EchoCore):

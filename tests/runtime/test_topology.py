@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer import topology as topologies
+from pipeinfer.cli.operate import drawing
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity
 
@@ -62,10 +63,13 @@ def test_ids_say_stage_group_and_rank():
             r"groups 0, 1, ..., not \[0, 2\]",
         ),
         (
-            FIVE + '[[stage]]\nname = "tokenizer"\naddress = "ipc:///tmp/x/2"\nindex = 1\n',
-            "exactly one",
+            FIVE + '[[stage]]\nname = "tokenizer"\naddress = "ipc:///tmp/x/2"\nindex = 2\n',
+            r"tokenizers must have indices 0, 1, ..., not \[0, 2\]",
         ),
-        (FIVE.partition('[[stage]]\nname = "detok')[0], "exactly one detokenizer"),
+        (
+            FIVE.partition('[[stage]]\nname = "detok')[0],
+            r"detokenizers must have indices 0, 1, ..., not \[\]",
+        ),
         (FIVE.replace("ipc:///tmp/x/engine", "tcp://10.0.0.1:5"), "CURVE"),
         (FIVE + "colour = 1\n", "colour"),
         (FIVE.replace('address = "ipc:///tmp/x/engine"', "address = 5"), "address"),
@@ -90,7 +94,31 @@ def test_every_group_has_a_scheduler_and_every_rank_is_a_process():
     topology = topologies.local(Settings(tp=2, dp=2), "ipc:///tmp/x/")
     assert topology.ids("scheduler") == ["scheduler-0", "scheduler-1"]
     assert topology.ids("engine") == ["engine-0-0", "engine-0-1", "engine-1-0", "engine-1-1"]
-    assert topology.defaults() == {"tp": 2, "dp": 2}
+    fronts = {"gateways": 1, "tokenizers": 1, "detokenizers": 1}
+    assert topology.defaults() == {"tp": 2, "dp": 2, **fronts}
+
+
+def test_gateways_tokenizers_and_detokenizers_are_processes_of_an_index():
+    settings = Settings(gateways=3, tokenizers=2, detokenizers=2)
+    topology = topologies.local(settings, "ipc:///tmp/x/")
+    assert topology.ids("gateway") == ["gateway-0", "gateway-1", "gateway-2"]
+    assert topology.ids("tokenizer") == ["tokenizer-0", "tokenizer-1"]
+    assert topology.ids("detokenizer") == ["detokenizer-0", "detokenizer-1"]
+    assert topologies.check_settings(settings, topology) == settings
+    with pytest.raises(ConfigurationError, match="--tokenizers 1: the topology has 2 tokenizers"):
+        topologies.check_settings(Settings(gateways=3, detokenizers=2), topology)
+
+
+def test_a_drawing_counts_the_stages_that_no_group_has():
+    settings = Settings(gateways=3, dp=2, detokenizers=2)
+    *_, first, _ = drawing(topologies.local(settings, "ipc:///tmp/x/"))
+    assert first.startswith("gateway-0..2 ─► tokenizer-0 ─┬► scheduler-0 ═► engine-0-0 ─┐")
+    assert first.endswith("► detokenizer-0..1 ─► gateway-0..2")
+
+
+def test_gateways_in_one_process_are_refused():
+    with pytest.raises(ConfigurationError, match="--gateways needs one for each"):
+        topologies.local(Settings(gateways=2), "inproc://")
 
 
 def test_another_number_of_ranks_than_the_topology_has_is_refused():

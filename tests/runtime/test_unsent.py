@@ -17,7 +17,7 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import expected_stages
 from pipeinfer.gateway.ledger import Call, Failed
 from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.replay.compare import first_difference, ignored_fields
 from pipeinfer.replay.traces import load
 from pipeinfer.runtime.shell import Shell
@@ -28,7 +28,7 @@ from pipeinfer.trace.format import End, Trace, Unencoded
 from pipeinfer.wire import pack
 from waiting import until
 
-PARAMS = SamplingParams()
+PARAMS = RequestParams()
 MOST = 4_000  # bytes of a frame here
 
 

@@ -32,7 +32,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step_cost import StepCost
-from pipeinfer.wire import pack, unpack
+from pipeinfer.wire import NO_DRAFTS, pack, unpack
 
 VOCABULARY = 50
 COSTLY = StructuredOutputs(regex="b")  # the grammar whose masks cost UNITS, each
@@ -90,6 +90,10 @@ class Slot:
     ahead: int = 0  # tokens that were said, sampled or not
     shared: list[tuple[int, ...]] = field(default_factory=list)  # locked pages of the cache
     private: int = 0
+    drafted: bool = (
+        False  # drafts were verified: pages are held for as many tokens as were possible
+    )
+    reached: int = 0
 
 
 class ModelEngine:
@@ -109,11 +113,17 @@ class ModelEngine:
         step_cost: StepCost | None = None,
         forces: int = 0,
         overtakes: Callable[[int], int] | None = None,
+        drafts: int = 0,
+        accepts: Callable[[int], int] | None = None,
     ) -> None:
         """`forces`: of requests with a grammar up to so many tokens may be forced at a time.
+        `drafts`: of a row at most; `accepts`: of so many drafts, how many are right.
         `overtakes`: of so many results that are to be sent, how many an Admitted comes before."""
         by_chance = partial(Random(0).randint, 0)
         self._overtakes = by_chance if overtakes is None else overtakes
+        self._accepts = by_chance if accepts is None else accepts
+        self.drafts = drafts
+        self.verified = 0  # drafts
         self.step_cost, self.forces = step_cost, forces
         self.pages, self.page_size, self.max_slots = pages, page_size, slots
         self.budget, self.caching = budget, caching
@@ -137,7 +147,8 @@ class ModelEngine:
     def hello(self) -> Hello:
         return Hello(
             PROTOCOL, "test", 0, 1, self.incarnation, "model", self.page_size, self.pages,
-            self.max_slots, 10_000, "none", step_cost=self.step_cost,
+            self.max_slots, 10_000, "none", step_cost=self.step_cost, max_drafts=self.drafts,
+            max_draft_rows=3, draft_model=self.drafts == 4,
         )  # fmt: skip
 
     def crash(self, keeps: Callable[[tuple[int, ...]], bool] = lambda prefix: False) -> None:
@@ -216,7 +227,18 @@ class ModelEngine:
             raise Panic(f"a slot stands twice in plan {plan.number}")
         if sum(count for _, count in rows) > self.budget:
             raise Panic(f"plan {plan.number} has {sum(c for _, c in rows)} tokens")
-        done = [self._advance(slot, count) for slot, count in rows]
+        if not len(plan.drafts) == len(plan.ends) in (0, len(plan.slots)):
+            raise Panic(f"plan {plan.number} has {len(plan.drafts)} bytes of drafts")
+        drafts = unpack(plan.drafts).tolist() or [NO_DRAFTS] * len(rows)
+        ends = unpack(plan.ends).tolist() or [0] * len(rows)
+        if sum(number > 0 for number in drafts) > 3:
+            raise Panic(f"plan {plan.number} has drafts in too many rows")
+        done = [
+            self._advance(slot, count) if number == NO_DRAFTS else self._verify(slot, number, end)
+            for (slot, count), number, end in zip(rows, drafts, ends, strict=True)
+        ]
+        if any(count != 1 + n for (_, count), n in zip(rows, drafts, strict=True) if n >= 0):
+            raise Panic(f"plan {plan.number} has drafts that are not in its counts")
         if plan.admits:
             slots = [admit.slot for admit in plan.admits]
             cached = pack([len(self.slots[slot].shared) * self.page_size for slot in slots])
@@ -278,7 +300,8 @@ class ModelEngine:
                 raise Panic("a release that forgets what it keeps")
             self._forget_prefix(told)
         if release.cache_prefix and self.caching:
-            for prefix in self._prefixes(told, min(len(told), slot.computed)):
+            sure = len(told) - slot.drafted
+            for prefix in self._prefixes(told, min(sure, slot.computed)):
                 self.cache.setdefault(prefix, 0)
 
     def _share(self, slot: Slot, count: int) -> None:
@@ -328,6 +351,8 @@ class ModelEngine:
         slot = self.slots.get(number)
         if slot is None:
             raise Panic(f"row for empty slot {number}")
+        if slot.drafted:
+            raise Panic(f"slot {number} is where only its drafts say")
         start = slot.computed
         if start < slot.known:
             take = min(count, slot.known - start)
@@ -359,6 +384,34 @@ class ModelEngine:
         more = forced(slot.tokens, min(self.forces, room))
         slot.ahead = len(slot.tokens) + len(more)
         return start, take, [token, *more], False
+
+    def _verify(self, number: int, drafts: int, end: int) -> tuple[int, int, list[int], bool]:
+        slot = self.slots[number]
+        start, penalized = slot.computed, slot.admit.params.structured_outputs is not None
+        if start < slot.known and not slot.drafted:  # an earlier row was deferred
+            return self._advance(number, 1 + drafts)
+        if penalized or not 0 <= drafts <= self.drafts or start < slot.known:
+            raise Panic(f"slot {number} cannot verify {drafts} drafts")
+        if not start + 1 + drafts <= end < slot.admit.max_total:
+            raise Panic(f"slot {number} is at {start} and cannot be at {end} after {drafts} drafts")
+        slot.drafted, reached = True, max(end, slot.reached)
+        need = -(-reached // self.page_size) - len(slot.shared) - slot.private
+        if need > self.free + self.evictable:
+            self.deferred += 1
+            return start, 0, [], True
+        while need > self.free:
+            self._evict()
+        slot.private += max(need, 0)
+        slot.reached, tokens = reached, list[int]()
+        for _ in range(1 + self._accepts(drafts)):
+            token = next_token(slot.tokens)
+            if len(slot.tokens) - slot.admit.prompt_len < slot.admit.params.min_tokens:
+                token = suppressed(token, frozenset(slot.admit.suppressed_ids))
+            slot.tokens.append(token)
+            tokens.append(token)
+        self.verified += drafts
+        slot.computed += len(tokens)
+        return start, len(tokens), tokens, False
 
     def _evict(self) -> None:
         """The longest unlocked prefix: a leaf."""

@@ -9,7 +9,7 @@ from test_prefill_budget import LARGE, SMALL, US, Composed, Watched, costs, line
 
 from pipeinfer.messages import Work
 from pipeinfer.offline.llm import batch_defaults
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerOptions
 from pipeinfer.scheduler.engine_state import Slots
 from pipeinfer.scheduler.request import Request, request_of
@@ -134,7 +134,7 @@ def ended(slots: Slots, prompt: int, most: int, outputs: int, ignore_eos: bool =
 
 def decoding(name: str, prompt: int, most: int, ignore_eos: bool = False) -> Request:
     """One whose prompt is computed, and that may have `most` outputs."""
-    params = SamplingParams(max_tokens=most, ignore_eos=ignore_eos)
+    params = RequestParams(max_tokens=most, ignore_eos=ignore_eos)
     one = request_of(Work(name, 1, 0, 0, pack([5] * prompt), params, 0), 0, 0.0)
     one.phase = "running"
     one.admitted_len = one.known_len = one.computed = one.projected = prompt

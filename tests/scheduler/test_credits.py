@@ -13,7 +13,7 @@ from pipeinfer.scheduler.engine_state import PageAllowance, PageCredits
 POLICIES = ["mixed", "throughput", "prefill-first", "decode-first"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     policy=st.sampled_from(POLICIES),
     depth=st.integers(1, 3),
@@ -36,7 +36,7 @@ def test_nothing_is_deferred_where_no_two_prompts_begin_alike(
     assert p.engine.deferred == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     policy=st.sampled_from(POLICIES),
     depth=st.integers(1, 3),

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_scheduler_core import pipeline
 
 from pipeinfer.messages import Abort, Plan, Work
-from pipeinfer.params import SamplingParams, choice_ids
+from pipeinfer.params import RequestParams, choice_ids
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
@@ -21,7 +21,7 @@ WAYS = (["mixed", "throughput", "prefill-first", "decode-first"], [1, 2, 4])
 
 def member(arrival: int, leader: str) -> Request:
     work = Work(
-        f"r{arrival}", 1, 0, 0, pack(range(PROMPT)), SamplingParams(), 0, group_leader=leader
+        f"r{arrival}", 1, 0, 0, pack(range(PROMPT)), RequestParams(), 0, group_leader=leader
     )
     request = request_of(work, arrival, 0.0)
     request.max_total = PROMPT + 20
@@ -119,7 +119,7 @@ class Holding(RuleBasedStateMachine):
         assert families._leaders.keys() <= leaders and families._waiting.keys() <= leaders
 
 
-Holding.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Holding.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestHolding = Holding.TestCase
 
 
@@ -135,7 +135,7 @@ def admissions(plans: list[Plan]) -> list[list[str]]:
     return [[admit.request_id for admit in plan.admits] for plan in plans]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(WAYS[0]), st.sampled_from(WAYS[1]), st.integers(1, 60), st.integers(2, 6),
     st.integers(1, 9), st.sampled_from([1, 4]), st.sampled_from([3, 16, 200]),
@@ -171,7 +171,7 @@ def test_whoever_comes_behind_choices_that_are_held_goes_before_them(policy, dep
 def test_where_nothing_is_shared_nobody_is_held():
     core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 64, shares_prefixes=False))
     for name in choice_ids("r", range(4)):
-        core.handle(Work(name, 1, 0, 0, pack([1] * 9), SamplingParams(), 0, group_leader="r"), 0.0)
+        core.handle(Work(name, 1, 0, 0, pack([1] * 9), RequestParams(), 0, group_leader="r"), 0.0)
     assert core.stats()["held"] == 0 and core.stats()["waiting"] == 4
 
 

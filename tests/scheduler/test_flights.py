@@ -18,7 +18,7 @@ from pipeinfer.messages import (
     Result,
     Work,
 )
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import EngineState, PageCredits, StepsInFlight
 from pipeinfer.scheduler.request import Request, request_of
@@ -141,7 +141,7 @@ def prompt_scored() -> Pipeline:
     p = pipeline()
     p.deliver()
     p.deliver()
-    params = SamplingParams(max_tokens=4, prompt_logprobs=0)
+    params = RequestParams(max_tokens=4, prompt_logprobs=0)
     p.core.handle(Work("r", 1, 0, 0, pack([1, 2, 3]), params, 0), 0.0)
     return p
 
@@ -171,7 +171,7 @@ def test_a_preparation_of_a_rank_that_there_is_not_is_nothing():
 
 def flown(logprobs: int | None = None) -> tuple[StepsInFlight, Request]:
     """A request of five tokens in slot 2, whose step 0 is in flight, and step 1 behind it."""
-    flights, params = StepsInFlight(), SamplingParams(max_tokens=20, logprobs=logprobs)
+    flights, params = StepsInFlight(), RequestParams(max_tokens=20, logprobs=logprobs)
     request = request_of(Work("r", 1, 0, 0, pack(range(5)), params, 0), 1, 0.0)
     request.max_total, request.slot, request.phase = 25, 2, "running"
     request.admit()

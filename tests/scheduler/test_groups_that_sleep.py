@@ -8,7 +8,7 @@ from test_scheduler_core import Pipeline, pipeline
 
 from pipeinfer.core import Tick
 from pipeinfer.messages import Asleep, Begin, Ended, Plan, Refused, SetSleep, Sleep, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.wire import pack
 
@@ -128,7 +128,7 @@ def test_a_deeper_sleep_follows_and_no_lighter_one():
 
 
 def refused(made: Pipeline, name: str = "late") -> list[Refused]:
-    work = Work(name, 1, 0, 0, pack(PROMPT), SamplingParams(max_tokens=3), 0)
+    work = Work(name, 1, 0, 0, pack(PROMPT), RequestParams(max_tokens=3), 0)
     sends = made.feed(work)
     return [send.message for send in sends if isinstance(send.message, Refused)]
 
@@ -226,7 +226,7 @@ def test_a_request_that_ends_while_it_is_held_is_forgotten():
     made.feed(SetSleep(1))
     made.submit(PROMPT, 5)
     held = next(reversed(made.clients))
-    made.core.handle(Work(held, 2, 0, 0, pack(PROMPT), SamplingParams(max_tokens=5), 0), made.now)
+    made.core.handle(Work(held, 2, 0, 0, pack(PROMPT), RequestParams(max_tokens=5), 0), made.now)
     assert list(made.core._sleep.held) == [held], "its second attempt alone"
     deliver_all(made)
     assert state(made) == "asleep" and made.clients[before].finish is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeinfer.messages import PROTOCOL, Hello, Plan, Ready, Result, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.policies import StepComposer
@@ -18,7 +18,7 @@ PAGES, SIZE = 100, 4
 
 
 def work(name: str, tokens: int, priority: int = 0) -> Work:
-    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    params = RequestParams(max_tokens=50, ignore_eos=True)
     return Work(name, 1, 0, 0, pack(range(tokens)), params, 0, priority=priority)
 
 

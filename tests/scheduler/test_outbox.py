@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pipeinfer.messages import Abort, Open, PromptTokens, Refused, TokenRow, Tokens, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.recovery import (
     CONTEXT_TOKENS,
     Outbox,
@@ -22,7 +22,7 @@ GROUP = 3
 
 
 def request(name: str = "r", to: int = 0, tokens: int = 4, **params: object) -> Request:
-    made = SamplingParams(max_tokens=9_999, **params)  # type: ignore[arg-type]
+    made = RequestParams(max_tokens=9_999, **params)  # type: ignore[arg-type]
     return request_of(Work(name, 2, 7, to, pack(range(tokens)), made, 0), 1, 0.0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.messages import PROTOCOL, Hello, Plan, Result, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.engine_state import LATE_SECONDS, EngineState
 from pipeinfer.scheduler.planner import Planner, SchedulerOptions
 from pipeinfer.scheduler.request import Request, request_of
@@ -31,7 +31,7 @@ class Group:
     def enqueue(self, name: str, tokens: int = 3, most: int = 9, crashes: int = -1) -> Request:
         self._came += 1  # nobody begins like another, and each comes later
         ids = pack([self._came * 100 + n for n in range(tokens)])
-        work = Work(name, 1, 0, 0, ids, SamplingParams(max_tokens=most), 0)
+        work = Work(name, 1, 0, 0, ids, RequestParams(max_tokens=most), 0)
         request = request_of(work, self._came, 0.0)
         request.max_total = tokens + most
         self.planner.enqueue(request, crashes)

@@ -12,7 +12,7 @@ from model_engine import ModelEngine
 from test_scheduler_core import Pipeline
 
 from pipeinfer.messages import CHANNELS, Plan, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step_cost import (
     MIN_PROMPT_ROWS,
@@ -120,7 +120,7 @@ def planned(
     return [plan for plan in pipeline.plans[known:] if plan.decodes]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 30), st.lists(st.integers(1, 90), min_size=1, max_size=6), st.integers(8, 40))
 def test_prompts_take_what_decodes_leave_of_the_prefill_budget_and_never_nothing(
     running, prompts, budget
@@ -219,7 +219,7 @@ def test_what_a_user_asks_for_comes_before_what_was_measured():
     assert prefill_budget(300, 8192, SMALL).prompt_tokens(64, 10**6) == 300 - 64
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.integers(1, 30), st.integers(1, 100), st.sampled_from((27_000, 500_000)),
     st.sampled_from((0, 200_000)),
@@ -248,7 +248,7 @@ def test_a_scheduler_hears_what_was_measured_and_keeps_it_in_a_snapshot():
         core.deliver()
     restore(fresh, snapshot(core.core))
     # How much of a prompt goes beside a decode is what they know of the times of steps.
-    late = Work("late", 1, 0, 0, pack([6] * 1500), SamplingParams(max_tokens=4), 0)
+    late = Work("late", 1, 0, 0, pack([6] * 1500), RequestParams(max_tokens=4), 0)
     for following in (late, core.engine.outbox.popleft()):
         now = core.core.handle(following, core.now)
         assert fresh.handle(following, core.now) == now

@@ -10,7 +10,7 @@ from test_scheduler_core import Client, Pipeline, pipeline
 from pipeinfer.core import Tick
 from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
 from pipeinfer.messages import Abort, Fault, Plan, Prepare, Prepared, Refused, Work
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.scheduler import queue
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.queue import GrammarQueue
@@ -21,7 +21,7 @@ REGEX = StructuredOutputs(regex="a")
 
 
 def wants(name: str, spec: StructuredOutputs | None = REGEX, **more: Any) -> Request:
-    params = SamplingParams(structured_outputs=spec)
+    params = RequestParams(structured_outputs=spec)
     return request_of(Work(name, 1, 0, 0, pack([1]), params, 0, **more), 1, 0.0)
 
 
@@ -45,7 +45,7 @@ def test_all_ranks_must_have_it():
 
 
 def test_a_budget_of_thoughts_waits_until_the_vocabulary_is_there():
-    made, params = started(), SamplingParams(thinking_token_budget=5)
+    made, params = started(), RequestParams(thinking_token_budget=5)
     first, second = (
         request_of(Work(name, 1, 0, 0, pack([1]), params, 0), 1, 0.0) for name in ("one", "two")
     )
@@ -141,7 +141,7 @@ def test_a_grammar_that_engines_cannot_have_ends_its_requests(outputs, why, stat
     p.deliver()
     p.deliver()
     p.clients["r"] = Client([5] * 4, 9, 0)
-    params = SamplingParams(max_tokens=9, structured_outputs=REGEX)
+    params = RequestParams(max_tokens=9, structured_outputs=REGEX)
     p.feed(Work("r", 1, 0, 0, pack([5] * 4), params, 0, eos_ids=(3, 11)))
     request = core._live.get("r")
     request.outputs.extend(p.clients["r"].expected[:outputs])

@@ -6,7 +6,7 @@ from test_memory_runs_short import work
 from test_scheduler_core import pipeline
 
 from pipeinfer.messages import Plan
-from pipeinfer.scheduler.planner import LONE_CRASHES, Quarantine
+from pipeinfer.scheduler.recovery import LONE_CRASHES, Quarantine
 from pipeinfer.scheduler.request import Request, request_of
 
 

@@ -89,13 +89,13 @@ def test_work_of_a_group_is_what_tokenizers_are_told():
     from test_scheduler_core import pipeline
 
     from pipeinfer.core import Tick
-    from pipeinfer.params import SamplingParams
+    from pipeinfer.params import RequestParams
     from pipeinfer.wire import pack
 
     p = pipeline(pages=10, page_size=4)
     p.deliver()
     p.deliver()
-    p.core.handle(Work("r", 1, 0, 0, pack([1] * 6), SamplingParams(max_tokens=10), 0), 0.0)
+    p.core.handle(Work("r", 1, 0, 0, pack([1] * 6), RequestParams(max_tokens=10), 0), 0.0)
     for event, standing in (
         (said(0), "serves"),
         (Ended("engine-0-0", 0, 9, "killed"), "serves"),

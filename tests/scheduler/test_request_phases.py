@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import product
 
 import pytest
 from test_scheduler_core import Client, pipeline
 
-from pipeinfer.messages import Delivered, Done, Fault, Work
-from pipeinfer.params import SamplingParams, StructuredOutputs, choice_id
+from pipeinfer.messages import AdapterLoaded, Delivered, Done, Fault, Prepared, Work
+from pipeinfer.params import Adapter, RequestParams, StructuredOutputs, choice_id
 from pipeinfer.scheduler import queue
 from pipeinfer.scheduler.request import NEXT, Request, request_of
 from pipeinfer.wire import pack
@@ -31,7 +32,7 @@ def started(**options):
 def refused_and_gone_while_it_waits() -> None:
     p = started(slots=1)
     p.clients["long"] = Client([1], 1, 0)
-    p.feed(Work("long", 1, 0, 0, pack([1]), SamplingParams(max_tokens=1 << 20), 0))
+    p.feed(Work("long", 1, 0, 0, pack([1]), RequestParams(max_tokens=1 << 20), 0))
     p.clients["long"].cut = 0
     names = [p.submit([5 + n], 9) for n in range(3)]
     gone(p, names[2])
@@ -73,7 +74,7 @@ def a_suspect_comes_from_elsewhere() -> None:
     client.outputs = client.expected[:2]
     p.feed(Delivered("moved", 1, pack(client.outputs), crashes=0))
     client.outputs = []  # the detokenizer is told all of it again
-    p.feed(Work("moved", 1, 0, 0, pack([7] * 3), SamplingParams(max_tokens=9), 0, eos_ids=(3, 11)))
+    p.feed(Work("moved", 1, 0, 0, pack([7] * 3), RequestParams(max_tokens=9), 0, eos_ids=(3, 11)))
     p.settle()
 
 
@@ -106,14 +107,14 @@ def one_that_ran_elsewhere_is_taken_back_after_the_one_that_leads() -> None:
         client = p.clients[name] = Client(prompt, 30, 30)
         if outputs:
             p.feed(Delivered(name, 1, pack(client.expected[:outputs])))
-        params, stops = SamplingParams(max_tokens=30, min_tokens=30), (3, 11)
+        params, stops = RequestParams(max_tokens=30, min_tokens=30), (3, 11)
         p.feed(Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=stops, group_leader=leader))
     p.settle()
 
 
 def with_grammar(p, name: str, most: int, regex: str, leader="", prompt=(7, 8, 9)) -> None:
     spec = StructuredOutputs(regex=regex)
-    params = SamplingParams(max_tokens=most, min_tokens=most, structured_outputs=spec)
+    params = RequestParams(max_tokens=most, min_tokens=most, structured_outputs=spec)
     p.clients[name] = Client(list(prompt), most, most)
     work = Work(name, 1, 0, 0, pack(list(prompt)), params, 0, eos_ids=(3, 11), group_leader=leader)
     p.feed(work)
@@ -167,6 +168,49 @@ def grammars_are_waited_for(monkeypatch) -> None:
     p.settle()
 
 
+def with_adapter(name: str, regex: str | None = None) -> Request:
+    spec = None if regex is None else StructuredOutputs(regex=regex)
+    params, given = RequestParams(structured_outputs=spec), Adapter("a", "/a", "digest")
+    return request_of(Work(name, 1, 0, 0, pack([5] * 9), params, 0, adapter=given), 1, 0.0)
+
+
+def adapters_are_waited_for() -> None:
+    waiting, seconds = queue.WaitingQueue(1, max_loras=1), itertools.count()
+
+    def loaded(process: int) -> None:
+        for load in list(waiting.adapters.take_due(1, float(next(seconds)))):
+            waiting.adapters.on_loaded(AdapterLoaded(0, process, 1, load.number))
+        for request in waiting.adapters.take_ready():
+            waiting.push(request)
+
+    def leaves(request: Request) -> None:
+        request.move("finished")
+        waiting.adapters.release(request)
+        waiting.on_finished(request, False)
+
+    waiting.begin((10,), 4)
+    first, second, third = map(with_adapter, ("first", "second", "third"))
+    for request in (first, second, third):
+        waiting.push(request)
+    leaves(third)
+    loaded(10)
+    assert (first.phase, second.phase) == ("waiting", "waiting_for_prefix")
+    waiting.begin((11,), 4)
+    assert first.phase == "waiting_for_adapter"
+    leaves(first)
+    assert second.phase == "waiting_for_adapter"
+    leaves(second)
+    both = with_adapter("both", "a+")
+    waiting.push(both)
+    (prepare,) = waiting.grammars.take_due(0.0)
+    for request in waiting.grammars.on_prepared(Prepared(0, 11, prepare.request_id)):
+        waiting.push(request)
+    assert both.phase == "waiting_for_adapter"
+    waiting.begin((12,), 4)
+    loaded(12)
+    assert both.phase == "waiting_for_grammar"
+
+
 def test_every_way_of_the_table_is_gone_and_no_other(monkeypatch):
     ways = set()
     move = Request.move
@@ -187,12 +231,13 @@ def test_every_way_of_the_table_is_gone_and_no_other(monkeypatch):
     they_begin_alike_and_came_before_the_engine()
     one_that_ran_elsewhere_is_taken_back_after_the_one_that_leads()
     grammars_are_waited_for(monkeypatch)
+    adapters_are_waited_for()
     assert ways == ALLOWED
 
 
 @pytest.mark.parametrize(("before", "after"), sorted(set(product(NEXT, NEXT)) - ALLOWED))
 def test_a_way_that_the_table_does_not_know_is_refused(before, after):
-    request = request_of(Work("r", 1, 0, 0, pack([1]), SamplingParams(), 0), 1, 0.0)
+    request = request_of(Work("r", 1, 0, 0, pack([1]), RequestParams(), 0), 1, 0.0)
     request.phase = before
     with pytest.raises(AssertionError, match=f"r is {before} and cannot be {after}"):
         request.move(after)

@@ -26,7 +26,7 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.params import SamplingParams, StructuredOutputs, choice_ids
+from pipeinfer.params import RequestParams, StructuredOutputs, choice_ids
 from pipeinfer.scheduler.core import FINISH_KINDS, SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.queue import GRAMMAR_RETRY_SECONDS
 from pipeinfer.wire import pack, unpack
@@ -73,7 +73,7 @@ class Pipeline:
         self, prompt, max_tokens, min_tokens=0, priority=0, choices=1, grammar: str | None = None
     ) -> str:
         leader = f"r{len(self.clients)}"
-        params = SamplingParams(
+        params = RequestParams(
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             structured_outputs=None if grammar is None else StructuredOutputs(regex=grammar),
@@ -118,8 +118,13 @@ class Pipeline:
         """Delivers everything until nothing moves; every request must have ended by then."""
         for _ in range(limit):
             if not self.deliver():
-                self.now += GRAMMAR_RETRY_SECONDS  # an engine that forgets had not answered
-                self.feed(Tick())
+                # An engine that forgets had not answered. Of a long time without a tick the
+                # scheduler takes a part for its own sleep.
+                for _ in range(8):
+                    self.now += GRAMMAR_RETRY_SECONDS / 4
+                    self.feed(Tick())
+                    if self.engine.outbox:
+                        break
                 if not self.engine.outbox:
                     break
         starved = [n for n, c in self.clients.items() if c.finish is None and c.cut is None]
@@ -133,11 +138,16 @@ class Pipeline:
 
 def pipeline(
     policy="mixed", depth=2, pages=40, page_size=4, budget=16, slots=8, caching=True, forces=0,
-    common=64, overtakes=None,
+    common=64, overtakes=None, drafts=0, accepts=None,
 ):  # fmt: skip
+    """drafts: every request that can draft does, up to so many tokens ahead."""
     options = SchedulerOptions(policy, depth, slots, budget, least_shared_tokens=common)
-    engine = ModelEngine(pages, page_size, slots, budget, caching, None, forces, overtakes)
-    return Pipeline(options, engine)
+    engine = ModelEngine(
+        pages, page_size, slots, budget, caching, None, forces, overtakes, drafts, accepts
+    )
+    made = Pipeline(options, engine)
+    made.core._planner._drafter.min_rate = 0.0
+    return made
 
 
 class Machine(RuleBasedStateMachine):
@@ -151,15 +161,17 @@ class Machine(RuleBasedStateMachine):
         caching=st.booleans(),
         forces=st.sampled_from([0, 1, 3, 9]),
         common=st.sampled_from([1, 8]),
+        drafts=st.sampled_from([0, 1, 4]),
         chance=st.randoms(use_true_random=False),
     )
     def start(
-        self, policy, depth, pages, page_size, budget, slots, caching, forces, common, chance
+        self, policy, depth, pages, page_size, budget, slots, caching, forces, common, drafts,
+        chance,
     ):  # fmt: skip
-        overtakes = partial(chance.randint, 0)
         self.p = pipeline(
-            policy, depth, pages, page_size, budget, slots, caching, forces, common, overtakes
-        )
+            policy, depth, pages, page_size, budget, slots, caching, forces, common,
+            overtakes=partial(chance.randint, 0), drafts=drafts, accepts=partial(chance.randint, 0),
+        )  # fmt: skip
         self.capacity = pages * page_size
 
     @rule(
@@ -237,7 +249,7 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=50,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -325,7 +337,7 @@ def test_request_larger_than_the_pool_is_refused_with_an_error():
     p = pipeline(pages=10, page_size=4)
     p.deliver()
     p.deliver()
-    params = SamplingParams(max_tokens=20)
+    params = RequestParams(max_tokens=20)
     (send,) = p.core.handle(Work("big", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
     assert send.message.status == 400
     assert "40" in send.message.message
@@ -334,7 +346,7 @@ def test_request_larger_than_the_pool_is_refused_with_an_error():
 
 def test_request_that_came_before_the_engine_is_refused_as_any_when_it_cannot_fit():
     p = pipeline(pages=10, page_size=4)
-    params = SamplingParams(max_tokens=20)
+    params = RequestParams(max_tokens=20)
     (send,) = p.core.handle(Work("big", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
     assert isinstance(send.message, Open)
     p.core.handle(p.engine.hello(), 0.0)
@@ -386,7 +398,7 @@ def test_timeout_aborts_a_waiting_and_a_running_request():
     p = pipeline(slots=1, pages=200)
     p.deliver()
     p.deliver()
-    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    params = RequestParams(max_tokens=500, ignore_eos=True)
     for name in ("running", "waiting"):
         p.clients[name] = Client([9], 500, 0)
         p.clients[name].expected = []

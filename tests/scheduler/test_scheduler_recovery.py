@@ -28,7 +28,7 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import (
     CONTEXT_TOKENS,
@@ -49,7 +49,7 @@ ME = 40  # this scheduler's incarnation
 
 def work(name: str, max_tokens: int = 20, **fields) -> Work:
     """Without stop tokens, so that it runs to its length."""
-    return Work(name, 1, 0, 0, pack(PROMPT), SamplingParams(max_tokens=max_tokens), 0, **fields)
+    return Work(name, 1, 0, 0, pack(PROMPT), RequestParams(max_tokens=max_tokens), 0, **fields)
 
 
 def outputs(count: int = 20) -> list[int]:
@@ -255,7 +255,7 @@ def test_what_is_not_asked_for_counts_from_when_all_have_told() -> None:
 def test_the_detokenizer_hears_what_the_prompt_ended_with() -> None:
     bench = Bench(peers=False)
     prompt = list(range(3 * CONTEXT_TOKENS + 1))
-    bench.feed(Work("r", 1, 0, 0, pack(prompt), SamplingParams(max_tokens=1), 0))
+    bench.feed(Work("r", 1, 0, 0, pack(prompt), RequestParams(max_tokens=1), 0))
     [opened] = [message for message in bench.told if isinstance(message, Open)]
     assert unpack(opened.context_ids).tolist() == prompt[-CONTEXT_TOKENS:]
 
@@ -362,7 +362,7 @@ def test_a_detokenizer_hears_which_group_speaks() -> None:
     bench = Bench(peers=False)
     bench.core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 16), 3)
     bench.run()
-    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    params = RequestParams(max_tokens=2, prompt_logprobs=0)
     bench.feed(Work("r", 1, 0, 0, pack(PROMPT), params, 0))
     bench.run()
     _, *again, _ = bench.core.handle(Recover(DETOKENIZER, 9), bench.now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.messages import Admitted, Release, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.wire import pack
@@ -22,7 +22,7 @@ def slots(count: int = 3) -> Slots:
 def waiting(
     name: str = "r", tokens: int = 6, stops: tuple[int, ...] = (), least: int = 0
 ) -> Request:
-    params = SamplingParams(max_tokens=9, min_tokens=least, stop_token_ids=stops)
+    params = RequestParams(max_tokens=9, min_tokens=least, stop_token_ids=stops)
     request = request_of(Work(name, 1, 0, 0, pack(range(tokens)), params, 0), 1, 0.0)
     request.max_total = tokens + 9
     request.move("waiting")

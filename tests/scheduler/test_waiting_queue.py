@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pipeinfer.messages import Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.queue import SCANNED_PER_ENTRY, WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.wire import pack
@@ -30,7 +30,7 @@ class Waiting(RuleBasedStateMachine):
     def comes(self, priority: int, tokens: int) -> None:
         self.arrivals += 1
         work = Work(
-            f"r{self.arrivals}", 1, 0, 0, pack([7] * tokens), SamplingParams(), 0,
+            f"r{self.arrivals}", 1, 0, 0, pack([7] * tokens), RequestParams(), 0,
             priority=priority,
         )  # fmt: skip
         self._push(request_of(work, self.arrivals, 0.0))
@@ -84,4 +84,4 @@ class Waiting(RuleBasedStateMachine):
 
 
 TestWaiting = Waiting.TestCase
-TestWaiting.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestWaiting.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)

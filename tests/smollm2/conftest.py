@@ -39,9 +39,9 @@ def expected() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def server(model):
-    with Server(str(model), "--served-model-name", NAME, "--dtype", "float32") as running:
-        yield running
+def server(model, shared):
+    settings = ("--served-model-name", NAME, "--dtype", "float32")
+    return shared.enter_context(Server(str(model), *settings))
 
 
 @pytest.fixture(scope="session")

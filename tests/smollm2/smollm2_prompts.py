@@ -1,6 +1,9 @@
-"""What the tests ask the model. Knows no engine and no tokenizer."""
+"""What the tests ask the model, and its adapter. Knows no engine and no tokenizer."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 NAME = "smollm2"  # of the model, over HTTP
 
@@ -32,6 +35,16 @@ PROMPTS = (
 )
 TOKENS = 24  # of each answer
 
+ADAPTER = Path(__file__).with_name("adapter")  # trained by trained_adapter.py
+ADAPTER_TEXTS = Path(__file__).with_name("adapter_texts.json")
+ASKED = PROMPTS[::5]  # with the adapter and without
+
+
+def stored_adapter_texts() -> list[str]:
+    """Greedy texts of ASKED with the adapter, as PEFT gave them."""
+    return json.loads(ADAPTER_TEXTS.read_text())
+
+
 # Later questions mean nothing without what came before.
 CONVERSATIONS = (
     (
@@ -49,11 +62,11 @@ REMEMBERED = ("baker", "Paris")  # in the second answers
 TURN_TOKENS = 16
 
 HAY = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-HAY_TIMES = 48  # on either side of the needle; 22 tokens each
+HAY_TIMES = 12  # on either side of the needle; 22 tokens each
 
 
 def needle(key: int) -> str:
-    """About 2,100 tokens with a number in the middle, and the question for it."""
+    """About 580 tokens with a number in the middle, and the question for it."""
     found = f"\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
     asked = "\n\nWhat is the pass key? The pass key is"
     return HAY * HAY_TIMES + found + HAY * HAY_TIMES + asked

@@ -17,7 +17,7 @@ MIB = 2**20
 # Bytes for one stream of a file of 93 MB, of which `import torch` takes 218 MiB. That differs
 # between builds of torch, so it is measured here.
 PROMISED, TORCH = 450_000_000, 218 * MIB
-TOKENS = 80
+TOKENS = 24
 SAY = "print(*(line for line in open('/proc/self/status')), sep='')"
 
 

@@ -1,4 +1,4 @@
-"""How likely the model finds 2,000 tokens of text is what transformers says, token by token.
+"""How likely the model finds hundreds of tokens of text is what transformers says, token by token.
 
 The windows lie all over pages of a documentation, so that prose, tables and commands are among
 them.
@@ -24,10 +24,9 @@ from pipeinfer.step import Step
 from step_pages import all_pages
 
 WINDOW, WINDOWS = 1_024, 10
-EXACT = (0, 7)  # windows that are read in float32
-NARROW = 3  # and with numbers of 8 bits
-WHOLE = (0, 3, 7)  # and with whole numbers
-STEP = 512  # tokens of a step: the second reads from pages what the first wrote
+EXACT, EXACT_TOKENS = 0, 512  # the window that is read in float32, and how much of it
+NARROW, NARROW_TOKENS = 3, 768  # and with numbers of 8 bits, or whole numbers
+STEP = 320  # tokens of a step: the second reads from pages what the first wrote
 PAGE = 16
 
 
@@ -77,11 +76,11 @@ def whole_row(ids: list[int], start: int, number: int) -> Step:
     )  # fmt: skip
 
 
-def likelihoods(engine: LoadedEngine, ids: list[int], number: int) -> torch.Tensor:
+def likelihoods(engine: LoadedEngine, ids: list[int]) -> torch.Tensor:
     """[len(ids) - 1], as Reference.likelihoods."""
     parts = []
     for start in range(0, len(ids), STEP):
-        step = whole_row(ids[start : start + STEP], start, number + start)
+        step = whole_row(ids[start : start + STEP], start, start)
         engine.runner.run(step)
         parts.append(engine.runner._model.logits)
     return chosen(torch.cat(parts).float(), ids)
@@ -106,18 +105,25 @@ def test_the_pages_mean_something_to_the_model(references):
 
 
 def test_stored_references_are_what_transformers_says(theirs, references, expected, windows):
-    """Of one window and of two prompts; all took it half a minute."""
-    assert (theirs.likelihoods(windows[-1]) - references[-1]).abs().max() < 1e-3
-    assert theirs.greedy(list(PROMPTS[::25]), TOKENS) == expected["greedy"][::25]
+    """Of part of a window and of the answer to a prompt; all took it half a minute."""
+    some = theirs.likelihoods(windows[-1][:300])
+    assert (some - references[-1][: len(some)]).abs().max() < 1e-3
+    [said] = theirs.greedy([PROMPTS[25]], TOKENS // 3)
+    assert said and expected["greedy"][25].startswith(said)
 
 
-@pytest.mark.parametrize("number", EXACT)
-def test_text_is_as_likely_as_in_transformers(references, engine, windows, number):
-    ours = likelihoods(engine, windows[number], number * WINDOW)
-    reference = references[number]
+def test_text_is_as_likely_as_in_transformers(references, engine, windows):
+    ours = likelihoods(engine, windows[EXACT][:EXACT_TOKENS])
+    reference = references[EXACT][: len(ours)]
     assert (ours - reference).abs().max() < 1e-2
     assert abs(ours.mean() - reference.mean()) < 1e-5
     assert 2 < math.exp(-ours.mean()) < 1000, "so likely or unlikely is no page"
+
+
+def of_narrow(engine, references, windows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likelihoods by the engine, and those of transformers."""
+    ours = likelihoods(engine, windows[NARROW][:NARROW_TOKENS])
+    return ours, references[NARROW][: len(ours)]
 
 
 def test_text_is_about_as_likely_with_keys_and_values_in_8_bits(references, narrow, windows):
@@ -125,7 +131,7 @@ def test_text_is_about_as_likely_with_keys_and_values_in_8_bits(references, narr
     in float32, of single ones -0.3 to 0.8 %, by chance. What errors cost on average is half their
     mean square, which differs less: 0.38 % of all windows, 0.4 to 0.56 % of these, and 1.1 % of
     these if keys are rounded as they are."""
-    ours, exact = likelihoods(narrow, windows[NARROW], 0), references[NARROW]
+    ours, exact = of_narrow(narrow, references, windows)
     more = math.exp(exact.mean() - ours.mean()) - 1  # perplexity
     assert abs(more) < 1e-2, more
     expected = (ours - exact).square().mean() / 2
@@ -136,20 +142,23 @@ def test_text_is_about_as_likely_with_keys_and_values_in_8_bits(references, narr
 def test_text_is_about_as_likely_with_weights_in_8_bits(references, rounded, windows):
     """As above. Over all windows perplexity was 0.9 % higher than in float32, of single ones -0.02
     to 1.6 %, by chance; errors cost 1.4 % on average, and 1.6 % of these windows."""
-    ours, exact = likelihoods(rounded, windows[NARROW], 0), references[NARROW]
+    ours, exact = of_narrow(rounded, references, windows)
     more = math.exp(exact.mean() - ours.mean()) - 1  # perplexity
     assert abs(more) < 2e-2, more
     expected = (ours - exact).square().mean() / 2
     assert 5e-3 < expected < 2e-2, expected
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="a CPU without AVX-512 takes minutes a window, and computes in float32 by itself",
+)
 def test_text_is_about_as_likely_with_whole_numbers_in_bfloat16(references, model, windows):
     """What a CPU with instructions for bfloat16 computes by itself: matrices in the file's 4 bits,
     the embedding in 8. Perplexity was 0.1 % lower than in float32, and errors cost 0.37 % on
     average; with all matrices in 8 bits, a scale for each row, 0.8 %."""
     whole = every_position(model, dtype="bfloat16")
-    ours = torch.cat([likelihoods(whole, windows[at], at * WINDOW) for at in WHOLE])
-    exact = torch.cat([references[at] for at in WHOLE])
+    ours, exact = of_narrow(whole, references, windows)
     more = math.exp(exact.mean() - ours.mean()) - 1  # perplexity
     expected = (ours - exact).square().mean() / 2
     assert abs(more) < 5e-3, more

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from vocabularies import CERTAIN, SPECIALS, byte_level
 
 from pipeinfer.messages import Submit
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 
@@ -36,7 +36,7 @@ def encoder(tokenizer: Tokenizer, template: str = CHATML, **options: Any) -> Pro
 
 
 def encode(made: PromptEncoder, chat: list[dict[str, Any]], **arguments: Any) -> list[int]:
-    submit = Submit("r", 1, 0, SamplingParams(), 1, chat=chat, template_arguments=arguments)
+    submit = Submit("r", 1, 0, RequestParams(), 1, chat=chat, template_arguments=arguments)
     return made.encode(submit).tolist()
 
 
@@ -129,7 +129,7 @@ strings = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
 
 @pytest.mark.parametrize("name", ["byte-level", "byte fallback", "byte fallback, Metaspace"])
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), GLUED], ids=[*TEMPLATES, "glued"])
-@settings(max_examples=20, deadline=None)  # of each template and tokenizer
+@settings(max_examples=8, deadline=None)  # of each template and tokenizer
 @given(first=strings, second=strings, called=strings)
 @example(first="end|>", second="", called="<|im_")
 @example(first="<|im_end", second="", called="")
@@ -233,7 +233,7 @@ def test_control_tokens_of_one_character_are_text_as_well() -> None:
 
 def test_completions_are_raw_text() -> None:
     tokenizer = byte_level()
-    submit = Submit("r", 1, 0, SamplingParams(), 1, text="<|im_start|>user\nhi<|im_end|>")
+    submit = Submit("r", 1, 0, RequestParams(), 1, text="<|im_start|>user\nhi<|im_end|>")
     assert len(controls(tokenizer, encoder(tokenizer).encode(submit).tolist())) == 2
 
 

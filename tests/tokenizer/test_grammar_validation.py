@@ -13,7 +13,7 @@ import pytest
 
 from pipeinfer.demo import demo_path
 from pipeinfer.messages import Abort, Accepted, Message, Refused, Submit, Work
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.settings import Settings
 from pipeinfer.text import grammar_setup
 from pipeinfer.tokenizer import requests
@@ -38,7 +38,7 @@ def slow(number: int = 0) -> StructuredOutputs:
 
 def asking(name: str, regex: str = "a", **fields: Any) -> Submit:
     spec = StructuredOutputs(regex=regex)
-    params = SamplingParams(max_tokens=4, structured_outputs=spec)
+    params = RequestParams(max_tokens=4, structured_outputs=spec)
     return Submit(name, 1, 0, params, 0, **({"text": "Hello"} | fields))
 
 
@@ -208,7 +208,7 @@ class Harness:
         )
 
     def ask(self, name: str, spec: StructuredOutputs, client: str = "") -> None:
-        params = SamplingParams(structured_outputs=spec)
+        params = RequestParams(structured_outputs=spec)
         self.submits[name] = Submit(name, 1, 0, params, 0, client=client)
         self.trials.deliver(ValidateGrammar(name, 1, client))
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from pipeinfer.core import LOCAL, Core, Tick
+from pipeinfer.core import LOCAL, Core, Tick, highest_random_weight
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
+from pipeinfer.gateway.ledger import Call, prompt_beginning
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan, Tokens, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step import Sampled
-from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, GroupRouter
 from pipeinfer.wire import pack
 
 PREFIXES, EACH, PREFIX = 64, 64, 1500
@@ -74,22 +76,46 @@ class Outcome:
     peak: float
 
 
-def serve(policy: str, groups: int, each: int = EACH, seed: int = 0) -> Outcome:
+class Tokenizers:
+    """The routers of several tokenizers, of which the gateway's choice gives each prompt one."""
+
+    def __init__(self, policy: str, groups: int, count: int) -> None:
+        self.routers = {f"tokenizer-{n}": GroupRouter(policy, groups) for n in range(count)}
+        self._of: dict[str, GroupRouter] = {}
+
+    def choose(self, name: str, prompt: np.ndarray) -> int:
+        call = Call(name, RequestParams(), prompt_ids=pack(prompt))
+        stage = highest_random_weight(list(self.routers), prompt_beginning(call))
+        router = self._of[name] = self.routers[stage]
+        return router.choose(name, prompt, OUTPUTS, "")
+
+    def on_ended(self, name: str) -> None:
+        self._of.pop(name).on_ended(name)
+
+    def on_report(self, group: int, report: GroupReport) -> None:
+        for router in self.routers.values():
+            router.on_report(group, report)
+
+
+@cache
+def serve(
+    policy: str, groups: int, each: int = EACH, seed: int = 0, tokenizers: int = 1
+) -> Outcome:
     """`each` requests of every prefix in random order, over so many groups that share POOL."""
     rng = np.random.default_rng(seed)
     heads = [rng.integers(0, 50_000, PREFIX, np.int32) for _ in range(PREFIXES)]
     order = [prefix for prefix in range(PREFIXES) for _ in range(each)]
     random.Random(seed).shuffle(order)
-    router, watch = GroupRouter(policy, groups), GroupMonitor()
+    router, watch = Tokenizers(policy, groups, tokenizers), GroupMonitor()
     cluster = [Group(g, POOL // groups, 256 // groups) for g in range(groups)]
     left, under_way, rounds = deque(enumerate(order)), 0, 0
-    params = SamplingParams(max_tokens=OUTPUTS, ignore_eos=True)
+    params = RequestParams(max_tokens=OUTPUTS, ignore_eos=True)
     while left or under_way:
         while left and under_way < UNDER_WAY:
             number, prefix = left.popleft()
             prompt = np.concatenate((heads[prefix], rng.integers(0, 50_000, TAIL, np.int32)))
             name = f"r{number}"
-            group = cluster[router.choose(name, prompt, OUTPUTS, "")]
+            group = cluster[router.choose(name, prompt)]
             group.feed(group.scheduler, Work(name, 1, 0, 0, pack(prompt), params, 0))
             under_way += 1
         for group in cluster:
@@ -118,13 +144,22 @@ def test_prefix_routing_hits_nearly_as_often_as_one_cache_of_all_memory():
     assert serve("round-robin", 4, each=16).hits < 0.6 * four.hits
 
 
+def test_several_tokenizers_route_as_well_as_one():
+    """Each sees all prompts that share a prefix, and what the others sent as load."""
+    one, several = serve("prefix", 4, each=16), serve("prefix", 4, each=16, tokenizers=4)
+    assert several.hits >= 0.95 * one.hits
+    assert several.peak <= 1.25
+
+
 def main() -> None:
     print(f"{PREFIXES} prefixes of {PREFIX} tokens, {EACH} requests of each")
-    for policy, groups in (
-        ("prefix", 1), ("prefix", 4), ("least-loaded", 4), ("round-robin", 4),
+    for policy, groups, tokenizers in (
+        ("prefix", 1, 1), ("prefix", 4, 1), ("prefix", 4, 2), ("prefix", 4, 4),
+        ("least-loaded", 4, 1), ("round-robin", 4, 1),
     ):  # fmt: skip
-        outcome = serve(policy, groups)
-        print(f"{policy:14}{groups:3}{outcome.hits:10.1%}{outcome.peak:10.2f}", flush=True)
+        found = serve(policy, groups, tokenizers=tokenizers)
+        numbers = f"{groups:3}{tokenizers:3}{found.hits:10.1%}{found.peak:10.2f}"
+        print(f"{policy:14}{numbers}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from vocabularies import byte_level
 
 from pipeinfer.messages import Accepted, Delivered, Submit, Work
-from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
+from pipeinfer.params import RequestParams, StructuredOutputs, Thoughts
 from pipeinfer.settings import Settings
 from pipeinfer.text import ThoughtTags
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
@@ -53,7 +53,7 @@ def encoder(
 
 
 def asked(chat: list[dict[str, Any]] | None = None, **fields: Any) -> Submit:
-    submit = Submit("r", 1, 0, SamplingParams(), 1)
+    submit = Submit("r", 1, 0, RequestParams(), 1)
     arguments = fields.pop("arguments", {})
     params = msgspec.structs.replace(submit.params, **fields.pop("params", {}))
     if chat is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeinfer.messages import Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.tokenizer.requests import RoutedRequest, RoutedRequests
 from pipeinfer.wire import pack
 
@@ -11,7 +11,7 @@ GROUPS = (0, 1, 2)
 
 
 def work(name: str, attempt: int = 1, gateway: int = 0) -> Work:
-    return Work(name, attempt, gateway, 0, pack([1]), SamplingParams(), 0)
+    return Work(name, attempt, gateway, 0, pack([1]), RequestParams(), 0)
 
 
 def ledger(*entries: RoutedRequest) -> RoutedRequests:

@@ -21,11 +21,16 @@ from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, Drain, Leave, Send, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    AdapterChanges,
+    AdapterState,
+    Adopt,
     Delivered,
     Done,
     GroupStatus,
     HandOver,
+    Kept,
     Message,
+    Reattached,
     Recover,
     Recovered,
     Refused,
@@ -33,14 +38,19 @@ from pipeinfer.messages import (
     Submit,
     Work,
 )
-from pipeinfer.params import SEED_MASK, SamplingParams, choice_ids
+from pipeinfer.params import SEED_MASK, RequestParams, choice_ids
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.text import HARMONY_TOKENS
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import Encoded, TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.requests import PendingPrompt, PendingPrompts, first_choice
+from pipeinfer.tokenizer.requests import (
+    MAX_ORIGIN_BYTES,
+    PendingPrompt,
+    PendingPrompts,
+    first_choice,
+)
 from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.tokenizer.stage import build, make_core
 from pipeinfer.topology import Identity, Topology
@@ -52,7 +62,7 @@ HELLO = {"role": "user", "content": "Hi 🙂"}
 
 def submit(name: str = "r", max_tokens: int | None = 8, **fields: Any) -> Submit:
     params = fields.pop("params", {})
-    return Submit(name, 3, 1, SamplingParams(max_tokens=max_tokens, **params), 11, **fields)
+    return Submit(name, 3, 1, RequestParams(max_tokens=max_tokens, **params), 11, **fields)
 
 
 def refused(core: TokenizerCore, event: Submit) -> Refused:
@@ -424,13 +434,60 @@ def test_requests_of_a_gateway_that_was_restarted_are_aborted() -> None:
     for name in "abc":
         event = submit(name, prompt_ids=pack([1]))
         core.handle(event if name != "b" else msgspec.structs.replace(event, gateway=0), 0.0)
-    sends = core.handle(Recover("gateway-1", 9), 0.0)
+    *sends, opening, end = core.handle(Recover("gateway-1", 9), 0.0)
     assert [(send.to, send.message.request_id) for send in sends] == [  # type: ignore
         ("scheduler-0", "a"),
         ("scheduler-0", "c"),
     ]
     assert all(isinstance(send.message, Abort) for send in sends)
     assert core.stats()["ledger"] == 1
+    assert opening == Send("recovery", "gateway-1", Recovered("tokenizer-0", 9, opening=True))
+    assert end == Send("recovery", "gateway-1", Recovered("tokenizer-0", 9))
+
+
+def test_kept_requests_are_told_to_their_new_gateway_and_since_when_they_wait() -> None:
+    """Asked again, what the new gateway has sent meanwhile is no remainder of the one before."""
+    core = two_groups()
+    kept = Kept(stream="s", owner="o", seconds=5.0, format=b"format")
+    both = submit("a", prompt_ids=pack([1]), kept=kept, choices=(0, 1))
+    [accepted, *works] = core.handle(both, 0.0)
+    assert [send.message.kept.format for send in works] == [b"", b""]  # type: ignore[union-attr]
+    changes = AdapterChanges((AdapterState("x", 1, 1),))
+    core.handle(changes, 0.0)
+
+    def told(now: float, again: bool = False) -> list[Message]:
+        sends = core.handle(Recover("gateway-1", 9, again), now)
+        assert {(send.channel, send.to) for send in sends} == {("recovery", "gateway-1")}
+        return [send.message for send in sends[1:-1]]
+
+    group = accepted.message.group  # type: ignore[union-attr]
+    adopt = Adopt(
+        stage="tokenizer-0",
+        submit=msgspec.structs.replace(both, group=group),
+        accepted=accepted.message,  # type: ignore[arg-type]
+    )
+    assert told(10.0) == [changes, adopt]
+    origins = [send.message.kept.origin for send in works]  # type: ignore[union-attr]
+    assert msgspec.msgpack.decode(origins[0], type=Adopt) == msgspec.structs.replace(
+        adopt, submit=both
+    )
+    assert origins[1] == b"", "one of them is enough"
+    core.handle(submit("new", prompt_ids=pack([1])), 11.0)
+    waited = msgspec.structs.replace(adopt, waited=2.0)
+    assert told(12.0, again=True) == [changes, waited] and core.stats()["ledger"] == 3
+    core.handle(Reattached(("a", "a/1")), 12.0)
+    assert told(20.0, again=True) == [changes, adopt], "a client came back meanwhile"
+    core.handle(Done(("a",)), 21.0)
+    [_, rest] = told(22.0, again=True)
+    assert isinstance(rest, Adopt) and rest.submit.choices == (1,)
+    core.handle(Abort("a/1", 1), 23.0)
+    assert told(24.0, again=True) == [changes] and core.stats()["ledger"] == 1
+
+
+def test_a_large_request_does_not_burden_scheduler_and_detokenizer() -> None:
+    kept = Kept(stream="s", owner="o", seconds=5.0, format=bytes(MAX_ORIGIN_BYTES))
+    [_, work] = two_groups().handle(submit("a", prompt_ids=pack([1]), kept=kept), 0.0)
+    assert work.message.kept == msgspec.structs.replace(kept, format=b"")  # type: ignore[union-attr]
 
 
 def test_a_tokenizer_that_leaves_leaves_new_requests_to_its_successor() -> None:
@@ -589,7 +646,7 @@ def make(groups: int = 1, routing: str = "round-robin") -> TokenizerCore:
 def submit_choices(choices: tuple[int, ...] = (0, 1, 2), **fields: Any) -> Submit:
     prompt = fields.pop("prompt_ids", pack([5, 6, 7]))
     return Submit(
-        "r", 1, 0, SamplingParams(max_tokens=4), SEED_MASK - 1, prompt_ids=prompt, choices=choices,
+        "r", 1, 0, RequestParams(max_tokens=4), SEED_MASK - 1, prompt_ids=prompt, choices=choices,
         **fields,
     )  # fmt: skip
 

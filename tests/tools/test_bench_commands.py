@@ -1,4 +1,4 @@
-"""Every benchmark, small, as a user runs it: its numbers must add up, whatever their size."""
+"""Every benchmark, small: its numbers must add up, whatever their size."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ STAGES = {"gateway", "tokenizer", "scheduler", "engine", "detokenizer"}
 
 
 @pytest.fixture
-def bench(tmp_path):
-    """Runs a command in a process of its own; gives its metrics and what it printed."""
+def bench(tool_run):
+    """Runs a command; gives its metrics and what it printed."""
 
     def run(*arguments: str) -> tuple[dict, str]:
-        out = tmp_path / "result.json"
-        words = [*arguments, "--json", str(out)]
-        done = subprocess.run(
-            [sys.executable, "tools/bench", *words],
-            cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=250,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        result = json.loads(out.read_text())
-        assert set(result) == {"schema", "command", "commit", "hardware", "date", "metrics"}
-        assert result["command"].startswith(f"python tools/bench {arguments[0]}")
-        return result["metrics"], done.stdout
+        done = tool_run("bench", *arguments)
+        assert done.code == 0, done.err
+        return done.metrics, done.out
 
     return run
+
+
+@pytest.mark.parametrize("tool", ["bench", "chaos", "simulate", "soak"])
+def test_a_tool_runs_from_a_checkout(tool):
+    """As a user runs it; its commands are called by tests of their own."""
+    done = subprocess.run(
+        [sys.executable, f"tools/{tool}", "--help"],
+        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0 and f"python tools/{tool}" in done.stdout, done.stderr
 
 
 def check_parts(metrics: dict) -> None:
@@ -63,9 +65,10 @@ def test_offline_counts_what_was_asked_for(bench):
     metrics, printed = bench(
         "offline", "--requests", "8", "--prompt-tokens", "4:16", "--output-tokens", "3:9",
         "--flops", "1e11", "--bandwidth", "1e10", "--threads", "1", "--log-level", "error",
+        "--adapters", "2", "--adapter-rank", "4",
     )  # fmt: skip
     check_parts(metrics)
-    assert metrics["requests"] == 8
+    assert metrics["requests"] == 8 and metrics["adapters"] == 2
     assert 8 * 3 <= metrics["output_tokens"] <= 8 * 9
     assert metrics["efficiency"] == pytest.approx(metrics["floor_seconds"] / metrics["seconds"])
     assert "outside the model" in printed
@@ -91,6 +94,27 @@ def test_startup_is_ready_before_the_first_token(bench):
     assert sum(engine.values()) < metrics["ready_seconds"]
 
 
+def test_drafts_are_measured_by_kind_of_text(bench):
+    metrics, printed = bench(
+        "drafts",
+        "--rounds",
+        "1",
+        "--tokens",
+        "30",
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+        "--in-process",
+    )
+    assert metrics["broken"] == []
+    assert 0 < metrics["accepted_draft_tokens"] <= metrics["draft_tokens"]
+    for task in ("summary", "edit", "code", "story"):
+        found = metrics[task]
+        ratio = found["with_tokens_per_s"] / found["without_tokens_per_s"]
+        assert found["ratio"] == pytest.approx(ratio) and task in printed
+
+
 def test_sleep_measures_each_level_beside_a_start(bench):
     metrics, _ = bench("sleep", "--rounds", "1", "--threads", "1", "--dtype", "float32")
     assert metrics["broken"] == [] and metrics["start_seconds"] > 0
@@ -113,10 +137,16 @@ def test_takeover_counts_what_the_next_engine_computes_again(bench):
     assert 0 < phases[0] <= sum(phases) < keep["gap_seconds"]["max"] + 1
 
 
-def test_online_measures_each_rate(bench):
+@pytest.fixture(scope="module")
+def server():
+    with servers.Server("--threads", "1", "--max-model-len", "256") as running:
+        yield running
+
+
+def test_online_measures_each_rate(bench, server):
     metrics, _ = bench(
-        "online", "--rates", "20,40", "--requests", "6", "--prompt-tokens", "4:8",
-        "--output-tokens", "4:8", "--threads", "1",
+        "online", "--url", server.url, "--rates", "20,40", "--requests", "6",
+        "--prompt-tokens", "4:8", "--output-tokens", "4:8",
     )  # fmt: skip
     assert [point["rate"] for point in metrics["points"]] == [20.0, 40.0]
     for point in metrics["points"]:
@@ -130,6 +160,7 @@ def test_storm_compares_what_running_streams_feel_under_each_policy(bench):
     metrics, printed = bench(
         "storm", "--streams", "3", "--prompts", "4", "--stream-prompt", "16", "--calm-tokens", "30",
         "--prompt-tokens", "600", "--max-step-tokens", "100", "--kv-pages", "600", "--threads", "1",
+        "--in-process",
     )  # fmt: skip
     assert set(metrics["policies"]) == {"mixed", "prefill-first"}
     for name, found in metrics["policies"].items():
@@ -145,14 +176,13 @@ def test_storm_compares_what_running_streams_feel_under_each_policy(bench):
     assert mixed["storm_itl_ms"]["p50"] < mixed["storm_seconds"] * 1e3 / 4
 
 
-def test_online_replays_a_trace_against_a_running_server(bench, tmp_path):
+def test_online_replays_a_trace(bench, tmp_path, server):
     trace = tmp_path / "trace.jsonl"
     entries = [(0.0, 5, 3), (0.1, 9, 4), (0.2, 4, 900)]  # the last is longer than the context
     lines = [dict(zip(("timestamp", "input_length", "output_length"), e, strict=True))
              for e in entries]  # fmt: skip
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with servers.Server("--threads", "1", "--max-model-len", "256") as server:
-        metrics, _ = bench("online", "--url", server.url, "--trace", str(trace))
+    metrics, _ = bench("online", "--url", server.url, "--trace", str(trace))
     (point,) = metrics["points"]
     assert (point["requests"], point["failed"]) == (3, 1)
     assert point["good_share"] <= 2 / 3
@@ -166,7 +196,7 @@ def test_formats_measures_a_batch_and_a_stream_of_each(bench, tmp_path):
     metrics, printed = bench(
         "formats", "--config", str(config), "--formats", "fp8", "awq", "--requests", "2",
         "--prompt-tokens", "4:8", "--output-tokens", "3", "--stream-tokens", "4",
-        "--repeats", "3", "--log-level", "error",
+        "--repeats", "3", "--log-level", "error", "--in-process",
     )  # fmt: skip
     assert list(metrics) == ["fp8", "awq"]
     for found in metrics.values():

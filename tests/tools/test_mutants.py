@@ -52,7 +52,7 @@ def test_what_is_noticed_is_killed_by_a_test_that_is_named(workplace):
 
 
 def test_what_never_ends_is_ended(workplace):
-    outcome = workplace.test(FILTER, f"{TEXT}\nwhile True:\n    pass\n", TESTS, 5.0)
+    outcome = workplace.test(FILTER, f"{TEXT}\nwhile True:\n    pass\n", TESTS, 1.5)
     assert outcome.ended == "timeout"
     assert outcome.seconds < 30.0
 

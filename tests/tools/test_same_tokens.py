@@ -17,7 +17,7 @@ from same_tokens.requests import draw
 from same_tokens.run import memory_changes_nothing
 
 ROOT = Path(__file__).resolve().parents[2]
-SESSION, EACH = 40, 8
+SESSION, EACH = 40, 4
 FEW = ("--session", str(SESSION), "--each", str(EACH))
 TWO = ("--architectures", "Gemma3ForCausalLM", "Qwen3MoeForCausalLM")
 # As if a revision had lost a parameter on its way.

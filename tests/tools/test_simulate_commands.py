@@ -1,41 +1,30 @@
-"""`tools/simulate run` as a user runs it: what it reports adds up, and repeats."""
+"""`tools/simulate run`: what it reports adds up, and repeats."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from simulated_clusters import tallied
 
-import servers
 from bench import workload
 from pipeinfer.bench.dataset import TokenRange
 from simulate import workloads
 from simulate.cluster import Deployment
 from simulate.step_model import StepModel
 
-ROOT = Path(__file__).resolve().parents[2]
 POLICIES = ["prefix", "least-loaded", "round-robin"]
 
 
 @pytest.fixture
-def simulate_tool(tmp_path):
+def simulate_tool(tool_run):
     def run(*words: str, code: int = 0) -> dict:
-        out = tmp_path / "result.json"
-        done = subprocess.run(
-            [sys.executable, "tools/simulate", "run", *words, "--json", str(out)],
-            cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == code, done.stderr
+        done = tool_run("simulate", "run", *words)
+        assert done.code == code, done.err
         if code:
-            return {"error": done.stderr}
-        result = json.loads(out.read_text())
-        assert set(result) == {"schema", "command", "commit", "hardware", "date", "metrics"}
-        return result["metrics"]["policies"] | {"printed": done.stdout}
+            return {"error": done.err}
+        return done.metrics["policies"] | {"printed": done.out}
 
     return run
 
@@ -145,16 +134,11 @@ def test_a_simulation_knows_the_targets_once_engines_measure_their_steps(simulat
     assert found["none"]["itl_ms"]["p90"] < 0.75 * found["short"]["itl_ms"]["p90"]
 
 
-def test_what_the_targets_allow_is_a_table(tmp_path):
-    out = tmp_path / "targets.json"
-    done = subprocess.run(
-        [sys.executable, "tools/simulate", "targets", "--json", str(out),
-         "--itl-target", "0.02"],
-        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())["metrics"]
-    times = [one["ms"] for one in found["chosen"]]
+def test_what_the_targets_allow_is_a_table(tool_run):
+    done = tool_run("simulate", "targets", "--itl-target", "0.02")
+    assert done.code == 0, done.err
+    chosen = done.metrics["chosen"]
+    times = [one["ms"] for one in chosen]
     assert times == sorted(times) and times[0] < 6 and 15 < times[-1] <= 20
-    assert found["chosen"][-1]["rate"] > 2 * found["chosen"][0]["rate"]
-    assert "prompt tokens/s" in done.stdout
+    assert chosen[-1]["rate"] > 2 * chosen[0]["rate"]
+    assert "prompt tokens/s" in done.out

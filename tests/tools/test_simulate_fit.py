@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from simulated_clusters import tallied
 
-import servers
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.messages import Work
 from pipeinfer.replay.traces import LoadedTrace
@@ -19,13 +15,12 @@ from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost, Targets
 from pipeinfer.trace.format import TraceHeader
 from pipeinfer.wire import unpack
-from simulate import fit, recordings, step_model
+from simulate import TOOL, fit, recordings, step_model
 from simulate.cluster import Deployment
 from simulate.recordings import MeasuredStep
 from simulate.step_model import StepModel, attended
 from simulate.workloads import Arrival
 
-ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = 60  # tokens of each recorded request
 TRUE = StepModel(
     fixed=2e-3, mixed=5e-4, decode=((0, 1e-5), (64, 4e-5)), prefill=((0, 2e-5),), context=3e-8,
@@ -131,15 +126,10 @@ def test_recorded_steps_hold_every_computed_token(recorded):
     assert sum(step.seconds for step in steps) <= engine.seconds
 
 
-def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path):
+def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path, capsys):
     out = tmp_path / "model.json"
-    words = ["fit", str(recorded), "--out", str(out), "--skip", "2"]
-    done = subprocess.run(
-        [sys.executable, "tools/simulate", *words],
-        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "steps of" in done.stdout
+    assert TOOL.main(["fit", str(recorded), "--out", str(out), "--skip", "2"]) == 0
+    assert "steps of" in capsys.readouterr().out
     model = step_model.load(str(out))
     assert model.noise.scatter[0].above == model.noise.mixed[0].above == 0
     assert all(len(one.factors) == fit.QUANTILES for one in model.noise.scatter)
@@ -175,19 +165,13 @@ def test_what_each_row_of_a_message_takes_is_told_from_what_all_take():
     assert fit.by_row([]) == (0.0, ())
 
 
-def test_a_recording_is_compared_with_its_simulation(recorded, tmp_path):
+def test_a_recording_is_compared_with_its_simulation(recorded, tmp_path, tool_run):
     """Same machine, same requests: counts are equal, and times as near as 60 steps can be."""
-    model, out = tmp_path / "model.json", tmp_path / "result.json"
-    for words in (
-        ("fit", str(recorded), "--out", str(model), "--skip", "0"),
-        ("against", str(recorded), "--model", str(model), "--json", str(out)),
-    ):
-        done = subprocess.run(
-            [sys.executable, "tools/simulate", *words],
-            cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())["metrics"]
+    model = str(tmp_path / "model.json")
+    assert TOOL.main(["fit", str(recorded), "--out", model, "--skip", "0"]) == 0
+    done = tool_run("simulate", "against", str(recorded), "--model", model)
+    assert done.code == 0, done.err
+    result = done.metrics
     real, said = result["measured"], result["simulated"]
     assert (real["requests"], real["output_tokens"]) == (24, 24 * OUTPUT)
     assert (said["requests"], said["output_tokens"]) == (24, 24 * OUTPUT)
@@ -195,7 +179,7 @@ def test_a_recording_is_compared_with_its_simulation(recorded, tmp_path):
     assert result["ratio"]["tokens_per_s"] == pytest.approx(1.0, abs=0.4)
     assert result["ratio"]["e2e_ms"]["p50"] == pytest.approx(1.0, abs=0.4)
     assert real["ttft_ms"]["p50"] < real["e2e_ms"]["p50"] and real["itl_ms"]["p50"] > 0
-    assert "itl_ms p99" in done.stdout
+    assert "itl_ms p99" in done.out
 
 
 def test_a_simulation_of_the_recorded_requests_takes_as_many_steps_and_as_long(recorded):
@@ -221,12 +205,9 @@ def test_a_batch_was_recorded_without_targets_for_its_steps(recorded):
     assert (usual.itl_target, usual.ttft_target) == (0.025, 0.5), "a server has them"
 
 
-def test_fit_without_recordings_says_so(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "tools/simulate", "fit", str(tmp_path), "--out", "x.json"],
-        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 2 and "holds no recording of an engine" in done.stderr
+def test_fit_without_recordings_says_so(tmp_path, capsys):
+    assert TOOL.main(["fit", str(tmp_path), "--out", str(tmp_path / "x.json")]) == 2
+    assert "holds no recording of an engine" in capsys.readouterr().err
 
 
 def recording_of(name: str, settings: dict, facts: dict) -> LoadedTrace:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 
-import servers
 from soak import checks, requests
 from soak.clients import counted, unexpected
 from soak.requests import Answer, questions
 from soak.watching import metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 REQUESTS = 10_000
 
 
@@ -194,19 +189,15 @@ def test_each_answer_counts_as_the_gateway_counts_it_and_a_wrong_one_is_noticed(
     assert unexpected(late, Answer(200, "a", "length")), "it should have ended before"
 
 
-def test_a_short_soak_of_a_real_server_breaks_no_promise(tmp_path):
+def test_a_short_soak_of_a_real_server_breaks_no_promise(tool_run, tmp_path):
     """Memory has more room than in a long run: so short a one is all start-up."""
-    out, samples = tmp_path / "out.json", tmp_path / "samples.jsonl"
-    words = ["--requests", "240", "--warm-up", "60", "--concurrency", "8", "--processes", "1"]
-    words += ["--questions", "40"]
-    words += ["--every", "0.02", "--memory-percent", "60", "--samples", str(samples)]
-    done = subprocess.run(
-        [sys.executable, "tools/soak", "run", *words, "--json", str(out)],
-        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())["metrics"]
-    assert found["broken"] == [] and found["requests"] == 240
+    samples = tmp_path / "samples.jsonl"
+    words = ["--requests", "300", "--warm-up", "20", "--concurrency", "8", "--processes", "1"]
+    words += ["--questions", "40", "--every", "0.02", "--memory-percent", "60"]
+    done = tool_run("soak", "run", *words, "--samples", str(samples))
+    assert done.code == 0, done.err
+    found = done.metrics
+    assert found["broken"] == [] and found["requests"] == 300
     kinds = {name.removeprefix("asked ") for name in found["counts"] if name.startswith("asked")}
     assert kinds == set(requests.PARTS)
     assert {"gateway-0", "engine-0-0", "supervisor"} <= set(found["memory"])

@@ -212,16 +212,3 @@ def test_a_stage_that_dies_leaves_a_flight_recording_that_dies_again(tmp_path, m
         assert outputs(core, event) == expected
     with pytest.raises(ArithmeticError, match="a planted fault"):
         outputs(core, last)
-
-
-def test_the_flight_recorder_can_be_switched_off(tmp_path, monkeypatch):
-    (tmp_path / "crashing_policy.py").write_text(POLICY)
-    importable(tmp_path, monkeypatch)
-    flights = tmp_path / "flights"
-    arguments = ("--kv-pages", "200", "--threads", "1", "--policy", "crashing_policy:Crashing")
-    off = ("--flight-dir", str(flights), "--flight-recorder-mib", "0")
-    with Server(*arguments, *off) as server:
-        body = {"prompt": ["count"] * 4, "max_tokens": 4, "ignore_eos": True}
-        assert server.post("/v1/completions", body)[0] == 200
-        assert (tmp_path / "crashed").exists()
-    assert not flights.exists()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.core import Tick
 from pipeinfer.messages import PROTOCOL, Abort, Submit, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import OtherProtocol, Trace, TraceHeader, UnreadableTrace
@@ -24,7 +24,7 @@ from pipeinfer.trace.snapshot import RestoreError, restore, snapshot
 from pipeinfer.wire import pack
 
 HEADER = TraceHeader(protocol=PROTOCOL, version="test", stage="tokenizer-0", name="tokenizer")
-SUBMIT = Submit("r", 1, 0, SamplingParams(), 0, text="here")
+SUBMIT = Submit("r", 1, 0, RequestParams(), 0, text="here")
 ROWS = [
     (0.0, "in", "requests", "gateway-0", n, 0.0, msgspec.msgpack.encode(message))
     for n, message in enumerate((SUBMIT, Abort("r", 1)))
@@ -176,7 +176,7 @@ def test_changed_contents_under_a_right_checksum_are_read_or_unreadable(path, da
 def a_state() -> bytes:
     core = SchedulerCore(OPTIONS)
     for number in range(3):
-        core.handle(Work(f"r{number}", 1, 0, 0, pack([1, 2, 3]), SamplingParams(), 0), 1.0)
+        core.handle(Work(f"r{number}", 1, 0, 0, pack([1, 2, 3]), RequestParams(), 0), 1.0)
         core._live[f"r{number}"].outputs.extend([4, 5])
     return snapshot(core)
 

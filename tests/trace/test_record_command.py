@@ -1,4 +1,4 @@
-"""`pipeinfer record` on a live server, and `--record` when a stage is killed."""
+"""`pipeinfer record` on a live server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 from rebuilt import events, fresh, outputs
 
-from pipeinfer.messages import Begin, Done, Fault, Hello, Plan, Result, Submit, Work
-from pipeinfer.topology import Identity
+from pipeinfer.messages import Begin, Done, Fault, Hello, Plan, Result, Submit
 from pipeinfer.trace.format import End, Trace
 from pipeinfer.trace.snapshot import restore
 from servers import STAGES, Server, environment
 
 QUICK = ("--kv-pages", "300", "--threads", "1")
-BODY = {"prompt": "count from 1 to 99", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+BODY = {"prompt": "count from 1 to 99", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
 
 
 class Recorded(Server):
@@ -138,7 +137,7 @@ def test_a_busy_server_is_recorded_from_mid_life_and_every_stage_replays(server,
 def test_an_engine_is_recorded_from_an_epoch_that_begins_with_empty_memory(server, tmp_path):
     over = server.busy()
     server.wait(lambda: server.metric("pipeinfer_requests_running") > 0, "a running request")
-    done = server.record("--out", str(tmp_path), "--stage", "engine-0-0", "--seconds", "1.5")
+    done = server.record("--out", str(tmp_path), "--stage", "engine-0-0", "--seconds", "0.8")
     over.set()
     server.worker.join(60)
     assert done.returncode == 0, done.stderr
@@ -178,11 +177,11 @@ def test_ctrl_c_ends_a_recording_in_order(server, tmp_path):
 def test_a_redacted_recording_says_nothing_of_the_prompts(server, tmp_path):
     over = server.busy()
     server.wait(lambda: server.metric("pipeinfer_requests_running") > 0, "a running request")
-    done = server.record("--out", str(tmp_path), "--seconds", "1.5", "--redact")
+    done = server.record("--out", str(tmp_path), "--seconds", "0.8", "--redact")
     over.set()
     server.worker.join(60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("after 1.5 s") == len(STAGES)
+    assert done.stdout.count("after 0.8 s") == len(STAGES)
     key = tmp_path / "redaction.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     found = traces(tmp_path)
@@ -212,21 +211,3 @@ def test_a_folder_that_cannot_be_written_fails_with_the_stages_reason(server, tm
     done = server.record("--out", str(tmp_path / "file" / "x"), "--stage", "scheduler")
     assert done.returncode == 1
     assert "scheduler-0: failed" in done.stderr and "Not a directory" in done.stderr
-
-
-def test_a_killed_stage_leaves_a_trace_that_loads(tmp_path):
-    with Recorded("--record", str(tmp_path)) as server:
-        assert server.post("/v1/completions", BODY)[0] == 200
-        pid = server.pid("scheduler")
-        [path] = tmp_path.glob(f"scheduler-0-0-{pid}.pitrace")
-        size = path.stat().st_size
-        server.wait(lambda: path.stat().st_size > size, "another block")
-        os.kill(pid, signal.SIGKILL)
-        server.wait(lambda: server.pid("scheduler") != pid, "another scheduler")
-        server.wait(lambda: len(list(tmp_path.glob("scheduler-*"))) == 2, "its recording")
-    trace = Trace(path)
-    assert replays(trace) > 10
-    inputs = [event for (_, event), _ in events(trace)]
-    assert any(isinstance(event, Work) for event in inputs)
-    assert sum(isinstance(event, Result) for event in inputs) >= 300
-    assert trace.header.stage == Identity("scheduler").id

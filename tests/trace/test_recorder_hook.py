@@ -67,3 +67,15 @@ async def test_an_engines_large_state_is_taken_only_while_nothing_happens_to_it(
     busy = tap._unchanged_check(99.0)
     assert busy is not None and not busy()
     tap.close()
+
+
+@pytest.mark.parametrize("mib", [0, 1])
+async def test_a_stage_that_dies_writes_its_flight_unless_that_is_switched_off(mib, tmp_path):
+    settings = Settings(flight_dir=str(tmp_path / "flights"), flight_recorder_mib=mib)
+    identity, topology = Identity("tokenizer", 0, 0, 0), local(settings, "ipc:///nowhere")
+    tap = taps.RecorderHook(settings, topology, identity, 1, print, print)
+    tap.begin(Core(), {})  # type: ignore[arg-type]
+    tap.event(1.0, Tick())
+    tap.crashed(ArithmeticError("a planted fault"))
+    tap.close()
+    assert len(list(tmp_path.glob("flights/*.pitrace"))) == mib

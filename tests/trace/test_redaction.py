@@ -32,7 +32,7 @@ from pipeinfer.messages import (
     TokenRow,
     Work,
 )
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.tokenizer import core as tokenizer
 from pipeinfer.trace import format as trace_format
 from pipeinfer.trace.format import Trace
@@ -216,7 +216,7 @@ def test_a_redacted_trace_from_mid_life_replays_the_scheduler_exactly(
 def test_ids_that_a_request_names_are_renamed_like_its_tokens(recorded):
     model = recorded["scheduler"].header.settings["model"]
     how = redactor(KEY, "scheduler", model)
-    params = SamplingParams(
+    params = RequestParams(
         stop_token_ids=(40, 50), stop=("secret",), seed=3, logit_bias={40: 1.0, 50: -2.0},
         allowed_token_ids=(40, 50), bad_words=("secret",),
     )  # fmt: skip
@@ -236,7 +236,7 @@ def test_ids_that_a_request_names_are_renamed_like_its_tokens(recorded):
     )
     assert work.params.allowed_token_ids == (how.permutation.one(40), how.permutation.one(50))
     assert work.bad_word_ids == ((how.permutation.one(41), how.permutation.one(40)),)
-    assert how.message(Work("r", 1, 0, 0, b"", SamplingParams(), 3)).params == SamplingParams()
+    assert how.message(Work("r", 1, 0, 0, b"", RequestParams(), 3)).params == RequestParams()
     assert work.params.stop_token_ids == (how.permutation.one(40), how.permutation.one(50))
     assert work.params.logit_bias == {how.permutation.one(40): 1.0, how.permutation.one(50): -2.0}
     assert unpack(work.prompt_ids)[0] == how.permutation.one(40) != 40
@@ -257,7 +257,7 @@ def test_turns_of_clients_whose_grammars_take_long_are_no_ids(recorded):
     trace = recorded["scheduler"]
     core = fresh(trace)
     for n in range(3):
-        params = SamplingParams(structured_outputs=StructuredOutputs(regex="a" * n))
+        params = RequestParams(structured_outputs=StructuredOutputs(regex="a" * n))
         work = Work(f"r{n}", 1, 0, 0, pack([1]), params, 0, client="c", slow_grammar=True)
         outputs(core, (0.0, work))
     how = redactor(KEY, "scheduler", trace.header.settings["model"])

@@ -16,7 +16,7 @@ import pytest
 from pipeinfer.control import StartRecording
 from pipeinfer.core import Tick
 from pipeinfer.messages import PROTOCOL, Abort, Work
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import REMEMBERED_SECONDS
 from pipeinfer.settings import Settings
@@ -48,7 +48,7 @@ def never() -> bool:
 
 
 def work(number: int) -> Work:
-    return Work(f"r{number}", 1, 0, 0, pack(range(300)), SamplingParams(max_tokens=9), number)
+    return Work(f"r{number}", 1, 0, 0, pack(range(300)), RequestParams(max_tokens=9), number)
 
 
 def core_of(requests: int, outputs: int = 10) -> SchedulerCore:

@@ -17,6 +17,7 @@ TOOL = Tool(
         "pipeline": "CPU time per streamed token and stage, with an engine that answers at once",
         "storm": "time between tokens of running streams while long prompts arrive",
         "startup": "from process start to ready and to the first token",
+        "drafts": "one stream with speculative decoding and without, by kind of text",
         "sleep": "seconds to sleep and to wake up beside those of a start, and memory of the GPU",
         "takeover": "engines killed under streams: what is computed again, and how long it takes",
         "compare": "two result files side by side",

@@ -7,12 +7,12 @@ Phases of the host's time of a step come from the engine's statistics
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bench.workload import Work
-from pipeinfer import LLM, SamplingParams
+from pipeinfer import LLM, LoRARequest, SamplingParams
 
 PARTS = ("plan", "pack", "upload", "attention_plan", "forward", "masks", "sample", "result")
 ALL = "host"
@@ -95,15 +95,19 @@ class Measured:
         return max(0.0, 1.0 - self.engine[part] / self.seconds)
 
 
-def measure(llm: LLM, work: Work, temperature: float) -> Measured:
-    """Runs `work` as one call; RuntimeError if any request got another number of tokens."""
+def measure(
+    llm: LLM, work: Work, temperature: float, adapters: Sequence[LoRARequest] = ()
+) -> Measured:
+    """Runs `work` as one call; RuntimeError if any request got another number of tokens. adapters:
+    requests have them in turns."""
     params = [
         SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=index)
         for index, tokens in enumerate(work.outputs)
     ]
     before = _engine(llm)
     begin = time.perf_counter()
-    results = llm.generate(work.prompts, params, use_tqdm=False)
+    chosen = [adapters[n % len(adapters)] for n in range(len(params))] if adapters else None
+    results = llm.generate(work.prompts, params, use_tqdm=False, lora_request=chosen)
     seconds = time.perf_counter() - begin
     after = _engine(llm)
     outputs = [result.outputs[0].token_ids for result in results]

@@ -134,7 +134,7 @@ def efficiency(
 ) -> dict[str, float]:
     """The share of `seconds` that the machine of --flops and --bandwidth needs at least."""
     from pipeinfer import settings as config
-    from pipeinfer.engine.loading import choose_engine
+    from pipeinfer.engine.choices import choose_engine
 
     built = config.build(settings)
     folder = resolve_model(built.model, built.revision)

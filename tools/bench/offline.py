@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from bench import batch, floor, shapes, workload
-from pipeinfer import LLM
+from bench import adapters, batch, floor, shapes, workload
+from pipeinfer import LLM, LoRARequest
 from pipeinfer.bench.dataset import TokenRange
+from pipeinfer.checkpoint.source import resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,17 +24,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.6)
     add("--work-seed", type=int, default=0, help="seed of prompts and lengths")
     add("--rounds", type=int, default=1)
+    text = "random low-rank adapters of a dense model, which requests have in turns"
+    add("--adapters", type=int, default=0, help=text)
+    add("--adapter-rank", type=int, default=16)
     add("--flops", type=float, default=0.0, help="of the machine, per second, for the efficiency")
     add("--bandwidth", type=float, default=0.0, help="of its memory, bytes per second")
 
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; prints them too."""
-    with shapes.settings_of(options.config, settings) as chosen:
-        return _run(options, chosen)
+    with (
+        shapes.settings_of(options.config, settings) as chosen,
+        tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as folder,
+    ):
+        given: Sequence[LoRARequest] = ()
+        if options.adapters:
+            count, rank = options.adapters, options.adapter_rank
+            model = resolve_model(chosen.get("model", ""))
+            given = adapters.write_adapters(Path(folder), model, count, rank)
+            chosen = {"enable_lora": True, "max_loras": count, "max_lora_rank": rank, **chosen}
+        return _run(options, chosen, given)
 
 
-def _run(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+def _run(
+    options: argparse.Namespace, settings: dict[str, Any], given: Sequence[LoRARequest]
+) -> dict[str, Any]:
     highest = shapes.highest_id(settings)
     spans = options.prompt_tokens, options.output_tokens
     work = workload.uniform(options.requests, *spans, highest, options.work_seed)
@@ -41,10 +58,10 @@ def _run(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any
     rounds = []
     for _ in range(options.rounds):
         with LLM(**settings) as llm:  # anew each time, so that no prompt is in the prefix cache
-            batch.measure(llm, warm, options.temperature)
-            rounds.append(batch.measure(llm, work, options.temperature))
+            batch.measure(llm, warm, options.temperature, given)
+            rounds.append(batch.measure(llm, work, options.temperature, given))
             print(f"{work.output_tokens / rounds[-1].seconds:10.1f} tokens/s", flush=True)
-    metrics = batch.summary(work, rounds)
+    metrics = batch.summary(work, rounds) | {"adapters": len(given)}
     if settings.get("device") == "cuda":
         metrics["outside_model_share"] = None  # a GPU engine counts launches there, not computing
     if options.flops and options.bandwidth:

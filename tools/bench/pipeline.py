@@ -27,7 +27,8 @@ from pipeinfer.bench.dataset import RandomDataset, TokenRange
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.runtime.local import stop_process, wait_ready
-from pipeinfer.topology import NAMES, Topology
+from pipeinfer.runtime.servers import InheritedSockets
+from pipeinfer.topology import NAMES, Identity, Topology
 
 ENGINE = Path(__file__).with_name("instant_engine.py")
 SPECIAL = 16  # ids at the end of the vocabulary that are not drawn: they may have no text
@@ -83,40 +84,49 @@ def measure(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[st
 @contextmanager
 def stages(
     options: argparse.Namespace, given: Mapping[str, Any]
-) -> Iterator[tuple[str, dict[str, int], Topology, int]]:
-    """(url, process id by stage, and of this client, topology, highest token id of a prompt) of a
-    pipeline with the instant engine."""
+) -> Iterator[tuple[str, dict[str, list[int]], Topology, int]]:
+    """(url, process ids by the name of their stages, and of this client, topology, highest token id
+    of a prompt) of a pipeline with the instant engine."""
     model = resolve_model(str(given.get("model", "")))
     settings = {**given, "model": str(model)}
     highest = max(read_outline(model).vocab_size - 1 - SPECIAL, 0)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(config.PREFIX)}
     environment[instant_engine.STEP_VARIABLE] = str(options.step_ms / 1e3)
     environment[instant_engine.HIGHEST_ID_VARIABLE] = str(highest)
-    running: dict[str, subprocess.Popen[str]] = {}
+    running: dict[Identity, subprocess.Popen[str]] = {}
+    sockets = InheritedSockets()
     with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder:
         local = topologies.local(config.build(settings), f"ipc://{folder}/")
         values = {"log_level": "warning", **settings, "port": 0}
         file = Path(folder, "pipeinfer.toml")
         file.write_text(Topology(local.entries, values).to_toml())
         try:
-            for name in NAMES:
-                running[name] = _start(name, file, environment)
-            url = wait_ready(running["gateway"])
-            pids = {name: p.pid for name, p in running.items()} | {"client": os.getpid()}
-            yield url, pids, local, highest
+            sockets.bind("127.0.0.1", 0)
+            sockets.listen()
+            for entry in local.entries:
+                who = entry.identity
+                running[who] = _start(who, file, environment, sockets)
+            url = wait_ready(running[Identity("gateway")])
+            pids = {n: [p.pid for who, p in running.items() if who.name == n] for n in NAMES}
+            yield url, pids | {"client": [os.getpid()]}, local, highest
         finally:
-            for process in running.values():  # the gateway first: it ends what still runs
+            sockets.close()
+            for process in running.values():  # gateways first: they end what still runs
                 stop_process(process)
 
 
-def _start(name: str, topology: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-    if name == "engine":
+def _start(
+    who: Identity, topology: Path, environment: dict[str, str], sockets: InheritedSockets
+) -> subprocess.Popen[str]:
+    if who.name == "engine":
         command = [sys.executable, str(ENGINE)]
     else:
-        command = [sys.executable, "-m", "pipeinfer.runtime", name]
+        command = [sys.executable, "-m", "pipeinfer.runtime", who.name, "--index", str(who.index)]
     command += ["--topology", str(topology)]
-    output = subprocess.PIPE if name == "gateway" else None
-    return subprocess.Popen(command, env=environment, stdout=output, text=True)
+    inherited = sockets.descriptors if who.name == "gateway" else []
+    command += sockets.arguments if who.name == "gateway" else []
+    output = subprocess.PIPE if who == Identity("gateway") else None
+    return subprocess.Popen(command, env=environment, stdout=output, text=True, pass_fds=inherited)
 
 
 async def send(
@@ -131,8 +141,8 @@ async def send(
     return await stream_all(Endpoint(url), [drawn.sample(n) for n in range(options.streams)])
 
 
-def _used(pids: Mapping[str, int]) -> dict[str, float]:
-    return {name: cpu_seconds(pid) for name, pid in pids.items()}
+def _used(pids: Mapping[str, list[int]]) -> dict[str, float]:
+    return {name: sum(map(cpu_seconds, of_name)) for name, of_name in pids.items()}
 
 
 def _show(metrics: Mapping[str, Any]) -> None:

@@ -93,13 +93,20 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def settings_of(config: str | None, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """`settings`; with the shape `config` those of a folder of that shape, which goes at the end,
-    and of random weights."""
+    and of random weights. `speculate` may also be a shape then."""
     if not config:
         yield dict(settings)
         return
     with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as folder:
-        write_folder(Path(folder), shape(config))
-        yield {"load_format": "dummy", **settings, "model": folder}
+        model, draft = Path(folder, "model"), Path(folder, "draft")
+        chosen = {
+            "load_format": "dummy",
+            **settings,
+            "model": str(write_folder(model, shape(config))),
+        }
+        if settings.get("speculate") in SHAPES:
+            chosen["speculate"] = str(write_folder(draft, shape(settings["speculate"])))
+        yield chosen
 
 
 def write_folder(folder: Path, config: dict[str, Any]) -> Path:

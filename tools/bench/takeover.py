@@ -1,5 +1,5 @@
-"""`takeover`: a rank of an engine is killed (-9) under streams; what the next one computes again,
-and how long streams wait.
+"""`takeover`: a rank of an engine is killed (-9), or the engine swapped, under streams; what the
+next one computes again, and how long streams wait.
 
 Clients ask seeded questions again and again; each answer is compared with the first one, which
 nothing disturbed. Between two kills the memory holder is killed as well: its successor knows of no
@@ -14,6 +14,8 @@ import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench import shapes
 from harness.processes import used_gpu_mib
-from harness.server import ServerUnderTest
+from harness.server import ServerUnderTest, running
 from pipeinfer.bench.client import Endpoint
 from pipeinfer.bench.dataset import SampleRequest
 from pipeinfer.core import TAKEOVER_PHASES
@@ -60,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--calm", type=float, default=0.0, metavar="S", help="before each kill, beside --wait")
     add("--seconds", type=float, default=float("inf"), help="no kill begins later")
     add("--storm-seed", type=int, default=0)
+    add("--swaps", action="store_true", help="`pipeinfer swap` of the engine in place of each kill")
     add("--any-text", action="store_true", help="other texts are counted, and break no promise")
 
 
@@ -211,9 +214,12 @@ class Run:
         before = await self._metrics(api)
         at = time.monotonic()
         self._calm += [gap for one in self._clients for gap in one.gaps(begun, at)]
-        ranks = [key for key in server.pids() if key[:2] == ("engine", 0)]
-        rank = sorted(ranks)[len(self._kills) % len(ranks)]  # one after the other
-        os.kill(server.pids()[rank], signal.SIGKILL)
+        if self._options.swaps:
+            await asyncio.to_thread(swap_engine, server.process.pid)
+        else:
+            ranks = [key for key in server.pids() if key[:2] == ("engine", 0)]
+            rank = sorted(ranks)[len(self._kills) % len(ranks)]  # one after the other
+            os.kill(server.pids()[rank], signal.SIGKILL)
         count = "pipeinfer_takeovers_total"
         await self._all_move(at)
         deadline = time.monotonic() + PATIENCE
@@ -293,6 +299,16 @@ def forget_losses(supervisor: int) -> None:
         with suppress(psutil.NoSuchProcess):  # a child may end meanwhile
             if HOLDER_MODULE in child.cmdline():
                 child.kill()
+
+
+def swap_engine(supervisor: int) -> None:
+    """`pipeinfer swap engine` of the server whose supervisor is process `supervisor`; returns when
+    the new engine is ready."""
+    topology = str(running(supervisor).file)
+    command = [sys.executable, "-m", "pipeinfer", "swap", "engine", "--topology", topology]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the swap failed: {done.stderr}")
 
 
 def _p99(values: Sequence[float]) -> float:

@@ -12,6 +12,7 @@ TOOL = Tool(
     commands={
         "kills": "stages are killed one after another under streams; no text may change",
         "storm": "harms of many kinds, drawn from a seed, under streams; no text may change",
+        "power": "all processes are killed at once; what was stored must be there afterwards",
         "hostile": "one client sends the worst it may, again and again; eight streams must go on",
         "overload": "many more requests a second than can be served; the rest is refused at once",
     },

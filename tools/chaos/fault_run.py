@@ -1,7 +1,7 @@
 """Streams of a real server while faults are injected: every text is compared with its calm one.
 
 Knows clients, their pauses, and what a server may not leave behind; nothing of what a fault does.
-The gateway's connections must live, so faults that kill the gateway are not for this.
+Where faults kill the gateway, every second client resumes its stream; the others ask again.
 """
 
 from __future__ import annotations
@@ -38,20 +38,126 @@ SAMPLING = (
 )
 
 
+class Cut(Exception):
+    """A gateway died under an answer, before it had begun or where its client does not resume."""
+
+
+RESUME = 0.05  # seconds after which a client whose connection was cut comes back
+# Where clients resume, they ask in turn as these APIs have it; {path: how the body differs}.
+DIALECTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {},
+    "/v1/completions": {"n": 2},
+    "/v1/messages": {},
+    "/v1/responses": {},
+}
+LAST_EVENTS = ("[DONE]", "message_stop", "response.completed", "response.incomplete")
+
+
 @dataclass
 class StreamClient:
     """A client that asks one question again and again.
 
     Attributes:
+    - path: of the API
+    - resumes: it resumes its stream when the gateway dies; None: the gateway does not
     - texts: of its answers, each with the reason of its end
     - moved: when pieces of its answers came
+    - resumed, retried: answers, of which others than the first gateway have sent a part or all
     """
 
     number: int
     question: str
     tokens: int
+    path: str = "/v1/chat/completions"
+    resumes: bool | None = None
     texts: list[tuple[str, str]] = field(default_factory=list)
     moved: list[float] = field(default_factory=list)
+    resumed: int = 0
+    retried: int = 0
+
+    async def ask_under_deaths(self, api: aiohttp.ClientSession) -> None:
+        """One answer, though gateways die. Raises Broken."""
+        while True:
+            try:
+                return await self._ask_once(api)
+            except Cut:
+                self.retried += 1
+                await asyncio.sleep(RESUME)
+
+    async def _ask_once(self, api: aiohttp.ClientSession) -> None:
+        text: dict[int, str] = {}
+        name = event = finish = ""
+        body = self._body()
+        while True:
+            answer: aiohttp.ClientResponse | None = None
+            try:
+                headers = {"Last-Event-ID": event} if event else {}
+                answer = await (
+                    api.get(f"/v1/streams/{name}", headers=headers)
+                    if event
+                    else api.post(self.path, json=body)
+                )
+                if answer.status in (500, 503, 529) and not event:
+                    raise Cut  # the server stops or starts: try again
+                if answer.status == 503:
+                    raise aiohttp.ClientPayloadError("it starts")
+                if answer.status != 200:
+                    said = await answer.text()
+                    raise Broken(f"client {self.number} got {answer.status}: {said} ({event})")
+                name = answer.headers.get("x-pipeinfer-stream", name)
+                shown = ""
+                async for line in answer.content:
+                    if line.startswith(b"id: "):
+                        shown = line[4:].strip().decode()
+                    elif line.startswith(b"data: "):
+                        finish = self._take(line[6:].strip().decode(), text) or finish
+                    elif line == b"\n" and shown:
+                        event, shown = shown, ""
+                        self.moved.append(time.monotonic())
+                if finish:
+                    self.texts.append((str(sorted(text.items())), finish))
+                    return
+                raise aiohttp.ClientPayloadError("it ended early")
+            except (aiohttp.ClientError, OSError):
+                if not event or not self.resumes:
+                    raise Cut from None
+                self.resumed += 1
+                await asyncio.sleep(RESUME)
+            finally:
+                if answer is not None:
+                    answer.close()
+
+    def _body(self) -> dict[str, Any]:
+        shared = {"seed": self.number, "stream": True, "ignore_eos": True, "temperature": 0.8}
+        by_path = {
+            "/v1/completions": {"prompt": self.question, "max_tokens": self.tokens},
+            "/v1/responses": {"input": self.question, "max_output_tokens": self.tokens},
+        }
+        chat = {
+            "messages": [{"role": "user", "content": self.question}],
+            "max_tokens": self.tokens,
+        }
+        given = {**by_path.get(self.path, chat), **shared, **DIALECTS[self.path]}
+        if self.path == "/v1/messages":  # which knows no seed
+            given = {**chat, "stream": True, "temperature": 0}
+        return given
+
+    def _take(self, data: str, text: dict[int, str]) -> str:
+        """Adds an event's text; the event's name if it is the last one. Raises Broken."""
+        if data == "[DONE]":
+            return data
+        event = json.loads(data)
+        kind = event.get("type", "")
+        if "error" in event and event["error"] is not None:
+            raise Broken(f"client {self.number}: {data}")
+        if kind == "response.output_text.delta":
+            text[0] = text.get(0, "") + event["delta"]
+        elif kind == "content_block_delta":
+            text[0] = text.get(0, "") + event["delta"]["text"]
+        for choice in event.get("choices", ()):
+            piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            text[choice["index"]] = text.get(choice["index"], "") + piece
+        return kind if kind in LAST_EVENTS else ""
 
     async def ask(self, api: aiohttp.ClientSession) -> None:
         """One answer. Raises Broken for anything but a stream that ends well."""
@@ -125,13 +231,25 @@ class FaultRun:
 
     Attributes:
     - pauses: for each kind of fault, seconds of the longest pause of any stream
+    - beside: of each stream that resumed after each fault, seconds of its pause beyond the fault's
+    - resumed, retried: answers, under deaths of gateways
+    - emptied: seconds until no stage kept anything, after the last answer
     - broken: promises that did not hold
     - answers: that were compared
     """
 
     def __init__(
-        self, streams: int, tokens: int, source: random.Random, limit: float = float("inf")
+        self,
+        streams: int,
+        tokens: int,
+        source: random.Random,
+        limit: float = float("inf"),
+        gateway_dies: bool = False,
     ) -> None:
+        self._gateway_dies = gateway_dies
+        self.beside: list[float] = []
+        self.resumed = self.retried = 0
+        self.emptied = 0.0
         self._questions = [copy_task(source, source.randint(10, 40))[0] for _ in range(streams)]
         self._tokens, self._limit = tokens, limit
         self._expected: list[tuple[str, str]] = []
@@ -161,7 +279,9 @@ class FaultRun:
             self._during = "after the last fault"
             asyncio.run(self._everybody(server, plan(server)))
             over()
+            ended = time.monotonic()
             left = leftovers(pid)
+            self.emptied = round(time.monotonic() - ended, 1)
             if left:
                 self._break(f"left behind: {left}")
             family = psutil.Process(pid).children(recursive=True)
@@ -182,7 +302,7 @@ class FaultRun:
         self, server: ServerUnderTest, faults: Sequence[Fault]
     ) -> list[StreamClient]:
         """One answer of each client in calm, without faults; with them as many as they take."""
-        clients = [StreamClient(n, q, self._tokens) for n, q in enumerate(self._questions)]
+        clients = [self._client(n, question) for n, question in enumerate(self._questions)]
         over = asyncio.Event()
         patience = aiohttp.ClientTimeout(total=PATIENCE)
         connections = aiohttp.TCPConnector(limit=0)
@@ -205,13 +325,21 @@ class FaultRun:
                 raise
             over.set()
             await asyncio.gather(*tasks)
+        self.resumed += sum(client.resumed for client in clients)
+        self.retried += sum(client.retried for client in clients)
         return clients
+
+    def _client(self, number: int, question: str) -> StreamClient:
+        if not self._gateway_dies:
+            return StreamClient(number, question, self._tokens)
+        path = list(DIALECTS)[number // 2 % len(DIALECTS)]
+        return StreamClient(number, question, self._tokens, path, resumes=number % 2 == 0)
 
     async def _ask(self, client: StreamClient, api: aiohttp.ClientSession) -> None:
         """One answer, compared with that in calm."""
         began = self._during
         try:
-            await client.ask(api)
+            await (client.ask(api) if client.resumes is None else client.ask_under_deaths(api))
         except (Broken, TimeoutError, aiohttp.ClientError) as error:
             when = began if began == self._during else f"{began} ... {self._during}"
             self._break(f"{type(error).__name__}: {error} ({when})")
@@ -242,6 +370,11 @@ class FaultRun:
             await self._all_moved(ready, clients)
             pause = round(max(client.pause(injected, ready) for client in clients), 2)
             self.pauses.setdefault(fault.kind, []).append(pause)
+            restart = ready - injected
+            resuming = [client for client in clients if client.resumes]
+            self.beside += [
+                round(max(client.pause(injected, ready) - restart, 0.0), 3) for client in resuming
+            ]
             said = f"{time.strftime('%H:%M:%S')} {self._during}: {pause:.2f} s"
             print(said, file=sys.stderr, flush=True)
 

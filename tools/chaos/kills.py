@@ -1,6 +1,8 @@
 """`kills`: stages of a real server are killed one after another under streams; texts are compared.
 
-The gateway is spared, for it holds the connections. A text that differs from the undisturbed one,
+The gateway is spared, for it holds the connections, unless it alone is killed (`--only gateway`):
+then the server has `--reattach`, every second client resumes its stream, and the others ask again.
+A text that differs from the undisturbed one,
 or anything left behind, is an error. For each kind of victim: the longest pause of any stream
 after each kill, in seconds. Each round kills one stage of each kind, in a drawn order.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +20,7 @@ from chaos import harms
 from chaos.fault_run import Fault, FaultRun, summary
 from harness.server import ServerUnderTest, Stage
 
+REATTACH = 30.0  # seconds that streams wait for their clients where gateways die
 POOL = {"kv_pages": 600, "threads": 1}  # too small for 64 streams at once: some are preempted
 
 
@@ -26,13 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=120, help="of each answer, at most")
     parser.add_argument("--storm-seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="kill stages of this kind alone")
+    parser.add_argument(
+        "--only", default="", help="kill stages of this kind alone; the gateway only so"
+    )
 
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics, and what was broken."""
     source = random.Random(options.storm_seed)
-    faults = FaultRun(options.streams, options.tokens, source)
+    gateway_dies = options.only == "gateway"
+    faults = FaultRun(options.streams, options.tokens, source, gateway_dies=gateway_dies)
+    if gateway_dies:
+        settings = {"reattach": REATTACH, **settings}
     began = time.monotonic()
     plan = Kills(source, options.kills, options.only)
     faults.serve(ServerUnderTest({**POOL, **settings}), plan)
@@ -43,6 +52,23 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         "seconds": round(time.monotonic() - began, 1),
         "pauses": {kind: summary(pauses) for kind, pauses in sorted(faults.pauses.items())},
         "broken": faults.broken,
+        **(_of_gateways(faults) if gateway_dies else {}),
+    }
+
+
+def _of_gateways(faults: FaultRun) -> dict[str, Any]:
+    """Seconds of pauses beyond a gateway's restart, of all streams that were resumed."""
+    beside = sorted(faults.beside) or [0.0]
+    return {
+        "resumed": faults.resumed,
+        "retried": faults.retried,
+        "beside_restart": {
+            "count": len(faults.beside),
+            "p50": statistics.median(beside),
+            "p99": beside[min(len(beside) * 99 // 100, len(beside) - 1)],
+            "max": beside[-1],
+        },
+        "emptied_after": faults.emptied,
     }
 
 
@@ -64,7 +90,9 @@ class Kills:
 
     def __call__(self, server: ServerUnderTest) -> Sequence[Fault]:
         stages = sorted(
-            stage for stage in server.pids() if stage[0] != "gateway" and self._only in stage[0]
+            stage
+            for stage in server.pids()
+            if (self._only == "gateway") == (stage[0] == "gateway") and self._only in stage[0]
         )
         victims = drawn(stages, self._kills, self._random)
         return [self._fault(server, victim) for victim in victims]

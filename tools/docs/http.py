@@ -19,7 +19,6 @@ from docs.markdown import bullets, codes, kind, page
 from pipeinfer.core import REQUEST_SECONDS, STEP_TOKENS, histogram_names
 from pipeinfer.gateway.anthropic import ERROR_TYPES as OF_MESSAGES
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
-from pipeinfer.gateway.embeddings import EmbeddingRequest
 from pipeinfer.gateway.errors import (
     ALTERNATIVES,
     CODES,
@@ -32,8 +31,10 @@ from pipeinfer.gateway.errors import (
     Refusals,
 )
 from pipeinfer.gateway.health import ExpectedStage, Health
+from pipeinfer.gateway.lora_handlers import LoadAdapterRequest
 from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS, EndpointDoc
+from pipeinfer.gateway.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from pipeinfer.gateway.responses_api import ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
@@ -43,7 +44,6 @@ from pipeinfer.gateway.schema import (
     Generation,
     TokenizeRequest,
 )
-from pipeinfer.gateway.scores import RerankRequest, ScoreRequest
 from pipeinfer.messages import Heartbeat
 
 ENDPOINTS_SAID = """`GET /openapi.json` of a running server says the same with all types, and \
@@ -170,6 +170,9 @@ def _taken() -> Iterator[str]:
         yield f"## {title}"
         yield f"{paths} Refuses what embeddings refuse."
         yield _fields(body, body.__struct_fields__)
+    yield "## Adapters"
+    yield "`POST /v1/load_lora_adapter`; of its fields `/v1/unload_lora_adapter` has `lora_name`."
+    yield _fields(LoadAdapterRequest, LoadAdapterRequest.__struct_fields__)
     for path, body in (("tokenize", TokenizeRequest), ("detokenize", DetokenizeRequest)):
         yield f"## {path.capitalize()}"
         yield f"`POST /{path}`."
@@ -243,7 +246,8 @@ def exposed() -> Iterator[tuple[str, Metric]]:
 
 def of_vllm() -> Iterator[tuple[str, Metric]]:
     """Those of --vllm-metrics."""
-    yield from _named(VllmMetrics(_health(), "model", 1, True).collect())
+    metrics = VllmMetrics(_health(), "model", 1, True)
+    yield from _named([*metrics.collect(), *metrics.counted.collect()])
 
 
 def statistics() -> dict[str, list[str]]:

@@ -33,7 +33,7 @@ file is read again on SIGHUP.
 
 ```sh
 pipeinfer api-key alice --requests 60 >> keys.txt   # shows the key once, on stderr
-kill -HUP PID                                       # of `pipeinfer serve`, or of the gateway
+kill -HUP PID                                       # of `pipeinfer serve`, or of each gateway
 ```
 
 One key a line, `#` begins a comment:

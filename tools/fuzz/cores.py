@@ -38,7 +38,7 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.runtime.stage import CORE_CHANNELS, NOT_FOR_CORE, StageContext, builder
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.scheduler.planner import SchedulerOptions
@@ -136,7 +136,7 @@ class Group:
             while self._deliver():
                 pass
         for length in FIRST:
-            self._ask(length, 8, SamplingParams(max_tokens=8, ignore_eos=True))
+            self._ask(length, 8, RequestParams(max_tokens=8, ignore_eos=True))
         for _ in range(4):
             self._deliver()
         if not self._flying():
@@ -185,7 +185,7 @@ class Group:
 
     def _ask_anything(self, program: Program) -> None:
         kind = program.below(8)
-        params = SamplingParams(
+        params = RequestParams(
             max_tokens=1 + program.below(16),
             ignore_eos=True,
             logprobs=kind if kind < 2 else None,
@@ -194,7 +194,7 @@ class Group:
         )
         self._ask(1 + program.below(30), program.below(3), params)
 
-    def _ask(self, length: int, priority: int, params: SamplingParams) -> None:
+    def _ask(self, length: int, priority: int, params: RequestParams) -> None:
         """Where nobody lies no two prompts begin alike."""
         self._asked += 1
         name = f"r{self._asked}"

@@ -99,7 +99,7 @@ class ServerUnderTest:
 
 
 EMPTY = {
-    "gateway": ("running", "waiting"),
+    "gateway": ("running", "waiting", "kept"),
     "tokenizer": ("ledger",),
     "scheduler": ("running", "waiting", "kept", "orphans", "in_flight"),
     "engine": ("slots_used", "steps_in_flight"),
@@ -145,6 +145,10 @@ class StageListener:
                     self.beats[beat.stage] = beat
             seconds = 0.0
 
+    def left(self) -> dict[str, float]:
+        """{stage and statistic: value} of what is not empty, as far as was heard."""
+        return _left(self.beats)
+
     def hear_all(self, deadline: float) -> None:
         """Waits until every stage was heard; TimeoutError at the monotonic time `deadline`."""
         while set(self.beats) != self.stages:
@@ -159,7 +163,7 @@ def leftovers(pid: int) -> dict[str, float]:
     deadline = time.monotonic() + FORGET_SECONDS
     with StageListener(pid) as listener:
         listener.hear_all(deadline)
-        while (left := _left(listener.beats)) and time.monotonic() < deadline:
+        while (left := listener.left()) and time.monotonic() < deadline:
             listener.hear(0.2)
     return left
 

@@ -17,7 +17,7 @@ MOST_TOKENS = 80
 
 @dataclass(frozen=True)
 class Asked:
-    """`knobs`: fields of SamplingParams. `leaves_after`: its client goes when it has that many
+    """`knobs`: fields of RequestParams. `leaves_after`: its client goes when it has that many
     output tokens; only those count, because how many more are computed is a matter of batches."""
 
     name: str

@@ -18,7 +18,7 @@ from cores import Cores
 
 from checkpoints import ARCHITECTURES, make_checkpoint
 from pipeinfer.messages import Abort
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.settings import Settings
 from same_tokens.requests import Asked, draw
 
@@ -99,7 +99,7 @@ class Session:
     def _submit(self, asked: Asked) -> None:
         self._here[asked.name] = asked
         self._cores.submit(
-            asked.name, asked.prompt, SamplingParams(**asked.knobs), asked.seed,
+            asked.name, asked.prompt, RequestParams(**asked.knobs), asked.seed,
             eos_ids=asked.eos_ids, priority=asked.priority, cache_salt=asked.salt,
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.scheduler.planner import SchedulerOptions
 from pipeinfer.step import Sampled, Step
@@ -165,7 +165,7 @@ class Group:
     def submit(self, arrival: Arrival, now: float) -> None:
         """A request comes; the group has run until `now`, in virtual seconds."""
         self._streams[arrival.id] = _Stream(arrival)
-        params = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
+        params = RequestParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
         self._to_scheduler(
             Work(
                 request_id=arrival.id,

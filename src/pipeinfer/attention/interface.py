@@ -15,6 +15,7 @@ decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, Protocol
@@ -130,6 +131,14 @@ class KVPool:
             if by_page.shape[1] % 8 == by_page.storage_offset() % 8 == 0:
                 by_page = by_page.view(torch.int64)
             by_page.index_fill_(0, at, 0)
+
+    def of_layers(self, begin: int, end: int) -> KVPool:
+        """A view: the same pages, of layers begin .. end - 1 alone."""
+        part = copy(self)
+        part.shapes, part.scales = self.shapes[begin:end], self.scales[begin:end]
+        part.key_centers = self.key_centers[begin:end]
+        part.k, part.v = self.k[begin:end], self.v[begin:end]
+        return part
 
     @property
     def bytes_per_page(self) -> int:
@@ -286,7 +295,7 @@ KernelMaker = Callable[[Sequence[AttentionShape], torch.device], PagedKernel]
 class PagedMetadata:
     """The kernels' metadata of one step; None where there is no such row.
 
-    decodes: rows of one token (GraphShape), which come first. decode, prefill: by kernel.
+    decodes: rows of one token (StepShape), which come first. decode, prefill: by kernel.
     prefill_from: the token from which prefill rows count their queries. at_once: both kernels may
     run at the same time, because they write nothing in common.
     """

@@ -32,25 +32,34 @@ BACKENDS = {
     "torch": "pipeinfer.attention.torch_backend:TorchBackend",
     "flashinfer": "pipeinfer.attention.flashinfer_backend:FLASHINFER",
     "fa3": "pipeinfer.attention.fa3_backend:FA3",
-    "hybrid": "pipeinfer.attention.hybrid:HYBRID",
+    "hybrid": "pipeinfer.attention.triton_backend:HYBRID",
+    "exact": "pipeinfer.attention.triton_backend:EXACT",
 }
+EXACT = "exact"  # that of --exact, which no other name stands for
 # What a backend needs that is made for GPUs; the others run on any device.
 PACKAGES = {
     "flashinfer": ("flashinfer",),
     "fa3": ("sgl_kernel",),
     "hybrid": ("sgl_kernel",),
+    EXACT: (),
 }
 # What of them is imported when a backend is made: seconds, which may pass before.
 IMPORTED = {
     "flashinfer": ("flashinfer.decode", "flashinfer.prefill"),
     "fa3": ("sgl_kernel.flash_attn",),
     "hybrid": ("sgl_kernel.flash_attn",),
+    EXACT: (),
 }
 # Backends that do without a package which those look for: sgl_kernel would take a second to import
 # all of FlashInfer, for norms and samplers that it has itself.
 WITHOUT = {"fa3": "flashinfer", "hybrid": "flashinfer"}
 HALVES = ("bfloat16", "float16")
-HEAD_DIMS = {"flashinfer": (64, 128, 256), "fa3": (64, 96, 128, 192, 256), "hybrid": (64, 128, 256)}
+HEAD_DIMS = {
+    "flashinfer": (64, 128, 256),
+    "fa3": (64, 96, 128, 192, 256),
+    "hybrid": (64, 128, 256),
+    EXACT: (64, 128, 256),
+}
 # Head sizes for which a backend is chosen by itself, the fastest first. With heads of 256, hybrid
 # was not measured: builds of sgl_kernel for few head sizes lack FlashAttention-3 for them.
 CHOICES = {"hybrid": (64, 128), "flashinfer": (64, 128, 256)}
@@ -87,7 +96,8 @@ def resolve(name: str, device: str, gpu: Gpu | None = None) -> str:
 
     "auto" chooses. Raises ConfigurationError, which says what to use instead.
     """
-    known = ["auto", *(name for name in BACKENDS if device == "cuda" or name not in PACKAGES)]
+    here = (name for name in BACKENDS if device == "cuda" or name not in PACKAGES)
+    known = ["auto", *(one for one in here if one != EXACT)]
     if name != "auto" and name not in known:
         raise ConfigurationError(
             f"--attention: no backend {name!r} for {device}; known: {', '.join(known)}"
@@ -103,6 +113,19 @@ def resolve(name: str, device: str, gpu: Gpu | None = None) -> str:
             f"--attention {name}: {reason}; --attention {_chosen(gpu)} works here"
         )
     return name
+
+
+def resolve_exact(name: str, device: str, gpu: Gpu | None = None) -> str:
+    """As `resolve`, of --exact: on a CPU "torch", which computes row by row."""
+    chosen = "torch" if gpu is None else EXACT
+    if name not in ("auto", chosen):
+        raise ConfigurationError(
+            f"--exact: with --attention {name} tokens depend on what else is computed; leave "
+            "--attention out"
+        )
+    if gpu is not None and (reason := obstacle(EXACT, gpu)):
+        raise ConfigurationError(f"--exact: {reason}")
+    return chosen
 
 
 def _chosen(gpu: Gpu) -> str:
@@ -125,12 +148,14 @@ def obstacle(name: str, gpu: Gpu) -> str:
     major = gpu.capability[0]
     if name in ("fa3", "hybrid") and major != HOPPER:
         return f"FlashAttention-3 is for GPUs of capability 9.0, this one has {major}.x"
+    if name == EXACT and major != HOPPER:
+        return f"sums were compared on GPUs of capability 9.0 alone, this one has {major}.x"
     if gpu.dtype not in HALVES:
         return f"its kernels compute in {' and '.join(HALVES)}, not {gpu.dtype}"
     if gpu.head_dim not in HEAD_DIMS[name]:
         sizes = ", ".join(map(str, HEAD_DIMS[name]))
         return f"there is no kernel for heads of {gpu.head_dim}, only {sizes}"
-    if gpu.sinks and gpu.dtype != "bfloat16":
+    if gpu.sinks and gpu.dtype != "bfloat16" and name != EXACT:
         return f"FlashAttention-3 takes attention sinks in bfloat16, not {gpu.dtype}"
     return _e4m3_obstacle(name, gpu) if gpu.e4m3 else ""
 
@@ -138,6 +163,8 @@ def obstacle(name: str, gpu: Gpu) -> str:
 def _e4m3_obstacle(name: str, gpu: Gpu) -> str:
     """Why it cannot run with FP8 keys and values."""
     what = "--kv-cache-dtype fp8_e4m3"
+    if name == EXACT:
+        return f"there is no kernel for {what}"
     if gpu.capability < E4M3_SINCE:
         have, need = (f"{major}.{minor}" for major, minor in (gpu.capability, E4M3_SINCE))
         return f"with {what} it needs a GPU of capability {need}, this one has {have}"

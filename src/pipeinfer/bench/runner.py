@@ -42,7 +42,6 @@ import msgspec
 import uvloop
 from msgspec import Meta
 
-from pipeinfer import pipes
 from pipeinfer.bench.client import (
     BenchmarkMetrics,
     ClientLoad,
@@ -65,6 +64,7 @@ from pipeinfer.bench.dataset import (
     RandomDataset,
 )
 from pipeinfer.command_line import counted
+from pipeinfer.processes import incoming_frames, read_frame, start_child, write_frame
 from pipeinfer.settings import ConfigurationError
 
 
@@ -147,7 +147,7 @@ async def work(messages: queue.SimpleQueue[bytes], answers: BinaryIO) -> None:
     job = msgspec.msgpack.decode(await asyncio.to_thread(messages.get), type=WorkerJob)
     async with session(job.endpoint) as client:
         sender = WorkerSender(client, job)
-        pipes.write(answers, encode_message(sender.progress()))
+        write_frame(answers, encode_message(sender.progress()))
         start = msgspec.msgpack.decode(await asyncio.to_thread(messages.get), type=StartSignal)
         monitor = LoopLagMonitor()
         tasks = [
@@ -158,13 +158,13 @@ async def work(messages: queue.SimpleQueue[bytes], answers: BinaryIO) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    pipes.write(answers, encode_message(sender.progress(WorkerResult(sender.timings, load))))
+    write_frame(answers, encode_message(sender.progress(WorkerResult(sender.timings, load))))
 
 
 async def _report_progress(sender: WorkerSender, answers: BinaryIO) -> None:
     while True:
         await asyncio.sleep(PROGRESS_SECONDS)
-        pipes.write(answers, encode_message(sender.progress()))
+        write_frame(answers, encode_message(sender.progress()))
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
@@ -361,7 +361,7 @@ def run_load(
     with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as folder:
         try:
             for rank in range(count):
-                workers.append(pipes.start(WORKER_MODULE, {}))
+                workers.append(start_child(WORKER_MODULE, {}))
                 job = WorkerJob(endpoint, dataset, load.share(Path(folder), rank, count))
                 _send(workers[-1], job)
             progresses = [_receive(worker) for worker in workers]  # all are ready
@@ -413,13 +413,13 @@ def _collect(
 
 def _send(worker: subprocess.Popen[bytes], message: WorkerJob | StartSignal) -> None:
     try:
-        pipes.write(cast(BinaryIO, worker.stdin), encode_message(message))
+        write_frame(cast(BinaryIO, worker.stdin), encode_message(message))
     except BrokenPipeError:
         raise _died(worker) from None
 
 
 def _receive(worker: subprocess.Popen[bytes]) -> WorkerProgress:
-    frame = pipes.read(cast(BinaryIO, worker.stdout).fileno())
+    frame = read_frame(cast(BinaryIO, worker.stdout).fileno())
     if frame is None:
         raise _died(worker)
     return msgspec.msgpack.decode(frame, type=WorkerProgress)
@@ -587,4 +587,4 @@ class Benchmark:
 
 
 if __name__ == "__main__":
-    uvloop.run(work(*pipes.served()))
+    uvloop.run(work(*incoming_frames()))

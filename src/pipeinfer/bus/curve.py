@@ -41,7 +41,7 @@ class KeyPair:
     secret: bytes
 
     def __repr__(self) -> str:
-        return f"Pair({self.name!r})"
+        return f"KeyPair({self.name!r})"
 
 
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:

@@ -96,7 +96,7 @@ class OutgoingLink:
         return list(self._frames)
 
     def status(self) -> Retained:
-        """The messages about them for the receiver."""
+        """What the receiver is told of them."""
         return Retained(first=self.first, next=self.next)
 
     def retained_due(self) -> Retained | None:

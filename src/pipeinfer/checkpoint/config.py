@@ -790,8 +790,8 @@ class GenerationDefaults:
     """The sampling defaults of a checkpoint; None: the checkpoint does not say.
 
     eos_ids: end tokens in config.json and in generation_config.json.
-    temperature, top_k, top_p, min_p, repetition_penalty: as in SamplingParams.
-    max_new_tokens: as max_tokens in SamplingParams.
+    temperature, top_k, top_p, min_p, repetition_penalty: as in RequestParams.
+    max_new_tokens: as max_tokens in RequestParams.
     """
 
     eos_ids: tuple[int, ...] = ()
@@ -803,7 +803,7 @@ class GenerationDefaults:
     max_new_tokens: int | None = None
 
     def sampling(self) -> dict[str, float]:
-        """The defaults that the checkpoint gives, by the names of SamplingParams' fields."""
+        """The defaults that the checkpoint gives, by the names of RequestParams' fields."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         values = {name: getattr(self, name) for name in names} | {"max_tokens": self.max_new_tokens}
         return {name: value for name, value in values.items() if value is not None}

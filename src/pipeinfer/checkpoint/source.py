@@ -74,12 +74,16 @@ def local_model(name: str) -> Path | None:
     if name in ("", DEMO):
         return demo_path()
     folder = Path(os.path.expanduser(name))  # noqa: PTH111 (a Path raises for an unknown user)
-    if folder.is_dir():
+    try:
+        exists, is_folder = folder.exists(), folder.is_dir()
+    except OSError as error:  # a path that is too long, or must not be read
+        raise ConfigurationError(f"model {name[:200]!r}: {error.strerror}") from None
+    if is_folder:
         _check_complete(folder)
         return only_gguf(folder) or folder.resolve()
-    if folder.exists() and is_gguf(folder):
+    if exists and is_gguf(folder):
         return absolute(folder)
-    if folder.exists():
+    if exists:
         raise ConfigurationError(
             f"model {name!r} is a file; give the folder with config.json, or a .gguf file"
         )

@@ -20,7 +20,7 @@ import msgspec
 from pipeinfer import settings as config
 from pipeinfer.command_line import CommandLine
 from pipeinfer.other_servers import flag
-from pipeinfer.params import InvalidParameter, SamplingParams, normalized
+from pipeinfer.params import InvalidParameter, RequestParams, normalized
 from pipeinfer.settings import DEMO
 
 # A text to be completed, or the messages of a chat, whose answer is next.
@@ -103,7 +103,7 @@ class ModelFlags:
         """Flags that were given and that only apply to a model which is loaded here."""
         return [flag(name) for name in self.settings if name not in SERVER_SETTINGS]
 
-    def params(self, defaults: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    def params(self, defaults: RequestParams, max_tokens: int | None) -> RequestParams:
         """`defaults` with what was given; without --max-tokens that is `max_tokens`."""
         chosen = {"max_tokens": max_tokens, **self.sampling}
         return normalized(msgspec.structs.replace(defaults, **chosen))
@@ -157,10 +157,10 @@ def read_flags(command_line: CommandLine, options: argparse.Namespace) -> ModelF
     environment = config.from_environment(os.environ)
     if "model" in environment:
         settings.setdefault("model", environment["model"])
-    sampling = {k: v for k, v in given.items() if k in SamplingParams.__struct_fields__}
+    sampling = {k: v for k, v in given.items() if k in RequestParams.__struct_fields__}
     sampling.pop("seed", None)  # the setting of that name: it seeds all requests
     try:
-        normalized(SamplingParams(**sampling))
+        normalized(RequestParams(**sampling))
     except InvalidParameter as error:
         command_line.error(str(error))
     found = ModelFlags(options, settings, sampling)
@@ -190,7 +190,7 @@ class LocalModel:
         self._llm = AsyncLLM(
             model, **(batch_defaults(settings) if answer_options.batch else settings)
         )
-        self._params = SamplingParams()
+        self._params = RequestParams()
 
     async def start(self) -> None:
         from pipeinfer.llm import PipelineStopped

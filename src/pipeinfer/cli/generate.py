@@ -36,7 +36,7 @@ from pipeinfer.runtime.logs import StatusLine, undecodable_input
 from pipeinfer.settings import DEMO, ConfigurationError
 
 if TYPE_CHECKING:
-    from pipeinfer.offline.loop_thread import LoopThread
+    from pipeinfer.offline.calls import LoopThread
 
 
 MAX_TOKENS = 128
@@ -328,7 +328,7 @@ def model_session(flags: ModelFlags, answer_options: AnswerOptions) -> Iterator[
     try:
         model = _model(flags, answer_options, line)
 
-        from pipeinfer.offline.loop_thread import LoopThread
+        from pipeinfer.offline.calls import LoopThread
 
         thread = LoopThread()
         try:

@@ -340,7 +340,7 @@ def _check_package(name: str) -> Finding:
 
 def _check_model(settings: Settings) -> Finding:
     """What an engine would choose for it, or why it would not start."""
-    from pipeinfer.engine.loading import choose_engine
+    from pipeinfer.engine.choices import choose_engine
 
     try:
         chosen = choose_engine(settings, Path(settings.model))

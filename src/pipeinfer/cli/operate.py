@@ -30,6 +30,7 @@ from pathlib import Path
 import zmq
 
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.bus import curve
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.bus.curve import keyring
@@ -74,8 +75,7 @@ def drawing(topology: Topology) -> Iterator[str]:
 
 def _pipeline(topology: Topology) -> Iterator[str]:
     """A line for each group, between what all groups share."""
-    [gateway], [tokenizer] = topology.ids("gateway"), topology.ids("tokenizer")
-    [detokenizer] = topology.ids("detokenizer")
+    gateway, tokenizer, detokenizer = (_span(topology.ids(name)) for name in topologies.FRONTS)
     last = topology.groups() - 1
     lines = []
     for group in range(last + 1):
@@ -88,6 +88,11 @@ def _pipeline(topology: Topology) -> Iterator[str]:
         left, right = "─┬├└"[corner] + "► ", " ─" + "─┐┤┘"[corner]
         tail = f"► {detokenizer} ─► {gateway}" if group == 0 else ""
         yield f"{start if group == 0 else '':{len(start)}}{left}{line:{wide}}{right}{tail}"
+
+
+def _span(ids: list[str]) -> str:
+    """ "gateway-0", or "gateway-0..3" for several."""
+    return min(ids) if len(ids) == 1 else f"{min(ids)}..{len(ids) - 1}"
 
 
 def _details(entry: StageEntry, topology: Topology) -> str:
@@ -503,8 +508,12 @@ REPLAY_COMMANDS = {
         "traces as a timeline: a page for the browser, or a file for Perfetto",
     ),
     "session": (
-        "pipeinfer.replay.session",
+        "pipeinfer.replay.requests",
         "records a session of mixed requests, to have something to replay",
+    ),
+    "verify": (
+        "pipeinfer.replay.requests",
+        "asks for an answer again, which must be the same",
     ),
 }
 TAKES_SETTINGS = ("run", "session")

@@ -6,7 +6,9 @@ Knows HTTP and server-sent events. `servers_of` finds the servers of this host.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -26,7 +28,11 @@ from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.runtime.servers import RunningServer, ServerInfo, running_servers
 from pipeinfer.settings import ConfigurationError, base_url, without_password
 
-DATA, DONE = b"data:", b"[DONE]"
+DATA, DONE, EVENT_ID = b"data:", b"[DONE]", b"id:"
+# A server of pipeinfer keeps the answer for so many seconds where the connection is lost.
+REATTACH, REATTACH_SECONDS = "x-pipeinfer-reattach", 30.0
+STREAM_ID = "x-pipeinfer-stream"
+RESUME_SECONDS = 0.2  # seconds between two attempts to go on with an answer
 CONNECT_TIMEOUT = 10.0  # seconds
 POLL_SECONDS = 0.2  # seconds between two looks at a server that starts
 MAX_CONCURRENT = 64  # requests that are sent to a server at a time
@@ -118,13 +124,48 @@ class ServedModel:
         path = "chat/completions" if chat else "completions"
         prompt = {"messages": question} if chat else {"prompt": question}
         body = {"model": self._model, **prompt, **self._fields}
+        place = _Place()
         try:
-            async with self._client.post(f"{self._url}/v1/{path}", json=body) as answer:
-                await self._check(answer)
-                async for piece in _text_deltas(answer):
-                    yield piece
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise self._broken(error) from None
+            while not place.ended:
+                try:
+                    async with await self._ask(self._client, path, body, place) as answer:
+                        async for piece in _text_deltas(answer, place):
+                            yield piece
+                except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                    if isinstance(error, ValueError) or not place.may_resume():
+                        raise self._broken(error) from None
+                    await asyncio.sleep(RESUME_SECONDS)
+        finally:
+            if place.stream and not place.ended:
+                await self._end(self._client, place.stream)
+
+    async def _ask(
+        self, client: aiohttp.ClientSession, path: str, body: JsonObject, place: _Place
+    ) -> aiohttp.ClientResponse:
+        """The answer, or the rest of it behind the last event that came. RequestFailed."""
+        if place.event:
+            headers = {"Last-Event-ID": place.event}
+            answer = await client.get(f"{self._url}/v1/streams/{place.stream}", headers=headers)
+        else:
+            headers = {REATTACH: f"{REATTACH_SECONDS:g}"}
+            answer = await client.post(f"{self._url}/v1/{path}", json=body, headers=headers)
+        if answer.status == 503 and place.event:
+            answer.close()
+            raise aiohttp.ClientPayloadError("the server starts")
+        try:
+            await self._check(answer)
+        except BaseException:
+            answer.close()
+            raise
+        place.stream = answer.headers.get(STREAM_ID, place.stream)
+        return answer
+
+    async def _end(self, client: aiohttp.ClientSession, stream: str) -> None:
+        """Nobody reads the stream any more: the server need not wait for its reader."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT)
+            async with client.delete(f"{self._url}/v1/streams/{stream}", timeout=timeout):
+                return
 
     async def close(self) -> None:
         if self._client is not None:
@@ -174,17 +215,47 @@ class ServedModel:
         return RequestFailed(f"{self._shown}: {str(error) or type(error).__name__}")
 
 
-async def _text_deltas(answer: aiohttp.ClientResponse) -> AsyncGenerator[AnswerDelta, None]:
+class _Place:
+    """How far a stream was read.
+
+    stream: its id; "" where the server has told none, and it cannot be resumed. event: id of the
+    last event that came. ended: it came to its end.
+    """
+
+    def __init__(self) -> None:
+        self.stream = self.event = ""
+        self.ended = False
+        self._lost_at = 0.0
+
+    def on_event(self, event: str) -> None:
+        """One more event came."""
+        self.event, self._lost_at = event, 0.0
+
+    def may_resume(self) -> bool:
+        """Whether a connection that broke now is worth another one."""
+        now = time.monotonic()
+        self._lost_at = self._lost_at or now
+        return bool(self.event) and now - self._lost_at < REATTACH_SECONDS
+
+
+async def _text_deltas(
+    answer: aiohttp.ClientResponse, place: _Place
+) -> AsyncGenerator[AnswerDelta, None]:
     """Until the stream says that it has ended. RequestFailed if it does not, or on an error."""
-    ended = False
+    ended, event = False, ""
     async for line in answer.content:
+        if line.startswith(EVENT_ID):
+            event = line.removeprefix(EVENT_ID).strip().decode(errors="replace")
         if not line.startswith(DATA):
             continue
         data = line.removeprefix(DATA).strip()
         if data == DONE:
+            place.ended = True
             return
         chunk = msgspec.json.decode(data, type=_Chunk)
+        place.on_event(event)
         if chunk.error is not None:
+            place.ended = True
             raise RequestFailed(_message(data.decode(errors="replace")))
         for choice in chunk.choices:
             ended = ended or choice.finish_reason is not None
@@ -195,8 +266,11 @@ async def _text_deltas(answer: aiohttp.ClientResponse) -> AsyncGenerator[AnswerD
                 yield AnswerDelta(reasoning, ids, reasoning=True)
                 ids = []
             yield AnswerDelta(message.content or "", ids, False, choice.finish_reason)
+    if not ended and place.event:
+        raise aiohttp.ClientPayloadError("the answer broke off")
     if not ended:
         raise RequestFailed("the answer broke off")
+    place.ended = True
 
 
 def _message(text: str) -> str:

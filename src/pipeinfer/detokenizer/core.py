@@ -23,6 +23,14 @@ from pipeinfer.core import (
     bracketed_answer,
     stage_number,
 )
+from pipeinfer.detokenizer.kept_outputs import (
+    NO_BOUNDS,
+    KeptOutput,
+    KeptOutputs,
+    Origins,
+    OutputBounds,
+    single_tokens,
+)
 from pipeinfer.detokenizer.text import (
     DecoderFactory,
     IncrementalDecoder,
@@ -51,7 +59,7 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.wire import (
     NO_ID,
     SCORE_WORDS,
@@ -73,6 +81,7 @@ STATISTICS = (
     "late_rows",
     "failed",
     "diverged",
+    "dropped",
 )
 
 
@@ -93,8 +102,12 @@ class DetokenizerCore:
     the request, while its tokens are those that were read before. Where they differ, the gateway is
     asked for a next attempt, which begins with the tokens that the client has.
 
-    `schedulers` are asked at the start for all output of the requests that run. Messages of a
+    `schedulers` are asked at the start for all output of their requests. Messages of a
     scheduler before its answer are dropped.
+
+    A kept request (Kept) has one text row for each token, and one for its end, however many came
+    together. So a gateway that is started again gets the same rows, which are made anew of the ids.
+    Of those that have ended the oldest are dropped beyond `bounds`, and their gateways are told.
     """
 
     __transient__ = ("_decoders",)  # no part of a snapshot: made of the checkpoint alone
@@ -105,11 +118,13 @@ class DetokenizerCore:
         stage: str = "detokenizer-0",
         incarnation: int = 0,
         schedulers: Sequence[str] = (),
+        bounds: OutputBounds = NO_BOUNDS,
     ) -> None:
         self._decoders = decoders
         self._stage = stage
         self._streams: dict[str, RequestStream] = {}
         self._ended: dict[str, tuple[int, Delivered]] = {}  # with the group, until Done
+        self._kept = KeptOutputs(bounds)
         self._roll_call = RollCall(stage, incarnation, schedulers)
         self._draining = False
         self._has_left = False
@@ -127,6 +142,8 @@ class DetokenizerCore:
 
     def stats(self) -> dict[str, float]:
         """running: requests that go on. kept: ended requests without a Done or Abort yet.
+        kept_bytes: of those whose answers outlive their gateway. dropped: of these, those that went
+        for their bytes.
         aborted: requests that ended without a last row here, by an Abort, by a later attempt, or by
         a Done, where another detokenizer's rows have already ended the answer.
         late_rows: rows of requests that have ended or are unknown, or from before the answer of
@@ -134,6 +151,7 @@ class DetokenizerCore:
         return {
             "running": len(self._streams),
             "kept": len(self._ended),
+            "kept_bytes": self._kept.bytes,
             **{f"{name}_total": count for name, count in self._counts.items()},
         }
 
@@ -146,19 +164,23 @@ class DetokenizerCore:
         over = self._ended.get(event.request_id)
         known = self._streams.get(event.request_id) if over is None else over[1]
         if known is None or event.attempt > known.attempt:
-            self._ended.pop(event.request_id, None)
+            self._forget_ended(event.request_id)
             self._counts["aborted"] += over is None and known is not None
             self._counts["opened"] += 1
-            context = [token for token in unpack(event.context_ids).tolist() if token >= 0]
-            decoder = self._decoders.open(context, event.params.skip_special_tokens)
-            scores = logprobs_of(event.params, self._decoders)
-            offsets = TokenOffsets(self._decoders.texts) if event.token_offsets else None
-            self._streams[event.request_id] = RequestStream(event, decoder, scores, offsets)
+            self._streams[event.request_id] = self._stream(event)
         elif over is None and event.attempt == known.attempt:
             self._streams[event.request_id].move_to(event.group)
         return []
 
-    def _on_tokens(self, event: Tokens, _now: float) -> list[Send]:
+    def _stream(self, opened: Open) -> RequestStream:
+        """A stream without output."""
+        context = [token for token in unpack(opened.context_ids).tolist() if token >= 0]
+        decoder = self._decoders.open(context, opened.params.skip_special_tokens)
+        scores = logprobs_of(opened.params, self._decoders)
+        offsets = TokenOffsets(self._decoders.texts) if opened.token_offsets else None
+        return RequestStream(opened, decoder, scores, offsets)
+
+    def _on_tokens(self, event: Tokens, now: float) -> list[Send]:
         if not self._counts_from(event.group):
             self._counts["late_rows"] += len(event.rows)
             return []
@@ -179,19 +201,19 @@ class DetokenizerCore:
                 except TokensDiverged:
                     hits.append(self._next_attempt(stream))
                     continue
-            text = self._process_row(stream, row)
-            if text is None:
+            made = self._process_row(stream, row)
+            if not made:
                 continue
             self._counts["tokens"] += stream.num_tokens - before
-            texts.setdefault(stream.gateway, []).append(text)
-            if text.finish is not None:
-                hits += self._finish(stream, text, row)
+            texts.setdefault(stream.gateway, []).extend(made)
+            if made[-1].finish is not None:
+                hits += self._finish(stream, made[-1], row, now)
         return [
             *(Send("text", f"gateway-{to}", Text(tuple(rows))) for to, rows in texts.items()),
             *hits,
         ]
 
-    def _on_prompt(self, event: PromptTokens, _now: float) -> list[Send]:
+    def _on_prompt(self, event: PromptTokens, now: float) -> list[Send]:
         stream = self._streams.get(event.request_id)
         if stream is None or stream.attempt != event.attempt or not self._counts_from(event.group):
             return []
@@ -208,16 +230,32 @@ class DetokenizerCore:
         hits: list[Send] = []
         if text.finish is not None:
             row = TokenRow(request_id=event.request_id, offset=stream.num_tokens, ids=b"")
-            hits = self._finish(stream, text, row)
+            hits = self._finish(stream, text, row, now)
         return [Send("text", f"gateway-{stream.gateway}", Text((text,))), *hits]
 
-    def _finish(self, stream: RequestStream, text: TextRow, row: TokenRow) -> list[Send]:
+    def _finish(
+        self, stream: RequestStream, text: TextRow, row: TokenRow, now: float
+    ) -> list[Send]:
         """`text`, made of `row`, is the request's last; returns the StopHit for its scheduler, if
         the scheduler does not know of the end."""
-        del self._streams[stream.request_id]
+        name, delivered = stream.request_id, stream.delivered(row)
+        del self._streams[name]
         self._counts["finished"] += 1
-        self._ended[stream.request_id] = stream.group, stream.delivered(row)
-        return self._stop_hits(stream, text, row)
+        self._ended[name] = stream.group, delivered
+        hits = self._stop_hits(stream, text, row)
+        if stream.opened.kept is not None:
+            last = row
+            if text.finish == "error":  # perhaps of what cannot be decoded, which is in no output
+                last = msgspec.structs.replace(
+                    row, finish="error", stop_token=None, error=text.error
+                )
+            elif stream.stop_len is not None:  # its ids end there, and with no stop token
+                last = msgspec.structs.replace(row, stop_token=None)
+            output = KeptOutput(stream.opened, tuple(stream.prompts), delivered, last)
+            dropped = self._kept.add(output, now)
+            self._counts["dropped"] += len(dropped)
+            hits += [_dropped(output.opened) for output in dropped]
+        return hits
 
     def _next_attempt(self, stream: RequestStream) -> Send:
         """The tokens that the client has are the right ones: its gateway begins the next attempt
@@ -232,13 +270,23 @@ class DetokenizerCore:
         request is open here is not enough, since another group may run it, too."""
         return self._roll_call.has_begun(f"scheduler-{group}")
 
-    def _process_row(self, stream: RequestStream, row: TokenRow) -> TextRow | None:
+    def _process_row(self, stream: RequestStream, row: TokenRow) -> list[TextRow]:
+        """The text rows of `row`; the first with `finish` is the last."""
+        made: list[TextRow] = []
         try:
-            return stream.process_row(row)
+            if stream.opened.kept is None:
+                text = stream.process_row(row)
+                return [] if text is None else [text]
+            for piece in single_tokens(row, stream.num_tokens, stream.score_size):
+                if (text := stream.process_row(piece)) is not None:
+                    made.append(text)
+                    if text.finish is not None:
+                        break
         except Exception as error:  # ids that no tokenizer can decode fail their request alone
             about = {"request_id": row.request_id}
             log.exception("request %s: row at %d", row.request_id, row.offset, extra=about)
-            return stream.fail(f"the output cannot be decoded: {error}")
+            made.append(stream.fail(f"the output cannot be decoded: {error}"))
+        return made
 
     def _stop_hits(self, stream: RequestStream, text: TextRow, row: TokenRow) -> list[Send]:
         """The StopHit for the scheduler, if `text` is an end that it does not know of."""
@@ -279,17 +327,26 @@ class DetokenizerCore:
             self._counts["aborted"] += 1
         over = self._ended.get(request_id)
         if over is not None and over[1].attempt <= attempt:
-            del self._ended[request_id]
+            self._forget_ended(request_id)
+
+    def _forget_ended(self, request_id: str) -> None:
+        self._ended.pop(request_id, None)
+        self._kept.remove(request_id)
 
     def _on_done(self, event: Done, _now: float) -> list[Send]:
         for request_id in event.request_ids:
             self._counts["aborted"] += self._streams.pop(request_id, None) is not None
-            self._ended.pop(request_id, None)
+            self._forget_ended(request_id)
         return []
 
     # ------------------------------------------------------------------------------------ recovery
 
     def _on_recover(self, event: Recover, _now: float) -> list[Send]:
+        gateway = stage_number(event.stage, "gateway")
+        if gateway is not None:
+            # It asks again until schedulers have told what there is.
+            known = self._kept_text(gateway) if self._roll_call.complete else None
+            return [] if known is None else bracketed_answer(self._stage, event, known)
         group = stage_number(event.stage, "scheduler")
         if group is None:
             return []
@@ -305,6 +362,30 @@ class DetokenizerCore:
         for its_group, ended in self._ended.values():
             if its_group == group:
                 yield ended
+
+    def _kept_text(self, gateway: int) -> Iterator[Send]:
+        """All of the text of kept requests of a gateway, behind what it must know of each."""
+        live = (s.output() for s in self._streams.values() if s.opened.kept is not None)
+        to = f"gateway-{gateway}"
+        outputs = [one for one in (*live, *self._kept) if one.opened.gateway == gateway]
+        origins = Origins(output.opened for output in outputs)
+        for output in outputs:
+            if (adopt := origins.adopt(output.opened)) is not None:
+                yield Send("recovery", to, adopt)
+            rows = self._text_again(output)
+            for begin in range(0, len(rows), ROWS_PER_MESSAGE):
+                part = tuple(rows[begin : begin + ROWS_PER_MESSAGE])
+                yield Send("text", to, Text(part))
+        for opened in self._kept.dropped:
+            if opened.gateway == gateway:
+                yield _dropped(opened)
+
+    def _text_again(self, output: KeptOutput) -> list[TextRow]:
+        """The rows that the gateway before was sent."""
+        stream = self._stream(output.opened)
+        prompts = [stream.process_prompt_logprobs(one) for one in output.prompts]
+        rows = self._process_row(stream, output.row())
+        return [*(row for row in prompts if row is not None), *rows]
 
     def _on_recovered(self, event: Recovered, _now: float) -> list[Send]:
         self._roll_call.on_recovered(event)
@@ -343,6 +424,14 @@ class DetokenizerCore:
     }
 
 
+ROWS_PER_MESSAGE = 512  # text rows of a request that are sent again together
+
+
+def _dropped(opened: Open) -> Send:
+    abort = Abort(opened.request_id, opened.attempt, "too much is kept")
+    return Send("recovery", f"gateway-{opened.gateway}", abort)
+
+
 class RequestStream:
     """The text of one request, from token rows to text rows. It has the last word on the end of the
     request, because it alone reads tokens as text in order. After a row with `finish` the request
@@ -352,6 +441,7 @@ class RequestStream:
     the one that completed a stop string, None while there was none. gateway: the number of the
     gateway that sent the request. group: the data-parallel group whose row was the last, or that
     opened the request since. All ids read are kept: a restarted scheduler goes on from them.
+    opened: with what it began. prompts: of a kept request, what came of its prompt's log-probs.
     """
 
     __slots__ = (
@@ -367,6 +457,8 @@ class RequestStream:
         "gateway",
         "group",
         "num_tokens",
+        "opened",
+        "prompts",
         "request_id",
         "stop_len",
     )
@@ -380,6 +472,8 @@ class RequestStream:
     ) -> None:
         """`scores`: for log-probs, `offsets`: for places of tokens, if the request asks for
         them."""
+        self.opened = opened
+        self.prompts: list[PromptTokens] = []
         self._params = params = opened.params
         self._scores = scores
         self.request_id = opened.request_id
@@ -478,6 +572,8 @@ class RequestStream:
         )
         if shown is None:
             return None
+        if self.opened.kept is not None:
+            self.prompts.append(prompt_tokens)
         row = self._row(self.num_tokens, b"", "")
         return msgspec.structs.replace(row, prompt=shown, prompt_offset=prompt_tokens.first + seen)
 
@@ -485,6 +581,15 @@ class RequestStream:
     def num_prompt_scored(self) -> int:
         """Prompt tokens whose log-probs are known."""
         return 0 if self._scores is None else self._scores.num_prompt_scored
+
+    @property
+    def score_size(self) -> int:
+        """Bytes of the log-probs of an output token."""
+        return 0 if self._scores is None else self._scores.output.score_size
+
+    def output(self) -> KeptOutput:
+        """What there is so far of a kept request."""
+        return KeptOutput(self.opened, tuple(self.prompts), self.delivered())
 
     def fail(self, reason: str) -> TextRow:
         """The request ends with an error that its client sees."""
@@ -652,7 +757,7 @@ class RequestLogprobs:
 
     __slots__ = ("_decoder", "output", "prompt")
 
-    def __init__(self, params: SamplingParams, decoders: DecoderFactory) -> None:
+    def __init__(self, params: RequestParams, decoders: DecoderFactory) -> None:
         self.output = SequenceLogprobs(params.logprobs, decoders.texts, params.vector_size)
         self.prompt = SequenceLogprobs(params.prompt_logprobs, decoders.texts)
         self._decoder: IncrementalDecoder = decoders.open((), params.skip_special_tokens)
@@ -670,7 +775,7 @@ class RequestLogprobs:
         return self.prompt.take_texts(ids, raw, name_ids=True)
 
 
-def logprobs_of(params: SamplingParams, decoders: DecoderFactory) -> RequestLogprobs | None:
+def logprobs_of(params: RequestParams, decoders: DecoderFactory) -> RequestLogprobs | None:
     """For a request with these parameters; None if it asks for no log-probs."""
     if params.logprobs is None and params.prompt_logprobs is None and not params.vector_size:
         return None

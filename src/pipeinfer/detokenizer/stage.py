@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.detokenizer.core import DetokenizerCore
+from pipeinfer.detokenizer.kept_outputs import OutputBounds
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.text import load_tokenizer, read_tokenizer_config
@@ -19,6 +20,10 @@ def build(context: StageContext) -> Stage:
     tokenizer = load_tokenizer(folder, read_tokenizer_config(folder))
     schedulers = context.topology.ids("scheduler")
     core = DetokenizerCore(
-        DecoderFactory(tokenizer), context.identity.id, context.incarnation, schedulers
+        DecoderFactory(tokenizer),
+        context.identity.id,
+        context.incarnation,
+        schedulers,
+        OutputBounds(settings.kept_mib * 2**20, settings.key_kept_mib * 2**20),
     )
     return Stage(core)

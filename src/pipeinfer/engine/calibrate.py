@@ -16,13 +16,13 @@ import numpy as np
 
 from pipeinfer.engine.graphs import DECODES, Graphs, LargestStep, decode_only, uncaptured_shapes
 from pipeinfer.engine.step_builder import filled
-from pipeinfer.kernels.interface import GraphShape
+from pipeinfer.kernels.interface import StepShape
 from pipeinfer.params import MAX_LOGPROBS
 from pipeinfer.step import (
     LogprobRows,
     MaskRows,
     PenaltyRows,
-    RequestLogitBias,
+    RequestLogitEdits,
     SharedPrefixes,
     Step,
     StepDelta,
@@ -51,7 +51,7 @@ def measured(
     largest: tuple[int, int],
     frame: PageGeometry,
     pages: int,
-    replayed: Callable[[GraphShape, Step], float],
+    replayed: Callable[[StepShape, Step], float],
     run: Callable[[Step], float],
 ) -> StepCost | None:
     """As step_cost(): of graphs where there are some, else of steps up to `largest` (rows, tokens).
@@ -61,7 +61,7 @@ def measured(
     max_rows, max_tokens = largest
     decode_rows = tuple(sorted({*(rows for rows in ROWS if rows < max_rows), max_rows}))
 
-    def seconds(shape: GraphShape, step: Step) -> float:
+    def seconds(shape: StepShape, step: Step) -> float:
         at = graphs.like(shape, step)
         if at is None:
             return min(run(step) for _ in range(REPLAYS))
@@ -79,11 +79,11 @@ def measured(
 
 def step_cost(
     rows: Sequence[int],
-    sizes: Sequence[GraphShape],
+    sizes: Sequence[StepShape],
     frame: PageGeometry,
     pages: int,
     of_decodes: Callable[[int, Step], float],
-    of_prompts: Callable[[GraphShape, Step], float],
+    of_prompts: Callable[[StepShape, Step], float],
 ) -> StepCost | None:
     """Measured on the current stream. rows: of steps of decodes alone; sizes: with prompts. Both
     ascend. pages: of the pool, the dummy included. of_decodes, of_prompts: the seconds of such a
@@ -112,15 +112,15 @@ def step_cost(
 
 
 def _with_prompts(
-    sizes: Sequence[GraphShape],
+    sizes: Sequence[StepShape],
     longest: int,
     frame: PageGeometry,
-    seconds: Callable[[GraphShape, Step], float],
+    seconds: Callable[[StepShape, Step], float],
 ) -> list[tuple[int, int, int | None]]:
     """StepCost.mixed of these sizes up to FULL tokens, and of the largest; of each number of
     tokens, the one with the fewest decodes. None where a prompt cannot be deep."""
 
-    def amid(size: GraphShape, depth: int) -> int:
+    def amid(size: StepShape, depth: int) -> int:
         return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
 
     found: list[tuple[int, int, int | None]] = []
@@ -213,7 +213,7 @@ def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, i
     return found[::-1]
 
 
-def amid_prompts(size: GraphShape, longest: int, depth: int, frame: PageGeometry) -> Step:
+def amid_prompts(size: StepShape, longest: int, depth: int, frame: PageGeometry) -> Step:
     """A step of `size` tokens, with as few prompts as it takes, each after `depth` tokens;
     `longest`: tokens of a row at most.
     """
@@ -301,10 +301,10 @@ def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> St
     step = dummy_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
     every, max_logprobs = np.arange(rows), np.full(rows, MAX_LOGPROBS, dtype=np.int32)
     nothing, raised = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32)
-    logit_edits = tuple(RequestLogitBias(slot, nothing, raised, nothing) for slot in range(rows))
+    logit_edits = tuple(RequestLogitEdits(slot, nothing, raised, nothing) for slot in range(rows))
     return replace(
         step,
-        delta=replace(step.delta, logit_biases=logit_edits),
+        delta=replace(step.delta, logit_edits=logit_edits),
         penalties=PenaltyRows(every, every, np.full((rows, 3), 1.5, dtype=np.float32)),
         logprobs=LogprobRows(every, max_logprobs, suppressed=True),
         masked=MaskRows(every, step.slots),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -38,12 +38,14 @@ from pipeinfer.memory.manager import MemoryManager, Rows
 from pipeinfer.memory.page_directory import DIGEST_BYTES, PageChains
 from pipeinfer.memory.pages import IntegrityError, ProtocolError
 from pipeinfer.messages import (
+    AdapterLoaded,
     Admitted,
     Asleep,
     Begin,
     Digests,
     Fault,
     Hello,
+    LoadAdapter,
     Message,
     Plan,
     Prepare,
@@ -56,7 +58,14 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import ScoredChunk, Step
-from pipeinfer.wire import COUNT_OF_ONE, SCORES_PER_MESSAGE, pack, score_bytes, unpack
+from pipeinfer.wire import (
+    COUNT_OF_ONE,
+    NO_DRAFTS,
+    SCORES_PER_MESSAGE,
+    pack,
+    score_bytes,
+    unpack,
+)
 
 
 class Compute(Message, frozen=True):
@@ -81,6 +90,15 @@ class Compile(Message, frozen=True):
     spec: StructuredOutputs
     slow: bool = False
     released: tuple[int, ...] = ()
+
+
+class AdapterRead(Message, frozen=True):
+    """From the device: LoadAdapter `number` of `epoch` was done, for all steps that come later, or
+    could not be done because of `error`."""
+
+    epoch: int
+    number: int
+    error: str = ""
 
 
 class Capture(Message, frozen=True):
@@ -207,11 +225,20 @@ class DeviceError(RuntimeError):
 
 
 @dataclass
+class _Drafted:
+    """A request in a slot whose draft tokens are verified. computed: tokens of it, as far as steps
+    have ended. Steps end in the order of their plans, so each starts there."""
+
+    computed: int
+
+
+@dataclass
 class _InFlight:
     """A plan whose result is not sent yet.
 
     rows: of the plan.
-    plan_rows: int64 [S]; of each row that samples, in the step's order, its row in the plan.
+    plan_rows: int64 [L]; of each row of logits its row in the plan.
+    drafted: by row of the plan, the requests whose drafts are verified, or were in earlier steps.
     score_sizes: see Step.score_sizes. scored_chunks: prompt tokens whose log-probs are asked for.
     done: the device's result, once it has come.
     """
@@ -220,6 +247,7 @@ class _InFlight:
     plan_rows: np.ndarray
     score_sizes: np.ndarray | None = None
     scored_chunks: tuple[ScoredChunk, ...] = ()
+    drafted: dict[int, _Drafted] = field(default_factory=dict[int, _Drafted])
     done: StepDone | None = None
 
 
@@ -228,13 +256,27 @@ class _Epoch:
     """An epoch that this rank takes part in.
 
     number: of the epoch. expected: number of the next plan. in_flight: plans without a result,
-    oldest first. digests: of the latest plans, not sent yet.
+    oldest first. digests: of the latest plans, not sent yet. drafted: by slot, requests that have
+    had drafts.
     """
 
     number: int
     expected: int = 0
     in_flight: deque[_InFlight] = field(default_factory=deque[_InFlight])
     digests: list[int] = field(default_factory=list[int])
+    drafted: dict[int, _Drafted] = field(default_factory=dict[int, _Drafted])
+
+    def take_drafted(self, rows: Rows) -> dict[int, _Drafted]:
+        """_InFlight.drafted of a plan that was applied now."""
+        if rows.drafts is None:
+            return {}
+        for slot, computed in rows.first_drafts.items():
+            self.drafted[slot] = _Drafted(computed)
+        slots: list[int] = rows.slots.tolist()
+        return {
+            row: self.drafted[slots[row]]
+            for row in np.flatnonzero(rows.drafts != NO_DRAFTS).tolist()
+        }
 
 
 class SleepState:
@@ -312,7 +354,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.memory = memory
         self._span = span
-        self._requests = RequestTable(hello.max_slots)
+        self._requests = RequestTable(hello.max_slots, keeps_token_ids=hello.max_drafts > 0)
         self._steps = StepBuilder(memory, self._requests, shares)
         self._epoch: _Epoch | None = None  # None: waiting for a Begin that lists this incarnation
         self._beginning: int | None = None  # an epoch that waits for FoundPages
@@ -340,8 +382,9 @@ class EngineCore:
         )
 
     def handle(self, event: Message, now: float) -> list[Send]:
-        """What the scheduler publishes (Begin, Prepare, Plan), what this process reports (StepDone,
-        StepFailed, Compiled, GraphDue) and the shell's events; returns what to send, also on LOCAL.
+        """What the scheduler publishes (Begin, Prepare, LoadAdapter, Plan), what this process
+        reports (StepDone, StepFailed, Compiled, AdapterRead, GraphDue) and the shell's events;
+        returns what to send, also on LOCAL.
         """
         match event:
             case Plan():
@@ -353,6 +396,10 @@ class EngineCore:
                 return [Send(LOCAL, "", self._compile(event))]
             case Compiled():
                 return [self._on_compiled(event)]
+            case LoadAdapter():
+                return [Send(LOCAL, "", event)]
+            case AdapterRead():
+                return [self._on_adapter_read(event)]
             case GraphDue():
                 return [Send(LOCAL, "", Capture())]
             case Begin():
@@ -381,7 +428,7 @@ class EngineCore:
                 raise TypeError(f"an engine takes no {type(event).__name__}")
 
     def state(self) -> tuple[State, str]:
-        """waiting, ready or draining, and why."""
+        """waiting, ready, asleep or draining, and why."""
         if self._draining or self._leaving:
             return "draining", ""
         if self._sleep.level:
@@ -566,6 +613,18 @@ class EngineCore:
             )
         )
 
+    def _on_adapter_read(self, read: AdapterRead) -> Send:
+        hello = self.hello
+        return self._to_scheduler(
+            AdapterLoaded(
+                rank=hello.rank,
+                incarnation=hello.incarnation,
+                epoch=read.epoch,
+                number=read.number,
+                error=read.error,
+            )
+        )
+
     # ----------------------------------------------------------------------------------------- plan
 
     def _on_plan(self, plan: Plan) -> list[Send]:
@@ -592,7 +651,10 @@ class EngineCore:
             self._requests.extend(extend.slot, first, ids)
         computed = self._count(plan, rows)
         step, plan_rows = self._steps.build(plan.epoch, rows)
-        epoch.in_flight.append(_InFlight(rows, plan_rows, step.score_sizes(), step.scored_chunks))
+        drafted = epoch.take_drafted(rows)
+        epoch.in_flight.append(
+            _InFlight(rows, plan_rows, step.score_sizes(), step.scored_chunks, drafted)
+        )
         sends = self._add_digest(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
         if len(rows.claimed):
             sends.append(Send(LOCAL, "", ClaimPages(rows.claimed)))
@@ -679,10 +741,12 @@ class EngineCore:
         self._totals["bad_rows_total"] += len(done.bad) // 4
         self._totals["refused_rows_total"] += len(done.refused)
         waiting.done = done
+        if waiting.drafted:
+            waiting.rows = _as_accepted(waiting, counts)
         return self._filled(waiting, counts, done) + self._finished(epoch) + self._leave_epoch()
 
     def _filled(self, ended: _InFlight, counts: np.ndarray, done: StepDone) -> list[Send]:
-        """What the page directory may say now. counts: int32 [S], ids of each row that samples."""
+        """What the page directory may say now. counts: int32 [L], ids of each row of logits."""
         chains, fills = self.memory.chains, ended.rows.fills
         if chains is None or fills is None:
             return []
@@ -693,7 +757,7 @@ class EngineCore:
             sampled = unpack(done.token_ids)  # of every row, in the plan's order: nearly always
         else:
             sampled = _first_ids(ended, counts, done)
-        found = chains.filled(fills, sampled)
+        found = chains.filled(fills, sampled, _ids_of_drafted(ended, counts, done))
         return [] if found is None else [Send(LOCAL, "", FillPages(found))]
 
     def _finished(self, epoch: _Epoch) -> list[Send]:
@@ -701,6 +765,8 @@ class EngineCore:
         sends: list[Send] = []
         while epoch.in_flight and (done := epoch.in_flight[0].done) is not None:
             in_flight = epoch.in_flight.popleft()
+            if in_flight.drafted and not len(in_flight.plan_rows):  # perhaps nothing was computed
+                in_flight.rows = _as_accepted(in_flight, unpack(done.num_sampled))
             if self.hello.rank == 0:
                 sends += map(self._to_scheduler, _prompt_scores(in_flight.scored_chunks, done))
                 sends.append(self._to_scheduler(_result(in_flight, done)))
@@ -710,9 +776,35 @@ class EngineCore:
         return Send("result", self.scheduler, message)
 
 
+def _as_accepted(ended: _InFlight, counts: np.ndarray) -> Rows:
+    """The rows of a step that has ended, with starts and counts as they were on the device. counts:
+    int32 [L], ids of each row of logits."""
+    rows = ended.rows
+    given = np.bincount(ended.plan_rows, weights=counts, minlength=len(rows.slots))
+    starts, tokens = rows.starts.copy(), rows.counts.copy()
+    for row, request in ended.drafted.items():
+        starts[row], tokens[row] = request.computed, int(given[row])
+        request.computed += int(given[row])
+    return replace(rows, starts=starts, counts=tokens)
+
+
+def _ids_of_drafted(
+    ended: _InFlight, counts: np.ndarray, done: StepDone
+) -> dict[int, tuple[int, np.ndarray]]:
+    """See ChainTracker.filled."""
+    if not ended.drafted:
+        return {}
+    ids, rows = unpack(done.token_ids), np.repeat(ended.plan_rows, counts)
+    found: dict[int, tuple[int, np.ndarray]] = {}
+    for row in ended.drafted:
+        if len(given := ids[rows == row]):
+            found[row] = int(ended.rows.starts[row]), given
+    return found
+
+
 def _first_ids(ended: _InFlight, counts: np.ndarray, done: StepDone) -> np.ndarray:
     """int32, of each row of the plan the first id that it sampled, or -1. Further ones are computed
-    as known ids. counts: int32 [S], ids of each row that samples."""
+    as known ids. counts: int32 [L], ids of each row of logits."""
     sampled = np.full(len(ended.rows.slots), -1, dtype=np.int32)
     first = np.cumsum(counts) - counts
     some = counts > 0
@@ -727,9 +819,7 @@ def _result(in_flight: _InFlight, done: StepDone) -> Result:
     logprobs = done.logprobs
     if not rows.same_as_previous:  # else every row samples, in the plan's order
         counts = unpack(done.num_sampled)
-        of_all = np.zeros(len(rows.slots), dtype=np.int32)
-        of_all[plan_rows] = counts
-        produced = pack(of_all)
+        produced = pack(np.bincount(plan_rows, weights=counts, minlength=len(rows.slots)))
         order = np.argsort(np.repeat(plan_rows, counts), kind="stable")
         token_ids = pack(unpack(done.token_ids)[order])
         if in_flight.score_sizes is not None:
@@ -756,10 +846,10 @@ def _result(in_flight: _InFlight, done: StepDone) -> Result:
 
 
 def _in_order(sizes: np.ndarray, plan_rows: np.ndarray, raw: bytes) -> bytes:
-    """`raw`, of which each row that samples has `sizes` [S] bytes, in the plan's order."""
+    """`raw`, of which each row of logits has `sizes` [L] bytes, in the plan's order."""
     ends: list[int] = np.cumsum(sizes).tolist()
     parts = [raw[begin:end] for begin, end in pairwise([0, *ends])]
-    order: list[int] = np.argsort(plan_rows).tolist()
+    order: list[int] = np.argsort(plan_rows, kind="stable").tolist()
     return b"".join([parts[row] for row in order])
 
 

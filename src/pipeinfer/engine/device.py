@@ -66,9 +66,9 @@ class Replay:
 class Device(Protocol):
     """Works off what is submitted, one after the other."""
 
-    def submit(self, work: Work, host_work: Work = nothing, /) -> StepEvent:
+    def submit(self, work: Work, /, *, before: Work = nothing) -> StepEvent:
         """Queues `work`. What it raises is raised by the event's `wait`, or, by a device that calls
-        `work` at once (a GPU), by `submit` itself. `host_work` is called right before
+        `work` at once (a GPU), by `submit` itself. `before` is called right before
         `work` and counts as time of the host: a GPU without other work is idle meanwhile."""
         ...
 
@@ -190,16 +190,16 @@ class HostDevice:
         self._work: queue.SimpleQueue[tuple[Work, Work, HostEvent] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work, host_work: Work = nothing) -> HostEvent:
+    def submit(self, work: Work, /, *, before: Work = nothing) -> HostEvent:
         """From within other work it is done at once: the device's thread would wait for itself."""
         event = HostEvent()
         if threading.current_thread() is self._thread:
-            _do(host_work, work, event)
+            _do(before, work, event)
             return event
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="steps", daemon=True)
             self._thread.start()
-        self._work.put((host_work, work, event))
+        self._work.put((before, work, event))
         return event
 
     def run(self, work: Work) -> None:
@@ -240,18 +240,18 @@ class HostDevice:
             one = self._work.get()
             if one is None:
                 return
-            host_work, work, event = one
+            before, work, event = one
             if starved and ended is not None:
                 event.idle = time.perf_counter() - ended
-            ended = _do(host_work, work, event)
-            del one, host_work, work, event  # what they hold may be large
+            ended = _do(before, work, event)
+            del one, before, work, event  # what they hold may be large
 
 
-def _do(host_work: Work, work: Work, event: HostEvent) -> float:
+def _do(before: Work, work: Work, event: HostEvent) -> float:
     """Ends the event; returns when that was."""
     began, error = time.perf_counter(), None
     try:
-        host_work()
+        before()
         work()
     except Exception as raised:  # whatever it is, it belongs to who submitted the work
         error = raised

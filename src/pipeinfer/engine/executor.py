@@ -1,6 +1,7 @@
 """Launches steps on a device and reports their ends on the event loop, in order.
 
-    DeviceDriver         takes Compute, Compile and Capture from the core, gives back StepDone
+    DeviceDriver         takes what the core sends (Compute, Compile, Capture and others), gives
+                         back StepDone
     Executor             launches steps, finishes those with masked rows, reports ends
     BackgroundCapture    CUDA graphs that are captured while there is no step
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pipeinfer.core import Compiled, GraphDue, StepDone
 from pipeinfer.engine.core import (
+    AdapterRead,
     Capture,
     ClaimPages,
     Compile,
@@ -39,7 +41,7 @@ from pipeinfer.engine.core import (
 from pipeinfer.engine.device import FailedEvent, StepEvent
 from pipeinfer.engine.profiling import Phases
 from pipeinfer.memory.page_directory import PageChains
-from pipeinfer.messages import Message
+from pipeinfer.messages import LoadAdapter, Message
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.step import PeerLost, Sampled, Step
@@ -47,6 +49,7 @@ from pipeinfer.wire import pack
 
 if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
     from pipeinfer.engine.kept_memory import KeptMemory
+    from pipeinfer.engine.lora import AdapterLoads
     from pipeinfer.engine.masks import Masks
     from pipeinfer.engine.runner import LaunchedStep, Runner
     from pipeinfer.engine.sleeping import EngineMemory
@@ -73,6 +76,7 @@ class Executor:
     """`on_done(step, sampled, seconds)` or `on_error(step, error)` is called on `loop`, in order,
     exactly once for each step. An error is meant to end the process. `busy_seconds` is the time in
     which the device computed steps, `idle_seconds` that between steps with none queued.
+    `submitted`, `launched`: how many steps were, so far.
 
     What the masked rows of a step may sample follows from what the step before has given: once that
     was reported the step is finished, and those behind it are launched only then.
@@ -97,9 +101,10 @@ class Executor:
         self._masks = masks
         # Not yet reported, oldest first; no LaunchedStep where the launch has failed.
         self._launched: deque[tuple[Step, StepEvent, LaunchedStep | None]] = deque()
-        self._unfinished = False  # the last launched step waits for its masks
+        self._awaits_masks = False  # the last launched step waits for its masks
         self._waiting: deque[Step] = deque()  # submitted, not launched
         self._closed = False
+        self.submitted = self.launched = 0
         self.steps = 0  # reported
         self.busy_seconds = 0.0
         self.idle_seconds = 0.0
@@ -124,6 +129,7 @@ class Executor:
                     f"step {step.number} submitted while {unfinished} are unfinished"
                 )
         self._waiting.append(step)
+        self.submitted += 1
         self._go_on()
 
     def close(self) -> None:
@@ -139,23 +145,24 @@ class Executor:
 
     def _go_on(self) -> None:
         """Launches what waits, up to a step whose masks cannot be known yet."""
-        while self._waiting and not self._unfinished:
+        while self._waiting and not self._awaits_masks:
             step, launched = self._waiting.popleft(), None
+            self.launched += 1
             try:
                 launched = self._runner.launch(step, self._before)
-                self._unfinished = step.masked is not None
+                self._awaits_masks = step.masked is not None
                 event = launched.event
             except Exception as error:  # whatever it is, it belongs to this step's owner
                 event = FailedEvent(error)
             self._launched.append((step, event, launched))
-            if self._unfinished:
+            if self._awaits_masks:
                 self._sample_masked()
             else:
                 event.then(self._loop, self._report_finished)
 
     def _sample_masked(self) -> None:
         """The step that waits for its masks, if all before it were reported."""
-        if not self._unfinished or len(self._launched) > 1:
+        if not self._awaits_masks or len(self._launched) > 1:
             return
         step, event, launched = self._launched[0]
         assert self._masks is not None and launched is not None
@@ -164,7 +171,7 @@ class Executor:
         except Exception as error:
             event = FailedEvent(error)
             self._launched[0] = step, event, None
-        self._unfinished = False
+        self._awaits_masks = False
         event.then(self._loop, self._report_finished)
 
     def _report_finished(self) -> None:
@@ -219,7 +226,8 @@ class DeviceDriver:
     runner note what a step costs; the driver adds what it takes to hand the result on.
     `background`: captures what is left; `start`: what the engine's start took. `kept`: where the
     pool outlives this process: the directory of its pages is written here. `memory`: what is given
-    back while the engine sleeps; None: nothing can be.
+    back while the engine sleeps; None: nothing can be. `adapters`: reads adapters, and puts them
+    into the device's memory; None: there is none for them.
     """
 
     def __init__(
@@ -231,7 +239,9 @@ class DeviceDriver:
         start: Mapping[str, float] = NOTHING,
         kept: KeptMemory | None = None,
         memory: EngineMemory | None = None,
+        adapters: AdapterLoads | None = None,
     ) -> None:
+        self._adapters = adapters
         self._kept = kept
         self._memory = memory
         self._suspending: Suspend | None = None  # once no step is under way
@@ -294,8 +304,25 @@ class DeviceDriver:
             case Capture():
                 assert self._background is not None
                 self._background.capture()
+            case LoadAdapter():
+                self._load_adapter(message)
             case _:
                 raise TypeError(f"a device takes no {type(message).__name__}")
+
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        """Steps that were submitted before may have what is in the slot now."""
+        if self._adapters is None:
+            error = "this engine serves no adapters"
+            self._feed_event(AdapterRead(message.epoch, message.number, error))
+            return
+        assert self._executor is not None
+        self._adapters.begin(message, self._executor.submitted, self._put_adapters)
+
+    def _put_adapters(self) -> None:
+        """Those that were read, as far as the steps before them were launched."""
+        if self._adapters is not None and self._executor is not None:
+            for read in self._adapters.put_ready(self._executor.launched):
+                self._feed_event(read)
 
     def _find_pages(self) -> None:
         """Several ranks have agreed on what they found before any plan; what they have computed
@@ -376,6 +403,8 @@ class DeviceDriver:
             await self._sleeps
         if self._background is not None:
             self._background.close()
+        if self._adapters is not None:
+            await self._adapters.close()
         if self._executor is not None:
             self._executor.close()
         if self._kept is not None:
@@ -405,6 +434,7 @@ class DeviceDriver:
             self._feed(step_done(step, sampled, seconds))
         self._phases.done(step.number, len(step.slots), step.num_decodes)
         self._suspend_if_quiet()
+        self._put_adapters()
 
     def _failed(self, step: Step, error: Exception) -> None:
         assert self._feed is not None

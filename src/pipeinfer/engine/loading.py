@@ -1,7 +1,7 @@
-"""From settings and a checkpoint's folder to an engine that can run steps.
+"""From settings and a checkpoint's folder to an engine that can run steps: weights, pages, graphs.
 
-Everything that can be wrong with them is found first, in milliseconds and in one line. Knows no
-message, no plan and no process.
+What can be wrong with both is found before (choices.py), except memory that is too small and ranks
+that do not agree. Knows no message, no plan and no process.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.interface import KeyCenter, KVPool
-from pipeinfer.attention.registry import Gpu
-from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
 from pipeinfer.checkpoint.files import weight_files
-from pipeinfer.checkpoint.quantization import choose_quantization
+from pipeinfer.checkpoint.lora import read_lora_modules
 from pipeinfer.collectives import TorchCollectives
+from pipeinfer.engine.choices import AS_THE_MODEL, EngineChoices, choose_engine
 from pipeinfer.engine.device_memory import DeviceMemory, cuda_obstacle
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kept_memory import (
@@ -39,27 +38,29 @@ from pipeinfer.engine.kept_memory import (
     unbelieved,
 )
 from pipeinfer.engine.kv_store import find_key_centers
+from pipeinfer.engine.lora import check_adapter
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
-from pipeinfer.engine.sampling import LocalSampler, ShardedSampler
-from pipeinfer.engine.sleeping import EngineMemory, ReloadableModel, SleepingWeights
+from pipeinfer.engine.sampling import LocalSampler, Sampler, ShardedSampler
+from pipeinfer.engine.sleeping import (
+    EngineMemory,
+    ReloadableModel,
+    SleepingWeights,
+    build_with_weights,
+)
 from pipeinfer.engine.start import Start
-from pipeinfer.gguf.config import int4_modules, is_low_bit
-from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
-from pipeinfer.layers.placement import AllocateParameter, Shard
-from pipeinfer.malloc import return_freed_memory
+from pipeinfer.layers.lora import AdapterBank
+from pipeinfer.layers.placement import AllocateParameter
 from pipeinfer.memory.page_directory import PageChains
 from pipeinfer.models.causal_lm import CausalLM, LanguageModel
 from pipeinfer.models.loading import (
     CheckpointTensor,
     build_model,
-    check_checkpoint,
-    check_shard,
     fill_dummy,
     load_weights,
-    read_kv_scales,
 )
+from pipeinfer.processes import return_freed_memory
 from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.settings import ConfigurationError, Settings
@@ -83,50 +84,6 @@ def no_memory() -> KeptMemory | None:
     return None
 
 
-AS_THE_MODEL, FP8 = "auto", "fp8_e4m3"  # what keys and values are stored as
-
-
-@dataclass(frozen=True)
-class EngineChoices:
-    """What settings and checkpoint come to, before anything is loaded.
-
-    transformers_spec: how transformers builds the model; None: the implementation is our own.
-    stored: the checkpoint's tensors by name, for our own implementation; None: random weights.
-    kv_scales: of each layer's keys and values, if they
-    are stored as e4m3.
-    """
-
-    outline: ModelOutline
-    transformers_spec: TransformersSpec | None
-    device: str
-    dtype: torch.dtype
-    attention: str
-    page_size: int
-    max_model_len: int
-    shard: Shard
-    stored: Mapping[str, CheckpointTensor] | None
-    kv_scales: tuple[KVScales, ...] | None
-    ordinal: int
-
-    @property
-    def layers(self) -> int:
-        """Layers with attention."""
-        if self.transformers_spec is not None:
-            return len(self.transformers_spec.attention.shapes)
-        return self.config.num_layers
-
-    @property
-    def config(self) -> ModelConfig:
-        """Of our own implementation."""
-        assert self.outline.config is not None, "the model is transformers'"
-        return self.outline.config
-
-    @property
-    def kv_dtype(self) -> str:
-        """As Hello has it."""
-        return AS_THE_MODEL if self.kv_scales is None else FP8
-
-
 @dataclass(frozen=True)
 class LoadedEngine:
     """A runner that can run steps, and what it was built for.
@@ -139,7 +96,8 @@ class LoadedEngine:
     where it was not measured. uses_transformers: transformers built the model. kv_dtype: of keys
     and values in pages, AS_THE_MODEL or FP8.
     kept: where memory outlives this process; None: nowhere. memory: what it gives back while it
-    sleeps; None: it cannot.
+    sleeps; None: it cannot. max_drafts: draft tokens that a row verifies at most, max_draft_rows:
+    decodes of a step up to which rows do; draft_model: a model makes them.
     """
 
     runner: Runner
@@ -157,66 +115,14 @@ class LoadedEngine:
     kv_dtype: str = AS_THE_MODEL
     kept: KeptMemory | None = None
     memory: EngineMemory | None = None
+    max_drafts: int = 0
+    max_draft_rows: int = 0
+    draft_model: bool = False
 
     @property
     def kept_pool(self) -> KeptPool | None:
         """The pool's memory, where it outlives this process."""
         return None if self.kept is None else self.kept.opened
-
-
-def choose_engine(
-    settings: Settings, folder: Path, rank: int = 0, ordinal: int | None = None
-) -> EngineChoices:
-    """Checks settings and checkpoint against each other; of weights it reads what
-    `check_checkpoint` says.
-
-    ordinal: of this rank's GPU on its host, by default `rank`.
-    Raises ConfigurationError that names the culprit.
-    """
-    device, ordinal = _device(settings.device), rank if ordinal is None else ordinal
-    if settings.standby and device == "cuda" and settings.tp > 1:
-        raise ConfigurationError(
-            f"--standby: not with --tp {settings.tp} on GPUs yet, where it was never run"
-        )
-    outline = read_outline(folder, settings.model_impl)
-    shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
-    max_model_len = outline.max_model_len(settings.max_model_len)
-    dtype = _dtype(settings.dtype, outline, device)
-    outline = _in_format(outline, *_quantization(settings, folder, device, dtype))
-    spec, config = None, outline.config
-    narrow = _narrow(settings.kv_cache_dtype, dtype)
-    if config is None:
-        spec = _transformers_spec(settings, folder, outline, max_model_len)
-        layers = len(spec.attention.shapes)
-        needs = _Needs(
-            registry.padded_head_dim(spec.attention.head_dim),
-            spec.attention.sinks,
-            spec.attention.soft_cap,
-            narrow,
-        )
-    else:
-        check_shard(config, settings.tp, shard.expert_parallel)
-        layers = config.num_layers
-        needs = _Needs(config.head_dim, config.sinks, narrow=narrow)
-    gpu = _gpu(dtype, needs, ordinal) if device == "cuda" else None
-    attention = registry.resolve(settings.attention, device, gpu)
-    stored = None
-    if config is not None and settings.load_format != "dummy":
-        config, stored = check_checkpoint(folder, config, shard)
-        outline = replace(outline, config=config)
-    return EngineChoices(
-        outline=outline,
-        transformers_spec=spec,
-        device=device,
-        dtype=dtype,
-        attention=attention,
-        page_size=registry.resolve_page_size(attention, settings.page_size),
-        max_model_len=max_model_len,
-        shard=shard,
-        stored=stored,
-        kv_scales=_scales(stored, layers) if narrow else None,
-        ordinal=ordinal,
-    )
 
 
 def load_engine(
@@ -266,8 +172,11 @@ def load_engine(
             with start.phase("ranks"):
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
-            model, weights = _model(settings, folder, choices, collectives, progress, taken)
-            # Else what loading has freed is cut up for small things that stay, and stays with them.
+            bank = _adapter_bank(settings, choices)
+            model, weights = _model(settings, folder, choices, collectives, progress, taken, bank)
+            draft = _draft_model(settings, choices, collectives)
+            # Else the allocator puts small things that stay into what loading has freed, all of
+            # which then stays.
             chosen.trim()
             memory = taken() if choices.device == "cuda" else None
             left = memory is not None and WEIGHTS in memory.taken
@@ -283,8 +192,10 @@ def load_engine(
             choices.max_model_len,
             choices.dtype,
             choices.kv_scales,
+            bank,
         )
-        runner = build_runner(model, settings, shape, chosen, collectives, start, taken)
+        _check_lora_modules(settings, bank)
+        runner = build_runner(model, settings, shape, chosen, collectives, start, taken, draft)
         if lent and weights is not None:
             weights.check()
         return runner, weights
@@ -301,16 +212,24 @@ def load_engine(
 
 def _memory_key(settings: Settings, folder: Path, choices: EngineChoices) -> bytes:
     """Of pages and weights that another engine may use: see `model_key`."""
-    files = [folder]
-    if folder.is_dir():
-        files = [*folder.glob("*.json")]
-        if settings.load_format != "dummy":
-            files += weight_files(folder)
+    files = _model_files(settings, folder)
+    if choices.draft is not None:  # its keys and values lie in the same pages
+        files += _model_files(settings, choices.draft.folder)
     numbers = choices.dtype, choices.kv_dtype, settings.quantization, choices.attention
+    if settings.exact:  # other libraries may round otherwise
+        numbers = *numbers, "exact", torch.__version__
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     where = choices.device, visible, choices.ordinal, choices.shard
     dummy = settings.seed if settings.load_format == "dummy" else None
     return model_key(files, [*map(str, (*numbers, *where)), dummy, settings.model_impl])
+
+
+def _model_files(settings: Settings, folder: Path) -> list[Path]:
+    """Of configuration, and of weights if they are read. folder: or a GGUF file."""
+    if not folder.is_dir():
+        return [folder]
+    weights = [] if settings.load_format == "dummy" else weight_files(folder)
+    return [*folder.glob("*.json"), *weights]
 
 
 def _loaded(
@@ -331,6 +250,9 @@ def _loaded(
         step_cost=runner.step_cost,
         uses_transformers=choices.transformers_spec is not None,
         kv_dtype=choices.kv_dtype,
+        max_drafts=runner.largest.drafts,
+        max_draft_rows=runner.largest.draft_rows,
+        draft_model=choices.draft is not None,
     )
 
 
@@ -341,8 +263,10 @@ def _model(
     collectives: TorchCollectives | None,
     progress: Callable[[int, int], None] | None,
     kept: TakeMemory,
+    bank: AdapterBank | None,
 ) -> tuple[LanguageModel, SleepingWeights | None]:
-    """With its weights; None: they stay where they are as long as the process lives."""
+    """With its weights; None: they stay where they are as long as the process lives. bank: for the
+    adapters of its linear layers."""
     spec = choices.transformers_spec
 
     def build(allocate: AllocateParameter | None = None) -> CausalLM:
@@ -356,26 +280,21 @@ def _model(
             collectives.fusion if collectives else None,
             settings.moe_backend,
             allocate,
+            settings.exact,
+            bank,
         )
 
-    def fill(model: CausalLM) -> None:
-        if choices.stored is None:
-            fill_dummy(model, settings.seed)
-        else:
-            load_weights(model, folder, progress, choices.stored)
-
+    fill = partial(_fill, settings, folder, choices.stored, progress)
     plain = spec is None and choices.config.quantization is None
     on_gpu = choices.device == "cuda"
     if on_gpu and (memory := kept()) is not None:
         if plain:
-            from pipeinfer.engine.kept_weights import build_with_weights
-
             return build_with_weights(memory, build, fill, _least(collectives))
         memory.promote()  # there is no room for weights beside others
 
     def load() -> LanguageModel:
         if spec is not None:
-            return _transformers_model(spec, settings, folder, choices, progress)
+            return _transformers_model(spec, settings, folder, choices, progress, bank)
         model = build()
         fill(model)
         return model
@@ -389,21 +308,57 @@ def _model(
     return model, model
 
 
-def _transformers_spec(
-    settings: Settings, folder: Path, outline: ModelOutline, max_model_len: int
-) -> TransformersSpec:
-    """What transformers is to build; raises ConfigurationError for what it cannot serve here."""
-    named = f"{outline.architecture} is served through transformers"
-    if settings.tp > 1:
-        raise ConfigurationError(
-            f"{named}, which is not split over ranks: --tp 1, not {settings.tp}"
-        )
-    if settings.compile or settings.enable_expert_parallel:
-        flag = "--compile" if settings.compile else "--enable-expert-parallel"
-        raise ConfigurationError(f"{named}: {flag} is for models of pipeinfer's own")
-    from pipeinfer.models.transformers_backend import inspect_model  # which imports transformers
+def _draft_model(
+    settings: Settings, choices: EngineChoices, collectives: TorchCollectives | None
+) -> CausalLM | None:
+    """With its weights, which stay where they are as long as the process lives."""
+    draft = choices.draft
+    if draft is None:
+        return None
+    model = build_model(
+        draft.config,
+        choices.shard,
+        choices.dtype,
+        choices.device,
+        collectives,
+        fusion=collectives.fusion if collectives else None,
+        moe_backend=settings.moe_backend,
+        exact=settings.exact,
+    )
+    _fill(settings, draft.folder, draft.stored, None, model)
+    return model
 
-    return inspect_model(folder, outline, max_model_len)
+
+def _fill(
+    settings: Settings,
+    folder: Path,
+    stored: Mapping[str, CheckpointTensor] | None,
+    progress: Callable[[int, int], None] | None,
+    model: CausalLM,
+) -> None:
+    """Loads the weights of `model`, `stored` in `folder`; None: random ones."""
+    if stored is None:
+        fill_dummy(model, settings.seed)
+    else:
+        load_weights(model, folder, progress, stored)
+
+
+def _adapter_bank(settings: Settings, choices: EngineChoices) -> AdapterBank | None:
+    """Memory for adapters, which the model's layers take their parts of."""
+    if not settings.enable_lora:
+        return None
+    where = torch.device(choices.device)
+    return AdapterBank(settings.max_loras, settings.max_lora_rank, choices.dtype, where)
+
+
+def _check_lora_modules(settings: Settings, bank: AdapterBank | None) -> None:
+    """Raises ConfigurationError for an adapter of the settings that the model cannot have."""
+    for name, files in read_lora_modules(settings).items():
+        assert bank is not None
+        try:
+            check_adapter(files, bank)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--lora-modules {name}: {error}") from None
 
 
 def _transformers_model(
@@ -412,6 +367,7 @@ def _transformers_model(
     folder: Path,
     choices: EngineChoices,
     progress: Callable[[int, int], None] | None,
+    bank: AdapterBank | None,
 ) -> LanguageModel:
     """transformers reads the weights, so there is no progress between nothing and all."""
     from pipeinfer.models.transformers_backend import load_model
@@ -430,6 +386,8 @@ def _transformers_model(
         choices.max_model_len,
         registry.padded_head_dim(spec.attention.head_dim, choices.attention),
     )
+    if bank is not None:
+        model.use_adapters(bank)
     if progress is not None and total:
         progress(total, total)
     return model
@@ -448,7 +406,8 @@ def _agree_on_collectives(
     settings: Settings, choices: EngineChoices, collectives: TorchCollectives
 ) -> None:
     """How ranks add up; raises ConfigurationError if their settings differ."""
-    if choices.device == "cuda" and settings.all_reduce == "auto":
+    collectives.in_order = settings.exact
+    if choices.device == "cuda" and settings.all_reduce == "auto" and not settings.exact:
         collectives.enable_custom_all_reduce(choices.dtype, choices.config.hidden_size)
     split = int(choices.shard.expert_parallel)
     if collectives.all_reduce_min(split) != -collectives.all_reduce_min(
@@ -459,114 +418,6 @@ def _agree_on_collectives(
         )
 
 
-def _in_format(outline: ModelOutline, requested: str, in_int4: frozenset[str]) -> ModelOutline:
-    """With the number format that `--quantization` makes of the checkpoint's. in_int4: see
-    Quantization.int4_modules."""
-    if outline.config is None:
-        if requested not in ("auto", "none"):
-            raise ConfigurationError(
-                f"--quantization {requested}: {outline.architecture} is built by "
-                "transformers, whose weights are plain"
-            )
-        return outline
-    how = choose_quantization(outline.config.quantization, requested)
-    if how is not None and in_int4:
-        how = replace(how, int4_modules=in_int4)
-    return replace(outline, config=replace(outline.config, quantization=how))
-
-
-def _device(name: str) -> str:
-    """ "cuda" where torch sees a GPU, unless the CPU was asked for."""
-    if name == "cpu":
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    if name == "cuda":
-        raise ConfigurationError(
-            f"--device cuda: torch {torch.__version__} sees no CUDA GPU; --device cpu needs none"
-        )
-    return "cpu"
-
-
-class _Needs(NamedTuple):
-    """What a model and its pages want of attention that not every backend has."""
-
-    head_dim: int
-    sinks: bool
-    soft_cap: bool = False
-    narrow: bool = False
-
-
-def _gpu(dtype: torch.dtype, needs: _Needs, ordinal: int) -> Gpu:
-    name = str(dtype).removeprefix("torch.")
-    return Gpu(
-        torch.cuda.get_device_capability(ordinal),
-        name,
-        needs.head_dim,
-        registry.installed(),
-        needs.sinks,
-        needs.soft_cap,
-        needs.narrow,
-    )
-
-
-def _narrow(name: str, dtype: torch.dtype) -> bool:
-    """Whether keys and values are stored as e4m3, else as the model has them."""
-    if name == "bfloat16" and dtype != torch.bfloat16:
-        computed = str(dtype).removeprefix("torch.")
-        raise ConfigurationError(
-            f"--kv-cache-dtype bfloat16: the model computes in {computed}, and so are its keys and "
-            "values; --dtype bfloat16 makes both so, --kv-cache-dtype auto takes them as they are"
-        )
-    return name in ("fp8", FP8)
-
-
-def _scales(stored: Mapping[str, CheckpointTensor] | None, layers: int) -> tuple[KVScales, ...]:
-    """The checkpoint's, if there is one that is ours to read."""
-    return (UNIT_KV_SCALES,) * layers if stored is None else read_kv_scales(stored, layers)
-
-
-def _dtype(name: str, outline: ModelOutline, device: str) -> torch.dtype:
-    """`auto` is the checkpoint's dtype, but float32 on a CPU without instructions for bfloat16.
-
-    Which it is follows from the CPU alone and not from a measurement: an engine that starts anew
-    must go on with the numbers that it left.
-    """
-    if name == "auto":
-        name = outline.dtype
-        if device == "cpu" and not (name == "bfloat16" and multiplies_bfloat16()):
-            name = "float32"
-    return getattr(torch, name)
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it: AVX512-BF16 or AMX."""
-    known = torch.cpu._is_avx512_bf16_supported()  # pyright: ignore[reportPrivateUsage]
-    return known or torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
-
-
-def _quantization(
-    settings: Settings, folder: Path, device: str, dtype: torch.dtype
-) -> tuple[str, frozenset[str]]:
-    """(the name of --quantization, Quantization.int4_modules). `auto` of a GGUF file of at most
-    eight bits, computed in bfloat16 on a CPU, is `int8`, and what the file has in 4 bits stays so.
-
-    Raises ConfigurationError for `int8` where there are no products with it.
-    """
-    name, fits = settings.quantization, device == "cpu" and dtype == torch.bfloat16
-    if name == "int8" and not fits:
-        raise ConfigurationError(
-            "--quantization int8 is for CPUs, and computes in bfloat16; here it would be "
-            f"{str(dtype).removeprefix('torch.')} on {device}"
-        )
-    if name == "auto" and fits and is_gguf(folder):
-        header = read_header(folder)
-        if is_low_bit(header):
-            dummy = settings.load_format == "dummy"
-            return "int8", frozenset() if dummy else int4_modules(header)
-    return name, frozenset()
-
-
 log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
 
 
@@ -574,7 +425,8 @@ log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
 class EngineShape:
     """What a runner is built for: names and sizes that settings and a checkpoint come to.
 
-    scales: of each layer's keys and values if pages hold e4m3, see KVPool.
+    scales: of each layer's keys and values if pages hold e4m3, see KVPool. adapters: of the model's
+    linear layers.
     """
 
     attention: str
@@ -582,6 +434,7 @@ class EngineShape:
     max_model_len: int
     dtype: torch.dtype
     scales: tuple[KVScales, ...] | None = None
+    adapters: AdapterBank | None = None
 
     @property
     def pages_each(self) -> int:
@@ -597,16 +450,23 @@ def build_runner(
     collectives: TorchCollectives | None = None,
     start: Start | None = None,
     take: TakeMemory = no_memory,
+    draft: LanguageModel | None = None,
 ) -> Runner:
     """A runner with its pool and graphs; `start` times the phases. `collectives`: of the
     ranks that this one computes with, `model` being its share. `take`: gives what the pool is to
-    outlive this process in; a pool that an earlier one left has as many pages as it had.
+    outlive this process in; a pool that an earlier one left has as many pages as it had. `draft`:
+    makes draft tokens; its layers are the last ones of the pool.
 
     Raises ConfigurationError if not a single page fits.
     """
     layers = model.attention_shapes()
     tokens = settings.max_step_tokens or machine.step_tokens
-    largest = LargestStep(min(settings.max_running, tokens), tokens, shape.pages_each)
+    rows, drafts = min(settings.max_running, tokens), 0
+    if settings.speculate != "none":
+        drafts = settings.num_speculative_tokens
+    draft_rows = min(settings.speculative_max_requests, rows) if drafts else 0
+    acceptance = settings.synthetic_acceptance_rate
+    largest = LargestStep(rows, tokens, shape.pages_each, drafts, draft_rows, acceptance)
     start = start or Start()
     with start.phase("attention"):
         backend = registry.create(shape.attention, layers, machine.where)
@@ -615,19 +475,42 @@ def build_runner(
     if shape.scales is not None:
         key_centers = _key_centers(model, shape, machine, collectives, take())
 
-    def pool(pages: int, memory: torch.Tensor | None = None) -> KVPool:
-        size = (pages, shape.page_size)
-        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, key_centers, memory)
+    draft_layers = () if draft is None else draft.attention_shapes()
 
-    if collectives is None:
-        sampler = LocalSampler(model, machine.kernels)
-    else:
-        sampler = ShardedSampler(model, collectives, machine.kernels)
+    def pool(pages: int, memory: torch.Tensor | None = None) -> KVPool:
+        scales, centers = shape.scales, key_centers
+        if scales is not None and centers is not None:
+            scales = *scales, *[UNIT_KV_SCALES] * len(draft_layers)
+            centers = *centers, *[None] * len(draft_layers)
+        return KVPool(
+            (*layers, *draft_layers),
+            pages,
+            shape.page_size,
+            shape.dtype,
+            machine.where,
+            scales,
+            centers,
+            memory,
+        )
+
+    def sampler(model: LanguageModel) -> Sampler:
+        if collectives is None:
+            return LocalSampler(model, machine.kernels, settings.exact)
+        return ShardedSampler(model, collectives, machine.kernels, settings.exact)
+
     with start.phase("attention"):
-        runner = Runner(model, pool(2), backend, largest, sampler, machine.device, machine.kernels)
-    with start.phase("warm_up"):
-        machine.warm_up(runner, shape.max_model_len)
+        runner = Runner(
+            model, pool(2), backend, largest, sampler(model), machine.device, machine.kernels
+        )
+        if draft is not None:
+            of_draft = registry.create(shape.attention, draft_layers, machine.where)
+            runner.use_draft_model(draft, of_draft, sampler(draft))
+        if shape.adapters is not None:
+            runner.use_adapters(shape.adapters)
     kept = take()
+    shares_device = kept is not None and kept.is_standby
+    with start.phase("warm_up"):
+        machine.warm_up(runner, shape.max_model_len, shares_device)
     with start.phase("pool"):
         pages = _pool_pages(settings, shape, machine, runner.pool.bytes_per_page, collectives, kept)
         size = pages * runner.pool.bytes_per_page
@@ -770,8 +653,8 @@ def _key_centers(
     collectives: TorchCollectives | None,
     kept: KeptMemory | None,
 ) -> tuple[KeyCenter, ...]:
-    """What each layer's keys are stored less, as pages hold e4m3. Pages that were left are of use
-    with the centers that they were stored with, and with no others."""
+    """What is subtracted from each layer's keys before pages store them as e4m3. Pages that were
+    left are of use with the centers that they were stored with, and with no others."""
     raw = _left_to_all(kept, KEY_CENTERS, b"", _least(collectives))
     if raw is not None:
         stored = msgspec.msgpack.decode(raw, type=list[bytes | None])

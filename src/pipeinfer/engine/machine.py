@@ -21,7 +21,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -46,7 +46,7 @@ from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.layers.quantized import FP8_MIN_CAPABILITY
 from pipeinfer.layers.weight import MIN_SHARED_MEMORY_BYTES
-from pipeinfer.malloc import resident_bytes
+from pipeinfer.processes import resident_bytes
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +85,10 @@ class Machine(Protocol):
         """What `work` gives, called on the thread that builds engines here."""
         ...
 
-    def warm_up(self, runner: Runner, max_tokens: int, /) -> None:
+    def warm_up(self, runner: Runner, max_tokens: int, shares_device: bool, /) -> None:
         """Has everything compiled and allocated that steps need, before memory is looked at; a
-        request has at most so many tokens."""
+        request has at most so many tokens. shares_device: another engine serves on this device, so
+        that large steps would delay its own."""
         ...
 
     def free_for_pages(self, fraction: float, shared: int | None = None, /) -> int:
@@ -133,7 +134,7 @@ class HostMachine:
         self.device.run(lambda: built.append(work()))
         return built[0]
 
-    def warm_up(self, runner: Runner, max_tokens: int) -> None:
+    def warm_up(self, runner: Runner, max_tokens: int, shares_device: bool) -> None:
         """Nothing is compiled here; what sampling takes is noted."""
         self._sampling_bytes = runner.sampling_bytes
 
@@ -179,6 +180,7 @@ def _number(path: Path) -> int | None:
 
 # Calls before a capture: lazy initialisation must not be captured. Most of it is of the first.
 FIRST_TRIES, TRIES = 2, 1
+SHARED_TOKENS = 512  # of a standby's first step: 20 ms of a model of 14B on an H200
 LONG = 0.05  # seconds that are measured of any work
 EVENT_PAIRS = 16  # more than are under way, two a step; an end is also read for the event after it
 
@@ -243,19 +245,19 @@ class CudaDevice:
         self._polling = False
         self._memory: Any = None  # of all that is captured
 
-    def submit(self, work: Work, host_work: Work = nothing) -> CudaEvent:
+    def submit(self, work: Work, /, *, before: Work = nothing) -> CudaEvent:
         """The stream is current then, and stays it: what torch looks up to enter and leave one
         takes as long as the launch of a graph.
         """
         began, ended = self._events[self._submitted % EVENT_PAIRS]
         self._submitted += 1
         torch.cuda.set_stream(self.stream)
-        host_work()
+        before()
         began.record(self.stream)
         work()
         ended.record(self.stream)
-        before, self._last = self._last, ended
-        return CudaEvent(self, began, ended, before)
+        last, self._last = self._last, ended
+        return CudaEvent(self, began, ended, last)
 
     def run(self, work: Work) -> None:
         with torch.cuda.stream(self.stream):
@@ -389,12 +391,17 @@ class CudaMachine:
         """On the caller's thread, which also launches steps."""
         return work()
 
-    def warm_up(self, runner: Runner, max_tokens: int) -> None:
-        """Runs the largest step, and small ones of each kind: kernels are compiled and loaded."""
+    def warm_up(self, runner: Runner, max_tokens: int, shares_device: bool) -> None:
+        """Runs the largest step, and small ones of each kind: kernels are compiled and loaded.
+        Beside another engine, once, a step with all rows but few tokens: that engine has found out
+        what memory the largest one takes, and its kernels were compiled for it."""
         hashing().join()
         page_size, rows = runner.pool.page_size, runner.largest.rows
-        largest = largest_step(runner.largest, page_size, max_tokens)
-        for _ in range(2):  # the first one also allocates what stays
+        most = runner.largest
+        if shares_device:
+            most = replace(most, tokens=min(most.tokens, max(SHARED_TOKENS, rows)))
+        largest = largest_step(most, page_size, max_tokens)
+        for _ in range(1 if shares_device else 2):  # the first one also allocates what stays
             launched = runner.launch(largest)
             runner.sample_masked(launched, allow_all)
             launched.take()

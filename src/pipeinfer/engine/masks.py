@@ -178,7 +178,7 @@ class GrammarMasks:
 
     def _leave(self, step: Step) -> None:
         """Slots that have new requests."""
-        self._release(step.delta.released)
+        self._release(step.delta.dropped_grammars)
         self._release(step.delta.admitted.tolist())
 
     def _row(self, new: Constrained) -> RowSource:

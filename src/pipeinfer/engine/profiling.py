@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # plan: pages and arrays of a step. pack, upload: what the device needs of them, on a GPU.
-# attention_plan: index arrays of the attention backend. forward, sample: launched, or on a CPU
-# computed. masks: of rows with a grammar. result: the ids on their way to the scheduler.
+# attention_plan: index arrays of the attention backend; before them, of a step without a graph,
+# scatter_words, propose_ngrams and prepare_inputs, which a graph holds itself. forward, sample:
+# launched, or on a CPU computed. masks: of rows with a grammar. result: the ids on their way to the
+# scheduler.
 PHASES = ("plan", "pack", "upload", "attention_plan", "forward", "masks", "sample", "result")
 HOST = "host"  # all phases of a step together
 SAMPLES = 1024  # steps that percentiles are made of: sorting them delays a step

@@ -4,18 +4,20 @@
                       -> sample -> download, all queued
     sample_masked:    masks -> sample -> download, of a step with masked rows
 
-The device works off what it is handed in order, and is the one writer of what lies there by slot.
-A forward pass is the replay of a CUDA graph, which also expands and samples by temperature, or goes
-kernel by kernel. Knows arrays of a step; no plan of the scheduler, no request, no policy and no
-kind of device.
-"""
+The device works off what it is handed in order, and is the one writer of what lies there by slot. A
+forward pass is the replay of a CUDA graph, which also prepares its inputs, and samples by
+temperature alone (where a row wants more, all rows are sampled again behind it), or goes kernel by
+kernel. Knows arrays of a step; no plan of the scheduler, no request, no policy and no kind of
+device."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from pipeinfer.attention.interface import Attention, AttentionMetadata, KVPool
 from pipeinfer.engine import calibrate
 from pipeinfer.engine.calibrate import empty_step
 from pipeinfer.engine.device import Device, StepEvent, TwoPhaseEvent
+from pipeinfer.engine.draft_model import DraftModel
 from pipeinfer.engine.graphs import (
     Captured,
     Graphs,
@@ -32,13 +35,21 @@ from pipeinfer.engine.graphs import (
     eager_and_deferred,
     shape_of,
     shared_prefix_variants,
+    verifying_ladder,
 )
 from pipeinfer.engine.kv_store import StepAttention, store_for
 from pipeinfer.engine.profiling import Phases, nvtx_if_loaded
-from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, StepScores, truncated
-from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
+from pipeinfer.engine.sampling import NONE, Penalties, Sampler, StepLogprobs, StepScores, truncated
+from pipeinfer.engine.step_buffers import (
+    PARITIES,
+    DeviceBuffers,
+    Propose,
+    SlotState,
+    StepBuffers,
+)
 from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS
-from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels, tensor_of
+from pipeinfer.kernels.interface import DeviceStep, Kernels, StepShape, tensor_of
+from pipeinfer.layers.lora import AdapterBank
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost
@@ -50,12 +61,13 @@ class PackedStep:
 
     buffers: of its parity; `num_words` of their pinned words are uploaded. views: of the device's
     buffers. graph: that is replayed; None: kernel by kernel.
-    sample_rows: int64 [S], which rows of `logits` are those of rows that sample, in their order;
-    None: the first S.
+    real_rows: int64 [step's L], which rows of `logits` are the step's, in their order; all others
+    are a graph's padding. None: the first ones.
     overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
-    truncated: int64 [K], indices among the S rows that sample: those at random with top-k, top-p or
-    min-p; biased: whether the logits of some of the S rows are raised or lowered.
-    scores: where log-probs are asked for. logits: [L, shard] once computed, None if no row samples.
+    truncated: int64 [K], which of the step's rows of logits are sampled at random with top-k, top-p
+    or min-p; biased: whether the logits of some of them are raised or lowered.
+    scores: where log-probs are asked for. logits: [views' L, shard] once computed, None if no row
+    samples.
     """
 
     step: Step
@@ -63,20 +75,24 @@ class PackedStep:
     views: DeviceStep
     graph: Captured | None
     num_words: int
-    sample_rows: np.ndarray | None
+    real_rows: np.ndarray | None
     overflow_changes: np.ndarray | None
     truncated: np.ndarray
     biased: bool
-    scores: Scores | None = None
+    scores: StepLogprobs | None = None
     logits: torch.Tensor | None = None
 
-    @property
-    def rows(self) -> np.ndarray | slice:
-        """`sample_rows`, as an index."""
-        count = int(np.count_nonzero(self.step.samples))
-        return slice(count) if self.sample_rows is None else self.sample_rows
+
+class StepMetadata(NamedTuple):
+    """What attention shares over the layers of a step. drafts: of the draft model; None: there is
+    none, or it does not follow this step."""
+
+    model: AttentionMetadata
+    drafts: AttentionMetadata | None
 
 
+# An array or a tensor with an entry for each row of logits.
+RowsOfLogits = TypeVar("RowsOfLogits", np.ndarray, torch.Tensor)
 # Called with int32 [N, W], a bit mask over the vocabulary for each of a step's N masked rows, which
 # it writes. Returns {row that samples: reason} of those that must not sample anything.
 FillMasks = Callable[[np.ndarray], dict[int, str]]
@@ -95,9 +111,8 @@ class LaunchedStep:
 
     Written by the device's work, read when the step has ended:
     drawn: int64 [L, 2], how many tokens each row of logits gave, and which: a view of the parity's
-    pinned buffer, valid until that parity's next launch (`take` copies). rows: those of `drawn`
-    that belong to rows that sample, in their order. scores: where log-probs are asked for.
-    logits: [L, vocab], if they are kept.
+    pinned buffer, valid until that parity's next launch (`take` copies). real_rows: as in
+    PackedStep. scores: where log-probs are asked for. logits: [L, vocab], if they are kept.
     """
 
     step: Step
@@ -107,7 +122,7 @@ class LaunchedStep:
     packed: PackedStep | None = None
     refused: dict[int, str] = field(default_factory=dict[int, str])
     drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
-    rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
+    real_rows: np.ndarray | None = None
     scores: StepScores | None = None
     logits: torch.Tensor | None = None
     _sampled: Sampled | None = None
@@ -116,9 +131,14 @@ class LaunchedStep:
         """The step's result; waits for its end, and raises what the step raised."""
         if self._sampled is None:
             self.event.wait()
-            sampled = Sampled.of(self.drawn[self.rows], self.refused)
+            sampled = Sampled.of(self.real(self.drawn), self.refused)
             self._sampled = sampled if self.scores is None else self.scores.added_to(sampled)
         return self._sampled
+
+    def real(self, by_logits: RowsOfLogits) -> RowsOfLogits:
+        """Of an entry for each row of logits, those of the step's own rows."""
+        rows = self.real_rows
+        return by_logits[: self.step.num_logits] if rows is None else by_logits[rows]
 
 
 class Runner:
@@ -127,6 +147,7 @@ class Runner:
     pool: KV pages. device: where steps are queued. largest: the step that buffers have room for.
     phases: the host's time of each part of a launch. keep_logits: whether results keep their
     logits, for tests. step_cost: what steps take, once `measure` was called; None: not measured.
+    adapters: memory for low-rank adapters; None: no row has one.
     """
 
     def __init__(
@@ -153,20 +174,33 @@ class Runner:
         self._kernels = kernels
         where = pool.device
         ids = range(model.vocab_shard.start, model.vocab_shard.stop)
-        self._penalties = Penalties(largest.rows, ids, where)
-        self._state = SlotState(largest.rows, largest.pages, MAX_LOGIT_EDITS, where)
+        max_slots = largest.rows  # so that every request that has a slot may have a row
+        self._penalties = Penalties(max_slots, ids, where)
+        self._state = SlotState(
+            max_slots,
+            largest.pages,
+            MAX_LOGIT_EDITS,
+            where,
+            max_tokens=largest.pages * pool.page_size,
+            max_drafts=largest.drafts,
+            acceptance=largest.acceptance,
+        )
         self._device_buffers = DeviceBuffers(
             largest, pool.page_size, backend.traits, self._state, where, kernels
         )
         words = len(self._device_buffers.words)
         padding_slot = self._state.padding_slot
         self._buffers = [
-            StepBuffers(parity, device, words, largest.rows, padding_slot)
+            StepBuffers(parity, device, words, largest.logits, padding_slot)
             for parity in range(PARITIES)
         ]
+        self.adapters: AdapterBank | None = None
+        self._draft: DraftModel | None = None
+        self._propose: Propose = kernels.propose_ngrams
         self._launched = 0
         self._latest: list[LaunchedStep | None] = [None] * PARITIES  # the last of each parity
         self._graphs = Graphs(device)
+        self._adapter_graphs = Graphs(device)  # of steps in which some row has an adapter
         # Of the rows that were packed last: their sampling fields, and what follows from these for
         # all steps of the same rows: `truncated` and `biased` of PackedStep.
         self._sampling_flags: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
@@ -189,8 +223,23 @@ class Runner:
         logits of all rows in float32, which is as large."""
         return 2 * self._penalties.bytes
 
+    def use_adapters(self, bank: AdapterBank) -> None:
+        """Rows of later steps may have adapters of `bank`; graphs must be captured after this."""
+        bank.reserve(self.largest.tokens)
+        self.adapters = bank
+
+    def use_draft_model(self, model: LanguageModel, backend: Attention, sampler: Sampler) -> None:
+        """`model` makes the draft tokens of later steps, and has the last layers of the pool.
+        Graphs must be captured after this. See DraftModel."""
+        self._draft = DraftModel(
+            model, backend, sampler, self.largest, self.pool, self._state, self._kernels
+        )
+        self._propose = self._draft.propose
+
     def bind(self, pool: KVPool) -> None:
         """The pool of later steps; graphs must be captured after this."""
+        if self._draft is not None:
+            self._draft.bind(pool)
         self.pool = pool
         self._backend.bind(pool, self.largest.rows)
         self._store = store_for(pool, self._backend.traits)
@@ -207,9 +256,10 @@ class Runner:
 
         On a GPU all of this happens within the call, and its errors are raised here. It waits only
         if the step before last has not ended: never on rank 0, where the scheduler sends step N
-        when it has the result of step N - 2; other ranks may lag. On a CPU all of it happens on the
-        device's thread. If any row is masked, the launch ends with the logits of all rows, and
-        `sample_masked` samples them.
+        when it has the result of step N - 2; other ranks may lag. And where pages must become zero,
+        or a step changes more of what lies by slot than its words have room for. On a CPU all of it
+        happens on the device's thread. If any row is masked, the launch ends with the logits of all
+        rows, and `sample_masked` samples them.
         """
         parity = self._launched % PARITIES
         self._launched += 1
@@ -218,7 +268,7 @@ class Runner:
         with self.phases.range(
             f"step {step.number}: {step.num_decodes} of {len(step.slots)} decode"
         ):
-            launched.event = self.device.submit(partial(self._compute, launched), pack)
+            launched.event = self.device.submit(partial(self._compute, launched), before=pack)
         if step.masked is not None:
             launched.event = launched.two_phase = TwoPhaseEvent(launched.event)
         self._latest[parity] = launched
@@ -278,7 +328,7 @@ class Runner:
         if scores is not None and packed.graph is not None:
             scores.add_outputs(logits)  # of what the model said, before all else
         launched.logits = self._kept_logits(logits)
-        rows = masked.rows if packed.sample_rows is None else packed.sample_rows[masked.rows]
+        rows = masked.rows if packed.real_rows is None else packed.real_rows[masked.rows]
         device_rows = tensor_of(rows).to(logits.device, non_blocking=True)
         device_words = self._sampler.masks(words.to(logits.device, non_blocking=True))
         self._kernels.apply_token_bitmask(logits, device_rows, device_words, self._sampler.first_id)
@@ -291,13 +341,13 @@ class Runner:
         must not sample yet at -inf."""
         suppressed = step.logprobs is not None and step.logprobs.suppressed
         hidden = step.scored_chunks or step.vectors is not None
-        return None if suppressed or hidden else self._graphs.fitting(step)
+        graphs = self._adapter_graphs if step.adapted else self._graphs
+        return None if suppressed or hidden else graphs.fitting(step)
 
     def _pack(self, step: Step, buffers: StepBuffers, graph: Captured | None) -> PackedStep:
         """The step in these buffers, for that graph or none."""
         if graph is None:
-            samples = int(step.samples.sum())
-            views = self._device_buffers.views(shape_of(step), samples, padded=False)
+            views = self._device_buffers.views(shape_of(step), step.num_logits, padded=False)
         else:
             views = graph.views
         return self._make_packed(step, buffers, views, graph)
@@ -308,15 +358,15 @@ class Runner:
         changes, overflow = self._state.apply_on_host(step.delta), None
         if len(changes) > 2 * self._device_buffers.max_changes:
             changes, overflow = changes[:0], changes
-        num_words, sample_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
+        num_words, real_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
         if self._sampling_flags[0] is not step.fields:
             biased = bool(self._state.biased[step.slots[step.samples]].any())
             self._sampling_flags = step.fields, truncated(step.fields), biased
         packed = PackedStep(
-            step, buffers, views, graph, num_words, sample_rows, overflow, *self._sampling_flags[1:]
+            step, buffers, views, graph, num_words, real_rows, overflow, *self._sampling_flags[1:]
         )
         if step.logprobs is not None or step.scored_chunks or step.vectors is not None:
-            packed.scores = Scores(step, sample_rows, self._sampler)
+            packed.scores = StepLogprobs(step, real_rows, self._sampler)
         return packed
 
     def _upload(self, packed: PackedStep) -> None:
@@ -329,30 +379,35 @@ class Runner:
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
         packed.buffers.upload(packed.num_words, self._device_buffers.words)
 
-    def _prepare_attention(self, packed: PackedStep) -> AttentionMetadata:
+    def _prepare_attention(self, packed: PackedStep) -> StepMetadata | None:
         """Without a graph, runs prepare_inputs and builds the attention metadata. A graph runs
         prepare_inputs itself; its metadata is built anew, at the addresses of the first, only where
         the backend wants lengths on the host, else None is returned."""
         buffers = packed.buffers
         if packed.graph is None:
-            self._device_buffers.prepare(packed.views)
+            self._prepare(packed.views, packed.step.verifies)
         elif not self._backend.traits.host_lengths:
             return None
         buffers.attention_metadata = self._build_metadata(packed)
         return buffers.attention_metadata
 
-    def _build_metadata(self, packed: PackedStep) -> AttentionMetadata:
-        views, buffers = packed.views, packed.buffers
-        return self._backend.build_metadata(
-            self._device_buffers.attention_inputs(
-                views, buffers.parity, buffers.packer.words, packed.step
-            )
-        )
+    def _prepare(self, views: DeviceStep, verifies: bool) -> None:
+        """Runs prepare_inputs; if the step verifies draft tokens, they are made before."""
+        self._device_buffers.prepare(views, self._propose if verifies else None)
 
-    def _forward(self, packed: PackedStep, metadata: AttentionMetadata) -> torch.Tensor | None:
+    def _build_metadata(self, packed: PackedStep) -> StepMetadata:
+        views, buffers = packed.views, packed.buffers
+        inputs = self._device_buffers.attention_inputs(
+            views, buffers.parity, buffers.packer.words, packed.step
+        )
+        of_drafts = None if self._draft is None else self._draft.build_metadata(inputs)
+        return StepMetadata(self._backend.build_metadata(inputs), of_drafts)
+
+    def _forward(self, packed: PackedStep, metadata: StepMetadata | None) -> torch.Tensor | None:
         """Logits [L, shard], ready to be sampled; None if there is no graph and no row samples."""
         if packed.graph is None:
-            return self._logits(packed.views, metadata, packed.scores)
+            assert metadata is not None
+            return self._logits(packed.views, metadata, packed.scores, packed.step.adapted)
         packed.graph.replay()  # sampling by temperature included
         return packed.graph.logits
 
@@ -361,8 +416,10 @@ class Runner:
         buffers, logits, scores = packed.buffers, packed.logits, packed.scores
         if logits is not None:
             drawn = self._draw(packed, logits)
+            if self._state.by_slot.drafts is not None:
+                self._kernels.accept_drafts(packed.views, drawn, self._state.by_slot)
             launched.drawn = buffers.download(drawn)
-            launched.rows = packed.rows
+            launched.real_rows = packed.real_rows
             if packed.step.masked is None:
                 launched.logits = self._kept_logits(logits)
             if scores is not None:
@@ -371,19 +428,27 @@ class Runner:
             launched.scores = scores.download(buffers.logprobs)
 
     def _logits(
-        self, views: DeviceStep, metadata: AttentionMetadata, scores: Scores | None = None
+        self,
+        views: DeviceStep,
+        metadata: StepMetadata,
+        scores: StepLogprobs | None = None,
+        adapted: bool = False,
     ) -> torch.Tensor | None:
         """Logits [L, shard] after prepare_inputs, ready to be sampled; None if no row samples.
 
-        scores: gets the hidden states and logits that log-probs need.
+        scores: gets the hidden states and logits that log-probs need. adapted: whether some row has
+        an adapter.
         """
-        attend = StepAttention(self._backend, metadata, self._store, views.slot_mapping)
+        attend = StepAttention(self._backend, metadata.model, self._store, views.slot_mapping)
         samples, rows = views.num_logits, None
         if samples and not views.logits_of_every_token:
             rows = views.logits_indices
         if scores is not None and scores.of_prompts:
             rows = scores.tokens(views.logits_indices)
-        hidden = self._model(views.input_ids, views.positions, attend, rows)
+        with self._adapters_of(views, adapted):
+            hidden = self._model(views.input_ids, views.positions, attend, rows)
+        if self._draft is not None:
+            self._draft.follow(views, metadata.drafts)
         if scores is not None and scores.of_prompts:
             scores.add_prompts(hidden[samples:])
             hidden = hidden[:samples]
@@ -396,17 +461,25 @@ class Runner:
         self._apply_logit_edits(logits, views)
         return logits
 
+    def _adapters_of(self, views: DeviceStep, adapted: bool) -> AbstractContextManager[None]:
+        """Within it the model computes with the adapters of the step's rows."""
+        if not adapted:
+            return nullcontext()
+        if self.adapters is None:
+            raise RuntimeError("a row has an adapter, and this engine holds none")
+        return self.adapters.step(views, self._state.adapter_slots)
+
     def _apply_logit_edits(
-        self, logits: torch.Tensor, views: DeviceStep, values: bool = False
+        self, logits: torch.Tensor, views: DeviceStep, add_bias: bool = False
     ) -> None:
         edits, first = self._state.logit_edits, self._sampler.first_id
         slots, positions = views.write_slots, views.sample_positions
-        self._kernels.apply_logit_bias(logits, slots, positions, edits, first, values)
+        self._kernels.apply_logit_edits(logits, slots, positions, edits, first, add_bias)
 
     def _draw(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
         """int64 [L, 2]: what the graph has sampled, unless some row needs more than temperature."""
         step, views, graph = packed.step, packed.views, packed.graph
-        sample_rows = packed.sample_rows
+        real_rows = packed.real_rows
         temperature_only = (
             step.penalties is None and not len(packed.truncated) and not packed.biased
         )
@@ -415,12 +488,12 @@ class Runner:
         if packed.biased or step.penalties is not None:
             logits = logits.to(torch.float32, copy=True)
         if packed.biased:
-            self._apply_logit_edits(logits, views, values=True)
+            self._apply_logit_edits(logits, views, add_bias=True)
         counted = None
         if step.penalties is not None:
-            counted = self._penalties.apply(logits, step.penalties, sample_rows)
+            counted = self._penalties.apply(logits, step.penalties, real_rows)
         last_token = self._state.by_slot.last_token
-        rows = packed.truncated if sample_rows is None else sample_rows[packed.truncated]
+        rows = packed.truncated if real_rows is None else real_rows[packed.truncated]
         drawn = self._sampler.sample(logits, views.sampling, last_token, rows)
         if counted is not None:
             self._penalties.count(drawn, *counted)
@@ -435,7 +508,7 @@ class Runner:
     def capture(
         self,
         sizes: tuple[int, ...],
-        mixed: tuple[GraphShape, ...] = (),
+        mixed: tuple[StepShape, ...] = (),
         progress: Callable[[int, int], None] | None = None,
         drop_slower: bool = False,
         later: bool = False,
@@ -450,21 +523,30 @@ class Runner:
         if not (traits.captures_decode and sizes):
             return
         mixed = mixed if traits.captures_prefill else ()
-        shapes: Sequence[GraphShape] = [*map(decode_only, sizes), *mixed]
+        shapes: Sequence[StepShape] = [*map(decode_only, sizes), *mixed]
         shapes += shared_prefix_variants(shapes) if self.shares else []
         first, deferred = eager_and_deferred(shapes) if later else (shapes, [])
-        graphs, count = Graphs(self.device), _counter(len(shapes), progress)
+        verifying = verifying_ladder(self.largest)
+        graphs = Graphs(self.device)
+        count = _counter(len(shapes) + len(verifying) * traits.captures_prefill, progress)
 
         @torch.inference_mode()
         def work() -> None:
             for kind in (False, True):
                 kind_shapes = [shape for shape in first if (shape.num_prefills > 0) == kind]
                 graphs.capture(kind_shapes, self._padding, self._body, count)
+            if traits.captures_prefill:
+                graphs.capture(verifying, self._padding, self._body, count)
             if drop_slower:
                 graphs.drop_slower_small_ones(self._padding)
+            if self.adapters is not None:
+                body = partial(self._body, adapted=True)
+                adapter_graphs.capture(first, self._padding, body, lambda: None)
 
+        adapter_graphs = Graphs(self.device)
         self.device.run(work)
         self._graphs, graphs.deferred = graphs, deferred
+        self._adapter_graphs = adapter_graphs
 
     @property
     def graphs(self) -> int:
@@ -527,7 +609,7 @@ class Runner:
         launched.take()
         return launched.event.busy
 
-    def _replayed(self, shape: GraphShape, step: Step) -> float:
+    def _replayed(self, shape: StepShape, step: Step) -> float:
         """Seconds of the device for `step`, by the graph of `shape`."""
         found: list[float] = []
 
@@ -539,27 +621,26 @@ class Runner:
         self.device.run(work)
         return found[0]
 
-    def _padding(self, shape: GraphShape) -> tuple[DeviceStep, AttentionMetadata]:
+    def _padding(self, shape: StepShape) -> tuple[DeviceStep, StepMetadata]:
         """A step of padding rows in the buffers that graphs read, and its metadata."""
-        samples = min(shape.num_rows, self.largest.rows)
+        rows = min(shape.num_rows, self.largest.rows)
+        samples = shape.num_tokens if shape.verifies else rows
         return self._pack_for_graph(
             self._device_buffers.views(shape, samples, padded=True), empty_step()
         )
 
-    def _pack_for_graph(
-        self, views: DeviceStep, step: Step
-    ) -> tuple[DeviceStep, AttentionMetadata]:
+    def _pack_for_graph(self, views: DeviceStep, step: Step) -> tuple[DeviceStep, StepMetadata]:
         """The step in the buffers that graphs read, and its metadata."""
         packed = self._make_packed(step, self._buffers[0], views, None)
         self._upload(packed)
         return views, self._build_metadata(packed)
 
     def _body(
-        self, views: DeviceStep, metadata: AttentionMetadata
+        self, views: DeviceStep, metadata: StepMetadata, adapted: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph holds; see graphs.py."""
-        self._device_buffers.prepare(views)
-        logits = self._logits(views, metadata)
+        self._prepare(views, views.shape.verifies)
+        logits = self._logits(views, metadata, adapted=adapted)
         assert logits is not None
         last_token = self._state.by_slot.last_token
         return logits, self._sampler.sample(logits, views.sampling, last_token, NONE)

@@ -2,7 +2,7 @@
 
     Sampler      logits, and what each row samples; LocalSampler and ShardedSampler
     Penalties    counts of ids by slot, and logits less what they cost
-    Scores       log-probs of what a step samples, and of prompt tokens, queued behind the logits
+    StepLogprobs log-probs of what a step samples, and of prompt tokens, queued behind the logits
 
 Nobody waits for the device. Knows rows of parameters by name, and what ranks exchange; no request
 and no device. The kernels are those of kernels/interface.py.
@@ -82,7 +82,9 @@ class LocalSampler:
 
     first_id = 0
 
-    def __init__(self, model: LanguageModel, kernels: Kernels) -> None:
+    def __init__(self, model: LanguageModel, kernels: Kernels, exact: bool = False) -> None:
+        """exact: see `_as_exact`."""
+        self._exact = exact
         self.logits = model.logits
         self.vocab = model.vocab_shard.vocab_size
         self._kernels = kernels
@@ -100,10 +102,19 @@ class LocalSampler:
         last_token: torch.Tensor,
         truncated: np.ndarray,
     ) -> torch.Tensor:
-        return self._kernels.sample(logits, sampling, last_token, len(truncated) > 0)
+        truncate = len(truncated) > 0
+        if truncate and self._exact:
+            logits = _as_exact(logits)
+        return self._kernels.sample(logits, sampling, last_token, truncate)
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int) -> torch.Tensor:
         return self._kernels.logprobs(logits, ids, alternatives)
+
+
+def _as_exact(logits: torch.Tensor) -> torch.Tensor:
+    """float32, as a step has them in which some row has a bias or a penalty: the sums of top-p have
+    another order in other dtypes, so exact mode has one."""
+    return logits.to(torch.float32)
 
 
 class Ranks(Protocol):
@@ -128,7 +139,11 @@ class ShardedSampler:
     A few numbers a row and rank are exchanged; of rows that are truncated all logits, too.
     """
 
-    def __init__(self, model: LanguageModel, ranks: Ranks, kernels: Kernels) -> None:
+    def __init__(
+        self, model: LanguageModel, ranks: Ranks, kernels: Kernels, exact: bool = False
+    ) -> None:
+        """exact: see `_as_exact`."""
+        self._exact = exact
         rows = model.vocab_shard
         self.logits = model.local_logits
         self.first_id = rows.start
@@ -155,9 +170,11 @@ class ShardedSampler:
             self._ranks.all_gather_stacked(local), sampling, last_token
         )
         if len(truncated):
-            indices = tensor_of(truncated).to(logits.device)
+            indices = _on_device(truncated, logits.device)
             fields = {name: values[indices] for name, values in sampling.items()}
             gathered = self.gather_logits(logits[indices])
+            if self._exact:
+                gathered = _as_exact(gathered)
             drawn[indices] = self._kernels.sample(gathered, fields, last_token, True)
         return drawn
 
@@ -169,8 +186,8 @@ class ShardedSampler:
 
 
 def truncated(fields: Mapping[str, np.ndarray]) -> np.ndarray:
-    """int64 [K], indices of the rows that sample at random with top-k, top-p or min-p. fields: see
-    Step.fields."""
+    """int64 [K], which of the L rows of logits are sampled at random with top-k, top-p or min-p.
+    fields: see Step.fields."""
     return np.flatnonzero(
         is_truncated(fields["temperature"], fields["top_k"], fields["top_p"], fields["min_p"])
     )
@@ -215,16 +232,17 @@ class Penalties:
         return self._counts.nbytes
 
     def apply(
-        self, logits: torch.Tensor, rows: PenaltyRows, entries: np.ndarray | None = None
+        self, logits: torch.Tensor, rows: PenaltyRows, real_rows: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Changes logits float32 [L, ids and padding] in place, by what was said so far. Returns
         int64 [N] each: which of them are those of `rows`, and their slots.
 
-        entries: int64 [S], which row of logits belongs to each row that samples; None: the same.
+        real_rows: int64, which rows of `logits` are the step's, in their order; None: the first
+            ones.
         """
         for history in rows.new:
             self._begin(history, self._counts[history.slot])
-        indices = self._tensor(rows.rows if entries is None else entries[rows.rows])
+        indices = self._tensor(rows.rows if real_rows is None else real_rows[rows.rows])
         slots, factors = self._tensor(rows.slots), self._tensor(rows.factors)
         logits = logits[:, : self._counts.shape[1]]
         for begin in range(0, len(indices), ROWS_AT_ONCE):
@@ -255,7 +273,7 @@ class Penalties:
         return self._tensor(column[(column >= 0) & (column < width)])
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return tensor_of(array).to(self._counts.device)
+        return _on_device(array, self._counts.device)
 
 
 def penalized(logits: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -312,7 +330,7 @@ class StepScores:
 
     def _with_vectors(self, scores: bytes, table: np.ndarray, counts: np.ndarray) -> bytes:
         """The scores of rows, and the vectors int32 [N, words] of others, in the rows' order.
-        counts: int32 [S], how many ids each row gave."""
+        counts: int32 [L], how many ids each row gave."""
         assert self.vectors is not None
         parts, at = dict[int, bytes](), 0
         if self.rows is not None:
@@ -327,15 +345,15 @@ class StepScores:
         return b"".join([parts[row] for row in sorted(parts)])
 
 
-class Scores:
+class StepLogprobs:
     """The scores (log-probs) of one step while the device computes it."""
 
-    def __init__(self, step: Step, entries: np.ndarray | None, sampler: Sampler) -> None:
-        """entries: which row of logits belongs to each row that samples; None: the same."""
+    def __init__(self, step: Step, real_rows: np.ndarray | None, sampler: Sampler) -> None:
+        """real_rows: which rows of logits are the step's, in their order; None: the first ones."""
         self._rows = step.logprobs
         self._vectors = step.vectors
         self._chunks = step.scored_chunks
-        self._entries = entries
+        self._real_rows = real_rows
         self._sampler = sampler
         self._raw: torch.Tensor | None = None
         self._words: list[torch.Tensor] = []  # of prompts
@@ -344,7 +362,7 @@ class Scores:
 
     @property
     def of_prompts(self) -> bool:
-        """Whether logits of more than the rows that sample are needed."""
+        """Whether logits of prompts' tokens are needed, too."""
         return bool(self._chunks)
 
     def tokens(self, last: torch.Tensor) -> torch.Tensor:
@@ -424,14 +442,14 @@ class Scores:
 
     def _indices_on(self, device: torch.device, rows: np.ndarray) -> torch.Tensor | None:
         """Where the logits of `rows` int64 lie; None: they are the first ones, in order."""
-        indices = rows if self._entries is None else self._entries[rows]
+        indices = rows if self._real_rows is None else self._real_rows[rows]
         if np.array_equal(indices, np.arange(len(indices))):
             return None
         return _on_device(indices, device)
 
 
 def _chosen(table: torch.Tensor, indices: torch.Tensor | None, num_rows: int) -> torch.Tensor:
-    """The entries of `num_rows` rows; `indices`: see Scores._indices_on."""
+    """The entries of `num_rows` rows; `indices`: see StepLogprobs._indices_on."""
     return table[:num_rows] if indices is None else table[indices]
 
 

@@ -1,28 +1,38 @@
 """What an engine gives back while it sleeps, and has again when it wakes: pages and weights.
 
-    EngineMemory       a rank's pool and weights, and what its memory holder has of them
-    ReloadableModel    a model of a host, which can be dropped and loaded anew
+    EngineMemory         a rank's pool and weights, and what its memory holder has of them
+    ReloadableModel      a model of a host, which can be dropped and loaded anew
+    build_with_weights   a model of a GPU whose parameters lie one behind the other in one piece of
+                         memory, which is filled unless an engine before has left it filled
+    GpuWeights           gives that memory back, and has it again where it was
 
-Knows no plan and no kind of device.
+Weights in one piece outlive their engine: a successor builds the same model, so each parameter has
+the same place again. What is not kept: quantized weights, which are laid out anew when they are
+loaded, and weights on a CPU, which oneDNN packs into memory of its own. Knows no plan.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from math import prod
+from typing import Protocol
 
+import msgspec
 import torch
 
-from pipeinfer.engine.kept_memory import POOL, KeptMemory
+from pipeinfer.engine.device_memory import CudaMemory, DeviceMemory, HostCopy
+from pipeinfer.engine.kept_memory import POOL, WEIGHTS, KeptMemory
 from pipeinfer.layers.attention import Attend
-from pipeinfer.models.causal_lm import LanguageModel, VocabShard
+from pipeinfer.layers.placement import AllocateParameter
+from pipeinfer.models.causal_lm import CausalLM, LanguageModel, VocabShard
 from pipeinfer.runtime.memory_holder import Keep
 from pipeinfer.step import AttentionShape
 
-if TYPE_CHECKING:
-    from pipeinfer.engine.device_memory import DeviceMemory
+log = logging.getLogger(__name__)
 
+ALIGNMENT = 512  # bytes, as torch's own allocator has it
 WITHOUT_WEIGHTS = 2  # the level of sleep from which on weights are loaded anew
 
 
@@ -150,3 +160,175 @@ class ReloadableModel:
         if self._model is None:
             raise RuntimeError("the model sleeps: its weights are not there")
         return self._model
+
+
+class WeightsNote(msgspec.Struct, frozen=True):
+    """size: bytes of all parameters. checksum: their sum as int64, modulo 2^64."""
+
+    size: int
+    checksum: int
+
+
+class ParameterSizes:
+    """size: bytes of the parameters that `allocate` was asked for; they get no memory."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the device "meta"."""
+        self.size += _aligned(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class WeightMemory:
+    """Parameters within `data` uint8 [size], from its begin on."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self._used = 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next one."""
+        begin, self._used = self._used, self._used + _aligned(shape, dtype)
+        part = self._data[begin : begin + prod(shape) * dtype.itemsize]
+        return part.view(dtype).view(shape)
+
+
+def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def build_with_weights(
+    kept: KeptMemory,
+    build: Callable[[AllocateParameter], CausalLM],
+    fill: Callable[[CausalLM], None],
+    least: Callable[[int], int],
+) -> tuple[CausalLM, GpuWeights | None]:
+    """A model whose weights are final, and those; None: they are not in one piece. build: makes it
+    with parameters from what it is given. fill: loads its weights and packs them. least: from a
+    number of this rank to the least of all ranks, which all call it."""
+    sizes = ParameterSizes()
+    build(sizes.allocate)
+
+    def fill_again(data: torch.Tensor) -> None:
+        """By another model with the same places, which is packed once, as the first was."""
+        fill(build(WeightMemory(data).allocate))
+
+    found = _found_model(kept, sizes.size, build)
+    if not least(found is not None or not kept.is_standby):
+        kept.promote()  # there is no room for weights beside others
+        found = found or _found_model(kept, sizes.size, build)
+    if found is not None:
+        kept.weight_bytes = sizes.size
+        model, memory, checksum = found
+        return model, GpuWeights(memory, fill_again, checksum)
+    memory = CudaMemory(sizes.size)
+    model = build(WeightMemory(memory.data).allocate)
+    before = torch.cuda.memory_allocated()
+    fill(model)
+    gc.collect()
+    if torch.cuda.memory_allocated() > before:
+        log.debug("weights are not kept: some were laid out anew when they were loaded")
+        kept.weight_bytes = torch.cuda.memory_allocated() + sizes.size
+        return model, None
+    memory.protect(writable=False)
+    note = WeightsNote(sizes.size, _checksum(memory.data))
+    kept.keep(WEIGHTS, "weights", msgspec.msgpack.encode(note), memory.descriptor)
+    kept.weight_bytes = sizes.size
+    return model, GpuWeights(memory, fill_again, note.checksum)
+
+
+class ProtectedMemory(DeviceMemory, Protocol):
+    """Memory that can be made read-only, such as CudaMemory."""
+
+    def protect(self, *, writable: bool) -> None: ...
+
+
+class WeightsCopy(Protocol):
+    """See HostCopy."""
+
+    @property
+    def data(self) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class GpuWeights:
+    """See SleepingWeights. At level 1 a copy of them is in memory of the host."""
+
+    def __init__(
+        self,
+        memory: ProtectedMemory,
+        fill: Callable[[torch.Tensor], None],
+        checksum: int,
+        copy: Callable[[torch.Tensor], WeightsCopy] = HostCopy,
+    ) -> None:
+        """memory: has them, read-only. fill: loads them into `memory.data`. checksum: see
+        WeightsNote."""
+        self._memory, self._fill, self._copied = memory, fill, copy
+        self._checksum = checksum
+        self._there = True
+        self._copy: WeightsCopy | None = None
+        self.memories: dict[str, DeviceMemory] = {WEIGHTS: memory}
+
+    def check(self) -> None:
+        if _checksum(self._memory.data) != self._checksum:
+            raise RuntimeError("the weights in memory have changed since they were read")
+
+    def give_back(self, level: int) -> None:
+        if level >= WITHOUT_WEIGHTS:
+            self._drop_copy()
+        elif self._there:
+            self._copy = self._copied(self._memory.data)
+        if self._there:
+            self._there = False
+            self._memory.give_back()
+        torch.cuda.empty_cache()
+        reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        log.debug("asleep, torch holds %d bytes, of which %d are in use", reserved, allocated)
+
+    def take_back(self) -> None:
+        self._memory.take_back()
+        self._there = True
+        if self._copy is None:
+            self._fill(self._memory.data)
+            gc.collect()
+        else:
+            self._memory.data.copy_(self._copy.data)
+            self._drop_copy()
+        self._memory.protect(writable=False)
+
+    def _drop_copy(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.close()
+
+
+def _found_model(
+    kept: KeptMemory, size: int, build: Callable[[AllocateParameter], CausalLM]
+) -> tuple[CausalLM, CudaMemory, int] | None:
+    """The model over the weights that an engine before has left, their memory and their checksum;
+    None: there are none of `size` bytes, or they have changed. What is not of use is given back."""
+    raw = kept.note(WEIGHTS)
+    if raw is None:
+        return None
+    note = msgspec.msgpack.decode(raw, type=WeightsNote)
+    if note.size != size:
+        kept.discard(WEIGHTS)
+        return None
+    memory = CudaMemory(size, scratch=True)
+    model = build(WeightMemory(memory.data).allocate)
+    model.pack()  # what it writes is there already
+    torch.cuda.synchronize()
+    memory.map(kept.take(WEIGHTS), writable=False)
+    if _checksum(memory.data) == note.checksum:
+        return model, memory, note.checksum
+    log.warning("the weights in memory have changed since they were read: they are read again")
+    kept.withdraw(WEIGHTS)
+    memory.unmap()
+    return None
+
+
+def _checksum(data: torch.Tensor) -> int:
+    return int(data.view(torch.int64).sum())

@@ -15,8 +15,8 @@ from pipeinfer.checkpoint.source import find_model
 from pipeinfer.command_line import counted
 from pipeinfer.control import Prefix
 from pipeinfer.engine.start import GIB, Start, preload_torch, process_age
-from pipeinfer.malloc import return_freed_memory
 from pipeinfer.messages import PROTOCOL, Hello, State
+from pipeinfer.processes import return_freed_memory
 from pipeinfer.runtime.entry import on_gpus
 from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import DETAILS
@@ -74,9 +74,10 @@ def build(context: StageContext) -> Stage:
         finally:
             libraries.join()
 
+        from pipeinfer.engine.choices import AS_THE_MODEL, choose_engine
         from pipeinfer.engine.core import EngineCore
         from pipeinfer.engine.kept_memory import KeptMemory
-        from pipeinfer.engine.loading import AS_THE_MODEL, choose_engine, load_engine
+        from pipeinfer.engine.loading import load_engine
         from pipeinfer.engine.profiling import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
         from pipeinfer.memory.page_directory import ChainTracker
@@ -184,6 +185,9 @@ def _hello(context: StageContext, loaded: LoadedEngine) -> Hello:
         step_tokens=loaded.step_tokens,
         step_cost=loaded.step_cost,
         kv_dtype=loaded.kv_dtype,
+        max_drafts=loaded.max_drafts,
+        max_draft_rows=loaded.max_draft_rows,
+        draft_model=loaded.draft_model,
     )
 
 
@@ -193,7 +197,8 @@ def _facts(loaded: LoadedEngine) -> dict[str, Any]:
 
     names = (
         "pages", "page_size", "max_slots", "max_model_len", "attention", "dtype", "device",
-        "graph_sizes", "step_tokens", "step_cost", "kv_dtype",
+        "graph_sizes", "step_tokens", "step_cost", "kv_dtype", "max_drafts", "max_draft_rows",
+        "draft_model",
     )  # fmt: skip
     facts = {name: getattr(loaded, name) for name in names}
     keeps = loaded.kept_pool is not None
@@ -251,6 +256,11 @@ def _driver(
         nothing_to_prepare,
     )
 
+    adapters = None
+    if loaded.runner.adapters is not None:
+        from pipeinfer.engine.lora import AdapterLoads
+
+        adapters = AdapterLoads(loaded.runner.adapters, loaded.runner.device)
     return DeviceDriver(
         partial(Executor, loaded.runner, observer=observer, masks=masks),
         loaded.runner.phases,
@@ -259,4 +269,5 @@ def _driver(
         start.statistics(),
         loaded.kept,
         loaded.memory,
+        adapters,
     )

@@ -7,13 +7,17 @@
                                      slot state (SlotState) ----------+
 
 Two parities of pinned words, since the host packs step N + 1 while the copy of step N may be under
-way. Of all else there is one of each, at fixed addresses, with room for the largest step: the
-forward stream alone writes and reads it, with graphs and without. In plain NumPy on the host, and
+way; what is downloaded has two, too. On the device there is one of each, at fixed addresses, with
+room for the largest step. The forward stream alone writes it. It is read on that stream, and, in
+graphs with decode rows and prefill rows, by the attention of the latter on a stream that forks from
+the forward stream and joins it again in each layer (PagedBackend.attend, attention/interface.py):
+so whatever the forward stream does later comes behind all reads. In plain NumPy on the host, and
 nothing loops over rows: this is the hot path of the engine's host. Knows no model and no request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,15 +32,19 @@ from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
     NO_LOGITS,
     DeviceStep,
-    GraphShape,
     Kernels,
     SlotBadWords,
-    SlotLogitBias,
+    SlotDrafts,
+    SlotLogitEdits,
     SlotTables,
+    StepShape,
     tensor_of,
 )
 from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, MAX_BAD_WORDS
-from pipeinfer.step import BadWords, RequestLogitBias, Step, StepDelta
+from pipeinfer.step import BadWords, DraftDelta, RequestLogitEdits, Step, StepDelta
+from pipeinfer.wire import NO_DRAFTS
+
+Propose = Callable[[DeviceStep, SlotTables], None]  # as Kernels.propose_ngrams
 
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
 NONE = np.empty(0, dtype=np.int32)
@@ -67,7 +75,7 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layout(shape: GraphShape) -> Layout:
+def layout(shape: StepShape) -> Layout:
     """Every array begins at a multiple of 16 bytes."""
     at = [ALIGN]
     for size in (*[shape.num_rows] * 6, shape.num_tokens):
@@ -83,31 +91,32 @@ class StepPacker:
     def __init__(self, words: np.ndarray, padding_slot: int) -> None:
         self.words = words
         self._padding_slot = padding_slot
-        self._last: tuple[GraphShape, int, Step] | None = None
-        self._sample_rows: np.ndarray | None = None
+        self._last: tuple[StepShape, int, Step] | None = None
+        self._real_rows: np.ndarray | None = None
 
     def pack(
-        self, step: Step, shape: GraphShape, num_logits: int, changes: np.ndarray
+        self, step: Step, shape: StepShape, num_logits: int, changes: np.ndarray
     ) -> tuple[int, np.ndarray | None]:
         """The step, and `changes` int32 [2n] of what changes before it.
 
         Its decodes are the shape's first decode rows, its prompts the first prefill rows. There are
         `num_logits` rows of logits (L): in a shape of decode rows with one for each, every row has
-        its own, else rows that sample have the first ones. Returns how many words are of use, and
-        which rows of logits are those of the rows that sample, None if they are the first.
+        its own, else those of the step are the first ones. Returns how many words are of use, and
+        which rows of logits are the step's, all others being padding; None if they are the first.
         """
         at, words, last = layout(shape), self.words, self._last
-        _spread(
-            words[at.starts : at.starts + shape.num_rows], step.starts, shape, step.num_decodes, 0
-        )
+        starts = step.starts
+        if step.drafts is not None:
+            starts = np.where(step.drafts == NO_DRAFTS, starts, np.int32(-1))
+        _spread(words[at.starts : at.starts + shape.num_rows], starts, shape, step.num_decodes, 0)
         if last is None or last[:2] != (shape, num_logits) or not _same_rows(last[2], step):
             self._rows(step, shape, at, num_logits)
         self._last = shape, num_logits, step
         words[0] = len(changes) // 2
         words[at.changes : at.changes + len(changes)] = changes
-        return at.changes + len(changes), self._sample_rows
+        return at.changes + len(changes), self._real_rows
 
-    def _rows(self, step: Step, shape: GraphShape, at: Layout, num_logits: int) -> None:
+    def _rows(self, step: Step, shape: StepShape, at: Layout, num_logits: int) -> None:
         words, sampling = self.words, step.samples
         if step.slots.max(initial=0) >= self._padding_slot:
             raise ValueError(f"slot {step.slots.max()}, where there are {self._padding_slot}")
@@ -125,12 +134,18 @@ class StepPacker:
             sampling = np.zeros(shape.num_rows, dtype=bool)
             _spread(sampling, step.samples, shape, step.num_decodes, False)
         logits_rows = words[at.logits_rows : at.logits_rows + shape.num_rows]
-        self._sample_rows = None
+        self._real_rows = None
         if num_logits == shape.num_rows and not shape.num_prefills:
             identity = np.arange(shape.num_rows, dtype=np.int32)
             logits_rows[:] = np.where(sampling, identity, -1 - identity)
             if not step.samples.all():
-                self._sample_rows = np.flatnonzero(step.samples)
+                self._real_rows = np.flatnonzero(step.samples)
+        elif step.verifies or shape.verifies:
+            firsts = np.full(len(step.slots), NO_LOGITS, dtype=np.int32)
+            if step.drafts is not None:
+                sizes = 1 + step.drafts[step.samples].clip(min=0)
+                firsts[np.flatnonzero(step.samples)] = np.cumsum(sizes) - sizes
+            _spread(logits_rows, firsts, shape, step.num_decodes, NO_LOGITS)
         else:
             _number(logits_rows, sampling, num_logits)
 
@@ -143,11 +158,12 @@ def _same_rows(one: Step, last: Step) -> bool:
         and one.samples is last.samples
         and one.tokens is last.tokens
         and one.shared_prefixes is last.shared_prefixes
+        and one.drafts is last.drafts
     )
 
 
 def _spread(
-    view: np.ndarray, values: np.ndarray, shape: GraphShape, decodes: int, filler: int
+    view: np.ndarray, values: np.ndarray, shape: StepShape, decodes: int, filler: int
 ) -> None:
     """Decodes where the shape has decode rows, prompts where it has prefill rows."""
     if len(values) == len(view):
@@ -161,7 +177,8 @@ def _spread(
 
 
 def _number(logits_rows: np.ndarray, sampling: np.ndarray, num_logits: int) -> None:
-    """The first rows of logits are those of rows that sample; the rest are other rows' padding."""
+    """The first rows of logits are those of rows that sample; each of the rest, which are padding,
+    is named by a row that does not."""
     logits_rows[:] = NO_LOGITS
     sampling_rows = np.flatnonzero(sampling)
     logits_rows[sampling_rows] = np.arange(len(sampling_rows))
@@ -192,26 +209,27 @@ class DeviceBuffers:
         self._largest = largest
         self._kernels = kernels
         self.max_changes = MAX_CHANGES
-        self._views: dict[tuple[GraphShape, int, bool], DeviceStep] = {}
+        self._views: dict[tuple[StepShape, int, bool], DeviceStep] = {}
         words = (
-            layout(GraphShape(largest.tokens, largest.rows, largest.rows)).changes + 2 * MAX_CHANGES
+            layout(StepShape(largest.tokens, largest.rows, largest.rows)).changes + 2 * MAX_CHANGES
         )
         self.words = torch.zeros(words, dtype=torch.int32, device=device)
 
         def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        rows, logits = 2 * largest.rows, largest.rows  # a graph has as many rows of either kind
+        rows, logits = 2 * largest.rows, largest.logits  # a graph has as many rows of either kind
         self._by_token = [zeros(largest.tokens, torch.int64) for _ in range(3)]
         self._by_row = [zeros(rows + 1) for _ in range(5)]
         table = self._state.by_slot.page_table.view(-1)
-        self._kv_indices = zeros(logits * largest.pages + logits) if traits.lists_pages else table
+        listed = largest.rows * largest.pages + largest.rows
+        self._kv_indices = zeros(listed) if traits.lists_pages else table
         with_pages = {"none": 0, "prefills": 1, "all": 2}[traits.page_table]
         self._row_page_table = zeros(with_pages * largest.rows * largest.pages)
         self._by_logits = [zeros(logits, torch.int64) for _ in range(3)]
         self._sampling_words = zeros(logits * FIELD_WORDS)
 
-    def views(self, shape: GraphShape, num_logits: int, padded: bool) -> DeviceStep:
+    def views(self, shape: StepShape, num_logits: int, padded: bool) -> DeviceStep:
         """For steps of that shape with so many rows of logits. padded: others may be smaller, and
         every other row is padding.
 
@@ -224,8 +242,8 @@ class DeviceBuffers:
             self._views[known] = self._made(shape, num_logits, padded)
         return self._views[known]
 
-    def _made(self, shape: GraphShape, num_logits: int, padded: bool) -> DeviceStep:
-        if not self._largest.hold(shape) or num_logits > self._largest.rows:
+    def _made(self, shape: StepShape, num_logits: int, padded: bool) -> DeviceStep:
+        if not self._largest.hold(shape) or num_logits > self._largest.logits:
             raise ValueError(
                 f"{shape} with {num_logits} samples, where the largest is {self._largest}"
             )
@@ -272,10 +290,12 @@ class DeviceBuffers:
             lists_pages=self._traits.lists_pages,
         )
 
-    def prepare(self, step: DeviceStep) -> None:
+    def prepare(self, step: DeviceStep, propose: Propose | None = None) -> None:
         """On the current stream: the slots' state changes, then what was uploaded becomes what
-        kernels index with."""
+        kernels index with. propose: makes the draft tokens in between, if rows have any."""
         self._kernels.scatter_words(step.changes, step.num_changes, self._state.words)
+        if propose is not None:
+            propose(step, self._state.by_slot)
         self._kernels.prepare_inputs(step, self._state.by_slot, self._page_size)
 
     def attention_inputs(
@@ -284,7 +304,10 @@ class DeviceBuffers:
         """For attention. words: the step's on the host, read only if the traits want lengths
         there."""
         if views.padded:  # whatever steps a graph will run
-            queries = views.shape.num_tokens if views.shape.num_prefills else 1
+            shape = views.shape
+            queries = shape.num_tokens if shape.num_prefills else 1
+            if shape.verifies:
+                queries //= shape.num_prefills
             pages = self._largest.pages
         else:
             queries = int(step.counts.max())
@@ -352,20 +375,21 @@ class Download:
 class StepBuffers:
     """Pinned host memory of one parity: what a step uploads, and what is downloaded of it.
 
-    parity: which of the PARITIES double buffers, 0 or 1; step n of a runner uses n % PARITIES.
+    parity: which of the PARITIES double buffers, 0 or 1; the n-th launch of a runner has parity
+    n % PARITIES, whatever the number of its step.
     packer: writes steps into the words that are uploaded. logprobs, masks: memory for those of a
     step. attention_metadata: of the last step that was launched in them; its memory is in use until
     that step has ended.
     """
 
     def __init__(
-        self, parity: int, device: Device, words: int, max_rows: int, padding_slot: int
+        self, parity: int, device: Device, words: int, max_logits: int, padding_slot: int
     ) -> None:
         self.parity = parity
         self._pinned = device.pinned((words,), torch.int32)
         self.packer = StepPacker(self._pinned.numpy(), padding_slot)
         self.attention_metadata: AttentionMetadata = None
-        self._drawn = device.pinned((max_rows, 2), torch.int64)
+        self._drawn = device.pinned((max_logits, 2), torch.int64)
         self._drawn_on_host: np.ndarray = self._drawn.numpy()
         # Cutting tensors costs as much as a copy.
         self._upload_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -410,48 +434,79 @@ class SlotState:
 
         region              shape
         page table          [rows, pages]
-        sampling fields     rows * FIELD_WORDS
+        sampling fields     rows * FIELD_WORDS      which steps expand by row of logits
+        adapter slots       [rows]                  0: the request has no adapter
         numbers of edits    [rows]
         edits               [3, rows, max_edits]
         bad words           [rows, BAD_WORDS_SIZE]
+        lengths             [rows]                  these three where drafts are made: SlotDrafts
+        token ids           [rows, max_tokens]
+        drafts              [rows, max_drafts]
 
     rows: a row for each of `slots` requests, and one for the padding slot. One buffer, so that
-    whatever changes (StepDelta) is a list of indices and values. On the forward stream
-    scatter_words writes it, and apply_logit_bias the latest ids of requests with bad words. Beside
-    it lies last_token, int64 [rows], the id that each slot sampled last, which sampling kernels
-    write.
+    whatever changes (StepDelta) is a list of indices and values. Written on the forward stream by
+    scatter_words (all changes of a step that fit into its words; else the runner copies them),
+    apply_logit_edits (the latest ids of requests with bad words), propose_ngrams (drafts) and
+    accept_drafts (lengths and token ids). Beside it lies last_token, int64 [rows], the id that each
+    slot sampled last, which sampling kernels write, and accept_drafts for rows with drafts.
 
-    padding_slot: the last one, which padding rows have. by_slot, logit_edits: what kernels read.
-    words: all of the buffer. biased: on the host, bool [slots], whose edits raise or lower logits.
+    padding_slot: the last one, which padding rows have. by_slot, logit_edits, adapter_slots: what
+    kernels read. words: all of the buffer. biased: on the host, bool [slots], whose edits raise or
+    lower logits.
     """
 
-    def __init__(self, slots: int, pages: int, max_edits: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: int,
+        pages: int,
+        max_edits: int,
+        device: torch.device,
+        max_tokens: int = 0,
+        max_drafts: int = 0,
+        acceptance: float = -1.0,
+    ) -> None:
+        """max_tokens: of a request, where up to `max_drafts` draft tokens of it are verified at a
+        time. acceptance: see SlotDrafts."""
         self.padding_slot, num_rows = slots, slots + 1
         self._pages = pages
         self._max_edits = max_edits
         self.biased = np.zeros(slots, dtype=bool)
-        self._fields_at = num_rows * pages
-        self._counts_at = self._fields_at + num_rows * FIELD_WORDS
+        self._fields_at = num_rows * pages + num_rows * pages % 2  # see ORDER
+        self._adapter_slots_at = self._fields_at + num_rows * FIELD_WORDS
+        self._counts_at = self._adapter_slots_at + num_rows
         self._edits_at = self._counts_at + num_rows
         self._bad_words_at = self._edits_at + 3 * num_rows * max_edits
-        words = np.zeros(self._bad_words_at + num_rows * BAD_WORDS_SIZE, dtype=np.int32)
+        self._lengths_at = self._bad_words_at + num_rows * BAD_WORDS_SIZE
+        self._token_ids_at = self._lengths_at + (num_rows if max_drafts else 0)
+        self._max_tokens = max_tokens if max_drafts else 0
+        drafts_at = self._token_ids_at + num_rows * self._max_tokens
+        words = np.zeros(drafts_at + num_rows * max_drafts, dtype=np.int32)
         fields = filled(num_rows)
-        words[self._fields_at : self._counts_at] = np.concatenate(
+        words[self._fields_at : self._adapter_slots_at] = np.concatenate(
             [fields[field.name].view(np.int32) for field in ORDER]
         )
         self.words = tensor_of(words).to(device)
         self.by_slot = SlotTables(
-            page_table=self.words[: self._fields_at].view(num_rows, pages),
-            sampling_words=self.words[self._fields_at : self._counts_at],
+            page_table=self.words[: num_rows * pages].view(num_rows, pages),
+            sampling_words=self.words[self._fields_at : self._adapter_slots_at],
             last_token=torch.zeros(num_rows, dtype=torch.int64, device=device),
             num_wide=WIDE,
             num_narrow=len(FIELDS) - WIDE,
+            drafts=SlotDrafts(
+                lengths=self.words[self._lengths_at : self._token_ids_at],
+                token_ids=self.words[self._token_ids_at : drafts_at].view(num_rows, max_tokens),
+                drafts=self.words[drafts_at:].view(num_rows, max_drafts),
+                acceptance=acceptance,
+            )
+            if max_drafts
+            else None,
         )
-        self.logit_edits = SlotLogitBias(
+        self.adapter_slots = self.words[self._adapter_slots_at : self._counts_at]
+        self.logit_edits = SlotLogitEdits(
             self.words[self._counts_at : self._edits_at],
             self.words[self._edits_at : self._bad_words_at].view(3, num_rows, max_edits),
             SlotBadWords(
-                self.words[self._bad_words_at :].view(num_rows, BAD_WORDS_SIZE),
+                self.words[self._bad_words_at : self._lengths_at].view(num_rows, BAD_WORDS_SIZE),
                 MAX_BAD_WORD_IDS,
                 SEQUENCES,
                 self.by_slot.last_token,
@@ -466,12 +521,16 @@ class SlotState:
             admitted = self._admitted_changes(delta)
             indices = np.concatenate([indices, *(index for index, _ in admitted)])
             values = np.concatenate([values, *(value for _, value in admitted)])
+        if delta.drafts is not None:
+            drafts = self._draft_changes(delta.drafts)
+            indices = np.concatenate([indices, *(index for index, _ in drafts)])
+            values = np.concatenate([values, *(value for _, value in drafts)])
         pairs = np.empty(2 * len(indices), dtype=np.int32)
         pairs[0::2], pairs[1::2] = indices, values
         return pairs
 
     def _admitted_changes(self, delta: StepDelta) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of slots that were filled: fields, and edits."""
+        """Of slots that were filled: fields, adapter slots, and edits."""
         num_rows, slots = self.padding_slot + 1, delta.admitted
         found: list[tuple[np.ndarray, np.ndarray]] = []
         begin = self._fields_at
@@ -481,10 +540,14 @@ class SlotState:
             for word in range(wide):
                 found.append((begin + wide * slots + word, values[:, word]))
             begin += wide * num_rows
+        adapter_slots = delta.adapter_slots
+        if not len(adapter_slots):
+            adapter_slots = np.zeros(len(slots), dtype=np.int32)
+        found.append((self._adapter_slots_at + slots, adapter_slots))
         counts = dict.fromkeys(slots.tolist(), 0)
         banned = counts.copy()
         self.biased[slots] = False
-        for edits in delta.logit_biases:
+        for edits in delta.logit_edits:
             self.biased[edits.slot] = edits.values.any()
             counts[edits.slot] = -len(edits.ids) if edits.only else len(edits.ids)
             found += self._logit_edit_changes(edits)
@@ -497,7 +560,15 @@ class SlotState:
         )
         return found
 
-    def _logit_edit_changes(self, edits: RequestLogitBias) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _draft_changes(self, delta: DraftDelta) -> list[tuple[np.ndarray, np.ndarray]]:
+        slots = np.fromiter(delta.lengths, np.int32)
+        found = [(self._lengths_at + slots, np.fromiter(delta.lengths.values(), np.int32))]
+        for slot, ids in delta.token_ids.items():
+            begin = self._token_ids_at + slot * self._max_tokens
+            found.append((begin + np.arange(len(ids), dtype=np.int32), ids))
+        return found
+
+    def _logit_edit_changes(self, edits: RequestLogitEdits) -> list[tuple[np.ndarray, np.ndarray]]:
         """Raises ValueError for more edits than there is room for."""
         num_rows, count = self.padding_slot + 1, len(edits.ids)
         if count > self._max_edits:

@@ -7,8 +7,9 @@
                     kernels/host.py) name those that they read: they must follow by hand
 
 Knows no policy and no torch. This is the hot path of the engine's host: plain decodes are handled
-as arrays. There are loops over rows that compute admitted tokens, over rows with penalties, and,
-while some request may not sample every id, over all rows that sample.
+as arrays. There are loops over rows that compute known tokens, over those with draft tokens, over
+those with penalties or vectors, over prompts whose log-probs are asked for, over requests that come
+or go, and, while some request may not sample every id, over all rows of logits.
 """
 
 from __future__ import annotations
@@ -28,25 +29,27 @@ from pipeinfer.params import (
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_STOP_TOKENS,
-    SamplingParams,
+    NO_PENALTIES,
+    penalties,
 )
 from pipeinfer.step import (
     LAST_TOKEN,
     NO_CHANGES,
     BadWords,
     Constrained,
+    DraftDelta,
     Extended,
     LogprobRows,
     MaskRows,
     PenaltyHistory,
     PenaltyRows,
-    RequestLogitBias,
+    RequestLogitEdits,
     ScoredChunk,
     Step,
     StepDelta,
     VectorRows,
 )
-from pipeinfer.wire import unpack
+from pipeinfer.wire import DRAFT_TOKEN, NO_DRAFTS, unpack
 
 
 class StepBuilder:
@@ -62,16 +65,18 @@ class StepBuilder:
         self._last: tuple[Step, np.ndarray] | None = None
         # Pages, since the last step that computes anything: see Rows.
         self._to_zero: list[np.ndarray] = []
+        self._lengths = dict[int, int]()  # see DraftDelta, since that step
 
     def build(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
         """(step, plan_rows) of the plan that the memory applied last.
 
-        plan_rows: int64 [S]; of each row that samples, in the step's order, its row in the plan.
+        plan_rows: int64 [L]; of each row of logits its row in the plan.
 
         Rows that compute nothing are left out; rows with one token come first. What changed
         in the slots waits for a step that computes something.
         """
         last = self._last
+        self._lengths.update(rows.first_drafts)
         if len(rows.to_zero):
             self._to_zero.append(rows.to_zero)
         before = (-1, -1) if last is None else (last[0].epoch, last[0].number)
@@ -86,7 +91,13 @@ class StepBuilder:
         order, decodes = _order(rows.counts)
         slots, samples = rows.slots[order], rows.samples[order]
         ends = rows.starts[order] + rows.counts[order]
-        last = np.flatnonzero(samples)
+        sampling, drafts = np.flatnonzero(samples), None
+        last = sampling
+        if rows.drafts is not None:
+            drafts = rows.drafts[order]
+            last = np.repeat(sampling, 1 + drafts[sampling].clip(min=0))
+            # Where the row is for certain; what it must not sample yet is looked up by position.
+            ends = np.where(drafts == NO_DRAFTS, ends, memory.slots.num_known[slots])
         step = Step(
             epoch=epoch,
             number=rows.number,
@@ -107,6 +118,8 @@ class StepBuilder:
             if self._shares
             else None,
             vectors=self._requests.vectors(slots[last]),
+            drafts=drafts,
+            adapted=bool(self._requests.adapter_slots(slots).any()),
         )
         return step, order[last]
 
@@ -135,6 +148,8 @@ class StepBuilder:
             masked,
             last.shared_prefixes,
             last.vectors,
+            None,  # drafts
+            last.adapted,
         )
 
     def _next_logprobs(self, last: Step, rows: Rows) -> LogprobRows | None:
@@ -147,7 +162,7 @@ class StepBuilder:
         """The rows that compute what comes before prompt tokens that are to be scored."""
         counts = rows.counts[order]
         begins = np.cumsum(counts) - counts
-        for at in np.flatnonzero(rows.is_prefill[order]).tolist():
+        for at in np.flatnonzero(rows.ids_known[order]).tolist():
             row, slot = order[at], int(rows.slots[order[at]])
             start, count = int(rows.starts[row]), int(counts[at])
             scored = self._requests.scored(slot, start + 1, start + count + 1)
@@ -164,9 +179,20 @@ class StepBuilder:
         delta = NO_CHANGES if pages is None else StepDelta(*pages)
         if requests is not None:
             admitted, fields, edits = requests
-            delta = replace(delta, admitted=admitted, fields=fields, logit_biases=edits)
-        if released := self._requests.take_dropped_grammars():
-            delta = replace(delta, released=released)
+            adapter_slots = self._requests.adapter_slots(admitted)
+            delta = replace(
+                delta,
+                admitted=admitted,
+                fields=fields,
+                adapter_slots=adapter_slots,
+                logit_edits=edits,
+            )
+        if dropped := self._requests.take_dropped_grammars():
+            delta = replace(delta, dropped_grammars=dropped)
+        token_ids = self._requests.take_token_ids()
+        if token_ids or self._lengths:
+            delta = replace(delta, drafts=DraftDelta(token_ids, self._lengths))
+            self._lengths = {}
         if self._to_zero:
             delta = replace(delta, to_zero=np.concatenate(self._to_zero))
             self._to_zero.clear()
@@ -182,11 +208,15 @@ def _order(counts: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
-    """int32 [T]: the known ids of rows that have any left, LAST_TOKEN for decodes."""
+    """int32 [T]: the known ids of rows that have any left, LAST_TOKEN for decodes, with DRAFT_TOKEN
+    behind it."""
     counts = rows.counts[order]
     ends = np.cumsum(counts)
     tokens = np.full(int(ends[-1]) if len(ends) else 0, LAST_TOKEN, dtype=np.int32)
-    for at in np.flatnonzero(rows.is_prefill[order]).tolist():
+    if rows.drafts is not None:
+        for at in np.flatnonzero(rows.drafts[order] > 0).tolist():
+            tokens[ends[at] - counts[at] + 1 : ends[at]] = DRAFT_TOKEN
+    for at in np.flatnonzero(rows.ids_known[order]).tolist():
         row, end, count = order[at], int(ends[at]), int(counts[at])
         start = int(rows.starts[row])
         known = memory.slots.known_tokens(int(rows.slots[row]))
@@ -198,7 +228,6 @@ def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
 MAX_LOGIT_EDITS = MAX_STOP_TOKENS + MAX_BIASES + 2 * MAX_BAD_WORDS + 256
 LAST_POSITION = 2**31 - 1
 NO_LOGPROBS = -1  # in place of a number of alternatives
-NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
 _NO_IDS = np.empty(0, dtype=np.int64)
@@ -208,9 +237,13 @@ class RequestTable:
     """On the host, sampling parameters by slot, [max_slots] each; stale in empty slots, which are
     not read."""
 
-    def __init__(self, max_slots: int) -> None:
+    def __init__(self, max_slots: int, keeps_token_ids: bool = False) -> None:
+        """keeps_token_ids: for steps whose drafts are made out of them."""
+        self._keeps_token_ids = keeps_token_ids
+        self._token_ids: dict[int, np.ndarray] = {}  # by slot, since they were taken last
         self._fields = filled(max_slots)
-        self._edits: dict[int, RequestLogitBias] = {}
+        self._adapter_slots = np.zeros(max_slots, dtype=np.int32)
+        self._edits: dict[int, RequestLogitEdits] = {}
         self._admitted: dict[int, None] = {}  # slots, since the last take_changes, in order
         self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
         self._penalized = np.zeros(max_slots, dtype=bool)
@@ -223,22 +256,25 @@ class RequestTable:
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
         self._extended: dict[int, list[Extended]] = {}  # of those, since they sampled last
-        self._released: set[int] = set()  # of those, since it was asked for them
+        self._dropped_grammars: set[int] = set()  # slots of those, since they were taken
         self.scores: dict[int, tuple[int, int, int]] = {}  # by slot: see scored()
 
     def put(self, admit: Admit) -> None:
         """Takes the parameters of a request that enters `admit.slot`."""
         slot, params = admit.slot, admit.params
         self._admitted[slot] = None
+        if self._keeps_token_ids:
+            self._token_ids[slot] = unpack(admit.token_ids)
         for field in FIELDS:
             self._fields[field.name][slot] = field.of(admit)
+        self._adapter_slots[slot] = admit.adapter_slot
         self._edits.pop(slot, None)
         self._until[slot] = 0
         limited = params.allowed_token_ids is not None or admit.bad_word_ids
         if limited or admit.suppressed_ids or params.logit_bias:
             self._edits[slot] = edits = logit_edits_of(admit)
             self._until[slot] = LAST_POSITION if limited else edits.until.max()
-        factors = _penalties(params)
+        factors = penalties(params)
         self._penalized[slot] = factors != NO_PENALTIES
         if self._penalized[slot]:
             ids = unpack(admit.token_ids)
@@ -263,7 +299,7 @@ class RequestTable:
             self._extended.setdefault(slot, []).append(Extended(slot, first, ids))
 
     def logprobs(self, slots: np.ndarray, positions: np.ndarray) -> LogprobRows | None:
-        """Of those of the `slots` int32 [S] that ask for any, for what they sample at `positions`;
+        """Of those of the `slots` int32 [L] that ask for any, for what they sample at `positions`;
         None if none does."""
         rows = np.flatnonzero(self._alternatives[slots] != NO_LOGPROBS)
         if len(rows) == 0:
@@ -273,7 +309,7 @@ class RequestTable:
         return LogprobRows(rows, self._alternatives[chosen], suppressed)
 
     def vectors(self, slots: np.ndarray) -> VectorRows | None:
-        """Of those of the `slots` int32 [S] that ask for one; None if none does."""
+        """Of those of the `slots` int32 [L] that ask for one; None if none does."""
         rows = np.flatnonzero(self._vector_sizes[slots])
         if len(rows) == 0:
             return None
@@ -281,6 +317,10 @@ class RequestTable:
         numbers: list[int] = chosen.tolist()
         token_ids = tuple([self._vector_ids[slot] for slot in numbers])
         return VectorRows(rows, self._vector_sizes[chosen], token_ids)
+
+    def adapter_slots(self, slots: np.ndarray) -> np.ndarray:
+        """int32 [n], where the adapters of the requests in `slots` int32 [n] lie; 0: no adapter."""
+        return self._adapter_slots[slots]
 
     def scored(self, slot: int, first: int, end: int) -> tuple[int, int, int] | None:
         """(first, end, alternatives) of the prompt tokens there that are to be scored."""
@@ -292,7 +332,7 @@ class RequestTable:
 
     def take_changes(
         self,
-    ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[RequestLogitBias, ...]] | None:
+    ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[RequestLogitEdits, ...]] | None:
         """The slots that were filled since the last call, int32 [a], their fields [a] and the edits
         of those that have any; None if there are none.
         """
@@ -303,12 +343,17 @@ class RequestTable:
         self._admitted.clear()
         return slots, dict(self.fields(slots)), edits
 
+    def take_token_ids(self) -> dict[int, np.ndarray]:
+        """By slot, all known ids, int32 [n], of requests that came since the last call."""
+        token_ids, self._token_ids = self._token_ids, {}
+        return token_ids
+
     def fields(self, slots: np.ndarray) -> Mapping[str, np.ndarray]:
-        """Of `slots` int32 [S], by name."""
+        """Of `slots` int32 [L], by name."""
         return {name: values[slots] for name, values in self._fields.items()}
 
     def penalties(self, slots: np.ndarray) -> PenaltyRows | None:
-        """Of those of the `slots` int32 [S] that have any; None if none has."""
+        """Of those of the `slots` int32 [L] that have any; None if none has."""
         rows = np.flatnonzero(self._penalized[slots])
         if len(rows) == 0:
             return None
@@ -322,20 +367,20 @@ class RequestTable:
 
     def drop_grammars(self, slots: Iterable[int]) -> None:
         """The requests in these slots have gone; their grammars are dropped."""
-        self._released.update(slot for slot in slots if slot in self._constrained)
+        self._dropped_grammars.update(slot for slot in slots if slot in self._constrained)
 
     def drop_all_grammars(self) -> None:
         """Drops the grammars of all slots."""
-        self._released.update(self._constrained)
+        self._dropped_grammars.update(self._constrained)
 
     def take_dropped_grammars(self) -> tuple[int, ...]:
         """Slots whose requests had a grammar and have gone since the last call."""
-        released = tuple(self._released)
-        self._released.clear()
-        return released
+        dropped = tuple(self._dropped_grammars)
+        self._dropped_grammars.clear()
+        return dropped
 
     def masked(self, slots: np.ndarray) -> MaskRows | None:
-        """Those of the `slots` int32 [S] that may not sample every id; None if all may."""
+        """Those of the `slots` int32 [L] that may not sample every id; None if all may."""
         if not self._constrained:
             return None
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._constrained]
@@ -357,18 +402,14 @@ def constrained(admit: Admit) -> Constrained:
     ids, params = unpack(admit.token_ids), admit.params
     spec, budget = params.structured_outputs, params.thinking_token_budget
     output = ids[admit.prompt_len :]
-    jumps = params.logprobs is None and _penalties(params) == NO_PENALTIES
+    jumps = params.logprobs is None and penalties(params) == NO_PENALTIES
     jumps = jumps and not (
         admit.suppressed_ids or admit.bad_word_ids or params.allowed_token_ids is not None
     )
     return Constrained(admit.slot, spec, budget, output, admit.thoughts, admit.prompt_len, jumps)
 
 
-def _penalties(params: SamplingParams) -> tuple[float, float, float]:
-    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-
-
-def logit_edits_of(admit: Admit) -> RequestLogitBias:
+def logit_edits_of(admit: Admit) -> RequestLogitEdits:
     """What a request must not sample, what it suppresses, and what it makes more or less likely;
     some ids may be all of that. Where it names all that are allowed, only these are left.
 
@@ -392,7 +433,7 @@ def logit_edits_of(admit: Admit) -> RequestLogitBias:
     until[: len(never)] = LAST_POSITION
     ids = np.fromiter(values, dtype=np.int32)
     added = np.fromiter(values.values(), dtype=np.float32)
-    return RequestLogitBias(admit.slot, ids, added, until, allowed is not None, _bad_words(admit))
+    return RequestLogitEdits(admit.slot, ids, added, until, allowed is not None, _bad_words(admit))
 
 
 def _bad_words(admit: Admit) -> BadWords | None:

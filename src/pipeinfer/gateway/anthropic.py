@@ -11,13 +11,6 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeinfer.gateway.adapter import (
-    BlockEvent,
-    ConversationBuilder,
-    OutputBlock,
-    OutputBlocks,
-    ResponseEnd,
-)
 from pipeinfer.gateway.errors import IGNORED_FIELDS, MESSAGES, ApiError, Refusals, required
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage
 from pipeinfer.gateway.schema import (
@@ -51,6 +44,13 @@ from pipeinfer.gateway.schema import (
     TopP,
     about,
     prescan,
+)
+from pipeinfer.gateway.translation import (
+    BlockEvent,
+    ConversationBuilder,
+    OutputBlock,
+    OutputBlocks,
+    ResponseEnd,
 )
 from pipeinfer.params import JsonObject, JsonValue
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import re
 import secrets
 from collections.abc import Iterable, Iterator
@@ -188,10 +189,13 @@ class KeyLimitExceeded:
     reason: for the client.
     wait: seconds until the request would be taken; 0 if it never would be, or if that depends on
         when other requests end.
+    lacking: of which limit the share is too small, and by how many units; other gateways may have
+        some. "" where the whole limit is.
     """
 
     reason: str
     wait: float = 0.0
+    lacking: tuple[str, int] = ("", 0)
 
 
 class TokenBucket:
@@ -222,10 +226,10 @@ class TokenBucket:
         if now > self._updated_at:
             self._updated_at = now
 
-    def seconds_until(self, amount: float, now: float) -> float:
-        """Seconds until the level is `amount`, 0 if it is; `amount` is at most `a_minute`."""
+    def missing(self, amount: float, now: float) -> float:
+        """What the level is below `amount`; 0 if it is not."""
         missing = amount - self.level(now)
-        return missing * MINUTE / self.per_minute if missing > ROUNDING else 0.0
+        return missing if missing > ROUNDING else 0.0
 
     def resized(self, a_minute: int, now: float) -> TokenBucket:
         """Another size; what was used stays used."""
@@ -236,7 +240,8 @@ class TokenBucket:
 
 class KeyUsage:
     """What one key uses now. Each request that `start_request` let in must be released, with
-    all its choices.
+    all its choices. Where several gateways share the key's limits, this is what one of them lets
+    in: see Divisible (gateway/peers.py).
 
     Tokens are taken when their number is known: a request is let in while any are left, and running
     requests may take the level below zero. Later requests wait then.
@@ -247,16 +252,38 @@ class KeyUsage:
     def __init__(self, limits: KeyLimits, now: float) -> None:
         self.limits = limits
         self.running = 0
+        self._concurrent = limits.concurrent  # the share; those of the others are in their buckets
         self._requests = TokenBucket(limits.requests, now) if limits.requests else None
         self._tokens = TokenBucket(limits.tokens, now) if limits.tokens else None
 
+    def whole(self, kind: str) -> int:
+        """See Divisible; `kind` is one of LIMIT_NAMES."""
+        limits = self.limits
+        return {"concurrent": limits.concurrent, "requests": limits.requests}.get(
+            kind, limits.tokens
+        )
+
+    def free(self, kind: str, now: float) -> int:
+        """See Divisible."""
+        if kind == "concurrent":
+            return self._concurrent - self.running
+        bucket = self._requests if kind == "requests" else self._tokens
+        return 0 if bucket is None else math.floor(bucket.level(now) + ROUNDING)
+
+    def set_share(self, kind: str, size: int, now: float) -> None:
+        """See Divisible."""
+        if kind == "concurrent":
+            self._concurrent = size
+        elif kind == "requests" and self._requests is not None:
+            self._requests = self._requests.resized(size, now)
+        elif kind == "tokens" and self._tokens is not None:
+            self._tokens = self._tokens.resized(size, now)
+
     def start_request(self, now: float) -> KeyLimitExceeded | None:
         """Lets one request in, or says why not; then nothing was taken."""
-        if self._tokens is not None and self._tokens.level(now) <= 0:
-            reason = f"the limit of {self.limits.tokens} tokens a minute is used up"
-            return KeyLimitExceeded(reason, self._tokens.seconds_until(1.0, now))
-        excess = self._check_concurrency(0, 1) or self._take_requests(0, 1, now)
+        excess = self.excess(0, 1, 1, now)
         if excess is None:
+            self._take_requests(1, now)
             self.running += 1
         return excess
 
@@ -266,15 +293,30 @@ class KeyUsage:
 
         Then it has its request a minute back, so that `wait` is true for the whole of it.
         """
-        excess = self._check_concurrency(1, choices) or self._take_requests(1, prompts, now)
+        excess = self.excess(1, prompts, choices, now)
         if excess is None:
+            self._take_requests(prompts - 1, now)
             self.running += choices - 1
         elif self._requests is not None:
             self._requests.take(-1, now)
             if excess.wait and prompts <= self.limits.requests:
-                wait = self._requests.seconds_until(prompts, now)
-                excess = KeyLimitExceeded(excess.reason, max(excess.wait, wait))
+                wait = self._requests.missing(prompts, now) * MINUTE / self.limits.requests
+                excess = replace(excess, wait=max(excess.wait, wait))
         return excess
+
+    def excess(
+        self, inside: int, prompts: int, choices: int, now: float
+    ) -> KeyLimitExceeded | None:
+        """Why so many prompts with so many choices are not let in now; None if they are.
+
+        inside: 1 for a request that was let in as one of one choice, else 0.
+        """
+        if not inside and self._tokens is not None and self._tokens.level(now) <= 0:
+            reason = f"the limit of {self.limits.tokens} tokens a minute is used up"
+            return _exceeded(reason, "tokens", self._tokens.missing(1.0, now), self.limits.tokens)
+        return self._check_concurrency(inside, choices) or self._check_requests(
+            inside, prompts, now
+        )
 
     def _check_concurrency(self, inside: int, choices: int) -> KeyLimitExceeded | None:
         """Why so many answers, of which some are inside already, cannot be made now."""
@@ -283,14 +325,18 @@ class KeyUsage:
             return KeyLimitExceeded(
                 f"{choices} choices in a request, where {max_concurrent} may be made at a time"
             )
-        if max_concurrent and self.running + choices - inside > max_concurrent:
+        beyond = self.running + choices - inside - self._concurrent
+        if max_concurrent and beyond > 0:
+            running = self.running + max_concurrent - self._concurrent
             return KeyLimitExceeded(
-                f"{self.running} answers are being made, {max_concurrent} may at a time", 1.0
+                f"{running} answers are being made, {max_concurrent} may at a time",
+                1.0,
+                ("concurrent", beyond),
             )
         return None
 
-    def _take_requests(self, inside: int, prompts: int, now: float) -> KeyLimitExceeded | None:
-        """Takes what so many prompts cost of the minute's requests, or says why not."""
+    def _check_requests(self, inside: int, prompts: int, now: float) -> KeyLimitExceeded | None:
+        """Why the minute's requests do not suffice for so many prompts."""
         a_minute = self.limits.requests
         if self._requests is None:
             return None
@@ -298,11 +344,15 @@ class KeyUsage:
             return KeyLimitExceeded(
                 f"{prompts} prompts in a request, where {a_minute} a minute may come"
             )
-        wait = self._requests.seconds_until(prompts - inside, now)
-        if wait > 0:
-            return KeyLimitExceeded(f"the limit of {a_minute} requests a minute is used up", wait)
-        self._requests.take(prompts - inside, now)
+        missing = self._requests.missing(prompts - inside, now)
+        if missing:
+            reason = f"the limit of {a_minute} requests a minute is used up"
+            return _exceeded(reason, "requests", missing, a_minute)
         return None
+
+    def _take_requests(self, prompts: int, now: float) -> None:
+        if self._requests is not None:
+            self._requests.take(prompts, now)
 
     def release(self, count: int = 1) -> None:
         """`count` answers have ended."""
@@ -317,20 +367,18 @@ class KeyUsage:
         """Other limits from now on; what was used stays used."""
         if limits == self.limits:
             return
+        self._concurrent = limits.concurrent
         self._requests = _resized(self._requests, limits.requests, now)
         self._tokens = _resized(self._tokens, limits.tokens, now)
         self.limits = limits
 
-    def remaining(self, now: float) -> tuple[int | None, int | None]:
-        """(requests, tokens) that are left of the minute's, whole ones; None without a limit."""
-        return _whole(self._requests, now), _whole(self._tokens, now)
+
+def _exceeded(reason: str, kind: str, missing: float, a_minute: int) -> KeyLimitExceeded:
+    """A minute's limit of `a_minute` units is used up, by all gateways, if they have none left."""
+    return KeyLimitExceeded(reason, missing * MINUTE / a_minute, (kind, math.ceil(missing)))
 
 
 def _resized(bucket: TokenBucket | None, a_minute: int, now: float) -> TokenBucket | None:
     if not a_minute:
         return None
     return TokenBucket(a_minute, now) if bucket is None else bucket.resized(a_minute, now)
-
-
-def _whole(bucket: TokenBucket | None, now: float) -> int | None:
-    return None if bucket is None else max(0, int(bucket.level(now)))

@@ -1,8 +1,6 @@
 """The HTTP application: routes, middlewares, and the handlers of all endpoints.
 
 - build_app: OpenAI's endpoints, health, metrics and the like, with errors in OpenAI's form.
-- AdapterHandlers: /v1/responses and /v1/messages. Each joins the body, the formatter and the field
-  names of one API adapter.
 - Page, MonitorHandlers: the web page at /, and the endpoints of /monitor from which it reads.
 
 Knows the schema, the sessions and the health table; not the pipeline behind them.
@@ -17,8 +15,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,21 +24,12 @@ from typing import cast, get_args
 import msgspec
 from aiohttp import ETag, web
 from aiohttp.typedefs import Middleware
-from msgspec.structs import replace
 
 from pipeinfer.checkpoint.pooling import Pooling
 from pipeinfer.control import Prefix, RequestSpan
 from pipeinfer.core import RecentTable
-from pipeinfer.gateway import anthropic, openapi, responses_api
-from pipeinfer.gateway.adapter import AdapterEncoder, parse_adapted_chat
-from pipeinfer.gateway.anthropic import CountRequest, MessagesFormatter, MessagesRequest
+from pipeinfer.gateway import anthropic, openapi
 from pipeinfer.gateway.auth import REQUEST_ID, Principal, x_request_id
-from pipeinfer.gateway.embeddings import (
-    EmbeddingRequest,
-    embedding_calls,
-    embedding_response,
-    vector_options,
-)
 from pipeinfer.gateway.errors import (
     ApiError,
     Handler,
@@ -50,6 +38,8 @@ from pipeinfer.gateway.errors import (
     json_response,
     renamed,
 )
+from pipeinfer.gateway.kept_handlers import KeptHandlers
+from pipeinfer.gateway.lora_handlers import LoraHandlers
 from pipeinfer.gateway.monitor import (
     CachedPrefix,
     CachedPrefixes,
@@ -61,6 +51,18 @@ from pipeinfer.gateway.monitor import (
     SpanEvent,
     StageSpan,
 )
+from pipeinfer.gateway.pooling import (
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    embedding_calls,
+    embedding_response,
+    pairs_to_rerank,
+    pairs_to_score,
+    rerank_response,
+    score_response,
+    vector_options,
+)
 from pipeinfer.gateway.requests import ParsedRequest, parse_chat, parse_completion
 from pipeinfer.gateway.response_encoders import (
     EVENT_STREAM_HEADERS,
@@ -69,41 +71,26 @@ from pipeinfer.gateway.response_encoders import (
     ResponseEncoder,
     StreamEncoder,
 )
-from pipeinfer.gateway.responses_api import (
-    InputTokensRequest,
-    ResponsesBody,
-    ResponsesFormatter,
-    ResponsesPrompt,
-    ResponsesRequest,
-)
 from pipeinfer.gateway.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pipeinfer.gateway.scores import (
-    RerankRequest,
-    ScoreRequest,
-    pairs_to_rerank,
-    pairs_to_score,
-    rerank_response,
-    score_response,
-)
 from pipeinfer.gateway.serving import (
     IGNORED_SCHEMA,
     EncodedPromptSink,
     HandlerContext,
     Serving,
-    chat_prompt_call,
     client_trace,
     detokenize_call,
     tokenize_call,
     tokenize_response,
 )
 from pipeinfer.gateway.sessions import CANNOT_SLEEP, RESET_TIMEOUT, SLEEP_TAGS
+from pipeinfer.gateway.translation_handlers import TranslationHandlers
 from pipeinfer.messages import SetSleep, SleepMode
-from pipeinfer.params import JsonObject, JsonValue
+from pipeinfer.params import Adapter, JsonObject, JsonValue
 from pipeinfer.version import __version__
 from pipeinfer.wire import unpack
 
@@ -146,7 +133,9 @@ class _Handlers:
     def __init__(self, context: HandlerContext) -> None:
         self._context = context
         self._serving = Serving(context)
-        self._adapters = AdapterHandlers(self._serving)
+        self._translated = TranslationHandlers(self._serving)
+        self._lora = LoraHandlers(self._serving)
+        self._kept = KeptHandlers(context)
 
     def route(self, router: web.UrlDispatcher) -> None:
         """Registers all routes."""
@@ -168,12 +157,18 @@ class _Handlers:
                 ("/v1/embeddings", self.embeddings),
                 ("/v1/rerank", self.rerank),
                 ("/v1/score", self.score),
-                *self._adapters.routes().items(),
+                *self._translated.routes().items(),
             ):
                 router.add_post(path(name), handler, expect_handler=_continue_later)
+            self._kept.route(router, path)
         router.add_post("/tokenize", self.tokenize, expect_handler=_continue_later)
         router.add_post("/detokenize", self.detokenize, expect_handler=_continue_later)
         for path, handler in (("/score", self.score), ("/rerank", self.rerank)):
+            router.add_post(path, handler, expect_handler=_continue_later)
+        for path, handler in (
+            ("/v1/load_lora_adapter", self._lora.load),
+            ("/v1/unload_lora_adapter", self._lora.unload),
+        ):
             router.add_post(path, handler, expect_handler=_continue_later)
         router.add_get("/tokenizer_info", self.tokenizer_info)
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
@@ -244,7 +239,7 @@ class _Handlers:
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         """As vLLM's; the body is not read."""
-        self._serving.refuse_beyond_capacity(0)
+        await self._serving.refuse_beyond_capacity(0)
         stages = self._context.core.health.stages.values()
         missing = await self._context.sessions.reset_caches(stages)
         if missing:
@@ -345,18 +340,23 @@ class _Handlers:
             if parsed.stream
             else FullResponseEncoder(metadata, parsed.choices, _best_of(parsed))
         )
-        return await self._serving.respond(request, parsed, encoder)
+        keeping = self._serving.keeping(request, parsed, metadata)
+        return await self._serving.respond(request, parsed, encoder, keeping)
 
     # -------------------------------------------------------------------------------------- models
 
     async def list_models(self, request: web.Request) -> web.StreamResponse:
         self._check_ready()
-        return json_response({"object": "list", "data": [self._model_card()]})
+        adapters = self._context.defaults.adapters
+        cards = [self._adapter_card(adapter) for adapter in adapters]
+        return json_response({"object": "list", "data": [self._model_card(), *cards]})
 
     async def retrieve_model(self, request: web.Request) -> web.StreamResponse:
-        self._serving.check_model(request.match_info["model"])
+        name = request.match_info["model"]
+        self._serving.check_model(name)
         self._check_ready()
-        return json_response(self._model_card())
+        adapter = self._context.defaults.adapters.get(name)
+        return json_response(self._model_card() if adapter is None else self._adapter_card(adapter))
 
     def _check_ready(self) -> None:
         core = self._context.core
@@ -379,6 +379,11 @@ class _Handlers:
             model["max_model_len"] = context.context_length
         return model
 
+    def _adapter_card(self, adapter: Adapter) -> JsonObject:
+        """As vLLM's: the adapter's folder is its root, and the model its parent."""
+        card = self._model_card()
+        return card | {"id": adapter.name, "root": adapter.path, "parent": self._context.model}
+
     # -------------------------------------------------------------------------------------- health
 
     async def live(self, request: web.Request) -> web.StreamResponse:
@@ -393,6 +398,7 @@ class _Handlers:
         core = self._context.core
         stages: list[JsonValue] = [
             {
+                "stage": row.stage,
                 "name": row.name,
                 "group": row.group,
                 "rank": row.rank,
@@ -408,7 +414,9 @@ class _Handlers:
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         accepted = request.headers.get("Accept", "")
-        exposition, kind = self._context.metrics.exposition(accepted)
+        metrics = self._context.metrics
+        metrics.gateways.others = await self._context.peers.counted()
+        exposition, kind = metrics.exposition(accepted)
         return web.Response(body=exposition, headers={"Content-Type": kind})
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
@@ -471,130 +479,6 @@ def _best_of(parsed: ParsedRequest) -> BestOf | None:
 
 # /v1/messages and all paths below, unknown ones included. Routes take several slashes for one.
 MESSAGES_PATHS = re.compile("/+v1/+messages(/.*)?", re.DOTALL)
-TOO_LONG = "context_length_exceeded"
-
-
-class AdapterHandlers:
-    """Handlers of /v1/responses and /v1/messages."""
-
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._defaults = serving.context.defaults
-
-    def routes(self) -> dict[str, Handler]:
-        """Handlers by path, all for POST."""
-        return {
-            "/v1/responses": self.responses,
-            "/v1/responses/input_tokens": self.input_tokens,
-            "/v1/messages": self.messages,
-            "/v1/messages/count_tokens": self.count_tokens,
-        }
-
-    async def responses(self, request: web.Request) -> web.StreamResponse:
-        request_id = f"resp_{uuid.uuid4().hex}"
-        body = await self._serving.read_body(request, ResponsesRequest)
-        parsed, encoder = self._response(request, request_id, body)
-        full_body = body if body.truncation == "auto" else None
-        del body  # is not kept for the minutes that an answer may take
-        with with_field_names(responses_api.FIELD_NAMES):
-            try:
-                return await self._serving.respond(request, parsed, encoder)
-            except ApiError as error:  # before anything was sent
-                if full_body is None:
-                    raise
-                full_body = await self._truncated(
-                    request, full_body, error, full_body.max_output_tokens
-                )
-            parsed, encoder = self._response(request, request_id, full_body)
-            return await self._serving.respond(request, parsed, encoder)
-
-    def _response(
-        self, request: web.Request, request_id: str, body: ResponsesRequest
-    ) -> tuple[ParsedRequest, AdapterEncoder]:
-        names = responses_api.FIELD_NAMES
-        parsed = parse_adapted_chat(
-            responses_api.to_chat(body), request_id, self._defaults, client_trace(request), names
-        )
-        metadata = self._serving.response_metadata(request_id, parsed, chat=True)
-        formatter = ResponsesFormatter(body, metadata, parsed.params)
-        return parsed, AdapterEncoder(metadata, formatter, parsed.stream)
-
-    async def input_tokens(self, request: web.Request) -> web.StreamResponse:
-        body = await self._serving.read_body(request, InputTokensRequest)
-        with with_field_names(responses_api.FIELD_NAMES):
-            try:
-                tokens = await self._count(request, body, 1 if body.truncation == "auto" else 0)
-            except ApiError as error:
-                tokens = await self._count(
-                    request, await self._truncated(request, body, error, 1), 1
-                )
-        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
-
-    async def _count(
-        self, request: web.Request, body: ResponsesPrompt, answer_tokens: int | None
-    ) -> int:
-        """Tokens of the prompt. `answer_tokens`: that must fit behind it; None: any number; 0: the
-        prompt may be longer than the context.
-        """
-        chat = responses_api.to_prompt_chat(body)
-        call = chat_prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._defaults)
-        call = replace(call, params=replace(call.params, max_tokens=answer_tokens))
-        return (await self._serving.encode_prompt(request, call)).prompt_tokens
-
-    async def _truncated(
-        self, request: web.Request, body: ResponsesBody, error: ApiError, answer_tokens: int | None
-    ) -> ResponsesBody:
-        """`body`, which was refused with `error`, without the first turns that must be left out for
-        it to fit. Raises `error` if the request does not allow that, or no turn can be left out.
-        """
-        message_starts = responses_api.message_starts(body) if error.code == TOO_LONG else []
-        found: ResponsesBody | None = None
-        low, high = 0, len(message_starts)
-        while low < high:
-            middle = (low + high) // 2
-            shorter = responses_api.without_items_before(body, message_starts[middle])
-            try:
-                await self._count(request, shorter, answer_tokens)
-                found, high = shorter, middle
-            except ApiError as refusal:
-                if refusal.code != TOO_LONG:
-                    raise
-                low = middle + 1
-        if found is None:
-            raise error
-        return found
-
-    async def messages(self, request: web.Request) -> web.StreamResponse:
-        request_id = f"msg_{uuid.uuid4().hex}"
-        body = await self._serving.read_body(request, MessagesRequest)
-        names = anthropic.FIELD_NAMES
-        parsers = self._defaults.parsers
-        chat = anthropic.to_chat(body, bool(parsers.reasoning_parser_name), parsers.harmony)
-        parsed = parse_adapted_chat(chat, request_id, self._defaults, client_trace(request), names)
-        omit_reasoning = body.thinking is not None and body.thinking.display == "omitted"
-        del body, chat
-        metadata = self._serving.response_metadata(request_id, parsed, chat=True)
-        formatter = MessagesFormatter(metadata, omit_reasoning, x_request_id(request))
-        encoder = AdapterEncoder(metadata, formatter, parsed.stream)
-        with with_field_names(names):
-            return await self._serving.respond(request, parsed, encoder)
-
-    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        body = await self._serving.read_body(request, CountRequest)
-        chat = anthropic.to_prompt_chat(body, self._defaults.parsers.harmony)
-        with with_field_names(anthropic.FIELD_NAMES):
-            call = chat_prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._defaults)
-            prompt = await self._serving.encode_prompt(request, call)
-        return json_response({"input_tokens": prompt.prompt_tokens})
-
-
-@contextmanager
-def with_field_names(names: Mapping[str, str]) -> Generator[None]:
-    """Errors name the fields as the adapter calls them. `names`: by those of chats."""
-    try:
-        yield
-    except ApiError as error:
-        raise renamed(error, names) from None
 
 
 def adapted_error_response(request: web.Request, error: ApiError) -> web.Response:
@@ -756,7 +640,7 @@ class MonitorHandlers:
     async def request(self, request: web.Request) -> web.StreamResponse:
         """The spans of a request in all stages."""
         name, principal = request.match_info["id"], self._context.admission.principal(request)
-        allowed = principal.operator or self._monitor.is_owner(name, principal.name)
+        allowed = principal.operator or self._monitor.is_owner(name, principal.sees)
         spans = self._monitor.spans(name) if allowed else []
         if not spans:
             raise ApiError(404, f"no spans of a request {name[:200]!r} are known", code="not_seen")
@@ -819,7 +703,7 @@ class MonitorHandlers:
             "context_length": self._context.context_length,
             "steps": monitor.steps_since(seen),
             "requests": monitor.requests_since(
-                seen, None if principal.operator else principal.name
+                seen, None if principal.operator else principal.sees
             ),
         }
         return b"data: " + _encode(event) + b"\n\n", monitor.changes

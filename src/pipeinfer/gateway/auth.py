@@ -30,10 +30,17 @@ from typing import NamedTuple
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeinfer.gateway.api_keys import ApiKeys, KeyLimitExceeded, KeyLimits, KeyUsage
+from pipeinfer.gateway.api_keys import (
+    LIMIT_NAMES,
+    ApiKeys,
+    KeyLimitExceeded,
+    KeyLimits,
+    KeyUsage,
+)
 from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Handler
 from pipeinfer.gateway.ledger import Failed, OutputDelta, RequestTraces, Started, client_traceparent
 from pipeinfer.gateway.metrics import MetricCounter, Metrics
+from pipeinfer.gateway.peers import LimitName, Peers
 from pipeinfer.gateway.sessions import ResponseSink
 from pipeinfer.observe.spans import read_traceparent
 from pipeinfer.runtime.logs import ACCESS
@@ -56,6 +63,8 @@ PROTECTED_PATHS = (
 )  # and all that is below
 # What proxies add. They may be on this host, and those who ask them elsewhere.
 PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-Ip")
+# Requests that a client may make also where so many of its answers run as may.
+ENDS_ANSWERS = re.compile("/*v1/+responses/+[^/]+/+cancel")
 SLASHES = re.compile("/+")  # routes take several for one
 RATE_LIMIT_HEADERS = "x-ratelimit-"  # as OpenAI's servers call them
 
@@ -87,10 +96,13 @@ class Principal(NamedTuple):
 
     name: of the key, or ANONYMOUS.
     operator: whether requests of other clients may be shown.
+    sees: hash of the client whose requests may be shown in any case; None: there are no keys, and
+        all may be.
     """
 
     name: str
     operator: bool
+    sees: str | None
 
 
 class RequestUsage:
@@ -132,7 +144,8 @@ class Admission:
     """Checks keys and limits.
 
     Without keys all clients share `anonymous` limits. loopback: whether the server listens on
-    loopback alone; clients of this host then count as operators if there are no keys.
+    loopback alone; clients of this host then count as operators if there are no keys. peers: the
+    gateways that hold the limits together with this one; None: it is the only one.
     """
 
     def __init__(
@@ -142,8 +155,10 @@ class Admission:
         metrics: Metrics,
         loopback: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        peers: Peers | None = None,
     ) -> None:
         self._metrics = metrics
+        self._peers = peers
         self._loopback = loopback
         self._clock = clock
         self._keys = ApiKeys()
@@ -154,6 +169,11 @@ class Admission:
         else:
             account = KeyUsage(anonymous, clock())
             self._clients[ANONYMOUS] = Client(ANONYMOUS, account, metrics)
+            self._share(self._clients[ANONYMOUS])
+
+    def _share(self, client: Client) -> None:
+        if self._peers is not None:
+            self._peers.share(client.name, client.account, LIMIT_NAMES)
 
     @property
     def needs_key(self) -> bool:
@@ -167,7 +187,30 @@ class Admission:
         """
         client = self._authenticate(request)
         keyless = not self._keys and self._loopback and _on_this_host(request)
-        return Principal(client.name, client.admin or keyless)
+        sees = self._names.of_key(client.name) if self._keys else None
+        return Principal(client.name, client.admin or keyless, sees)
+
+    def owner(self, request: web.Request) -> str:
+        """Whose the answers to `request` are: a digest of its key's name. Raises ApiError 401."""
+        return self._names.of_key(self._authenticate(request).name)
+
+    def adopted(self, owner: str) -> ClientRequest | None:
+        """A request of `owner` that another gateway has let in; None if that key is no more."""
+        for name, client in self._clients.items():
+            if self._names.of_key(name) == owner:
+                return ClientRequest(client)
+        return None
+
+    def hold_adopted(self, request: ClientRequest, choices: int) -> Callable[[], None]:
+        """Counts running answers of an adopted request until the returned function is called,
+        whatever the limits."""
+        account = request.client.account
+        account.release(-choices)
+        return lambda: account.release(choices)
+
+    def metered_adopted(self, request: ClientRequest, sink: ResponseSink) -> ResponseSink:
+        """As `metered`."""
+        return _MeteredSink(sink, request, self._clock)
 
     def may_operate(self, request: web.Request) -> bool:
         """Whether whoever sent `request` may do what concerns all clients: where some keys are
@@ -188,6 +231,7 @@ class Admission:
             client.account.set_limits(key.limits, now)
             client.admin = key.admin
             self._clients[key.name] = client
+            self._share(client)
 
     def middleware(self) -> Middleware:
         """Stands in front of every handler: checks key and limits before a body is read."""
@@ -197,10 +241,11 @@ class Admission:
             if not is_protected(request.path):
                 return await handler(request)
             client = self._authenticate(request)
-            if request.method != "POST":
+            if request.method != "POST" or ENDS_ANSWERS.fullmatch(request.path):
                 return await handler(request)
             client_request = request[CLIENT_REQUEST] = ClientRequest(client)
             try:
+                await self._borrow(client, 0, 1, 1)
                 self._raise_if_limited(client_request, client.account.start_request(self._clock()))
                 client_request.choices = 1
                 response = await handler(request)
@@ -223,7 +268,7 @@ class Admission:
 
         return admission
 
-    def count_choices(self, request: web.Request, prompts: int, choices: int) -> None:
+    async def count_choices(self, request: web.Request, prompts: int, choices: int) -> None:
         """Counts a request as `prompts` requests and as `choices` running answers, before it is
         sent on.
 
@@ -231,11 +276,20 @@ class Admission:
         """
         client_request = request[CLIENT_REQUEST]
         if choices > client_request.choices:
-            account = client_request.client.account
+            client = client_request.client
+            await self._borrow(client, 1, prompts, choices)
             self._raise_if_limited(
-                client_request, account.admit_choices(prompts, choices, self._clock())
+                client_request, client.account.admit_choices(prompts, choices, self._clock())
             )
             client_request.choices = choices
+
+    def hold_choices(self, request: web.Request) -> Callable[[], None]:
+        """Lets the running answers of a request count until the returned function is called, which
+        may be after the request's handler has ended."""
+        client_request = request[CLIENT_REQUEST]
+        account, choices = client_request.client.account, client_request.choices
+        client_request.choices = 0
+        return lambda: account.release(choices)
 
     def metered(self, request: web.Request, sink: ResponseSink) -> ResponseSink:
         """`sink`, and each token that it is given is counted as the client's."""
@@ -254,10 +308,12 @@ class Admission:
             return
         account = client_request.client.account
         limits = account.limits.requests, account.limits.tokens
-        for name, limit, remaining in zip(
-            ("requests", "tokens"), limits, account.remaining(self._clock()), strict=True
-        ):
+        for name, limit in zip(("requests", "tokens"), limits, strict=True):
             if limit:
+                remaining = max(account.free(name, self._clock()), 0)
+                if self._peers is not None:
+                    of = LimitName(client_request.client.name, name)
+                    remaining += self._peers.limits.free_elsewhere(of)
                 response.headers[f"{RATE_LIMIT_HEADERS}limit-{name}"] = str(limit)
                 response.headers[f"{RATE_LIMIT_HEADERS}remaining-{name}"] = str(remaining)
 
@@ -269,6 +325,16 @@ class Admission:
         if key is None or not token:
             raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
         return self._clients[key.name]
+
+    async def _borrow(self, client: Client, inside: int, prompts: int, choices: int) -> None:
+        """If the shares of the client's limits are too small for what KeyUsage.excess takes, takes
+        what other gateways have left of them."""
+        for _ in LIMIT_NAMES if self._peers is not None else ():
+            excess = client.account.excess(inside, prompts, choices, self._clock())
+            if excess is None or not excess.lacking[1]:
+                return
+            assert self._peers is not None
+            await self._peers.borrow(client.name, *excess.lacking)
 
     @staticmethod
     def _raise_if_limited(client_request: ClientRequest, excess: KeyLimitExceeded | None) -> None:
@@ -477,10 +543,11 @@ def _ipv6_host(packed: bytes) -> bytes:
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@\[\]:]+)(:[0-9]{1,5})?")
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")  # of headers; more than any client sends
-METHODS = "GET, POST"
+METHODS = "GET, POST, DELETE"
 EXPOSED_HEADERS = (
     "x-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
-    "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-schema-left-out"
+    "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-schema-left-out, "
+    "x-pipeinfer-stream"
 )
 MAX_AGE = "600"  # seconds for which a browser need not ask again
 

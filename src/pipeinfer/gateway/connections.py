@@ -12,14 +12,13 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.errors import ApiError, UnroutableResponse, error_response, http_error
-from pipeinfer.runtime.servers import BACKLOG
 
 # Seconds after a probe at which its effect is checked; after the last check the next probe is sent.
 # The first is long enough for a client on this host, the second for one far away.
@@ -90,18 +89,38 @@ HANDSHAKE_TIMEOUT = 10.0  # seconds for a handshake
 TLS_CLOSE_TIMEOUT = 5.0  # seconds for the client's part in the end of TLS
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 ACCEPT_RETRY = 1.0  # seconds until connections are accepted again after OUT_OF_FILES
+ACCEPT_YIELD = 0.002  # seconds for which connections are left to other processes
+ACCEPTED_IN_TURN = 8  # connections that are accepted in one turn of the loop
+# Connections beside its share that a process has before it leaves new ones to others.
+UNEVEN = 4
+
+
+def has_more_than_its_share(own: int, others: Iterable[float]) -> bool:
+    """Whether a process with `own` connections is to leave new ones to the `others`, who share the
+    listener with it and had so many each when they said so last."""
+    counts = [own, *others]
+    return own > sum(counts) / len(counts) + UNEVEN
 
 
 class Acceptor:
     """Accepts connections from `listener` and passes each socket to `accepted`, until closed.
 
     An event loop's own server shows a TLS connection only after its handshake; here it counts as
-    soon as it is accepted.
+    soon as it is accepted. And an event loop accepts all that waits: of processes that share the
+    listener, whichever wakes first would get all.
+
+    yields(): whether others that share the listener are to accept first, for ACCEPT_YIELD.
     """
 
-    def __init__(self, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        accepted: Callable[[socket.socket], None],
+        yields: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._listener = listener
         self._accepted = accepted
+        self._yields = yields
         self._loop = asyncio.get_running_loop()
         self._open = True
         self._listen()
@@ -116,8 +135,24 @@ class Acceptor:
         if self._open:
             self._loop.add_reader(self._listener, self._accept)
 
+    def _pause(self, seconds: float, then: Callable[[], None]) -> None:
+        """Else the loop would call `_accept` again at once."""
+        self._loop.remove_reader(self._listener)
+        self._loop.call_later(seconds, then)
+
+    def _accept_what_is_left(self) -> None:
+        if self._open:
+            self._accept_up_to(ACCEPTED_IN_TURN)
+            self._listen()
+
     def _accept(self) -> None:
-        for _ in range(BACKLOG):
+        if self._yields():
+            self._pause(ACCEPT_YIELD, self._accept_what_is_left)
+        else:
+            self._accept_up_to(ACCEPTED_IN_TURN)
+
+    def _accept_up_to(self, count: int) -> None:
+        for _ in range(count):
             try:
                 accepted, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -126,10 +161,7 @@ class Acceptor:
                 if error.errno not in OUT_OF_FILES:
                     raise
                 log.error("cannot accept a connection: %s", error.strerror)
-                self._loop.remove_reader(
-                    self._listener
-                )  # else the loop would call this again at once
-                self._loop.call_later(ACCEPT_RETRY, self._listen)
+                self._pause(ACCEPT_RETRY, self._listen)
                 return
             accepted.setblocking(False)
             self._accepted(accepted)
@@ -226,15 +258,32 @@ class Connections:
         # Connections that wait for a request, and since when (loop seconds), oldest first.
         self._unused: dict[CountedConnection, float] = {}
         self._idle: dict[CountedConnection, float] = {}
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.get_running_loop()
         self._sweeper = self._loop.call_later(SWEEP_INTERVAL, self._sweep)
 
     def __call__(self) -> Connection:
         return Connection(self, self._loop)
 
-    def accept_tls(self, accepted: socket.socket, context: ssl.SSLContext) -> None:
-        """Starts the TLS handshake of an accepted socket."""
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def accept(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
+        """Serves an accepted socket, with a TLS `context` after its handshake."""
+        if context is None:
+            self._add_task(self._loop.create_task(self._connect(accepted)))
+        else:
+            self._accept_tls(accepted, context)
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # its client has left
+            await self._loop.connect_accepted_socket(self, accepted)
+
+    def _add_task(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _accept_tls(self, accepted: socket.socket, context: ssl.SSLContext) -> None:
         handshake = Handshake(accepted)
         if not self.register(handshake):
             accepted.close()  # no response can be sent before the handshake
@@ -244,8 +293,7 @@ class Connections:
             return Connection(self, self._loop, handshake)
 
         task = self._loop.create_task(handshake.run(context, make))
-        self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
+        self._add_task(task)
         task.add_done_callback(lambda _: self.unregister(handshake))
 
     def register(
@@ -325,6 +373,7 @@ class Connection(web.RequestHandler):
         self._busy = False  # requests have come that are not answered
         self._flushing = False  # the last bytes of an answer are on their way
         self._half_closed = False
+        self._is_tcp = False
         self._raw_transport: asyncio.Transport | None = None  # also while it closes
         self._last_message: tuple[Any, Any] | None = None  # the latest message and its body
 
@@ -338,7 +387,10 @@ class Connection(web.RequestHandler):
             self.force_close()
             return
         raw = transport.get_extra_info("socket")
-        if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        if raw is None or raw.family == socket.AF_UNIX:
+            return
+        self._is_tcp = True
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT * 1000))
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -383,10 +435,12 @@ class Connection(web.RequestHandler):
     def _answerable(self) -> bool:
         """Whether a half-close is no end of the client, and all requests that it sent are complete.
 
-        TLS has no half-close, and HTTP/1.0 has nothing that could be sent before an answer: there
-        the end of sending is the end of the client.
+        TLS has no half-close, other gateways do not use any, and HTTP/1.0 has nothing that could be
+        sent before an answer: there the end of sending is the end of the client.
         """
-        if not self._busy or self._last_message is None or self.ssl_context is not None:
+        if not self._busy or self._last_message is None:
+            return False
+        if self.ssl_context is not None or not self._is_tcp:
             return False
         message, body = self._last_message
         unreadable = not hasattr(message, "version")

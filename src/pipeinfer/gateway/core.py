@@ -21,14 +21,18 @@ from pipeinfer.core import (
     LOCAL,
     Drain,
     Leave,
+    RollCall,
     Send,
     Tick,
     Unsent,
     bracketed_answer,
+    highest_random_weight,
     silence_limit,
+    stage_number,
 )
 from pipeinfer.gateway.health import ExpectedStage, Health, StageStatus
 from pipeinfer.gateway.ledger import (
+    AdoptionEnded,
     Backlog,
     Call,
     ClientDisconnected,
@@ -37,9 +41,11 @@ from pipeinfer.gateway.ledger import (
     Failed,
     OutputDelta,
     OutputDiverged,
+    QueueShare,
     RequestDeadlines,
     RequestRecord,
     RequestTraces,
+    SetAdapters,
     Started,
     Status,
     StatusChanged,
@@ -48,17 +54,22 @@ from pipeinfer.gateway.ledger import (
     call_tokens,
     occupied_tokens,
     offsets,
+    prompt_beginning,
     resubmissions,
 )
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    AdapterChanges,
+    Adopt,
     CacheReset,
     Delivered,
     HandOver,
     Heartbeat,
     Message,
+    Reattached,
     Recover,
+    Recovered,
     Refused,
     ResetCache,
     SetSleep,
@@ -71,7 +82,11 @@ from pipeinfer.params import choice_id, choice_ids
 # Seconds of Retry-After: where room may come at any moment, and where the server shuts down.
 RETRY_SOON = 1
 RETRY_LATER = 5
+QUEUE_FULL = "queue_full"  # the code of a refusal for which another gateway may have room
 LATE_ROW_SECONDS = 2.0  # seconds for which rows of an ended request are no surprise
+# Seconds after which detokenizers are asked, though a tokenizer has not answered.
+ADOPTION_PATIENCE = 5.0
+ADOPTION_TIMEOUT = 60.0  # seconds after which those that have not answered are not waited for
 
 
 def local(message: Message) -> Send:
@@ -89,6 +104,10 @@ class GatewayCore:
 
     A request past its timeout fails with status 408 if nothing of it was delivered; else it ends
     with finish "abort" and keeps its text.
+
+    The pipeline keeps a request with `kept` also when it has ended, until the driver feeds
+    ClientDisconnected. A new core asks for the requests that the one before it has left so
+    (Adoption): it has them as its own from Adopt on, and their text from the beginning.
     """
 
     def __init__(
@@ -105,15 +124,25 @@ class GatewayCore:
         self.health = Health(expected, silence_limit(len(expected)), GIVE_UP_FACTOR * host_loss)
         self._readiness = PipelineReadiness(self.health)
         self._index = index
-        self._recover_request: Recover | None = Recover(f"gateway-{index}", incarnation)
         self._submissions = SubmitBuilder(index, seed, traces or RequestTraces())
         self._tokenizers = [e.stage for e in expected if e.name == "tokenizer"]
-        self._dispatched = 0
+        self._detokenizers = [e.stage for e in expected if e.name == "detokenizer"]
+        self._adoption = Adoption(
+            RollCall(f"gateway-{index}", incarnation, self._tokenizers),
+            RollCall(f"gateway-{index}", incarnation, self._detokenizers),
+        )
+        self._adapters = AdapterChanges()
+        gateways = max(sum(e.name == "gateway" for e in expected), 1)
+        self._own_detokenizers = own_detokenizers(self._detokenizers, index, gateways)
         self._records: dict[str, RequestRecord] = {}
+        self._finished: dict[str, RequestRecord] = {}  # whose answers are kept
         self._backlog = backlog or Backlog()
         self._ended = EndedRequests()
         self._deadlines = RequestDeadlines(self._records)
-        counts = ("requests_total", "late_rows", "stray_rows", "resubmitted", "diverged")
+        self._leaves = False
+        counts = (
+            "requests_total", "late_rows", "stray_rows", "resubmitted", "diverged", "adopted",
+        )  # fmt: skip
         self._counts = dict.fromkeys(counts, 0)
 
     # ------------------------------------------------------------------------------- a stage's core
@@ -143,17 +172,22 @@ class GatewayCore:
 
     def stats(self) -> dict[str, float]:
         """running, waiting: requests with and without output; waiting_tokens: of the latter's
-        prompts, as far as is known; requests sent on; rows dropped; requests repeated;
-        requests whose tokens came out different when they were computed again."""
+        prompts, as far as is known; kept: requests that have ended and that the pipeline keeps;
+        requests sent on; rows dropped; requests repeated; requests whose tokens came out different
+        when they were computed again; requests of the gateway before."""
         return {
             "running": float(len(self._records) - self._backlog.requests),
             "waiting": float(self._backlog.requests),
             "waiting_tokens": float(self._backlog.tokens),
+            "kept": float(len(self._finished)),
             **self._counts,
         }
 
     def idle(self) -> bool:
-        """True when no request is live."""
+        """True when no request is live. Those that a successor adopts do not count for one that
+        leaves."""
+        if self._leaves:
+            return all(record.submit.kept is not None for record in self._records.values())
         return not self._records
 
     def can_serve(self) -> bool:
@@ -170,9 +204,8 @@ class GatewayCore:
         if refusal is not None:
             names = choice_ids(call.request_id, range(many))
             return [local(msgspec.structs.replace(refusal, request_id=name)) for name in names]
-        submit = self._submissions.build(call)
-        tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
-        self._dispatched += 1
+        tokenizer = self._choose(self._tokenizers, prompt_beginning(call))
+        submit = self._submissions.build(call, self._detokenizer(call.request_id))
         self._counts["requests_total"] += len(submit.choices)
         for number in submit.choices:
             record = RequestRecord(submit, tokenizer, now, size, number)
@@ -195,22 +228,58 @@ class GatewayCore:
             return Failed(name, 503, message, code="starting", retry_after=RETRY_SOON)
         reason = self._backlog.refusal_reason(requests, tokens)
         if reason:
-            return Failed(name, 429, reason, code="queue_full", retry_after=RETRY_SOON)
+            return Failed(name, 429, reason, code=QUEUE_FULL, retry_after=RETRY_SOON)
         return None
 
     def _on_disconnect(self, message: ClientDisconnected, now: float) -> list[Send]:
         record = self._records.get(message.request_id)
-        return [] if record is None else [self._abort(record, message.reason, now)]
+        if record is not None:
+            return [self._abort(record, message.reason, now)]
+        finished = self._finished.get(message.request_id)
+        if finished is not None:
+            self._release(finished, now)
+        return []
+
+    def _on_reattached(self, event: Reattached, _now: float) -> list[Send]:
+        """From the driver: a client has come back for an adopted answer."""
+        tokenizers: dict[str, list[str]] = {}
+        for name in event.request_ids:
+            record = self._records.get(name) or self._finished.get(name)
+            if record is not None:
+                tokenizers.setdefault(record.tokenizer, []).append(name)
+        return [Send("requests", to, Reattached(tuple(names))) for to, names in tokenizers.items()]
 
     def _on_reset_cache(self, reset: ResetCache, _now: float) -> list[Send]:
         """One tokenizer passes the request to reset on to all groups."""
-        reset = msgspec.structs.replace(reset, gateway=self._index)
-        tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
-        return [Send("requests", tokenizer, reset)]
+        detokenizer = self._detokenizer(reset.name)
+        reset = msgspec.structs.replace(reset, gateway=self._index, detokenizer=detokenizer)
+        return [Send("requests", self._choose(self._tokenizers, b""), reset)]
 
     def _on_set_sleep(self, asked: SetSleep, _now: float) -> list[Send]:
-        tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
-        return [Send("requests", tokenizer, asked)]
+        return [Send("requests", self._choose(self._tokenizers, b""), asked)]
+
+    def _detokenizer(self, name: str) -> int:
+        """The index of the detokenizer for what is called `name`."""
+        rows, own = self.health.stages, self._own_detokenizers
+        ready = any(rows[stage].state == "ready" for stage in own)
+        stage = self._choose(own if ready else self._detokenizers, name.encode())
+        return stage_number(stage, "detokenizer") or 0
+
+    def _choose(self, stages: Sequence[str], key: bytes) -> str:
+        """The one of `stages` for `key`: always the same while it is ready. While it is not, what
+        it would get goes to others; where none is ready, it waits."""
+        rows = self.health.stages
+        ready = [stage for stage in stages if rows[stage].state == "ready"]
+        return highest_random_weight(ready or stages, key)
+
+    def _on_queue_share(self, share: QueueShare, _now: float) -> list[Send]:
+        self._backlog.set_bounds(share.requests, share.tokens)
+        return []
+
+    def _on_set_adapters(self, event: SetAdapters, _now: float) -> list[Send]:
+        """Tokenizers keep it for the gateway that comes after this one."""
+        self._adapters = self._adapters.updated(event.changes)
+        return [Send("requests", to, event.changes) for to in self._tokenizers]
 
     def _on_cache_reset(self, reply: CacheReset, _now: float) -> list[Send]:
         return [local(reply)]
@@ -249,7 +318,12 @@ class GatewayCore:
         next attempt, and late rows of this attempt are dropped."""
         record = self._records.get(event.request_id)
         if record is None or record.attempt > event.attempt:
+            finished = self._finished.get(event.request_id)
+            if finished is not None:  # its text is not kept by the lost group any more
+                self._release(finished, _now)
             return []  # the request has ended, or the next attempt has begun
+        if event.stage and self._adoption.awaits(record.awaited):
+            return []  # what was delivered is not known yet; it is asked again
         self._counts["diverged"] += not event.stage
         return [self._next_attempt(record, event.stage or record.tokenizer, event.attempt + 1)]
 
@@ -298,6 +372,8 @@ class GatewayCore:
                 self._on_unknown_row(row, out, now)
             elif row.attempt != record.submit.attempt and not record.adopt_attempt(row.attempt):
                 self._counts["late_rows"] += 1
+            elif record.awaited and self._adoption.awaits(record.awaited):
+                self._counts["late_rows"] += 1  # the answer brings all of it
             elif record.group < 0:  # not accepted yet
                 record.early.append(row)
             else:
@@ -335,7 +411,10 @@ class GatewayCore:
                 )
             out.append(Send(LOCAL, "", delta))
         else:
-            self._complete(record, now)
+            if record.submit.kept is None:
+                self._complete(record, now)
+            else:
+                self._keep(record)
             delta = OutputDelta(row.request_id, text, ids, byte, token)
             self._finish(record, row, delta, out, now)
 
@@ -375,7 +454,12 @@ class GatewayCore:
         """A row of a request that is not live: it is late, it belongs to a dead gateway, or the end
         of the request got lost, which is sent again."""
         end = self._ended.get(row.request_id)
+        if row.request_id in self._finished:
+            self._counts["late_rows"] += 1  # its detokenizer was started again
+            return
         if end is None:
+            if not self._adoption.complete:
+                return  # if the request is kept, all of it comes when it is adopted
             self._counts["stray_rows"] += 1
             end = EndedRequest("", row.attempt, "unknown to its gateway", now)
         else:
@@ -390,13 +474,75 @@ class GatewayCore:
 
     def _on_recover(self, event: Recover, now: float) -> list[Send]:
         """A tokenizer was started again: its requests, and the ends that it may have missed."""
-        records = [record for record in self._records.values() if record.tokenizer == event.stage]
+        known = (*self._records.values(), *self._finished.values())
+        records = [record for record in known if record.tokenizer == event.stage]
         self._counts["resubmitted"] += len(records)
         ended = self._ended.recent(event.stage, now)
+        adapters = [self._adapters] * (self._adapters != AdapterChanges())
         sends = (
-            Send("requests", event.stage, message) for message in (*resubmissions(records), *ended)
+            Send("requests", event.stage, message)
+            for message in (*adapters, *resubmissions(records), *ended)
         )
         return bracketed_answer(f"gateway-{self._index}", event, sends)
+
+    # ------------------------------------------------------------- from the gateway before this one
+
+    def _on_adopt(self, adopt: Adopt, now: float) -> list[Send]:
+        """A request whose answer is kept is this gateway's, as if it had sent it. What is known, or
+        has ended since, was told before."""
+        submit = adopt.submit
+        names = dict(
+            zip(choice_ids(submit.request_id, submit.choices), submit.choices, strict=True)
+        )
+        new = [
+            number
+            for name, number in names.items()
+            if name not in self._records
+            and name not in self._finished
+            and self._ended.get(name) is None
+        ]
+        if not new or submit.kept is None:
+            return []
+        submit = msgspec.structs.replace(submit, gateway=self._index, choices=tuple(new))
+        size = occupied_tokens(submit.params, 0)
+        for number in new:
+            record = RequestRecord(submit, adopt.stage, now, size, number)
+            record.awaited = f"detokenizer-{adopt.submit.detokenizer}"
+            self._records[record.request_id] = record
+            self._backlog.add(size)
+            self._deadlines.add(record)
+        self._counts["adopted"] += len(new)
+        out = [local(msgspec.structs.replace(adopt, submit=submit, accepted=None))]
+        if adopt.accepted is not None:
+            accepted = msgspec.structs.replace(adopt.accepted, choices=submit.choices)
+            out += self._on_accepted(accepted, now)
+        if self._adoption.asks_detokenizers:  # one of them has told this: its tokenizer died, too
+            out.append(Send("requests", adopt.stage, submit))
+        return out
+
+    def _on_adapters(self, changes: AdapterChanges, _now: float) -> list[Send]:
+        """A tokenizer tells what gateways before this one have loaded."""
+        self._adapters = self._adapters.updated(changes)
+        return [local(changes)]
+
+    def _on_recovered(self, bracket: Recovered, now: float) -> list[Send]:
+        self._adoption.on_recovered(bracket)
+        return self._ask(now)
+
+    def _ask(self, now: float) -> list[Send]:
+        asked = self._adoption.ask(now)
+        return [*asked, local(AdoptionEnded())] if self._adoption.take_end(now) else asked
+
+    def _on_dropped(self, abort: Abort, now: float) -> list[Send]:
+        """A detokenizer keeps a request's output no more: too much is kept."""
+        record = self._records.get(abort.request_id)
+        finished = self._finished.get(abort.request_id)
+        if finished is not None:
+            self._release(finished, now)
+        if record is None:
+            return []
+        failed = Failed(abort.request_id, 500, "its output is kept no more", code="request_failed")
+        return [self._abort(record, abort.reason, now), local(failed)]
 
     # ------------------------------------------------------------------------------ time and health
 
@@ -407,10 +553,7 @@ class GatewayCore:
         return out
 
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
-        out: list[Send] = []
-        if self._recover_request is not None:  # the first tick, before any request
-            out += [Send("recovery", to, self._recover_request) for to in self._tokenizers]
-            self._recover_request = None
+        out = self._ask(now)  # at the first tick before any request
         self.health.mark_lost(now)
         for row in self.health.lost_for_good(now):
             self._fail_requests_of(row, out, now)
@@ -424,7 +567,7 @@ class GatewayCore:
         message = f"{row.stage} is lost: {row.reason}"
         for record in list(self._records.values()):
             waits = record.group < 0 and record.tokenizer == row.stage
-            if row.name == "detokenizer" or waits:
+            if waits or row.stage == f"detokenizer-{record.submit.detokenizer}":
                 out.append(self._abort(record, "host_lost", now))
                 failed = Failed(record.request_id, 503, message, code="host_lost")
                 out.append(local(failed))
@@ -451,6 +594,11 @@ class GatewayCore:
             output_tokens=record.tokens,
         )
         out.append(local(delta))
+
+    def _on_leave(self, event: Leave, now: float) -> list[Send]:
+        """Its connections cannot be handed over; kept answers are adopted by the successor."""
+        self._leaves = True
+        return self._on_drain(event, now)
 
     def _on_drain(self, _event: Drain | Leave, now: float) -> list[Send]:
         self._readiness.draining = True
@@ -486,6 +634,19 @@ class GatewayCore:
         """Ends a record whose client has the whole answer; Done is sent after this event."""
         self._end(record, "", now)
 
+    def _keep(self, record: RequestRecord) -> None:
+        """The request has ended, and the pipeline keeps it until the driver needs it no more."""
+        del self._records[record.request_id]
+        if not record.has_output:
+            self._backlog.remove(record.size)
+        self._finished[record.request_id] = record
+
+    def _release(self, record: RequestRecord, now: float) -> None:
+        """Ends a kept record; Done is sent after this event."""
+        del self._finished[record.request_id]
+        end = EndedRequest(record.tokenizer, record.attempt, "", now)
+        self._ended.add(record.request_id, end)
+
     def _abort(self, record: RequestRecord, reason: str, now: float) -> Send:
         """Ends the record; returns the Abort for the pipeline."""
         self._end(record, reason, now)
@@ -504,17 +665,83 @@ class GatewayCore:
         ClientDisconnected: _on_disconnect,
         ResetCache: _on_reset_cache,
         SetSleep: _on_set_sleep,
+        Reattached: _on_reattached,
+        SetAdapters: _on_set_adapters,
+        AdapterChanges: _on_adapters,
         CacheReset: _on_cache_reset,
         Accepted: _on_accepted,
         HandOver: _on_hand_over,
         Refused: _on_refused,
         Recover: _on_recover,
+        Recovered: _on_recovered,
+        Adopt: _on_adopt,
+        Abort: _on_dropped,
         Heartbeat: _on_heartbeat,
         Tick: _on_tick,
         Drain: _on_drain,
         Unsent: _on_unsent,
-        Leave: _on_drain,  # its connections cannot be handed over
+        Leave: _on_leave,
+        QueueShare: _on_queue_share,
     }
+
+
+def _again(send: Send) -> Send:
+    assert isinstance(send.message, Recover)
+    return send._replace(message=msgspec.structs.replace(send.message, again=True))
+
+
+class Adoption:
+    """What a new gateway asks at its start, so that it has the requests of the one before it whose
+    answers are kept: first tokenizers for the requests, then detokenizers for their text.
+
+    asks_detokenizers: tokenizers have told what they know. complete: all have answered, or it was
+    waited long enough for those that have not.
+    """
+
+    def __init__(self, tokenizers: RollCall, detokenizers: RollCall) -> None:
+        self._tokenizers = tokenizers
+        self._detokenizers = detokenizers
+        self._began = inf
+        self.asks_detokenizers = self.complete = False
+
+    def ask(self, now: float) -> list[Send]:
+        """The questions that are due at `now` (seconds)."""
+        first = self._began == inf
+        self._began = min(self._began, now)
+        asked = [send if first else _again(send) for send in self._tokenizers.ask(now)]
+        if self._tokenizers.complete or now - self._began >= ADOPTION_PATIENCE:
+            self.asks_detokenizers = True
+            asked += self._detokenizers.ask(now)
+        return asked
+
+    def awaits(self, detokenizer: str) -> bool:
+        """Whether the answer of that detokenizer is still to come."""
+        return not self.complete and not self._detokenizers.has_begun(detokenizer)
+
+    def on_recovered(self, bracket: Recovered) -> None:
+        """Takes a bracket of an answer."""
+        self._tokenizers.on_recovered(bracket)
+        self._detokenizers.on_recovered(bracket)
+
+    def take_end(self, now: float) -> bool:
+        """Whether it is complete since it was last asked; True once."""
+        answered = self._tokenizers.complete and self._detokenizers.complete
+        if self.complete or not (answered or now - self._began >= ADOPTION_TIMEOUT):
+            return False
+        self.complete = True
+        return True
+
+
+def own_detokenizers(detokenizers: Sequence[str], gateway: int, gateways: int) -> list[str]:
+    """The detokenizers that gateway number `gateway` gives its requests. Where they can be shared
+    out evenly, each detokenizer has one gateway, or each gateway one detokenizer: so a step's text
+    is in few messages."""
+    by_index = {stage_number(stage, "detokenizer"): stage for stage in detokenizers}
+    if len(by_index) % gateways == 0:
+        return [stage for index, stage in by_index.items() if (index or 0) % gateways == gateway]
+    if gateways % len(by_index) == 0:
+        return [by_index[gateway % len(by_index)]]
+    return list(detokenizers)
 
 
 def _started(accepted: Accepted, record: RequestRecord) -> Started:

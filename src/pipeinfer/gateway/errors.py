@@ -147,6 +147,11 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
         "A field's value is outside its range, or the body is nested too deeply or holds too many "
         "values.",
     ),
+    "previous_response_not_found": (
+        (400,),
+        "The response of `previous_response_id`, or one before it, is not stored, or another key "
+        "asked for it.",
+    ),
     "unsupported_parameter": (
         (400,),
         "The field changes an answer in other servers and is not built here.",
@@ -154,6 +159,10 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
     "context_length_exceeded": (
         (400,),
         "The prompt, or prompt and `max_tokens`, exceed the model's context.",
+    ),
+    "adapter_not_loaded": (
+        (400,),
+        "An adapter's files are not there, broken, or none that the model can have.",
     ),
     "bad_request": ((400,), "What came is no HTTP."),
     "invalid_body": ((400,), "The body is cut off or cannot be decompressed."),
@@ -167,14 +176,28 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
         "A web page of another site asks a server without keys: see `--allowed-origins`.",
     ),
     "operators_only": ((403,), "Some keys are marked `admin`, and this is none of them."),
-    "model_not_found": ((404,), "Another model is served."),
+    "api_key_needed": ((403,), "Adapters are loaded only where an API key is set."),
+    "model_not_found": ((404,), "Neither the model nor an adapter has that name."),
     "not_found": ((404,), "There is no such path."),
     "not_seen": (
         (404,),
         "No spans are known of the request that `/monitor/requests` was asked for.",
     ),
+    "stream_not_found": (
+        (404,),
+        "No answer with this id is kept, or another key asked for it.",
+    ),
+    "response_not_found": (
+        (404,),
+        "No response with this id is kept, or another key asked for it.",
+    ),
     "timeout": ((408,), "The request's `timeout` passed before the first output."),
     "body_timeout": ((408,), "The body does not come."),
+    "stream_gone": (
+        (410,),
+        "The answer was kept and is not any more, or not from the wanted event on: its time is "
+        "over, or `--kept-mib` or `--key-kept-mib` was reached.",
+    ),
     "body_too_large": ((413,), "The body has more than `--max-body-mib`."),
     "unsupported_encoding": ((415,), "The body is compressed otherwise than by gzip or deflate."),
     "unsupported_media_type": (
@@ -190,16 +213,26 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
         (429,),
         "`--max-queue` requests or `--max-queue-tokens` prompt tokens wait already.",
     ),
+    "too_much_kept": (
+        (429,),
+        "Answers that are being computed already occupy `--kept-mib` or `--key-kept-mib`.",
+    ),
     "rate_limit_exceeded": ((429,), "A limit of the key is reached. `Retry-After` says how long."),
     "request_failed": (
         (500,),
         "This request failed: its logits were not finite, or the engine crashed on it repeatedly.",
     ),
+    "store_failed": ((500,), "The file of `--store` cannot be read. The log says why."),
     "stream_broken": ((500,), "A part of this request's text was lost."),
     "not_implemented": ((501,), "The model cannot do this."),
     "cannot_sleep": ((501,), "An engine cannot give its memory back; the message says why."),
     "asleep": ((503,), "The server was put to sleep with `wait=false`."),
     "too_many_pages": ((503,), "64 feeds of `/monitor/events` are open at this gateway."),
+    "gateway_unanswered": (
+        (503,),
+        "An adapter was loaded or unloaded, and a gateway has not said within five seconds that it "
+        "knows. It will.",
+    ),
     "reset_unanswered": ((503,), "A group has not said that its cache is reset."),
     "host_lost": ((503,), "A stage that it needs was silent for ten times `--host-loss`."),
     "starting": ((503,), "The server is not ready yet."),
@@ -319,6 +352,7 @@ REFUSED_OF: dict[str, dict[str, tuple[JsonValue, ...]]] = {
         "input_embeds": (),
         "audio_data": (),
         "background": (False,),
+        "previous_response_id": ("",),
         "beam_width": (0, 1),
         "ebnf_full_assistant": (),
         "image_data": (),
@@ -521,12 +555,16 @@ ALTERNATIVES: dict[str, tuple[str, ...]] = {
 # Of the bodies of /v1/responses, beside those.
 ONLY_RESPONSES: dict[str, tuple[JsonValue, ...]] = {
     "conversation": (),
-    "previous_response_id": ("",),
     "context_management": ([],),
     "enable_response_messages": (False,),
     "previous_input_messages": ([],),
 }
-RESPONSES = {**REFUSED, **ONLY_RESPONSES}
+SERVED_RESPONSES = "background", "previous_response_id"
+RESPONSES = {
+    name: neutral
+    for name, neutral in {**REFUSED, **ONLY_RESPONSES}.items()
+    if name not in SERVED_RESPONSES
+}
 
 # Of the bodies of /v1/messages, beside those.
 ONLY_MESSAGES: dict[str, tuple[JsonValue, ...]] = {

@@ -77,7 +77,8 @@ class Health:
     The counts below are updated with every heartbeat, whose cost must not grow with the number of
     stages.
     _not_ready: numbers of the stages that are not ready, in the topology's order.
-    _group_not_ready: how many of these are in each group. _shared_not_ready: how many in none.
+    _group_not_ready: how many of these are in each group. _shared_ready: how many stages are ready
+        of each kind that no group has, such as tokenizers.
     _ready_groups: groups of which all stages are ready. _asleep: schedulers whose groups sleep.
     """
 
@@ -98,7 +99,8 @@ class Health:
         self._ready_groups = 0
         self._groups = sum(row.name == "scheduler" for row in self._order)
         self._asleep = 0
-        self._shared_not_ready = len(self._not_ready) - len(per_group)
+        shared = {row.name for row in self._order if row.name not in (*PER_GROUP, "gateway")}
+        self._shared_ready = dict.fromkeys(shared, 0)
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Takes a heartbeat; those of unknown stages and of earlier incarnations are ignored."""
@@ -128,7 +130,7 @@ class Health:
                 self._lost_since[row.stage] = now
 
     def lost_for_good(self, now: float) -> list[StageStatus]:
-        """Stages that are lost for longer than `host_loss`."""
+        """Stages that are lost for longer than `host_loss`, for a gateway ten times --host-loss."""
         lost = [stage for stage, since in self._lost_since.items() if now - since > self._host_loss]
         return [self.stages[stage] for stage in lost]
 
@@ -146,7 +148,7 @@ class Health:
         else:
             del self._not_ready[at]
         if row.name not in PER_GROUP:
-            self._shared_not_ready += change
+            self._shared_ready[row.name] -= change
             return
         before = self._group_not_ready[row.group]
         self._group_not_ready[row.group] = before + change
@@ -161,12 +163,13 @@ class Health:
         return not self._not_ready
 
     def can_serve(self) -> bool:
-        """Whether a request could be served: all common stages and one whole group are ready."""
-        return self._shared_not_ready == 0 and self._ready_groups > 0
+        """Whether a request could be served: one whole group is ready, and a stage of each kind
+        that groups share."""
+        return all(self._shared_ready.values()) and self._ready_groups > 0
 
     def asleep(self) -> bool:
-        """Whether all groups sleep, and the stages that they share are ready."""
-        return self._shared_not_ready == 0 and 0 < self._groups == self._asleep
+        """Whether all groups sleep, and a stage of each kind that they share is ready."""
+        return all(self._shared_ready.values()) and 0 < self._groups == self._asleep
 
     def cannot_sleep(self) -> StageStatus | None:
         """An engine that cannot give its memory back, or has not said yet whether it can: then its

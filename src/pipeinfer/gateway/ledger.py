@@ -1,7 +1,8 @@
 """The gateway's requests: local events in and out, and the record of each live request.
 
-- Call, ClientDisconnected; Started, OutputDelta, Failed, StatusChanged: events between the core and
-  its driver, which is the HTTP side or an offline class. They never travel on the bus.
+- Call, ClientDisconnected, SetAdapters, QueueShare; Started, OutputDelta, Failed, AdoptionEnded,
+  StatusChanged: events between the core and its driver, which is the HTTP side or an offline class.
+  They never travel on the bus.
 - token_scores: log-probs as answers show them, from the packed scores that text rows carry.
 - RequestRecord: what was delivered of a request, and what of a row is new.
 - EndedRequests: which ends a restarted tokenizer may have missed.
@@ -25,13 +26,24 @@ import msgspec
 from msgspec.structs import replace
 
 from pipeinfer.core import RecentTable
-from pipeinfer.messages import Abort, Done, FinishReason, LogprobTexts, Message, Submit, TextRow
+from pipeinfer.messages import (
+    Abort,
+    AdapterChanges,
+    Done,
+    FinishReason,
+    Kept,
+    LogprobTexts,
+    Message,
+    Submit,
+    TextRow,
+)
 from pipeinfer.observe.spans import Traceparent, read_traceparent
 from pipeinfer.params import (
     SEED_MASK,
+    Adapter,
     JsonObject,
     JsonValue,
-    SamplingParams,
+    RequestParams,
     StructuredOutputs,
     ThoughtState,
     choice_id,
@@ -55,11 +67,11 @@ class Call(Message, frozen=True):
         text, its tokens as the vocabulary writes them.
     only_encode: nothing is generated; one OutputDelta ends the request.
     token_offsets: each OutputDelta says where the text of its tokens begins.
-    priority, cache_salt, trace, client, fallback_grammar: as in Submit.
+    priority, cache_salt, trace, client, fallback_grammar, adapter, kept: as in Submit.
     """
 
     request_id: str
-    params: SamplingParams
+    params: RequestParams
     text: str | None = None
     prompt_ids: bytes | None = None
     chat: list[JsonObject] | None = None
@@ -76,13 +88,24 @@ class Call(Message, frozen=True):
     fallback_grammar: StructuredOutputs | None = None
     token_offsets: bool = False
     return_token_strs: bool = False
+    adapter: Adapter | None = None
+    kept: Kept | None = None
 
 
 class ClientDisconnected(Message, frozen=True):
-    """The client of a request is gone: nothing more is delivered. An unknown id is no error."""
+    """Nobody wants more of a request: its client is gone, has all of it, or has deleted what was
+    kept. Nothing more is delivered, and what is kept of its answer goes. An unknown id is no error.
+    """
 
     request_id: str
     reason: str = "client"
+
+
+class QueueShare(Message, frozen=True):
+    """So many requests, and tokens of their prompts, may wait at this gateway; see Backlog."""
+
+    requests: int
+    tokens: int
 
 
 # ----------------------------------------------------------------------------------- core -> driver
@@ -157,6 +180,18 @@ class Failed(Message, frozen=True):
         busy = self.never_ran and self.status == 503
         refused = self.status < 500 or busy or self.code in ("starting", "draining")
         return "refused" if refused else "error"
+
+
+class SetAdapters(Message, frozen=True):
+    """driver -> core: adapters were loaded or unloaded; `changes` are all since the server's start.
+    A restarted gateway's driver gets them as AdapterChanges."""
+
+    changes: AdapterChanges
+
+
+class AdoptionEnded(Message, frozen=True):
+    """All requests are known whose answers are kept and which the gateway before this one had; each
+    came as Adopt."""
 
 
 class StatusChanged(Message, frozen=True):
@@ -281,7 +316,7 @@ TEXT_BYTES = 28  # bytes that a text which is not all ASCII occupies beside its 
 VALUE_BYTES = 64  # bytes that a value of a chat or of template arguments occupies beside its text
 
 
-def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
+def occupied_tokens(params: RequestParams, prompt_tokens: int) -> int:
     """Prompt tokens as which a request counts: its own, and bytes of its log-probs by
     BYTES_PER_TOKEN."""
     outputs = min(params.max_tokens or MAX_SCORED_OUTPUTS, MAX_SCORED_OUTPUTS)
@@ -321,6 +356,36 @@ def _estimated_tokens(call: Call) -> int:
     return found // BYTES_PER_TOKEN + 1
 
 
+BEGINNING_BYTES = 128  # so many have less than the 64 tokens that routing to groups sees at least
+
+
+def prompt_beginning(call: Call) -> bytes:
+    """What prompts that share a prefix of the cache have in common: the salt, and the first bytes
+    of the ids, of the text, or of the texts of the chat."""
+    if call.prompt_ids is not None:
+        found = call.prompt_ids[:BEGINNING_BYTES]
+    elif call.text is not None:
+        found = call.text[:BEGINNING_BYTES].encode("utf-8", "replace")[:BEGINNING_BYTES]
+    else:
+        found = _first_texts(call.chat or [])
+    return call.cache_salt.encode("utf-8", "replace") + b"\0" + found
+
+
+def _first_texts(chat: list[JsonObject]) -> bytes:
+    """BEGINNING_BYTES bytes of the texts in `chat`, in its order."""
+    found = b""
+    pending: list[JsonValue] = [*reversed(chat)]  # the next one last
+    while pending and len(found) < BEGINNING_BYTES:
+        value = pending.pop()
+        if isinstance(value, str):
+            found += value[:BEGINNING_BYTES].encode("utf-8", "replace") + b"\0"
+        elif isinstance(value, dict):
+            pending += [value[name] for name in sorted(value, reverse=True)]
+        elif isinstance(value, list | tuple):
+            pending += reversed(value)
+    return found[:BEGINNING_BYTES]
+
+
 class Backlog:
     """Requests of which nothing was delivered yet, and bounds for them.
 
@@ -332,6 +397,10 @@ class Backlog:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self.requests = self.tokens = 0
+
+    def set_bounds(self, max_requests: int, max_tokens: int) -> None:
+        """Other bounds from now on."""
+        self._max_requests, self._max_tokens = max_requests, max_tokens
 
     def add(self, tokens: int) -> None:
         """A request of so many tokens begins to wait."""
@@ -384,9 +453,12 @@ class RequestRecord:
     early: rows that arrived before Accepted, which comes from another stage on another socket.
     has_output: whether text or ids were delivered.
     ids: delivered output ids, int32 bytes. tokens: how many. bytes: delivered text, in UTF-8.
+    awaited: of a request that was begun by the gateway before this one: its detokenizer, which
+        tells all of its text once it is asked; else empty.
     """
 
     __slots__ = (
+        "awaited",
         "bytes",
         "choice",
         "deadline",
@@ -418,6 +490,7 @@ class RequestRecord:
         self.ids = bytearray()
         self.tokens = 0
         self.scored = 0
+        self.awaited = ""
 
     @property
     def request_id(self) -> str:
@@ -611,15 +684,15 @@ class SubmitBuilder:
         self._random = random.Random(seed + gateway)
         self._traces = traces
 
-    def build(self, call: Call) -> Submit:
+    def build(self, call: Call, detokenizer: int = 0) -> Submit:
         """The first attempt of `call`, all its choices in one message."""
         drawn = self._random.getrandbits(63)  # always, so that seeds depend on the order alone
         seed = drawn if call.params.seed is None else call.params.seed & SEED_MASK
         trace = self._traces.traceparent(call.request_id, call.trace)
-        return _submit(call, self._gateway, seed, trace)
+        return _submit(call, self._gateway, detokenizer, seed, trace)
 
 
-def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
+def _submit(call: Call, gateway: int, detokenizer: int, seed: int, trace: str) -> Submit:
     return Submit(
         request_id=call.request_id,
         attempt=1,
@@ -643,6 +716,9 @@ def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
         fallback_grammar=call.fallback_grammar,
         token_offsets=call.token_offsets,
         return_token_strs=call.return_token_strs,
+        adapter=call.adapter,
+        detokenizer=detokenizer,
+        kept=call.kept,
     )
 
 

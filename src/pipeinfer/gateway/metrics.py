@@ -3,6 +3,7 @@
 - MetricCounter, SecondsHistogram: counters and histograms of one event loop, cheap enough for every
   token. Prometheus' own take a lock and check their labels at every count.
 - Metrics: counts of this gateway, and statistics of the stages, as Prometheus' text form.
+- GatewayMetrics: the counts of all gateways, by stage.
 - RollingLatencies: latencies of the last seconds, for the web page and for heartbeats.
 - VllmMetrics: the same figures under vLLM's names, for dashboards made for vLLM.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -31,7 +32,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
+from pipeinfer.control import MetricSample, MetricSamples
 from pipeinfer.core import (
+    ACCEPTED_AT,
     REQUEST_SECONDS,
     STEP_TOKENS,
     Histogram,
@@ -39,6 +42,7 @@ from pipeinfer.core import (
     takeover_seconds,
 )
 from pipeinfer.gateway.health import Health, StageStatus, kv_usage
+from pipeinfer.gateway.kept_streams import KeptBounds, KeptStreams
 from pipeinfer.step_cost import NO_TARGETS, Targets
 
 
@@ -138,6 +142,8 @@ class Metrics:
         vllm: VllmMetrics | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
+        self.gateways = GatewayMetrics()
+        self.registry.register(self.gateways)
         self.vllm = vllm
         family = self._counter_family
         self._requests = family(
@@ -160,6 +166,9 @@ class Metrics:
         self._unknown_fields = family(
             "unknown_fields",
             "Fields of bodies that were ignored because they are unknown. The log names each once.",
+        ).labels()
+        self.store_errors = family(
+            "store_errors", "Responses that could not be written to the file of --store."
         ).labels()
         self._seen_fields: set[str] = set()
         self._key_requests = family(
@@ -201,17 +210,25 @@ class Metrics:
             self.time_per_output_token,
             self.request_seconds,
         ):
-            self.registry.register(times)
+            self.gateways.own.append(times)
         if vllm is not None:
+            self.gateways.own.append(vllm.counted)
             self.registry.register(vllm)
         self.registry.register(_StageCollector(health))
         self.registry.register(_GatewayCollector(ready, targets))
+        self.gateways.own.append(_StartCollector())
+        self._kept = _KeptCollector()
+        self.gateways.own.append(self._kept)
         for outcome in ("stop", "length", "abort", "error", "refused"):
             self._requests.labels(outcome)  # so that rates have a zero to start from
 
+    def register_kept_streams(self, kept: KeptStreams) -> None:
+        """Shows these streams from now on as those that outlive their connections."""
+        self._kept.streams = kept
+
     def _counter_family(self, name: str, text: str, *labels: str) -> CounterFamily:
         family = CounterFamily(f"pipeinfer_{name}", text, labels)
-        self.registry.register(family)
+        self.gateways.own.append(family)
         return family
 
     def count_ended(self, outcome: str) -> None:
@@ -246,24 +263,77 @@ class Metrics:
         return exact(self.registry), kind
 
 
+class GatewayMetrics(Collector):
+    """What gateways count themselves: this one, and those whose samples are `others`.
+
+    own: collectors of this gateway's. stage: its id, which is a label of all samples where there
+    are several gateways; "": it is the only one. others: by stage id, for the next scrape.
+    """
+
+    def __init__(self) -> None:
+        self.own: list[Collector] = []
+        self.stage = ""
+        self.others: Mapping[str, tuple[MetricSamples, ...]] = {}
+
+    def counted(self) -> tuple[MetricSamples, ...]:
+        """The samples of this gateway."""
+        return tuple(
+            MetricSamples(
+                name=family.name,
+                help=family.documentation,
+                kind=family.type,
+                samples=tuple(
+                    MetricSample(one.name, one.labels, one.value) for one in family.samples
+                ),
+            )
+            for collector in self.own
+            for family in collector.collect()
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        if not self.stage:
+            for collector in self.own:
+                yield from collector.collect()
+            return
+        families: dict[str, Metric] = {}
+        of_each = {self.stage: self.counted(), **self.others}
+        for stage, counted in sorted(of_each.items()):
+            for one in counted:
+                family = families.get(one.name)
+                if family is None:
+                    family = families[one.name] = Metric(one.name, one.help, one.kind)
+                for sample in one.samples:
+                    labels = {**sample.labels, "gateway": stage}
+                    family.add_sample(sample.name, labels, sample.value)
+        yield from families.values()
+
+
+class _StartCollector(Collector):
+    """When the gateway's process began."""
+
+    def __init__(self) -> None:
+        self._started = time.time()
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "pipeinfer_gateway_start_time_seconds",
+            "Unix time when the gateway's process began. Counters begin anew with it.",
+            self._started,
+        )
+
+
 class _GatewayCollector(Collector):
-    """Gauges of the gateway itself."""
+    """Gauges that are the same at each gateway."""
 
     def __init__(self, ready: Callable[[], bool], targets: Targets) -> None:
         self._ready = ready
         self._targets = targets
-        self._started = time.time()
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "pipeinfer_ready",
             "1 if a request would be answered, as /health/ready says, else 0.",
             float(self._ready()),
-        )
-        yield GaugeMetricFamily(
-            "pipeinfer_gateway_start_time_seconds",
-            "Unix time when the gateway's process began. Counters begin anew with it.",
-            self._started,
         )
         target = GaugeMetricFamily(
             "pipeinfer_target_seconds",
@@ -273,6 +343,37 @@ class _GatewayCollector(Collector):
         target.add_metric(["ttft"], self._targets.ttft)
         target.add_metric(["itl"], self._targets.itl)
         yield target
+
+
+class _KeptCollector(Collector):
+    """The streams that outlive their connections, read at scrape time. streams: none at first."""
+
+    def __init__(self) -> None:
+        self.streams = KeptStreams(KeptBounds(0, 0), lambda _: None)
+
+    def collect(self) -> Iterator[Metric]:
+        kept = self.streams
+        for name, text, value in (
+            ("kept_streams", "Answers that are kept for clients that come again.", len(kept)),
+            ("kept_bytes", "Bytes that kept answers occupy.", kept.bytes),
+            (
+                "detached_requests",
+                "Kept answers that are being computed while no connection reads them.",
+                kept.num_detached,
+            ),
+        ):
+            yield GaugeMetricFamily(f"pipeinfer_{name}", text, value)
+        yield CounterMetricFamily(
+            "pipeinfer_resumed_streams",
+            "Connections that went on with a kept answer behind its first event.",
+            kept.resumed,
+        )
+        yield CounterMetricFamily(
+            "pipeinfer_dropped_streams",
+            "Kept answers that were dropped, or lost their first events, because --kept-mib or "
+            "--key-kept-mib was reached.",
+            kept.dropped,
+        )
 
 
 class _StageCollector(Collector):
@@ -360,6 +461,27 @@ class _StageCollector(Collector):
             level.add_metric([str(row.group)], row.stats.get("sleep_level", 0.0))
         yield level
         yield from self._takeovers()
+        yield from self._drafts()
+
+    def _drafts(self) -> Iterator[Metric]:
+        drafted = CounterMetricFamily(
+            "pipeinfer_draft_tokens",
+            "Tokens that were guessed ahead and verified; see --speculate.",
+            labels=["group"],
+        )
+        accepted = CounterMetricFamily(
+            "pipeinfer_accepted_draft_tokens",
+            "Of those, the ones that were what was sampled; by position of the guess behind the "
+            "last known token, from 0.",
+            labels=["group", "position"],
+        )
+        for row in self._health.one_per_group("scheduler"):
+            group, stats = str(row.group), row.stats
+            drafted.add_metric([group], stats.get("draft_tokens_total", 0.0))
+            for name, count in stats.items():
+                if name.startswith(ACCEPTED_AT):
+                    accepted.add_metric([group, name.removeprefix(ACCEPTED_AT)], count)
+        yield from (drafted, accepted)
 
     def _histogram(
         self, name: str, text: str, stage: str, bounds: tuple[float, ...]
@@ -609,15 +731,17 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
 
 
 class VllmMetrics(Collector):
-    """The metrics of one gateway under vLLM's names.
+    """Metrics under vLLM's names: itself those of other stages' heartbeats.
 
     model: served name. max_tokens: of a request. caches: whether prefixes are cached.
+    counted: those that this gateway counts itself.
     """
 
     def __init__(self, health: Health, model: str, max_tokens: int, caches: bool) -> None:
         self._health, self._model = health, model
         self._max_tokens, self._caches = max_tokens, caches
         self._groups: dict[int, GroupMetrics] = {}
+        self.counted = _VllmCounted(self)
 
     def group(self, group: int) -> GroupMetrics:
         """The metrics of group number `group`; made on first use."""
@@ -626,10 +750,13 @@ class VllmMetrics(Collector):
         return self._groups[group]
 
     def collect(self) -> Iterator[Metric]:
-        for row in self._groups_of("scheduler"):
-            self.group(row.group)  # so that rates have a zero to start from
         yield from self._of_schedulers()
         yield from self._of_engines()
+
+    def counted_here(self) -> Iterator[Metric]:
+        """What this gateway counts itself."""
+        for row in self._groups_of("scheduler"):
+            self.group(row.group)  # so that rates have a zero to start from
         yield from self._counted()
         yield from self._timed()
 
@@ -671,12 +798,13 @@ class VllmMetrics(Collector):
         )
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
-            "Requests in no slot: for a slot and pages (capacity), or for a grammar or another's "
-            "prompt (deferred).",
+            "Requests in no slot: for a slot and pages (capacity), or for a grammar, an adapter or "
+            "another's prompt (deferred).",
             labels=(*LABELS, "reason"),
         )
         for row in self._groups_of(stage):
-            deferred = row.stats.get("held", 0.0) + row.stats.get("preparing", 0.0)
+            reasons = ("held", "preparing", "loading_adapter")
+            deferred = sum(row.stats.get(reason, 0.0) for reason in reasons)
             capacity = max(row.stats.get("waiting", 0.0) - deferred, 0.0)
             waiting.add_metric(self._labels(row.group, "capacity"), capacity)
             waiting.add_metric(self._labels(row.group, "deferred"), deferred)
@@ -772,3 +900,13 @@ class VllmMetrics(Collector):
                 made = histogram(group)
                 add_histogram(family, self._labels(number), made.at_most(), made.total)
             yield family
+
+
+class _VllmCounted(Collector):
+    """What a gateway counts itself under vLLM's names."""
+
+    def __init__(self, metrics: VllmMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics.counted_here()

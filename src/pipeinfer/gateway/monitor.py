@@ -426,10 +426,10 @@ class PipelineMonitor:
         self.changes = 0
         self.leaving = False
 
-    # ------------------------------------------------------------------------------- a MonitorHook
+    # ----------------------------------------------------------------------- part of a ControlHook
 
     def open(self, ask: Callable[[str, Message], None]) -> None:
-        """See runtime.stage.MonitorHook."""
+        """See runtime.stage.ControlHook."""
         self._send = ask
 
     def on_message(self, message: Observed | Prefixes) -> None:
@@ -527,7 +527,8 @@ class PipelineMonitor:
         ]
 
     def set_owner(self, request_id: str, client: str) -> None:
-        """Notes which client a request belongs to."""
+        """Notes which client a request belongs to, by its hash. Of requests of other gateways
+        their spans say it."""
         self._owners.put(request_id, client, self._clock())
 
     def is_owner(self, request_id: str, owner: str | None) -> bool:
@@ -574,6 +575,8 @@ class PipelineMonitor:
         entry.spans[span.stage, span.began] = span
         self._durations.on_span(span)
         if span.stage.startswith("gateway-"):
+            if span.client:
+                self.set_owner(request_of(span.request_id), span.client)
             entry.changed = self.changes
             entry.request = _monitored_request(span)
 

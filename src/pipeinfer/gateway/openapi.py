@@ -16,7 +16,8 @@ import msgspec
 
 from pipeinfer.gateway import monitor, response_types
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
-from pipeinfer.gateway.embeddings import EmbeddingRequest
+from pipeinfer.gateway.lora_handlers import LoadAdapterRequest, UnloadAdapterRequest
+from pipeinfer.gateway.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from pipeinfer.gateway.responses_api import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
@@ -25,7 +26,6 @@ from pipeinfer.gateway.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pipeinfer.gateway.scores import RerankRequest, ScoreRequest
 from pipeinfer.messages import SleepMode
 from pipeinfer.params import JsonObject, JsonValue
 from pipeinfer.version import __version__
@@ -39,6 +39,7 @@ ERRORS = {
     401: "The API key is wrong or missing.",
     403: "Without keys: a web page of another site asks, or the server's name is another.",
     404: "Another model is served, or nothing has this name.",
+    410: "It was kept, and is not any more.",
     408: "The body did not come, or no output within the request's timeout.",
     413: "The body is too large.",
     415: "The body is not called JSON, or compressed otherwise than by gzip or deflate.",
@@ -63,7 +64,8 @@ class EndpointDoc:
     errors: statuses, each with a body of the type `error`.
     keyed: needs a key if the server has keys.
     also: further statuses with the body of `answer`.
-    query: parameters of the query, with what they may be; the first is the default.
+    query: parameters of the query, with what they may be, of which the first is the default;
+        without choices a number.
     """
 
     method: str
@@ -91,7 +93,9 @@ class EndpointDoc:
             for name in named
         ]
         for name, choices in self.query:
-            schema: JsonObject = {"type": "string", "enum": [*choices], "default": choices[0]}
+            schema: JsonObject = {"type": "integer", "minimum": 0}
+            if choices:
+                schema = {"type": "string", "enum": [*choices], "default": choices[0]}
             parameters.append({"name": name, "in": "query", "schema": schema})
         if parameters:
             made["parameters"] = parameters
@@ -133,7 +137,7 @@ def _generating(
     path: str,
     summary: str,
     body: type[Body],
-    answer: type[msgspec.Struct],
+    answer: type[msgspec.Struct] | None,
     details: str,
 ) -> EndpointDoc:
     """An endpoint whose requests go through the pipeline; streams if its body has `stream`."""
@@ -198,7 +202,65 @@ _response = _generating(
     "A chat by items.",
     ResponsesRequest,
     response_types.Response,
-    "OpenAI's Responses API without memory: each request brings its whole conversation.",
+    "OpenAI's Responses API. With `background: true` the response is computed without a "
+    "connection; with `--store` it is stored.",
+)
+_kept = EndpointDoc(
+    method="get",
+    path="/v1/responses/{id}",
+    summary="A response that is kept.",
+    answer=response_types.Response,
+    streams=True,
+    errors=(400, 401, 403, 404, 410, 500),
+    keyed=True,
+    query=(("stream", ("false", "true")), ("starting_after", ())),
+    details="OpenAI's, of a stored or background response, or one whose stream outlives its "
+    "connection. With `stream=true` the events, those behind number `starting_after`.",
+)
+_cancelled = replace(
+    _kept,
+    method="post",
+    path="/v1/responses/{id}/cancel",
+    summary="Ends a background response.",
+    streams=False,
+    query=(),
+    details="OpenAI's. One that has ended stays as it is.",
+)
+_deleted = replace(
+    _cancelled,
+    method="delete",
+    path="/v1/responses/{id}",
+    summary="Forgets a response.",
+    answer=response_types.DeletedResponse,
+    details="OpenAI's. One that runs is aborted.",
+)
+_items = replace(
+    _kept,
+    path="/v1/responses/{id}/input_items",
+    summary="Of what a response's prompt was made.",
+    answer=response_types.InputItems,
+    streams=False,
+    query=(("order", ("desc", "asc")), ("limit", ())),
+    details="OpenAI's: at most `limit` items, 1 to 100, 20 without it, those behind the id "
+    "`after`.",
+)
+_stream = replace(
+    _kept,
+    path="/v1/streams/{id}",
+    summary="Goes on with a stream whose connection was lost.",
+    answer=None,
+    query=(),
+    details="The events behind the one that the header `Last-Event-ID` names, all without it. For "
+    "streams with event ids: see `--reattach`, and the headers `x-pipeinfer-reattach` and "
+    "`x-pipeinfer-detached`. Another gateway of the server may have begun the stream.",
+)
+_ended_stream = replace(
+    _stream,
+    method="delete",
+    summary="Ends a stream, and forgets it.",
+    answer=response_types.DeletedStream,
+    streams=False,
+    details="One that runs is aborted.",
 )
 _input_tokens = _generating(
     "/v1/responses/input_tokens",
@@ -255,6 +317,31 @@ _reset = EndpointDoc(
     "Requests that run keep their prefixes, and leave them in the cache. 503 with code "
     "`reset_unanswered` if a group does not answer within 10 s.",
 )
+_load_adapter = replace(
+    _generating(
+        "/v1/load_lora_adapter",
+        "Serves one more adapter.",
+        LoadAdapterRequest,
+        None,
+        "vLLM's. It answers when a token was computed with the adapter, with a text. Only with an "
+        "API key, and where some keys are marked `admin`, with one of those. 400 with code "
+        "`adapter_not_loaded` for files that are not served; 501 without `--enable-lora`.",
+    ),
+    errors=(*OF_PIPELINE, 501),
+    media="text/plain",
+)
+_unload_adapter = replace(
+    _generating(
+        "/v1/unload_lora_adapter",
+        "Serves an adapter no more.",
+        UnloadAdapterRequest,
+        None,
+        "vLLM's. Requests that run go on. 404 for a name that no adapter has; 501 without "
+        "`--enable-lora`.",
+    ),
+    errors=(*OF_PIPELINE, 501),
+    media="text/plain",
+)
 _sleep = EndpointDoc(
     method="post",
     path="/sleep",
@@ -296,7 +383,7 @@ _embeddings = replace(
         "/v1/embeddings",
         "Vectors of texts.",
         EmbeddingRequest,
-        response_types.Embeddings,
+        response_types.EmbeddingResponse,
         "OpenAI's. The vector is the hidden state of the text's last token. 501 where the model "
         "generates texts: see `--task`.",
     ),
@@ -307,7 +394,7 @@ _score = replace(
         "/score",
         "How well texts fit to others.",
         ScoreRequest,
-        response_types.Scores,
+        response_types.ScoreResponse,
         "vLLM's, also under /v1/score. A model of `--task score` is asked, and the score is the "
         "probability of yes. With `--task embed` it is the cosine of both vectors. 501 where the "
         "model generates texts.",
@@ -332,11 +419,17 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
     _texts,
     _response,
     _input_tokens,
+    _kept,
+    _cancelled,
+    _deleted,
+    _items,
+    _stream,
+    _ended_stream,
     _as_messages(_message),
     _as_messages(_count),
     _model_list(
         "/v1/models",
-        "The one model.",
+        "The model, and its adapters.",
         response_types.Models,
         "503 while a request would not be answered.",
     ),
@@ -345,7 +438,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         "One model.",
         response_types.ModelCard,
         "`max_model_len` is the most tokens of prompt and output. `root` is the model's name "
-        "here, and `parent` is null.",
+        "here, and `parent` is null; of an adapter they are its folder and the model.",
         404,
     ),
     _embeddings,
@@ -353,6 +446,8 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
     replace(_score, path="/v1/score"),
     _rerank,
     replace(_rerank, path="/rerank"),
+    _load_adapter,
+    _unload_adapter,
     _ids,
     _text,
     _info,
@@ -503,12 +598,16 @@ EXAMPLES: dict[str, JsonObject] = {
     "/v1/embeddings": {"input": ["Once upon a time", "There was a king"]},
     "/score": {"text_1": "Who was king?", "text_2": ["Once upon a time", "There was a king"]},
     "/v1/rerank": {"query": "Who was king?", "documents": ["Once upon a time", "There was a king"]},
+    "/v1/load_lora_adapter": {"lora_name": "mine", "lora_path": "/models/mine"},
+    "/v1/unload_lora_adapter": {"lora_name": "mine"},
     "/tokenize": {"prompt": "Once upon a time"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 PATH_PARAMETER = re.compile(r"\{(\w+)\}")
 GROUPS = {
     "/v1/embeddings": "Vectors and scores",
+    "/v1/load_lora_adapter": "Tools",
+    "/v1/unload_lora_adapter": "Tools",
     "/v1/rerank": "Vectors and scores",
     "/v1/score": "Vectors and scores",
     "/score": "Vectors and scores",

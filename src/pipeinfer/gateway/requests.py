@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from pipeinfer.checkpoint.config import read_generation
 from pipeinfer.gateway.errors import ApiError, renamed, required
 from pipeinfer.gateway.ledger import Call
+from pipeinfer.gateway.lora import AdapterRegistry
 from pipeinfer.gateway.response_json import OutputOptions, ToolCallOptions
 from pipeinfer.gateway.schema import (
     MAX_MESSAGES,
@@ -38,7 +39,7 @@ from pipeinfer.gateway.tool_parsers.harmony import (
     harmony_messages,
     with_descriptions,
 )
-from pipeinfer.gateway.tool_parsers.registry import NO_PARSERS, OutputParsers
+from pipeinfer.gateway.tool_parsers.registry import NO_PARSERS, OutputParsers, ParserOptions
 from pipeinfer.gateway.tools import (
     LEGACY_FIELD_NAMES,
     OutputConstraint,
@@ -55,10 +56,11 @@ from pipeinfer.gateway.tools import (
     tool_call_for_template,
 )
 from pipeinfer.params import (
+    Adapter,
     InvalidParameter,
     JsonObject,
     JsonValue,
-    SamplingParams,
+    RequestParams,
     check_choices,
     normalized,
 )
@@ -66,7 +68,7 @@ from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import content_text
 from pipeinfer.wire import pack
 
-# Fields that mean the same in SamplingParams; `stop` is a text or a list there as well.
+# Fields that mean the same in RequestParams; `stop` is a text or a list there as well.
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -107,13 +109,15 @@ class RequestDefaults:
     - timeout: seconds, of requests that name none; 0: never
     - parsers: output parsers of the model
     - closed_objects: schemas allow only the properties that they name, unless they say otherwise
+    - adapters: that requests may name as their model
     """
 
-    sampling: SamplingParams
+    sampling: RequestParams
     max_prompts: int = MAX_PROMPTS
     timeout: float = 0.0
     parsers: OutputParsers = NO_PARSERS
     closed_objects: bool = True
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
@@ -124,10 +128,12 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     - choices: of all prompts together
     - prompts: number of prompts
     - best_of: choices of each prompt that are returned, the best ones; 0: all
-    - parser_factory: makes the output parser of a choice; None: all output is content
+    - parser_factory: makes the output parser of a choice; None: all output is content.
+      parser_options: what it depends on
     - output_options, tool_call_options: how the response is written
     - params: sampling parameters of a chat
     - constraint: what the output must fit
+    - adapter: that the calls are computed with
     """
 
     calls: Iterable[Call]
@@ -139,9 +145,11 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     prompts: int = 1
     best_of: int = 0
     parser_factory: ParserFactory | None = None
+    parser_options: ParserOptions | None = None
     tool_call_options: ToolCallOptions = ToolCallOptions()
-    params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    params: RequestParams = msgspec.field(default_factory=RequestParams)
     constraint: OutputConstraint = OutputConstraint()
+    adapter: Adapter | None = None
 
 
 def parse_chat(
@@ -219,15 +227,19 @@ def _parse_chat(
     spec = params.structured_outputs
     # Space before JSON, which masks.AfterThoughtsSource allows.
     strip_answer = spec is not None and spec.json is not None
-    schemas = None if tools is None else tools.schemas
-    custom_tools = () if tools is None else tools.custom_tools
-    parser_factory = parsers.parser_factory(
-        schemas, first_call_only, include_reasoning, strip_answer, custom_tools
+    parser_options = ParserOptions(
+        schemas=None if tools is None else tools.schemas,
+        first_call_only=first_call_only,
+        include_reasoning=include_reasoning,
+        strip_answer=strip_answer,
+        custom_tools=() if tools is None else tuple(sorted(tools.custom_tools)),
+        continues_message=parsers.continues_message,
     )
+    parser_factory = defaults.parsers.factory_for(parser_options)
     call = replace(
         call, token_offsets=parser_factory is not None and bool(parsers.reasoning_parser_name)
     )
-    parsed = _parsed_request(request, [call], params.n, output_options)
+    parsed = _parsed_request(request, [call], params.n, output_options, call.adapter)
     previous_calls = sum(
         len(calls) for message in chat or () if isinstance(calls := message.get("tool_calls"), list)
     )
@@ -238,12 +250,13 @@ def _parse_chat(
         parsed,
         constraint=constraint,
         parser_factory=parser_factory,
+        parser_options=parser_options,
         params=params,
         tool_call_options=tool_call_options,
     )
 
 
-def _check_continuation(parsers: OutputParsers, last: JsonObject, params: SamplingParams) -> None:
+def _check_continuation(parsers: OutputParsers, last: JsonObject, params: RequestParams) -> None:
     """ApiError 400 where the answer cannot continue the last message."""
     if parsers.harmony and last.get("tool_calls"):
         message = "continue_final_message: a message that calls tools does not go on"
@@ -286,7 +299,7 @@ def parse_completion(
         shared, return_prompt_text=output_options.echo, fallback_grammar=constraint.fallback
     )
     calls = prompt_calls(shared, request_id, prompts, special)
-    parsed = _parsed_request(request, calls, len(prompts) * choices, output_options)
+    parsed = _parsed_request(request, calls, len(prompts) * choices, output_options, shared.adapter)
     return replace(parsed, prompts=len(prompts), best_of=best, constraint=constraint)
 
 
@@ -345,7 +358,11 @@ def _completion_output_options(request: CompletionRequest, limit: int) -> Output
 
 
 def _parsed_request(
-    request: Generation, calls: Iterable[Call], choices: int, output_options: OutputOptions
+    request: Generation,
+    calls: Iterable[Call],
+    choices: int,
+    output_options: OutputOptions,
+    adapter: Adapter | None,
 ) -> ParsedRequest:
     stream = bool(request.stream)
     if stream and request.prompt_logprobs is not None:
@@ -357,23 +374,26 @@ def _parsed_request(
     options = request.stream_options or StreamOptions()
     usage = bool(options.include_usage)
     continuous = usage and bool(options.continuous_usage_stats)
-    return ParsedRequest(calls, choices, stream, usage, continuous, output_options)
+    return ParsedRequest(calls, choices, stream, usage, continuous, output_options, adapter=adapter)
 
 
 def _shared_call(
-    request: Generation, params: SamplingParams, defaults: RequestDefaults, trace: str
+    request: Generation, params: RequestParams, defaults: RequestDefaults, trace: str
 ) -> Call:
     """As shared_call, with what only requests for texts have."""
+    salt = _salt(request.cache_salt or "", request.extra_key or "")
+    adapter = defaults.adapters.get(request.model)
     return replace(
         shared_call(request, params, defaults, trace),
-        cache_salt=_salt(request.cache_salt or "", request.extra_key or ""),
+        cache_salt=salt if adapter is None else adapter.salted(salt),
         return_prompt_ids=bool(request.return_token_ids),
+        adapter=adapter,
     )
 
 
 def shared_call(
     request: Generation | PoolingBody,
-    params: SamplingParams,
+    params: RequestParams,
     defaults: RequestDefaults,
     trace: str,
 ) -> Call:
@@ -420,13 +440,13 @@ def _salt(cache_salt: str, extra_key: str) -> str:
 
 def _params(
     request: Generation,
-    defaults: SamplingParams,
+    defaults: RequestParams,
     max_tokens: int | None,
     output_options: OutputOptions,
     names: dict[str, str],
     constraint: OutputConstraint,
-) -> SamplingParams:
-    """The sampling parameters. names: {name in SamplingParams: the request's field}."""
+) -> RequestParams:
+    """The sampling parameters. names: {name in RequestParams: the request's field}."""
     given = {name: getattr(request, name) for name in SAMPLING_FIELDS}
     known = {name: value for name, value in given.items() if value is not None}
     known["max_tokens"], known["logprobs"] = max_tokens, output_options.logprobs
@@ -464,7 +484,7 @@ def listed_prompts(
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has none
 
 
-def sampling_defaults(folder: Path) -> SamplingParams:
+def sampling_defaults(folder: Path) -> RequestParams:
     """The checkpoint's default parameters, from generation_config.json, do_sample aside, as in
     vLLM.
 
@@ -472,7 +492,7 @@ def sampling_defaults(folder: Path) -> SamplingParams:
     """
     given = read_generation(folder).sampling()
     try:
-        return normalized(replace(SamplingParams(max_tokens=None), **given))
+        return normalized(replace(RequestParams(max_tokens=None), **given))
     except InvalidParameter as error:
         raise ConfigurationError(f"{folder / 'generation_config.json'}: {error}") from None
 

@@ -1,7 +1,7 @@
 """From a request's deltas to the bytes of its response, and on to the client.
 
 - ResponseEncoder: deltas to bytes. FullResponseEncoder makes one body, StreamEncoder chunks, in
-  OpenAI's form; API adapters have encoders of their own.
+  OpenAI's form; APIs that are translated have encoders of their own.
 - ChoiceCollector: what a choice has so far. BestOf: chooses among choices.
 - FullResponse, EventStream: sinks of a session, each in front of an encoder; one sends a whole
   body, the other server-sent events. A stream writes its chunks to the connection once in an
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -420,11 +420,15 @@ def api_error(failed: Failed) -> ApiError:
     return ApiError(failed.status, failed.message, failed.param, failed.code, failed.retry_after)
 
 
-class FullResponse:
-    """Waits until the answer is complete, then sends one body."""
+Settle = Callable[[], Awaitable[None]]
 
-    def __init__(self, encoder: ResponseEncoder) -> None:
+
+class FullResponse:
+    """Waits until the answer is complete, then sends one body. settle(): awaited before that."""
+
+    def __init__(self, encoder: ResponseEncoder, settle: Settle | None = None) -> None:
         self._encoder = encoder
+        self._settle = settle
         self._content = b""
         # The result is why the request failed, or None. An exception in the future would keep the
         # future, and with it the connection, until the garbage collector comes.
@@ -447,6 +451,8 @@ class FullResponse:
         failed = await self._done
         if failed is not None:
             raise api_error(failed)
+        if self._settle is not None:
+            await self._settle()
         return web.Response(body=self._content, content_type="application/json")
 
 
@@ -482,13 +488,18 @@ class EventStream:
     """Sends chunks as they come, those of one iteration of the loop together.
 
     Nothing is sent before the first chunk, so that a refusal is an error with its own status.
+    settle(): awaited before the last chunk is sent.
     _buffered: chunks of this iteration, or from before the headers. _transport: None before the
         headers.
     """
 
-    def __init__(self, encoder: ResponseEncoder, batch: WriteBatch) -> None:
+    def __init__(
+        self, encoder: ResponseEncoder, batch: WriteBatch, settle: Settle | None = None
+    ) -> None:
         self._encoder = encoder
         self._batch = batch
+        self._settle = settle
+        self._last = b""
         self._buffered: list[bytes] = []
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = True
@@ -504,8 +515,8 @@ class EventStream:
             return
         data = self._encoder.delta(index, delta)  # hot path: every token of every stream
         if delta.finish is not None and self._encoder.ended:
-            self._ended.set_result(None)
-        if data:
+            self._end(data)
+        elif data:
             self._write(data)
 
     def failed(self, index: int, failed: Failed) -> None:
@@ -514,8 +525,7 @@ class EventStream:
         if not self._first_chunk.done():
             self._first_chunk.set_result(failed)
             return
-        self._write(self._encoder.error(api_error(failed)))
-        self._ended.set_result(None)
+        self._end(self._encoder.error(api_error(failed)))
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Streams until the end; raises ApiError if the request fails before its first chunk."""
@@ -528,12 +538,15 @@ class EventStream:
             self._chunked = request.version >= HttpVersion11
             self._transport = request.transport  # later chunks are written there by flush()
             request[PROBE] = self._write_comment
-            await response.write(self._take_buffered())  # may wait for the client afterwards
+            if self._buffered:
+                await response.write(self._take_buffered())  # may wait for the client afterwards
         except ConnectionResetError:  # the client has left; aiohttp finds that out once more
             return web.StreamResponse(status=CLIENT_CLOSED_REQUEST)
         await self._ended
+        if self._settle is not None:
+            await self._settle()
         with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
-            await response.write_eof(self._take_buffered())
+            await response.write_eof(self._take_buffered() + self._last)
         return response
 
     def _write_comment(self) -> None:
@@ -541,6 +554,17 @@ class EventStream:
         a reset."""
         if not self._ended.done():
             self._write(b":\n\n")
+
+    def _end(self, last: bytes) -> None:
+        """The last chunk leaves with the others of this iteration; one that has to wait for
+        settle() is what respond() ends the response with."""
+        self._ended.set_result(None)
+        if self._settle is None and last:
+            self._write(last)
+            return
+        self._last = last
+        if not self._first_chunk.done():
+            self._first_chunk.set_result(None)
 
     def _write(self, data: bytes) -> None:
         if not self._buffered:

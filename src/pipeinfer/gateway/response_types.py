@@ -181,7 +181,7 @@ class Response(msgspec.Struct):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
     output: list[OutputItem]
     usage: ResponseUsage | None
@@ -196,7 +196,7 @@ class Response(msgspec.Struct):
     metadata: JsonObject
     parallel_tool_calls: bool
     presence_penalty: float
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: JsonObject
     safety_identifier: str | None
@@ -210,6 +210,32 @@ class Response(msgspec.Struct):
     top_p: float
     truncation: str
     user: str | None
+
+
+class DeletedResponse(msgspec.Struct):
+    """A response that is kept no longer."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class DeletedStream(msgspec.Struct):
+    """A stream that is kept no longer."""
+
+    id: str
+    object: Literal["stream"]
+    deleted: Literal[True]
+
+
+class InputItems(msgspec.Struct):
+    """A page of the items of a response's input."""
+
+    object: Literal["list"]
+    data: list[JsonObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ThinkingTokens(msgspec.Struct):
@@ -310,7 +336,7 @@ class PromptText(msgspec.Struct):
     prompt: str
 
 
-class Embedding(msgspec.Struct):
+class EmbeddingResponseData(msgspec.Struct):
     """The vector of a text: numbers, or in base64 as little-endian float32."""
 
     object: Literal["embedding"]
@@ -325,16 +351,16 @@ class EmbeddingUsage(msgspec.Struct):
     total_tokens: int
 
 
-class Embeddings(msgspec.Struct):
+class EmbeddingResponse(msgspec.Struct):
     """Vectors, in the order of the texts."""
 
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddingResponseData]
     model: str
     usage: EmbeddingUsage
 
 
-class Score(msgspec.Struct):
+class ScoreResponseData(msgspec.Struct):
     """How well a pair of texts fits."""
 
     index: int
@@ -342,14 +368,14 @@ class Score(msgspec.Struct):
     score: float
 
 
-class Scores(msgspec.Struct):
+class ScoreResponse(msgspec.Struct):
     """Scores, in the order of the pairs."""
 
     id: str
     object: Literal["list"]
     created: int
     model: str
-    data: list[Score]
+    data: list[ScoreResponseData]
     usage: EmbeddingUsage
 
 
@@ -377,14 +403,15 @@ class Ranking(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """A model that is served. `root`: what it is called here, `parent`: what it was made of."""
+    """A model that is served, or an adapter of it. `root`: what it is called here, of an adapter
+    its folder; `parent`: of an adapter, the model."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | UnsetType = UNSET
 
 
@@ -396,8 +423,10 @@ class Models(msgspec.Struct):
 
 
 class StageHealth(msgspec.Struct):
-    """One process of the pipeline. kv_cache_dtype: of engines, what their pages hold."""
+    """One process of the pipeline. stage: its id. kv_cache_dtype: of engines, what their pages
+    hold."""
 
+    stage: str
     name: str
     group: int
     rank: int

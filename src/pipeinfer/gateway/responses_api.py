@@ -1,6 +1,6 @@
 """OpenAI's Responses API, /v1/responses: its bodies as chats, its responses and events.
 
-There is no memory: each request brings its whole conversation.
+Knows no memory: where earlier turns come from is told by who calls.
 """
 
 from __future__ import annotations
@@ -13,16 +13,9 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pipeinfer.gateway.adapter import (
-    CALL_BLOCKS,
-    BlockEvent,
-    ConversationBuilder,
-    OutputBlock,
-    OutputBlocks,
-    ResponseEnd,
-)
 from pipeinfer.gateway.errors import RESPONSES, ApiError, Refusals, required
 from pipeinfer.gateway.response_json import ResponseMetadata
+from pipeinfer.gateway.response_store import StoredResponse
 from pipeinfer.gateway.schema import (
     INT32,
     MAX_MESSAGES,
@@ -74,7 +67,15 @@ from pipeinfer.gateway.schema import (
     about,
 )
 from pipeinfer.gateway.tools import check_tool_type
-from pipeinfer.params import JsonObject, JsonValue, SamplingParams
+from pipeinfer.gateway.translation import (
+    CALL_BLOCKS,
+    BlockEvent,
+    ConversationBuilder,
+    OutputBlock,
+    OutputBlocks,
+    ResponseEnd,
+)
+from pipeinfer.params import JsonObject, JsonValue, RequestParams
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # Values of `include` that are accepted.
@@ -110,6 +111,7 @@ class InputItem(msgspec.Struct, frozen=True):
     custom_tool_call, the same with _output, or reasoning; each has some of the other fields."""
 
     type: str | None = None
+    id: str | None = None
     role: Role | None = None
     content: str | list[InputPart] | None = None
     call_id: str | None = None
@@ -206,6 +208,9 @@ class ResponsesPrompt(Body, frozen=True, kw_only=True):
         "A text, or a list of items: messages with a text or parts `input_text`, `output_text` and "
         "`refusal`; `function_call`, `custom_tool_call` and the same with `_output`; `reasoning`. "
         "The `output` of an answer may be put there as it is. Required.")]
+    previous_response_id: Annotated[str | None, about(
+        "A stored response: its conversation, but for its `instructions`, stands before `input`. "
+        "Refused without `--store`. Default: none.")] = None
     instructions: Annotated[str | None, about(
         "A system message before all others. System messages that follow each other become one. "
         "Default: none.")] = None
@@ -242,6 +247,7 @@ class InputTokensRequest(ResponsesPrompt, frozen=True, kw_only=True):
         "max_output_tokens",
         "include",
         "personality",
+        "background",
     }
 
 
@@ -275,9 +281,14 @@ class ResponsesRequest(ResponsesPrompt, frozen=True, kw_only=True):
         "`message.output_text.logprobs` asks for log-probs. `reasoning.encrypted_content` is "
         "taken, and there is none. Default: none.")] = None
     stream: Stream = None
+    background: Annotated[bool | None, about(
+        "The response is computed without a connection, and kept for 600 s after its end, within "
+        "`--kept-mib`: `GET /v1/responses/{id}`. Default: false.")] = None
     stream_options: Annotated[StreamOptions | None, about(
         "Changes nothing: the last event always has the usage. Default: none.")] = None
-    store: Annotated[bool | None, about("Nothing is stored, and the answer says false.")] = None
+    store: Annotated[bool | None, about(
+        "Whether the response is stored in the file of `--store`. Without that setting nothing is, "
+        "and the answer says false. Default: true.")] = None
     metadata: Annotated[JsonObject | None, about(
         "Comes back as it is, and changes nothing.")] = None
     user: EchoedText = None
@@ -512,6 +523,65 @@ def _texts(content: str | list[InputPart] | None, where: str) -> list[str]:
     return texts
 
 
+ID_BYTES = 24  # bytes of an item's id, in hexadecimal digits after its prefix
+INPUT_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+def input_items(given: str | list[InputItem], response_id: str) -> list[JsonObject]:
+    """The items of a request's input as /input_items shows them: each has a type and an id."""
+    items = enumerate(items_of(given))
+    return [_shown_item(item, f"{response_id}-input-{i}") for i, item in items]
+
+
+def items_of(given: str | list[InputItem]) -> list[InputItem]:
+    """The items of an input; a text is a message of the user."""
+    return [InputItem(role="user", content=given)] if isinstance(given, str) else given
+
+
+def stored_items(stored: StoredResponse) -> list[InputItem]:
+    """What a stored response adds to a conversation: its own input, then its output."""
+    response = msgspec.json.decode(stored.response, type=_Output)
+    return [*msgspec.json.decode(stored.input, type=list[InputItem]), *response.output]
+
+
+class _Output(msgspec.Struct):
+    """Of a response, what the next one reads."""
+
+    output: list[InputItem]
+
+
+def _shown_item(item: InputItem, name: str) -> JsonObject:
+    kind = item.type or "message"
+    made: JsonObject = {
+        **_given(msgspec.to_builtins(item)),
+        "type": kind,
+        "id": item.id or _item_id(INPUT_ID_PREFIXES[kind], name),
+        "status": item.status or "completed",
+    }
+    text = "output_text" if item.role == "assistant" else "input_text"
+    if isinstance(item.content, str):
+        made["content"] = [{"type": text, "text": item.content}]
+    elif item.content is not None:
+        made["content"] = [_given(msgspec.to_builtins(part)) for part in item.content]
+    return made
+
+
+def _given(fields: JsonObject) -> JsonObject:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _item_id(prefix: str, name: str) -> str:
+    digest = hashlib.blake2b(name.encode(), digest_size=ID_BYTES).hexdigest()
+    return f"{prefix}_{digest}"
+
+
 ITEM_ID_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
 # Of calls: the type of the item, its field that grows, and the prefix of the events of that field.
 CALL_ITEM_EVENTS = {
@@ -522,31 +592,58 @@ ABORTED_MESSAGE = "the request was ended before its answer was complete: its tim
 
 
 class ResponsesFormatter:
-    """Formats responses of /v1/responses. `params`: as the request is sampled. `clock`: Unix
-    seconds.
+    """Formats responses of /v1/responses. `fields`: see echoed_fields. `clock`: Unix seconds.
+    final: the response when it has ended.
     """
 
     def __init__(
         self,
-        request: ResponsesRequest,
+        fields: JsonObject,
         metadata: ResponseMetadata,
-        params: SamplingParams,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self.final: JsonObject | None = None
         self._metadata = metadata
         self._clock = clock
-        self._fields = _echoed_fields(request, metadata, params)
+        self._fields = fields
         self._number = 0  # of the next event
+        self._queued = False
+        self._started = False
+        self._blocks: list[OutputBlock] = []
+
+    def queued_events(self) -> Iterator[JsonObject]:
+        """Events before those of the start, of a response that nobody need wait for."""
+        self._queued = True
+        for name in ("created", "queued"):
+            yield self._event(f"response.{name}", response=self._response("queued", []))
 
     def start_events(self, prompt_tokens: int) -> Iterator[JsonObject]:
-        for name in ("created", "in_progress"):
+        self._started = True
+        for name in ("in_progress",) if self._queued else ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress", []))
+
+    def snapshot(self) -> JsonObject:
+        """The response as far as it is."""
+        status = "in_progress" if self._started else "queued"
+        return self._response(status, list[JsonValue](map(self._growing_item, self._blocks)))
+
+    def cancelled_event(self) -> JsonObject:
+        """The end of a response that its client did not want any more."""
+        items = list[JsonValue](map(self._item, self._blocks))
+        self.final = self._response("cancelled", items)
+        return self._event("response.cancelled", response=self.final)
+
+    def clear(self) -> None:
+        """Forgets the output, which the last event has."""
+        self._blocks.clear()
+        self.final = None
 
     def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
         if step.action == "more":
             yield self._delta_event(block, step.text, scores)
         elif step.action == "open":
+            self._blocks.append(block)
             item = self._item(block, "in_progress")
             yield self._event("response.output_item.added", output_index=block.index, item=item)
             if block.kind not in CALL_BLOCKS:
@@ -570,11 +667,13 @@ class ResponsesFormatter:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             response["error"] = {"code": "server_error", "message": ABORTED_MESSAGE}
+        self.final = response
         return response
 
     def error_event(self, error: ApiError, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
         response = self._response("failed", list[JsonValue](map(self._item, blocks.all)))
         response["error"] = {"code": error.code or "server_error", "message": error.message}
+        self.final = response
         return self._event("response.failed", response=response)
 
     def _delta_event(self, block: OutputBlock, text: str, scores: list[JsonValue]) -> JsonObject:
@@ -621,8 +720,10 @@ class ResponsesFormatter:
         return {"item_id": self._id(block), "output_index": block.index, "content_index": 0}
 
     def _id(self, block: OutputBlock) -> str:
-        name = f"{self._metadata.id}-{block.index}".encode()
-        return f"{ITEM_ID_PREFIXES[block.kind]}_{hashlib.blake2b(name, digest_size=24).hexdigest()}"
+        return _item_id(ITEM_ID_PREFIXES[block.kind], f"{self._metadata.id}-{block.index}")
+
+    def _growing_item(self, block: OutputBlock) -> JsonObject:
+        return {**self._item(block), "status": "completed" if block.complete else "in_progress"}
 
     def _item(self, block: OutputBlock, status: str = "") -> JsonObject:
         status = status or ("completed" if block.complete else "incomplete")
@@ -664,10 +765,12 @@ def _usage(end: ResponseEnd) -> JsonObject:
     }
 
 
-def _echoed_fields(
-    request: ResponsesRequest, metadata: ResponseMetadata, params: SamplingParams
+def echoed_fields(
+    request: ResponsesRequest, metadata: ResponseMetadata, params: RequestParams, stored: bool
 ) -> JsonObject:
-    """The fields of the response that do not change while it grows."""
+    """The fields of the response that do not change while it grows. `params`: as the request is
+    sampled. `stored`: whether the response will be.
+    """
     effort = request.reasoning.effort if request.reasoning is not None else None
     form = request.text.format if request.text is not None else None
     verbosity = request.text.verbosity if request.text is not None else None
@@ -680,7 +783,7 @@ def _echoed_fields(
         "created_at": metadata.created,
         "completed_at": None,
         "status": "in_progress",
-        "background": False,
+        "background": bool(request.background),
         "error": None,
         "frequency_penalty": params.frequency_penalty,
         "incomplete_details": None,
@@ -691,12 +794,12 @@ def _echoed_fields(
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "presence_penalty": params.presence_penalty,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id or None,
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": effort, "summary": None},
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
-        "store": False,
+        "store": stored,
         "temperature": params.temperature,
         "text": {"format": echo, "verbosity": verbosity or "medium"},
         "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",

@@ -19,7 +19,7 @@ import time
 import uuid
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple, TypeVar
@@ -33,10 +33,9 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from pipeinfer.checkpoint.pooling import LABELS, Pooling
-from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, BrowserGuard, x_request_id
+from pipeinfer.gateway.auth import AccessLog, Admission, BrowserGuard, x_request_id
 from pipeinfer.gateway.connections import CONTINUE
-from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.embeddings import VectorSink
+from pipeinfer.gateway.core import QUEUE_FULL, GatewayCore
 from pipeinfer.gateway.errors import (
     ALTERNATIVES,
     FIELDS_OF_OTHER_ENDPOINTS,
@@ -46,6 +45,17 @@ from pipeinfer.gateway.errors import (
     is_neutral,
     renamed,
 )
+from pipeinfer.gateway.kept_answers import (
+    BACKGROUND_SECONDS,
+    Keeping,
+    KeptAnswer,
+    KeptAnswers,
+    MessagesForm,
+    ResponsesForm,
+    stream_format,
+    wanted_policy,
+)
+from pipeinfer.gateway.kept_streams import KeepPolicy
 from pipeinfer.gateway.ledger import (
     Call,
     Failed,
@@ -54,17 +64,22 @@ from pipeinfer.gateway.ledger import (
     Started,
     client_traceparent,
 )
+from pipeinfer.gateway.lora import adapted_fingerprint
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
+from pipeinfer.gateway.peers import Peers
+from pipeinfer.gateway.pooling import PairScorer, TextPairs, VectorSink
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, chat_prompt
 from pipeinfer.gateway.response_encoders import (
     EventStream,
     FullResponse,
     ResponseEncoder,
+    Settle,
     WriteBatch,
     api_error,
 )
 from pipeinfer.gateway.response_json import ResponseMetadata
+from pipeinfer.gateway.response_store import ResponseStore
 from pipeinfer.gateway.schema import (
     SLICE_BYTES,
     Body,
@@ -75,10 +90,11 @@ from pipeinfer.gateway.schema import (
     TokenizeRequest,
     prescan,
 )
-from pipeinfer.gateway.scores import PairScorer, TextPairs
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
+from pipeinfer.gateway.siblings import Siblings
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
-from pipeinfer.params import JsonObject, JsonValue, SamplingParams
+from pipeinfer.messages import Kept
+from pipeinfer.params import Adapter, JsonObject, JsonValue, RequestParams, choice_ids
 from pipeinfer.wire import pack, unpack
 
 READ_TIMEOUT = 30.0  # seconds without a byte after which a client is not waited for
@@ -487,7 +503,7 @@ class HandlerContext:
     """What handlers of HTTP requests share.
 
     core: live requests, and health. sessions: where calls go in and deltas come out.
-    metrics, access_log, admission, browsers: see their classes.
+    metrics, access_log, admission, browsers, kept: see their classes.
     model: the served name. defaults: of requests, with limits and parsers.
     max_body_bytes: after decompression. context_length: most tokens of prompt and output, 0:
         unknown.
@@ -495,6 +511,7 @@ class HandlerContext:
     monitor: None where there is no page. created: Unix seconds, shown by /v1/models.
     pooling: how vectors or scores are made; None: texts are generated. template_roles: the chat
         template takes the roles "query" and "document".
+    store: None without --store. peers: the other gateways. siblings: those of this host.
     """
 
     core: GatewayCore
@@ -504,6 +521,9 @@ class HandlerContext:
     defaults: RequestDefaults
     admission: Admission
     browsers: BrowserGuard
+    kept: KeptAnswers
+    peers: Peers
+    siblings: Siblings
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
     fingerprint: str = ""
@@ -513,6 +533,7 @@ class HandlerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     pooling: Pooling | None = None
     template_roles: bool = False
+    store: ResponseStore | None = None
 
 
 # Fields that /tokenize shares with chats: all that a chat's prompt depends on.
@@ -520,7 +541,7 @@ CHAT_FIELDS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(
     ChatRequest.__struct_fields__
 )
 # Without an answer a prompt may be longer than the context.
-NO_OUTPUT = SamplingParams(max_tokens=0, skip_special_tokens=False)
+NO_OUTPUT = RequestParams(max_tokens=0, skip_special_tokens=False)
 
 
 def tokenize_call(request: TokenizeRequest, name: str, defaults: RequestDefaults) -> Call:
@@ -617,6 +638,7 @@ def tokenize_response(started: Started, context_length: int) -> JsonObject:
 # Of a request whose schema is not enforced as a whole: the parts that are not.
 IGNORED_SCHEMA = web.RequestKey("left_out", str)
 MAX_IGNORED_SCHEMA = 1_000  # letters of these
+MAX_LISTED = 20  # names of models in an error
 HEADER_SAFE = " !#$&'()*+,/:;=?@[]{}|<>"  # letters that need no escape in a header
 
 log = logging.getLogger(__name__)
@@ -635,7 +657,7 @@ class Serving:
 
     async def read_body(self, request: web.Request, kind: type[BodyType]) -> BodyType:
         """The decoded body. Raises ApiError before it is read if no request would be taken now."""
-        self.refuse_beyond_capacity(1)
+        await self.refuse_beyond_capacity(1)
         body = await self._bodies.read(request, kind)
         self.check_model(body.model)
         return body
@@ -646,43 +668,133 @@ class Serving:
             chat=chat,
             id=name,
             created=int(time.time()),
-            model=self.context.model,
+            model=self.context.model if parsed.adapter is None else parsed.adapter.name,
             output_options=parsed.output_options,
             parser_factory=parsed.parser_factory,
             tool_call_options=parsed.tool_call_options,
-            fingerprint=self.context.fingerprint,
+            fingerprint=self._fingerprint(parsed.adapter),
         )
 
+    def _fingerprint(self, adapter: Adapter | None) -> str:
+        """Of answers: another one for each content of an adapter."""
+        base = self.context.fingerprint
+        if adapter is None or not base:
+            return base
+        return adapted_fingerprint(base, adapter)
+
     async def respond(
-        self, request: web.Request, parsed: ParsedRequest, encoder: ResponseEncoder
+        self,
+        request: web.Request,
+        parsed: ParsedRequest,
+        encoder: ResponseEncoder,
+        keeping: Keeping | None = None,
+        settle: Settle | None = None,
     ) -> web.StreamResponse:
-        """Runs the calls of the request; `encoder` encodes the answer."""
+        """Runs the calls of the request; `encoder` encodes the answer, by events if it is kept.
+        keeping: None if the request ends with its connection. settle(): awaited before the client
+        gets the end of its answer."""
         if self.context.pooling is not None:
             made = "scores" if self.context.pooling.scores else "embeddings"
             message = f"this server makes {made}, and generates no texts"
             raise ApiError(501, message, code="not_implemented")
-        self.refuse_beyond_capacity(parsed.choices)
+        await self.refuse_beyond_capacity(parsed.choices)
         constraint = parsed.constraint
         if constraint.unenforced:
             _note_ignored_schema(request, constraint.unenforced)
-        sink = EventStream(encoder, self._write_batch) if parsed.stream else FullResponse(encoder)
-        checked = (
-            _GrammarRefusals(sink, request, constraint.fallback_omits)
-            if constraint.fallback is not None
-            else sink
-        )
-        admission = self.context.admission
-        admission.count_choices(request, parsed.prompts, parsed.choices)
-        # Whatever still runs is hung up at the end, also when the handler is cancelled because the
-        # client is gone.
-        calls = self._with_client(request, parsed.calls)
+        await self.context.admission.count_choices(request, parsed.prompts, parsed.choices)
         try:
-            async with self.context.sessions.open(calls, admission.metered(request, checked)):
+            if keeping is not None:
+                return await self._respond_kept(request, parsed, encoder, keeping, settle)
+            sink = (
+                EventStream(encoder, self._write_batch, settle)
+                if parsed.stream
+                else FullResponse(encoder, settle)
+            )
+            # Whatever still runs is hung up at the end, also when the handler is cancelled because
+            # the client is gone.
+            async with self._session(request, parsed, sink):
                 return await sink.respond(request)
         except ApiError as error:
             # The stages behind the gateway do not know which field the constraint comes from.
             names = {"structured_outputs": constraint.field} if constraint.field else {}
             raise renamed(error, names) from None
+
+    async def _respond_kept(
+        self,
+        request: web.Request,
+        parsed: ParsedRequest,
+        encoder: ResponseEncoder,
+        keeping: Keeping,
+        settle: Settle | None,
+    ) -> web.StreamResponse:
+        admission, kept = self.context.admission, self.context.kept
+        answer = kept.open(keeping, admission.owner(request), encoder)
+        calls = self._kept_calls(request, parsed.calls, keeping, answer)
+        session = self._session(request, replace(parsed, calls=calls), answer)
+        release = admission.hold_choices(request)
+        return await kept.respond(request, keeping, answer, session, release, settle)
+
+    def _kept_calls(
+        self, request: web.Request, calls: Iterable[Call], keeping: Keeping, answer: KeptAnswer
+    ) -> Iterator[Call]:
+        """The calls of a kept answer. They outlive this gateway if another one could write it."""
+        owner, first = self.context.admission.owner(request), 0
+        for call in calls:
+            kept = None
+            if keeping.format:
+                answer.request_ids += choice_ids(call.request_id, range(call.params.n))
+                kept = Kept(
+                    stream=keeping.name,
+                    owner=owner,
+                    seconds=keeping.policy.seconds,
+                    first=first,
+                    format=keeping.format,
+                )
+            yield replace(call, kept=kept)
+            first += call.params.n
+
+    def _session(
+        self, request: web.Request, parsed: ParsedRequest, sink: ResponseSink
+    ) -> AbstractAsyncContextManager[None]:
+        """The session of the request's calls, whose events `sink` gets."""
+        constraint, admission = parsed.constraint, self.context.admission
+        if constraint.fallback is not None:
+            sink = _GrammarRefusals(sink, request, constraint.fallback_omits)
+        calls = self._with_client(request, parsed.calls)
+        return self.context.sessions.open(calls, admission.metered(request, sink))
+
+    def keeping(
+        self,
+        request: web.Request,
+        parsed: ParsedRequest,
+        metadata: ResponseMetadata,
+        *,
+        responses: ResponsesForm | None = None,
+        messages: MessagesForm | None = None,
+    ) -> Keeping | None:
+        """How the answer is kept; None if it ends with its connection. responses, messages: of
+        these APIs. Raises ApiError 400."""
+        background = responses is not None and responses.background
+        policy = (
+            KeepPolicy(True, BACKGROUND_SECONDS)
+            if background
+            else wanted_policy(request, parsed.stream, self.context.kept.reattach)
+        )
+        if policy is None:
+            return None
+        form = stream_format(parsed, metadata, policy, responses, messages)
+        return Keeping(
+            name=metadata.id,
+            policy=policy,
+            format=form.encoded(),
+            lanes=form.lanes,
+            tail=form.tail,
+            answers_at_once=background and not parsed.stream,
+        )
+
+    def owner(self, request: web.Request) -> str:
+        """Name of the key that sent the request."""
+        return self.context.admission.principal(request).name
 
     async def encode_prompt(self, request: web.Request, call: Call) -> Started:
         """The tokenizer's answer about a prompt from which nothing is generated."""
@@ -696,10 +808,10 @@ class Serving:
         self, request: web.Request, calls: Iterable[Call], count: int
     ) -> tuple[list[bytes], int]:
         """The vectors of `count` calls for one each, and tokens of all their prompts."""
-        self.refuse_beyond_capacity(count)
+        await self.refuse_beyond_capacity(count)
         sink = VectorSink(count)
         admission = self.context.admission
-        admission.count_choices(request, count, count)
+        await admission.count_choices(request, count, count)
         with_client = self._with_client(request, calls)
         async with self.context.sessions.open(with_client, admission.metered(request, sink)):
             return await sink.vectors()
@@ -737,20 +849,25 @@ class Serving:
         monitor, client = self.context.monitor, self.context.admission.client_hash(request)
         for call in calls:
             if monitor is not None:
-                monitor.set_owner(call.request_id, request[CLIENT_REQUEST].client.name)
+                monitor.set_owner(call.request_id, client)
             yield replace(call, client=client)
 
     def check_model(self, model: str | None) -> None:
-        """Raises ApiError 404 if `model` is not the served one; an empty name passes."""
-        if model and model != self.context.model:
-            message = (
-                f"the model {model[:200]!r} does not exist; this server has {self.context.model!r}"
-            )
+        """Raises ApiError 404 if `model` is neither the served one nor an adapter; an empty name
+        passes."""
+        adapters = self.context.defaults.adapters
+        if model and model != self.context.model and adapters.get(model) is None:
+            served = ", ".join(map(repr, [self.context.model, *adapters.names][:MAX_LISTED]))
+            message = f"the model {model[:200]!r} does not exist; this server has {served}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def refuse_beyond_capacity(self, requests: int) -> None:
+    async def refuse_beyond_capacity(self, requests: int) -> None:
         """Raises ApiError, and counts a refused request, if so many more would be refused now."""
-        refusal = self.context.core.refusal(requests=requests)
+        core = self.context.core
+        refusal = core.refusal(requests=requests)
+        if refusal is not None and refusal.code == QUEUE_FULL:
+            await self.context.peers.borrow("", "requests", requests)
+            refusal = core.refusal(requests=requests)
         if refusal is not None:
             self.context.metrics.count_ended("refused")
             raise api_error(refusal)

@@ -14,9 +14,23 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
 from pipeinfer.gateway.health import Health, StageStatus
-from pipeinfer.gateway.ledger import Call, ClientDisconnected, Failed, OutputDelta, Started
+from pipeinfer.gateway.ledger import (
+    Call,
+    ClientDisconnected,
+    Failed,
+    OutputDelta,
+    SetAdapters,
+    Started,
+)
 from pipeinfer.gateway.metrics import GroupMetrics, Metrics
-from pipeinfer.messages import CacheReset, Message, ResetCache, SetSleep
+from pipeinfer.messages import (
+    AdapterChanges,
+    CacheReset,
+    Message,
+    Reattached,
+    ResetCache,
+    SetSleep,
+)
 from pipeinfer.params import choice_ids
 
 # Seconds; a group that is started again takes longer, and then has nothing cached.
@@ -129,6 +143,7 @@ class _ChoiceRoute:
 
     session, sink, index: see _Session and ResponseSink. choices: of its prompt.
     arrived, first_output, last_output: seconds. tokens: of its output.
+    measured: what comes is new; else it is told to a gateway that has adopted the request.
     admitted: whether a group has it. prompt_tokens: 0 where another choice has counted them.
     group_metrics: metrics of its group under vLLM's names, None unless wanted.
     """
@@ -141,6 +156,7 @@ class _ChoiceRoute:
         "group_metrics",
         "index",
         "last_output",
+        "measured",
         "prompt_tokens",
         "session",
         "sink",
@@ -155,6 +171,7 @@ class _ChoiceRoute:
         self.arrived = self.first_output = self.last_output = now
         self.tokens = self.prompt_tokens = 0
         self.admitted = False
+        self.measured = True
         self.group_metrics: GroupMetrics | None = None
 
 
@@ -170,6 +187,11 @@ class RequestSessions:
 
     def bind(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
+
+    def feed(self, message: Message) -> None:
+        """Gives the core a local event."""
+        assert self._feed is not None
+        self._feed(message)
 
     @contextlib.asynccontextmanager
     async def open(self, calls: Iterable[Call], sink: ResponseSink) -> AsyncGenerator[None]:
@@ -193,6 +215,33 @@ class RequestSessions:
             yield
         finally:
             self._hang_up(session)
+
+    def adopt(self, sink: ResponseSink) -> AdoptedSession:
+        """A session of requests that another gateway has sent; `sink` gets their events."""
+        return AdoptedSession(_Session(sink), self._routes, self._clock, self._hang_up)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Nobody needs the answers to these requests any more."""
+        assert self._feed is not None
+        for request_id in request_ids:
+            self._feed(ClientDisconnected(request_id))
+
+    def claim(self, request_ids: Iterable[str]) -> None:
+        """A client has come back for the answers to these requests."""
+        assert self._feed is not None
+        self._feed(Reattached(tuple(request_ids)))
+
+    def abandon(self, request_ids: Iterable[str]) -> None:
+        """These requests go on without this gateway: another one adopts them."""
+        for request_id in request_ids:
+            route = self._routes.pop(request_id, None)
+            if route is not None:
+                route.session.live.pop(request_id, None)
+
+    def set_adapters(self, changes: AdapterChanges) -> None:
+        """Has the pipeline remember adapters for the gateway that comes after this one."""
+        assert self._feed is not None
+        self._feed(SetAdapters(changes))
 
     async def set_sleep(self, asked: SetSleep, health: Health) -> None:
         """See reach_sleep_level."""
@@ -236,7 +285,7 @@ class RequestSessions:
             route = self._routes.get(message.request_id)
             if route is None:
                 return
-            if message.ids:
+            if message.ids and route.measured:
                 self._measure_output(route, message)
             if message.finish is not None:
                 self._close(message.request_id, message.finish)
@@ -251,8 +300,9 @@ class RequestSessions:
         if route is None:
             return
         if isinstance(message, Started):
-            self._metrics.prompt_tokens.inc(message.prompt_tokens)
-            self._count_started(route, message)
+            if route.measured:
+                self._metrics.prompt_tokens.inc(message.prompt_tokens)
+                self._count_started(route, message)
             route.sink.started(route.index, message)
         else:
             route.session.failed = True
@@ -301,3 +351,43 @@ class RequestSessions:
         if route.group_metrics is not None:
             route.group_metrics.count_finished(total, decode, route.prompt_tokens, route.tokens)
             route.choices.longest = max(route.choices.longest, route.tokens)
+
+
+class AdoptedSession:
+    """A session of requests that another gateway has sent; an asynchronous context, at whose end
+    choices that still run are aborted."""
+
+    def __init__(
+        self,
+        session: _Session,
+        routes: dict[str, _ChoiceRoute],
+        clock: Callable[[], float],
+        hang_up: Callable[[_Session], None],
+    ) -> None:
+        self._session = session
+        self._routes = routes
+        self._clock = clock
+        self._hang_up = hang_up
+
+    def add(self, request_ids: Iterable[str], first: int) -> None:
+        """More choices, numbered from `first` on."""
+        now = self._clock()
+        for number, name in enumerate(request_ids, first):
+            route = _ChoiceRoute(self._session, _PromptChoices(1), number, now)
+            route.measured = False
+            self._routes[name] = route
+            self._session.live[name] = None
+
+    def measure(self, sink: ResponseSink) -> None:
+        """What comes from now on is new, and for `sink`."""
+        now = self._clock()
+        for name in self._session.live:
+            route = self._routes[name]
+            route.sink, route.measured, route.last_output = sink, True, now
+            route.tokens = 1  # the first one has been measured
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, *_: object) -> None:
+        self._hang_up(self._session)

@@ -42,23 +42,35 @@ from pipeinfer.gateway.auth import (
     parse_hosts,
     parse_origins,
 )
-from pipeinfer.gateway.connections import Acceptor, Connections, connection_limit
+from pipeinfer.gateway.connections import (
+    Acceptor,
+    Connections,
+    connection_limit,
+    has_more_than_its_share,
+)
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.errors import Handler
 from pipeinfer.gateway.health import Health, expected_stages
-from pipeinfer.gateway.ledger import Backlog, RequestTraces, StatusChanged
+from pipeinfer.gateway.kept_answers import KeptAnswers
+from pipeinfer.gateway.kept_handlers import Adopter
+from pipeinfer.gateway.kept_streams import KeptBounds
+from pipeinfer.gateway.ledger import AdoptionEnded, Backlog, RequestTraces, StatusChanged
+from pipeinfer.gateway.lora import AdapterRegistry
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies, VllmMetrics
 from pipeinfer.gateway.monitor import PipelineMonitor
+from pipeinfer.gateway.peers import Peers, SharedQueue
+from pipeinfer.gateway.pooling import takes_query_and_document
 from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
-from pipeinfer.gateway.scores import takes_query_and_document
+from pipeinfer.gateway.response_store import ResponseStore
 from pipeinfer.gateway.serving import HandlerContext
 from pipeinfer.gateway.sessions import RequestSessions
+from pipeinfer.gateway.siblings import Siblings, is_forwarded
 from pipeinfer.gateway.tool_parsers.registry import choose_parsers
-from pipeinfer.messages import Message
+from pipeinfer.messages import AdapterChanges, Adopt, Message
 from pipeinfer.params import JsonObject
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.logs import CLEAR_LINE, can_rewrite, discard_unread
-from pipeinfer.runtime.servers import BACKLOG, close_all
+from pipeinfer.runtime.servers import close_all
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import Targets
@@ -99,31 +111,70 @@ def build(context: StageContext) -> Stage:
         core.health, core.can_serve, targets, _vllm_metrics(settings, core.health, context_length)
     )
     certificate = load_certificate(settings)
-    admission = Admission(
-        _api_keys(settings), _key_limits(settings), metrics, is_loopback(settings.host)
-    )
     files = _tokenizer_files(settings, folder)
+    defaults = request_defaults(settings, folder, files)
+    monitor = None if settings.no_page else PipelineMonitor(context.topology.ids())
+    gateways = context.topology.ids("gateway")
+    peers = Peers(
+        context.identity,
+        context.incarnation,
+        gateways,
+        core.health,
+        defaults.adapters,
+        metrics.gateways.counted,
+        monitor,
+    )
+    if len(gateways) > 1:
+        metrics.gateways.stage = context.identity.id
+    admission = Admission(
+        _api_keys(settings),
+        _key_limits(settings),
+        metrics,
+        is_loopback(settings.host),
+        peers=peers,
+    )
+    bounds = KeptBounds(settings.kept_mib * 2**20, settings.key_kept_mib * 2**20)
+    sessions = RequestSessions(metrics)
+    kept = KeptAnswers(
+        bounds,
+        settings.reattach,
+        release=sessions.release,
+        abandon=sessions.abandon,
+        claim=sessions.claim,
+    )
+    metrics.register_kept_streams(kept.streams)
     pooling = read_pooling(folder, settings.task)
+    if settings.enable_lora and pooling is not None:
+        raise ConfigurationError("--enable-lora: the model makes vectors, adapters are for texts")
+    queue = SharedQueue(core, sessions.feed, settings.max_queue, settings.max_queue_tokens)
     handler_context = HandlerContext(
         core,
-        RequestSessions(metrics),
+        sessions,
         metrics,
         settings.model_name,
-        request_defaults(settings, folder, files),
+        defaults,
         admission,
         _browser_guard(settings, admission),
+        kept,
+        peers,
+        _siblings(context, core.health),
         settings.max_body_mib * 2**20,
         context_length,
         fingerprint=fingerprint(settings, folder),
         tokenizer_info=tokenizer_info(*files, context_length),
-        monitor=None if settings.no_page else PipelineMonitor(context.topology.ids()),
+        monitor=monitor,
         access_log=AccessLog(traces),
         pooling=pooling,
         template_roles=takes_query_and_document(files[1].values()),
+        store=ResponseStore(settings.store) if settings.store else None,
     )
     other_stages = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(
-        handler_context, partial(server_url, settings), lambda: _listen(context), certificate
+        handler_context,
+        partial(server_url, settings),
+        lambda: _listen(context),
+        certificate,
+        queue=queue,
     )
     return Stage(
         core,
@@ -135,7 +186,7 @@ def build(context: StageContext) -> Stage:
         ),
         before_leave=lambda: driver.leave(settings.drain_timeout),
         reload=lambda: _reload_keys_and_certificate(settings, admission, certificate),
-        monitor=handler_context.monitor,
+        control=peers,
     )
 
 
@@ -177,7 +228,12 @@ def request_defaults(
         )
     closed = not settings.allow_additional_properties
     return RequestDefaults(
-        sampling_defaults(folder), max_prompts, settings.request_timeout, parsers, closed
+        sampling_defaults(folder),
+        max_prompts,
+        settings.request_timeout,
+        parsers,
+        closed,
+        AdapterRegistry.of(settings),
     )
 
 
@@ -239,6 +295,18 @@ def _listen(context: StageContext) -> list[socket.socket]:
     return servers.open_sockets(context.settings.host, context.settings.port)
 
 
+def _siblings(context: StageContext, health: Health) -> Siblings:
+    """The gateways that share the port with this one."""
+    me, topology = context.identity, context.topology
+    address, others = topology.address(me.id), dict[str, str]()
+    first = True
+    if context.listen_fds:
+        here = topology.stages_on(topology.entry(me.id).host, me.name)
+        others = {e.identity.id: e.address for e in here if e.identity != me}
+        first = all(e.index >= me.index for e in here)
+    return Siblings(me.id, address, others, health, first=first)
+
+
 def _context_length(settings: Settings, folder: Path) -> int:
     """The model's context length for /v1/models; the tokenizer stage refuses long prompts."""
     if settings.max_model_len:
@@ -253,15 +321,27 @@ def _context_length(settings: Settings, folder: Path) -> int:
 # queues, and the order of the work. All other settings are part of the fingerprint.
 WITHOUT_EFFECT = frozenset(
     (
-        "all_graphs_first", "allowed_hosts", "allowed_origins", "api_key", "api_key_file", "dp",
-        "drain_timeout", "flight_dir", "flight_recorder_mib", "grammar_cache_mib", "host",
+        "all_graphs_first", "allowed_hosts", "allowed_origins", "api_key", "api_key_file",
+        "detokenizers", "dp",
+        "drain_timeout", "flight_dir", "flight_recorder_mib", "gateways",
+        "grammar_cache_mib", "host",
         "host_loss", "in_process", "itl_target", "keep_memory_on_stop", "kept_memory_timeout",
-        "key_concurrent", "key_requests_per_minute", "key_tokens_per_minute", "kv_pages",
-        "log_format", "log_level", "max_body_mib", "max_prompts", "max_queue", "max_queue_tokens",
+        "kept_mib", "key_concurrent", "key_kept_mib", "key_requests_per_minute",
+        "key_tokens_per_minute", "kv_pages", "log_format", "log_level", "lora_modules",
+        "max_body_mib", "max_loras", "max_prompts", "max_queue", "max_queue_tokens",
         "memory_fraction", "no_keep_memory", "no_page", "otlp_endpoint", "overlap_depth", "policy",
-        "port", "profile", "profile_dir", "public_address", "record", "record_max_bytes",
-        "request_timeout", "routing", "seed", "served_model_name", "standby", "stay_awake",
-        "tls_cert", "tls_key", "topology", "ttft_target", "vllm_metrics", "watchdog",
+        "port", "profile", "profile_dir",
+        "public_address", "reattach", "record", "record_max_bytes", "request_timeout", "routing",
+        "seed", "served_model_name", "standby", "stay_awake", "store", "tls_cert", "tls_key",
+        "tokenizers", "topology", "ttft_target", "vllm_metrics", "watchdog",
+    )
+)  # fmt: skip
+# Settings on which no token depends in exact mode: how steps are composed and computed.
+WITHOUT_EFFECT_IF_EXACT = frozenset(
+    (
+        "all_reduce", "attention", "cache", "cuda_graph_max_batch", "max_running",
+        "max_step_tokens", "mixed_step_tokens", "moe_backend", "no_cuda_graph", "page_size",
+        "num_speculative_tokens", "speculate", "speculative_max_requests",
     )
 )  # fmt: skip
 # Settings that name files, whose contents are part of the fingerprint.
@@ -276,11 +356,14 @@ def fingerprint(settings: Settings, model: Path) -> str:
     """The `system_fingerprint` of answers from a checkpoint's folder, or a GGUF file.
 
     A digest of model, tokenizer, template, settings that change answers, and version: two answers
-    with one fingerprint, one seed and one request come from the same model.
+    with one fingerprint, one seed and one request come from the same model. In exact mode they are
+    the same, on the same kind of GPU, which is no part of it.
     """
     digest = blake2b(digest_size=8)
     values = msgspec.to_builtins(settings)
     counted = values.keys() - WITHOUT_EFFECT - FILE_SETTINGS
+    if settings.exact:
+        counted -= WITHOUT_EFFECT_IF_EXACT
     digest.update(json.dumps([__version__, {n: values[n] for n in sorted(counted)}]).encode())
     files = (
         [model] if model.is_file() else sorted({p for w in FILES_TO_FETCH for p in model.glob(w)})
@@ -382,6 +465,7 @@ class HttpDriver:
     """Serves `handler_context` over HTTP or, with a `certificate`, HTTPS.
 
     listen(): gives the sockets, which the driver closes. url_of(port): the URL for users.
+    queue: of which this gateway has a share.
     url: set by start().
     """
 
@@ -391,18 +475,23 @@ class HttpDriver:
         url_of: Callable[[int], str],
         listen: Callable[[], list[socket.socket]],
         certificate: Certificate | None = None,
+        *,
+        queue: SharedQueue,
     ) -> None:
         self._context = handler_context
+        self._adopter = Adopter(handler_context)
         self._certificate = certificate
         self._url_of = url_of
         self._listen = listen
         self._sockets: list[socket.socket] = []
         self._runner: web.AppRunner | None = None
         self._connections: Connections | None = None
-        self._servers: list[asyncio.Server | Acceptor] = []
+        self._servers: list[Acceptor] = []
         self._ready = asyncio.Event()
         self._accepting: asyncio.Task[None] | None = None
-        self._open = self._announced = self._leaving = False
+        self._open = self._leaving = False
+        self._queue = queue
+        self._to_announce = handler_context.siblings.first
         self._latencies = RollingLatencies(handler_context.metrics)
         self._in_flight = 0  # requests whose handlers run
         self.url = ""
@@ -414,6 +503,7 @@ class HttpDriver:
         clients of a restarted gateway need not be refused as "starting".
         """
         self._context.sessions.bind(feed)
+        self._context.peers.share("", self._queue, SharedQueue.KINDS)
         self._sockets = self._listen()
         runner = web.AppRunner(
             self._app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT
@@ -428,6 +518,7 @@ class HttpDriver:
             metrics.bad_requests.inc,
             metrics.refused_connections.inc,
         )
+        self._context.siblings.listen(self._connections)
         self.url = self._url_of(self._sockets[0].getsockname()[1])
         self._accepting = asyncio.create_task(self._accept(self._connections))
 
@@ -437,6 +528,8 @@ class HttpDriver:
             if message.status != "starting":
                 self._ready.set()
             self._announce()
+        elif isinstance(message, Adopt | AdoptionEnded | AdapterChanges):
+            self._adopter.on_message(message)
         else:
             self._context.sessions.deliver(message)  # type: ignore[arg-type]
 
@@ -457,8 +550,10 @@ class HttpDriver:
         quiet_since = clock()
         while clock() < min(quiet_since + QUIET_SECONDS, deadline):
             await asyncio.sleep(LEAVE_POLL)
-            if self._in_flight:
+            if self._in_flight or self._context.kept.running:
                 quiet_since = clock()
+        self._context.siblings.close()
+        self._context.kept.leave()
         self._context.sessions.fail_all(503, "the server is shutting down")
         self._runner.server.pre_shutdown()  # wakes those that wait for a request
         await self._runner.server.shutdown(SHUTDOWN_TIMEOUT)
@@ -466,6 +561,7 @@ class HttpDriver:
     async def stop(self) -> None:
         """Ends running streams with an error, sends what is buffered, closes all connections."""
         self._end_monitor_feeds()
+        self._context.siblings.close()
         self._context.sessions.fail_all(503, "the server is shutting down")
         await self._end_accepting()
         self._close_servers()
@@ -473,14 +569,23 @@ class HttpDriver:
             self._connections.stop()
         if self._runner is not None:
             await self._runner.cleanup()
+        self._context.kept.close()
+        if self._context.store is not None:
+            await asyncio.to_thread(self._context.store.close)
 
     def stats(self) -> dict[str, float]:
-        """Statistics of the last minute; see RollingLatencies."""
-        return self._latencies.stats(time.monotonic())
+        """connections: open ones; and of the last minute, see RollingLatencies."""
+        connections = len(self._connections) if self._connections is not None else 0
+        return {"connections": float(connections), **self._latencies.stats(time.monotonic())}
+
+    def _has_more_than_its_share(self, connections: Connections) -> bool:
+        return has_more_than_its_share(len(connections), self._context.siblings.connections())
 
     def _app(self) -> web.Application:
         @web.middleware
         async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if is_forwarded(request):  # by a gateway that stays, and asks again
+                return await handler(request)
             self._in_flight += 1
             try:
                 return await handler(request)
@@ -502,13 +607,12 @@ class HttpDriver:
     async def _accept(self, connections: Connections) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ready.wait(), FIRST_HEARTBEATS)
-        loop, certificate = asyncio.get_running_loop(), self._certificate
-        for one in self._sockets:
-            if certificate is None:
-                server = await loop.create_server(connections, sock=one, backlog=BACKLOG)
-            else:
-                server = Acceptor(one, partial(connections.accept_tls, context=certificate.context))
-            self._servers.append(server)
+        await self._context.peers.meet()
+        certificate = self._certificate
+        context = None if certificate is None else certificate.context
+        accepted = partial(connections.accept, context=context)
+        yields = partial(self._has_more_than_its_share, connections)
+        self._servers = [Acceptor(one, accepted, yields) for one in self._sockets]
         self._open = True
         self._announce()
 
@@ -531,8 +635,8 @@ class HttpDriver:
             close_all(self._sockets)
 
     def _announce(self) -> None:
-        if self._open and not self._announced and self._context.core.status == "ready":
-            self._announced = True
+        if self._open and self._to_announce and self._context.core.status == "ready":
+            self._to_announce = False
             sees = "see the pipeline" if self._context.pooling is not None else "chat"
             page = ""
             if self._context.monitor is not None:

@@ -41,8 +41,8 @@ from pipeinfer.grammars.bounds import (
     schema_of,
 )
 from pipeinfer.grammars.rewriting import compilable_schema, with_plain_digits
-from pipeinfer.malloc import return_freed_memory
 from pipeinfer.params import JsonObject, StructuredOutputs
+from pipeinfer.processes import return_freed_memory
 
 # Bytes of stack of a thread that compiles. A chain of 3,000 rules overflows 8 MB. The longest chain
 # that fits into MAX_GRAMMAR_BYTES, about 5,900 rules, overflows 16 MB but not 32 MB, the stack of a

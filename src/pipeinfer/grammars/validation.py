@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
 import msgspec
 import numpy as np
 
-from pipeinfer import pipes
 from pipeinfer.grammars.bounds import GrammarError, VocabularySetup, check
 from pipeinfer.params import StructuredOutputs
+from pipeinfer.processes import incoming_frames, read_frame, start_child, write_frame
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
@@ -152,8 +152,8 @@ class ValidationProcess:
         """
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
-        pipes.write(cast(BinaryIO, process.stdin), task)
-        answer = pipes.read(process.stdout.fileno(), VERDICT_TIMEOUT_SECONDS)
+        write_frame(cast(BinaryIO, process.stdin), task)
+        answer = read_frame(process.stdout.fileno(), VERDICT_TIMEOUT_SECONDS)
         if answer is not None:
             return msgspec.msgpack.decode(answer, type=ValidationOutcome)
         ended = bool(select.select([process.stdout.fileno()], [], [], 0)[0])
@@ -170,14 +170,14 @@ class ValidationProcess:
             self.kill()
         if self._process is None:
             # Silent, because all that it prints is about a client's grammar.
-            process = self._process = pipes.start(
+            process = self._process = start_child(
                 "pipeinfer.grammars.validation", {"RAYON_NUM_THREADS": "1"}, silent=True
             )
             if self._closed:  # meanwhile
                 process.kill()
             assert process.stdin is not None and process.stdout is not None
-            pipes.write(cast(BinaryIO, process.stdin), self._setup)
-            if pipes.read(process.stdout.fileno(), START_SECONDS) is None:
+            write_frame(cast(BinaryIO, process.stdin), self._setup)
+            if read_frame(process.stdout.fileno(), START_SECONDS) is None:
                 self.kill()
                 raise RuntimeError("the process that tries grammars did not start")
         return self._process
@@ -195,7 +195,7 @@ def _in_fork(work: Callable[[], str], task: ValidationTask) -> ValidationOutcome
         _run_in_child(work, task, sink, life)
     os.close(sink)
     os.close(life)
-    said = pipes.read(source)
+    said = read_frame(source)
     os.close(source)
     os.close(held)
     _, status = os.waitpid(pid, 0)
@@ -211,7 +211,7 @@ def _run_in_child(work: Callable[[], str], task: ValidationTask, sink: int, life
         os.nice(task.niceness)
         threading.Thread(target=_exit_when_closed, args=(life,), daemon=True).start()
         with os.fdopen(sink, "wb", buffering=0) as answer:
-            pipes.write(cast(BinaryIO, answer), work().encode())
+            write_frame(cast(BinaryIO, answer), work().encode())
     finally:
         os._exit(0)
 
@@ -260,7 +260,7 @@ def main() -> None:
 
     from pipeinfer.grammars.compiling import Grammar, vocabulary_of
 
-    frames, answers = pipes.served()
+    frames, answers = incoming_frames()
     # Python warns of forks with several threads. Here it is safe: a fork has only the thread that
     # forks, and the other thread just waits for a frame.
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -270,7 +270,7 @@ def main() -> None:
     threading.stack_size(setup.stack)
     vocabulary = vocabulary_of(setup)
     del setup  # as large as the tokenizer's file
-    pipes.write(answers, b"")
+    write_frame(answers, b"")
 
     def validate(spec: StructuredOutputs, outcome: list[str]) -> None:
         # Stays so after a panic of the compiler, which is not caught.
@@ -293,7 +293,7 @@ def main() -> None:
     while True:
         task = msgspec.msgpack.decode(frames.get(), type=ValidationTask)
         outcome = _in_fork(partial(with_stack, task.spec), task)
-        pipes.write(answers, msgspec.msgpack.encode(outcome))
+        write_frame(answers, msgspec.msgpack.encode(outcome))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 - Inputs of a step, made on the device: positions, slot mapping, input ids, indptrs, tables. Rows
   name slots; the page table, sampling parameters and last tokens are read at these slots. Two
   launches, no host synchronisation.
-- Logits before sampling: logit bias (with suppressed and allowed ids) and bad words, which lie by
+- Logits before sampling: logit edits (bias, suppressed and allowed ids) and bad words, which lie by
   slot on the device, and bitmasks, which come from grammars on the host. A row whose slot changes
   nothing costs two loads.
 - Sampling, by the kernels of sampling.py.
@@ -32,20 +32,23 @@ import triton.language as tl
 from pipeinfer.kernels import sampling as sampling_kernels
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
+    MAX_NGRAM,
     NO_LOGIT_KEY,
     NO_LOGITS,
     DeviceStep,
     SamplingTensors,
-    SlotLogitBias,
+    SlotLogitEdits,
     SlotTables,
 )
 from pipeinfer.kernels.triton_support import key_score, key_token, pack_logit_key
 from pipeinfer.params import MAX_LOGPROBS
-from pipeinfer.wire import NO_ID
+from pipeinfer.wire import DRAFT_TOKEN, NO_ID, REJECTED
 
 INPUTS_BLOCK = 1024  # tokens, pages or words that a program writes at a time
 MAX_PROGRAMS_PER_ROW = 8  # programs that share one long row, or the words to be scattered
 _NO_LOGITS = tl.constexpr(NO_LOGITS)
+_DRAFT_TOKEN = tl.constexpr(DRAFT_TOKEN)
+_REJECTED = tl.constexpr(REJECTED)
 
 
 @triton.jit
@@ -68,9 +71,20 @@ def scatter_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor)
 
 
 @triton.jit
+def _load_starts(starts, slots, lengths, index, mask, HAS_DRAFTS: tl.constexpr):
+    """Where rows start: below 0, at their slots' lengths."""
+    start = tl.load(starts + index, mask=mask, other=0)
+    if HAS_DRAFTS:
+        slot = tl.load(slots + index, mask=mask, other=0)
+        length = tl.load(lengths + slot, mask=mask & (start < 0), other=0)
+        start = tl.where(start < 0, length, start)
+    return start
+
+
+@triton.jit
 def _tokens_and_pages_before(
-    starts, counts, row, PAGE: tl.constexpr, PADDING_ROW_TOKENS: tl.constexpr,
-    INPUTS_BLOCK: tl.constexpr,
+    starts, counts, slots, lengths, row, PAGE: tl.constexpr, PADDING_ROW_TOKENS: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr, INPUTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(tokens, pages) of the rows before `row`."""
     tokens = tl.zeros((INPUTS_BLOCK,), tl.int32)
@@ -79,7 +93,7 @@ def _tokens_and_pages_before(
         index = begin + tl.arange(0, INPUTS_BLOCK)
         inside = index < row
         count = tl.load(counts + index, mask=inside, other=0)
-        length = tl.load(starts + index, mask=inside & (count > 0), other=0)
+        length = _load_starts(starts, slots, lengths, index, inside & (count > 0), HAS_DRAFTS)
         count = tl.where(count > 0, count, PADDING_ROW_TOKENS)
         tokens += tl.where(inside, count, 0)
         pages += tl.where(inside, (length + count + PAGE - 1) // PAGE, 0)
@@ -88,8 +102,9 @@ def _tokens_and_pages_before(
 
 @triton.jit
 def _token_inputs(
-    tokens, last_token, slot, pages, positions, slot_mapping, input_ids, first, start, count, known,
-    capacity, step, PAGE: tl.constexpr, INPUTS_BLOCK: tl.constexpr,
+    tokens, last_token, drafts, max_drafts, slot, pages, positions, slot_mapping, input_ids, first,
+    start, count, known, capacity, step, PAGE: tl.constexpr, HAS_DRAFTS: tl.constexpr,
+    INPUTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """This program's share of one row's `count` tokens; tokens from `known` on are padding."""
     for begin in range(tl.program_id(1) * INPUTS_BLOCK, count, step):
@@ -102,6 +117,11 @@ def _token_inputs(
         kv_slot = tl.where(real, page * PAGE + position % PAGE, -1)
         token = tl.load(tokens + at, mask=real, other=0).to(tl.int64)
         last = tl.load(last_token + slot + 0 * index, mask=real & (token < 0), other=0)
+        if HAS_DRAFTS:
+            draft = tl.load(
+                drafts + slot * max_drafts + index - 1, mask=real & (token == _DRAFT_TOKEN), other=0
+            )
+            last = tl.where(token == _DRAFT_TOKEN, draft.to(tl.int64), last)
         tl.store(positions + at, position, mask=inside)
         tl.store(slot_mapping + at, kv_slot, mask=inside)
         tl.store(input_ids + at, tl.where(token < 0, last, token), mask=inside)
@@ -109,14 +129,14 @@ def _token_inputs(
 
 @triton.jit
 def _sampling_inputs(
-    logits_row, slot, position, token, slot_words, logits_indices, write_slots, sample_positions,
-    sampling_words, num_slots, num_logits, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
+    sample, offset, slot, position, token, slot_words, logits_indices, write_slots,
+    sample_positions, sampling_words, num_slots, num_logits, NUM_WIDE: tl.constexpr,
+    NUM_NARROW: tl.constexpr,
 ):  # fmt: skip
-    """What the sampler reads for this row: nothing if the row has no logits; a padding row gets the
-    padding slot."""
-    sample = tl.load(logits_row)
+    """What the sampler reads for the row of logits `sample`, as logits_rows names it, or `offset`
+    rows behind: nothing if the row has no logits; a padding row gets the padding slot."""
     real, any = sample >= 0, sample != _NO_LOGITS
-    at = tl.where(real, sample, -1 - sample)
+    at = tl.where(real, sample + offset, -1 - sample)
     slot = tl.where(real, slot, num_slots - 1)
     tl.store(logits_indices + at, tl.where(real, token, 0), mask=any)
     tl.store(write_slots + at, slot, mask=any)
@@ -142,30 +162,33 @@ UNSPECIALIZED_SIZES = [
     "prefill_query_base",
     "first_page_table_row",
     "num_logits",
+    "padded_logits",
+    "max_drafts",
 ]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED_SIZES)
 def _prepare_inputs_kernel(
-    slots, starts, counts, logits_rows, tokens, page_table, slot_words, last_token,
+    slots, starts, counts, logits_rows, tokens, page_table, slot_words, last_token, lengths, drafts,
     positions, slot_mapping, input_ids, qo_indptr, prefill_qo_indptr, seq_lens, last_page_len,
     kv_indptr, kv_indices, row_page_table,
     logits_indices, write_slots, sample_positions, sampling_words,
     rows, capacity, kv_indices_size, num_slots, width, decodes, prefill_query_base,
-    first_page_table_row, num_logits, PAGE: tl.constexpr, PADDING_ROW_TOKENS: tl.constexpr,
-    LISTS_PAGES: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
-    INPUTS_BLOCK: tl.constexpr,
+    first_page_table_row, num_logits, padded_logits, max_drafts, PAGE: tl.constexpr,
+    PADDING_ROW_TOKENS: tl.constexpr, LISTS_PAGES: tl.constexpr, HAS_DRAFTS: tl.constexpr,
+    NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr, INPUTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, share of the row); the program after the last row fills
-    the tokens that are left over with padding."""
+    """Program (row, share of the row); the program after the last row fills the tokens that are
+    left over with padding, and the rows of logits behind the last token's, up to `padded_logits`.
+    """
     row = tl.program_id(0)
     step, leads = tl.num_programs(1) * INPUTS_BLOCK, tl.program_id(1) == 0
     first, first_page = _tokens_and_pages_before(
-        starts, counts, row, PAGE, PADDING_ROW_TOKENS, INPUTS_BLOCK
+        starts, counts, slots, lengths, row, PAGE, PADDING_ROW_TOKENS, HAS_DRAFTS, INPUTS_BLOCK
     )
     inside = row < rows
     known = tl.load(counts + row, mask=inside, other=0)
-    start = tl.load(starts + row, mask=known > 0, other=0)
+    start = _load_starts(starts, slots, lengths, row, known > 0, HAS_DRAFTS)
     slot = tl.load(slots + row, mask=inside, other=0)
     count = tl.where(inside, tl.where(known > 0, known, PADDING_ROW_TOKENS), capacity - first)
     pages = page_table + slot.to(tl.int64) * width
@@ -173,8 +196,9 @@ def _prepare_inputs_kernel(
     is_prefill = leads & (row >= decodes)
     tl.store(prefill_qo_indptr + row - decodes, first - prefill_query_base, mask=is_prefill)
     tl.store(kv_indptr + row, first_page if LISTS_PAGES else slot * width, mask=leads)
-    _token_inputs(tokens, last_token, slot, pages, positions, slot_mapping, input_ids, first, start,
-                  count, known, capacity, step, PAGE, INPUTS_BLOCK)  # fmt: skip
+    _token_inputs(tokens, last_token, drafts, max_drafts, slot, pages, positions, slot_mapping,
+                  input_ids, first, start, count, known, capacity, step, PAGE, HAS_DRAFTS,
+                  INPUTS_BLOCK)  # fmt: skip
     if inside:
         length = start + count
         used = (length + PAGE - 1) // PAGE
@@ -189,9 +213,22 @@ def _prepare_inputs_kernel(
             target = row_page_table + (row - first_page_table_row).to(tl.int64) * width + index
             tl.store(target, page, mask=index < tl.where(row >= first_page_table_row, used, 0))
         if leads:
-            _sampling_inputs(logits_rows + row, slot, start + count, first + count - 1, slot_words,
-                             logits_indices, write_slots, sample_positions, sampling_words,
-                             num_slots, num_logits, NUM_WIDE, NUM_NARROW)  # fmt: skip
+            behind = 0  # draft tokens, each with a row of logits
+            if HAS_DRAFTS:
+                verifies = tl.load(starts + row, mask=known > 0, other=0) < 0
+                behind = tl.where(verifies, known - 1, 0)
+            sample = tl.load(logits_rows + row)
+            for offset in range(behind + 1):
+                back = behind - offset
+                _sampling_inputs(sample, offset, slot, start + count - back,
+                                 first + count - 1 - back, slot_words, logits_indices, write_slots,
+                                 sample_positions, sampling_words, num_slots, num_logits, NUM_WIDE,
+                                 NUM_NARROW)  # fmt: skip
+    elif leads:
+        for at in range(first, padded_logits):
+            _sampling_inputs(known - 1 - at, 0, slot, known, known, slot_words, logits_indices,
+                             write_slots, sample_positions, sampling_words, num_slots, num_logits,
+                             NUM_WIDE, NUM_NARROW)  # fmt: skip
 
 
 def prepare_inputs(step: DeviceStep, slot_tables: SlotTables, page_size: int) -> None:
@@ -199,22 +236,134 @@ def prepare_inputs(step: DeviceStep, slot_tables: SlotTables, page_size: int) ->
     count, capacity = len(step.counts), len(step.positions)
     width = slot_tables.page_table.shape[1]
     programs_per_row = min(triton.cdiv(max(capacity, width), INPUTS_BLOCK), MAX_PROGRAMS_PER_ROW)
+    state = slot_tables.drafts
+    lengths, drafts = (step.slots,) * 2 if state is None else (state.lengths, state.drafts)
+    padded_logits = step.num_logits if step.shape.verifies else 0
     _prepare_inputs_kernel[(count + 1, programs_per_row)](
         step.slots, step.starts, step.counts, step.logits_rows, step.tokens,
-        slot_tables.page_table, slot_tables.sampling_words, slot_tables.last_token,
+        slot_tables.page_table, slot_tables.sampling_words, slot_tables.last_token, lengths, drafts,
         step.positions, step.slot_mapping, step.input_ids, step.qo_indptr, step.prefill_qo_indptr,
         step.seq_lens, step.last_page_len, step.kv_indptr, step.kv_indices, step.row_page_table,
         step.logits_indices, step.write_slots, step.sample_positions, step.sampling_words,
         count, capacity, len(step.kv_indices), len(slot_tables.page_table), width,
         step.shape.num_decodes, step.prefill_query_base, count - len(step.row_page_table),
-        step.num_logits,
+        step.num_logits, padded_logits, 0 if state is None else drafts.shape[1],
         PAGE=page_size, PADDING_ROW_TOKENS=step.padding_row_tokens, LISTS_PAGES=step.lists_pages,
+        HAS_DRAFTS=state is not None,
         NUM_WIDE=slot_tables.num_wide, NUM_NARROW=slot_tables.num_narrow,
         INPUTS_BLOCK=INPUTS_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
-BIAS_BLOCK = 128  # entries of a slot's logit bias that a program applies at a time
+HISTORY_BLOCK = 1024  # tokens of a request that are compared at a time
+_POSITION_BITS = tl.constexpr(27)  # of the position in the key of a match, below its length
+_POSITION_MASK = tl.constexpr((1 << 27) - 1)
+
+
+@triton.jit(do_not_specialize=["width", "max_drafts"])
+def _propose_ngrams_kernel(
+    slots, starts, counts, lengths, token_ids, drafts, width, max_drafts, MAX_NGRAM: tl.constexpr,
+    DRAFTS_BLOCK: tl.constexpr, HISTORY_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program: row. The greatest key (tokens that match, position of the last of them) wins."""
+    row = tl.program_id(0)
+    count = tl.load(counts + row)
+    if (tl.load(starts + row) < 0) & (count > 1):
+        slot = tl.load(slots + row)
+        known = token_ids + slot.to(tl.int64) * width
+        end = tl.load(lengths + slot)
+        last = tl.load(known + end)
+        best = tl.zeros((HISTORY_BLOCK,), tl.int32)
+        for begin in range(0, end, HISTORY_BLOCK):
+            at = begin + tl.arange(0, HISTORY_BLOCK)
+            matches = tl.load(known + at, mask=at < end, other=-1) == last
+            matched = matches.to(tl.int32)
+            for back in tl.static_range(1, MAX_NGRAM):
+                wanted = tl.load(known + tl.maximum(end - back, 0))
+                token = tl.load(known + at - back, mask=(at < end) & (at >= back), other=-1)
+                matches = matches & (token == wanted)
+                matched += matches.to(tl.int32)
+            key = tl.where(matched > 0, (matched << _POSITION_BITS) | at, 0)
+            best = tl.maximum(best, key)
+        key = tl.max(best)
+        position = key & _POSITION_MASK
+        index = tl.arange(0, DRAFTS_BLOCK)
+        follows = position + 1 + index <= tl.where(key > 0, end, -1)
+        token = tl.load(known + position + 1 + index, mask=follows, other=0)
+        tl.store(
+            drafts + slot * max_drafts + index, tl.where(follows, token, last),
+            mask=index < count - 1,
+        )  # fmt: skip
+
+
+def propose_ngrams(step: DeviceStep, slot_tables: SlotTables) -> None:
+    """See interface.py, here and below."""
+    state = slot_tables.drafts
+    if state is None:
+        return
+    width, max_drafts = state.token_ids.shape[1], state.drafts.shape[1]
+    _propose_ngrams_kernel[(len(step.counts),)](
+        step.slots, step.starts, step.counts, state.lengths, state.token_ids, state.drafts, width,
+        max_drafts, MAX_NGRAM=MAX_NGRAM, DRAFTS_BLOCK=triton.next_power_of_2(max_drafts),
+        HISTORY_BLOCK=HISTORY_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["width", "max_drafts"])
+def _accept_drafts_kernel(
+    slots, starts, counts, logits_rows, sample_positions, drawn, lengths, token_ids, drafts,
+    last_token, width, max_drafts, acceptance,
+):  # fmt: skip
+    """Program: row."""
+    row = tl.program_id(0)
+    sample = tl.load(logits_rows + row)
+    start = tl.load(starts + row)
+    if sample >= 0:
+        slot = tl.load(slots + row).to(tl.int64)
+        known = token_ids + slot * width
+        if start < 0:
+            count = tl.load(counts + row)
+            length = tl.load(lengths + slot)
+            given, right = 0, 1  # tokens so far; whether all drafts so far were right
+            for offset in range(count):
+                index = count * 0 + offset  # a tensor in the interpreter, too
+                entry = drawn + 2 * (sample + index)
+                good = (tl.load(entry) > 0).to(tl.int32)
+                token = tl.load(entry + 1)
+                taken = right * good
+                position = length + 1 + index
+                inside = (taken > 0) & (position < width)
+                tl.store(known + position, token.to(tl.int32), mask=inside)
+                tl.store(last_token + slot, token, mask=taken > 0)
+                tl.store(entry, tl.full((), _REJECTED, tl.int64), mask=(taken == 0) & (index > 0))
+                given += taken
+                draft = tl.load(
+                    drafts + slot * max_drafts + index, mask=index < count - 1, other=-1
+                )
+                hashed = ((position * 40503 + slot) * 2654435761) & 0xFFFFFFFF
+                imposed = (hashed >> 8).to(tl.float32) < acceptance * (1 << 24)
+                accepted = tl.where(acceptance < 0, token == draft, imposed)
+                right = taken * accepted.to(tl.int32)
+            tl.store(lengths + slot, length + given)
+        else:
+            entry = drawn + 2 * sample
+            position = tl.load(sample_positions + sample)
+            token = tl.load(entry + 1).to(tl.int32)
+            tl.store(known + position, token, mask=(tl.load(entry) > 0) & (position < width))
+
+
+def accept_drafts(step: DeviceStep, drawn: torch.Tensor, slot_tables: SlotTables) -> None:
+    state = slot_tables.drafts
+    if state is None:
+        return
+    _accept_drafts_kernel[(len(step.counts),)](
+        step.slots, step.starts, step.counts, step.logits_rows, step.sample_positions, drawn,
+        state.lengths, state.token_ids, state.drafts, slot_tables.last_token,
+        state.token_ids.shape[1], state.drafts.shape[1], state.acceptance, num_warps=1,
+    )  # fmt: skip
+
+
+EDITS_BLOCK = 128  # edits of a slot that a program applies at a time
 MAX_ALLOWED_IDS = 1024  # allowed ids of a row at most; their logits are held in registers
 FILL_BLOCK = 1024  # logits that are set to -inf at a time
 BITMASK_BLOCK = 2048  # logits of one program of the bitmask
@@ -256,7 +405,7 @@ def _mask_bad_words(
         token = tl.load(last_token).to(tl.int32)
         sampled = position > tl.load(own_bad_words + 2)
         tl.store(history + ((position - 1) & (HISTORY - 1)), token, mask=sampled)
-    tl.debug_barrier()  # after the logit bias, and before the history is read
+    tl.debug_barrier()  # after the logit edits, and before the history is read
     at = tl.arange(0, SEQUENCES)
     there = at < num_sequences
     end = tl.load(ends + at + 1, mask=there, other=0)
@@ -281,13 +430,13 @@ def _mask_bad_words(
         "bad_words_stride",
     ]
 )
-def _logit_bias_kernel(
+def _logit_edits_kernel(
     logits, slots, positions, counts, words, bad_words, last_token, num_slots, max_entries, stride,
     first_id, width, bad_words_stride, ADD_BIAS: tl.constexpr, BLOCK: tl.constexpr,
     ALLOWED_BLOCK: tl.constexpr, FILL_BLOCK: tl.constexpr, HISTORY: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of logits). See SlotLogitBias for counts and words."""
+    """Program (row of logits). See SlotLogitEdits for counts and words."""
     number = tl.program_id(0).to(tl.int64)
     slot, position = tl.load(slots + number), tl.load(positions + number)
     row = logits + number * stride
@@ -319,11 +468,11 @@ def _logit_bias_kernel(
         )  # fmt: skip
 
 
-def apply_logit_bias(
+def apply_logit_edits(
     logits: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
-    bias: SlotLogitBias,
+    edits: SlotLogitEdits,
     first_id: int = 0,
     add_bias: bool = False,
 ) -> None:
@@ -331,12 +480,12 @@ def apply_logit_bias(
     if not len(logits):
         return
     assert logits.dtype is torch.float32 or not add_bias
-    _, num_slots, max_entries = bias.words.shape
-    bad_words = bias.bad_words
-    _logit_bias_kernel[(len(logits),)](
-        logits, slots, positions, bias.counts, bias.words, bad_words.words,
+    _, num_slots, max_entries = edits.words.shape
+    bad_words = edits.bad_words
+    _logit_edits_kernel[(len(logits),)](
+        logits, slots, positions, edits.counts, edits.words, bad_words.words,
         bad_words.last_token, num_slots, max_entries, logits.stride(0), first_id, logits.shape[1],
-        bad_words.words.shape[1], ADD_BIAS=add_bias, BLOCK=BIAS_BLOCK,
+        bad_words.words.shape[1], ADD_BIAS=add_bias, BLOCK=EDITS_BLOCK,
         ALLOWED_BLOCK=MAX_ALLOWED_IDS, FILL_BLOCK=FILL_BLOCK, HISTORY=bad_words.history,
         SEQUENCES=bad_words.max_sequences, num_warps=1,
     )  # fmt: skip

@@ -285,7 +285,7 @@ class DecodeRows:
 
 
 @triton.jit
-def _load_pages(kv_indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def load_pages(kv_indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """The pages of the tokens at .. at + BLOCK - 1: one if a block lies in one page, else [BLOCK];
     any page for tokens past `stop`."""
     token = at if PAGE % BLOCK == 0 else at + tl.arange(0, BLOCK)
@@ -293,7 +293,7 @@ def _load_pages(kv_indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _token_offsets(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def token_offsets(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """[BLOCK]: where the keys of these tokens lie, in elements from the begin of the pool."""
     offset = (at + tl.arange(0, BLOCK)) % PAGE
     return page.to(tl.int64) * page_stride + offset * token_stride
@@ -317,10 +317,10 @@ def _attend_split(
     sum_exp = tl.zeros((QUERY_ROWS,), tl.float32)
     acc = tl.zeros((QUERY_ROWS, COLUMNS), tl.float32)
     odd_sums = acc
-    page = _load_pages(kv_indices, first, start, stop, PAGE, BLOCK)
+    page = load_pages(kv_indices, first, start, stop, PAGE, BLOCK)
     for at in range(start, stop, BLOCK):
-        following = _load_pages(kv_indices, first, at + BLOCK, stop, PAGE, BLOCK)
-        element = _token_offsets(page, at, page_stride, token_stride, PAGE, BLOCK)
+        following = load_pages(kv_indices, first, at + BLOCK, stop, PAGE, BLOCK)
+        element = token_offsets(page, at, page_stride, token_stride, PAGE, BLOCK)
         keys_at = k + element[None, :] + column[:, None]
         values_at = v + element[:, None] + column[None, :]
         if WHOLE_BLOCKS:
@@ -544,8 +544,8 @@ def _decode_attention_kernel(
     window_start = tl.load(seq_lens + row) - window if WINDOWED else 0
     if USE_PDL:
         if WHICH_SPLITS != ROW_SPLITS:
-            page = _load_pages(kv_indices, begin, start, stop, PAGE, BLOCK)
-            element = _token_offsets(page, start, page_stride, token_stride, PAGE, BLOCK)
+            page = load_pages(kv_indices, begin, start, stop, PAGE, BLOCK)
+            element = token_offsets(page, start, page_stride, token_stride, PAGE, BLOCK)
             _prefetch_keys_values(k + of_head, v + of_head, element, COLUMNS)
             gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()

@@ -17,6 +17,8 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0  # the largest number of e4m3
 SCALE_BLOCK = 128  # rows, and columns, of a weight matrix that share a scale, where blocks do
 SCALE_CANDIDATES = 8  # scales that are tried for a row, within a factor of two
+EXPONENT_BITS = 0x7F800000  # of a float32
+LEAST_EXPONENT_BITS = (127 - 6) << 23  # of 2^-6, below which e4m3 is denormal
 MIN_SCALE = 1e-12  # the scale of a row of zeros, which are zeros in any scale
 
 INT4_PER_WORD = 8  # numbers in a word of 32 bits
@@ -73,16 +75,26 @@ def quantize_rows_min_error(values: torch.Tensor) -> tuple[torch.Tensor, torch.T
     """
     wide = values.float()
     _, first = quantize_rows(wide)
-    quantized, scale = wide.to(E4M3).view(torch.uint8), first
-    least = torch.full_like(first, torch.inf)
+    scale, least = first, torch.full_like(first, torch.inf)
     for step in range(SCALE_CANDIDATES):
         tried = first * 2 ** (step / SCALE_CANDIDATES)
-        near = (wide / tried).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
-        error = (near.float() * tried - wide).square_().sum(dim=-1, keepdim=True)
+        near = round_to_e4m3((wide / tried).clamp_(-E4M3_MAX, E4M3_MAX))
+        error = near.mul_(tried).sub_(wide).square_().sum(dim=-1, keepdim=True)
         better = error < least
-        quantized = torch.where(better, near.view(torch.uint8), quantized)
         scale, least = torch.where(better, tried, scale), torch.where(better, error, least)
-    return quantized.view(E4M3), scale
+    return (wide / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+
+
+def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """`values.to(E4M3).float()` for float32 values up to E4M3_MAX: the nearest numbers, ties to
+    even. A CPU takes a third of the time for it.
+
+    A number of e4m3 is a whole multiple of its exponent's power of two divided by 8. Adding a
+    number whose own last place is that step rounds to it; the sum less the same is exact.
+    """
+    power = (values.view(torch.int32) & EXPONENT_BITS).clamp_(min=LEAST_EXPONENT_BITS)
+    shift = power.view(torch.float32) * (1.5 * 2**20)
+    return (values + shift).sub_(shift)
 
 
 def hadamard_transform(heads: torch.Tensor) -> torch.Tensor:

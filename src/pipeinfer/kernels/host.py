@@ -21,16 +21,17 @@ import torch
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
     GREEDY_BELOW,
+    MAX_NGRAM,
     NO_KV_LOCATION,
     NO_LOGIT_KEY,
     NO_LOGITS,
     DeviceStep,
     SamplingTensors,
     SlotBadWords,
-    SlotLogitBias,
+    SlotLogitEdits,
     SlotTables,
 )
-from pipeinfer.wire import NO_ID
+from pipeinfer.wire import DRAFT_TOKEN, NO_ID, REJECTED
 
 # Noise. Key: (low, high) word of the seed. Counter: (id // 4, low word of the position, high
 # word of the position, 0). Word id % 4 of the output, w, becomes the uniform
@@ -475,7 +476,7 @@ def scatter_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor)
 
 def prepare_inputs(step: DeviceStep, slot_tables: SlotTables, page_size: int) -> None:
     counts, slots = step.counts.numpy(), step.slots.numpy()
-    starts, sizes = step.starts.numpy(), counts
+    starts, sizes = _starts(step, slot_tables), counts
     if not counts.all():
         starts, sizes = (
             np.where(counts, starts, 0),
@@ -487,6 +488,14 @@ def prepare_inputs(step: DeviceStep, slot_tables: SlotTables, page_size: int) ->
     _token_inputs(step, slot_tables, page_size, (slots, starts, counts, sizes, firsts))
     _row_inputs(step, slot_tables, page_size, slots, lengths, firsts)
     _sampling_inputs(step, slot_tables, slots, lengths, firsts)
+
+
+def _starts(step: DeviceStep, slot_tables: SlotTables) -> np.ndarray:
+    """int32 [R], where rows start, also those of which only the device knows."""
+    starts = step.starts.numpy()
+    if slot_tables.drafts is None or starts.min(initial=0) >= 0:
+        return starts
+    return np.where(starts < 0, slot_tables.drafts.lengths.numpy()[step.slots.numpy()], starts)
 
 
 def _token_inputs(
@@ -504,7 +513,11 @@ def _token_inputs(
     kv_slot = page * page_size + position % page_size
     ids = step.tokens.numpy()[:num_tokens].astype(np.int64)
     unknown = np.flatnonzero(ids < 0)
+    is_draft = ids[unknown] == DRAFT_TOKEN
     ids[unknown] = slot_tables.last_token.numpy()[slot[unknown]]
+    if is_draft.any() and index is not None and slot_tables.drafts is not None:
+        drafted = unknown[is_draft]
+        ids[drafted] = slot_tables.drafts.drafts.numpy()[slot[drafted], index[drafted] - 1]
     if sizes is not counts and index is not None:
         padding = index >= counts[row]
         position[padding], kv_slot[padding], ids[padding] = 0, NO_KV_LOCATION, 0
@@ -553,15 +566,28 @@ def _sampling_inputs(
     """Inputs by row of logits."""
     logits_rows = step.logits_rows.numpy()
     rows = np.flatnonzero(logits_rows != NO_LOGITS)
+    several = _verifying(step)
     entry = logits_rows[rows]
+    if several is not None:
+        sizes = np.where(several[rows], step.counts.numpy()[rows], 1)
+        rows, entry = np.repeat(rows, sizes), np.repeat(entry, sizes)
+        entry = entry + np.arange(len(entry)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     of = np.empty(len(rows), dtype=np.int64)  # of each row of logits, its row
     of[np.where(entry >= 0, entry, -1 - entry)] = rows
     slot, token, position = slots[of], firsts[of + 1] - 1, lengths[of]
+    if several is not None:  # a row of logits for each token of these rows
+        behind = firsts[of + 1] - firsts[of] - 1 - (np.arange(len(of)) - logits_rows[of])
+        behind = np.where(several[of], behind, 0)
+        token, position = token - behind, position - behind
     if entry.min(initial=0) < 0:
         padding = logits_rows[of] < 0
         slot = np.where(padding, len(slot_tables.page_table) - 1, slot)
         position = np.where(padding, 0, position)
         token[padding] = 0
+    if step.shape.verifies:  # of padding tokens, which no row names
+        more = np.zeros(step.num_logits - len(of), dtype=np.int64)
+        token, position = np.append(token, more), np.append(position, more)
+        slot = np.append(slot, more + len(slot_tables.page_table) - 1)
     step.logits_indices.numpy()[:] = token
     step.write_slots.numpy()[:] = slot
     step.sample_positions.numpy()[:] = position
@@ -570,7 +596,7 @@ def _sampling_inputs(
         step.sampling_words.numpy(),
         2 * slot_tables.num_wide,
     )
-    from_here, to_here = wide * len(slot_tables.page_table), wide * len(of)
+    from_here, to_here = wide * len(slot_tables.page_table), wide * len(slot)
     for source, target, shape in (
         (theirs[:from_here], mine[:to_here], (slot_tables.num_wide, -1, 2)),
         (theirs[from_here:], mine[to_here:], (slot_tables.num_narrow, -1)),
@@ -578,12 +604,77 @@ def _sampling_inputs(
         target.reshape(shape)[:] = source.reshape(shape)[:, slot]
 
 
-def apply_logit_bias(
-    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, bias: SlotLogitBias,
+def _verifying(step: DeviceStep) -> np.ndarray | None:
+    """bool [R], rows with draft tokens; None if there are none."""
+    found = (step.starts.numpy() < 0) & (step.counts.numpy() > 1)
+    return found if found.any() else None
+
+
+def propose_ngrams(step: DeviceStep, slot_tables: SlotTables) -> None:
+    """See interface.py, here and below."""
+    state, verifying = slot_tables.drafts, _verifying(step)
+    if state is None or verifying is None:
+        return
+    for row in np.flatnonzero(verifying).tolist():
+        slot, count = int(step.slots[row]), int(step.counts[row]) - 1
+        known = state.token_ids.numpy()[slot, : int(state.lengths[slot]) + 1]
+        state.drafts.numpy()[slot, :count] = next_of_ngram(known, count)
+
+
+def next_of_ngram(known: np.ndarray, count: int) -> np.ndarray:
+    """int32 [count]: what followed the last tokens of `known` int32 [n] where they stood before;
+    see Kernels.propose_ngrams."""
+    drafts = np.full(count, known[-1], dtype=np.int32)
+    found = np.flatnonzero(known[:-1] == known[-1])  # where an occurrence ends
+    for size in range(1, min(MAX_NGRAM, len(known))):
+        longer = found[found >= size]
+        longer = longer[known[longer - size] == known[-1 - size]]
+        if not len(longer):
+            break
+        found = longer
+    if len(found):
+        following = known[found[-1] + 1 :][:count]
+        drafts[: len(following)] = following
+    return drafts
+
+
+def accept_drafts(step: DeviceStep, drawn: torch.Tensor, slot_tables: SlotTables) -> None:
+    state = slot_tables.drafts
+    if state is None:
+        return
+    token_ids, lengths = state.token_ids.numpy(), state.lengths.numpy()
+    counts, ids = drawn.numpy().T
+    slots, positions = step.write_slots.numpy(), step.sample_positions.numpy()
+    confirmed = counts > 0
+    logits_rows, sizes = step.logits_rows.numpy(), step.counts.numpy()
+    for row in np.flatnonzero((step.starts.numpy() < 0) & (logits_rows >= 0)).tolist():
+        first, size, slot = int(logits_rows[row]), int(sizes[row]), int(step.slots[row])
+        drafts = state.drafts.numpy()[slot, : size - 1]
+        those = slice(first, first + size)
+        good, sampled = counts[those] > 0, ids[those]
+        correct = sampled[:-1] == drafts
+        if state.acceptance >= 0:
+            position = int(lengths[slot]) + 1 + np.arange(size - 1, dtype=np.int64)
+            hashed = ((position * 40503 + slot) * 2654435761) & 0xFFFFFFFF
+            correct = hashed >> 8 < np.float32(state.acceptance) * (1 << 24)
+        right = np.append(good[:-1] & correct, False)
+        accepted = int(right.argmin())
+        given = accepted + int(good[accepted])
+        counts[first + max(given, 1) : first + size] = REJECTED
+        confirmed[first + given : first + size] = False
+        lengths[slot] += given
+        if given:
+            slot_tables.last_token.numpy()[slot] = sampled[given - 1]
+    inside = confirmed & (positions < token_ids.shape[1])
+    token_ids[slots[inside], positions[inside]] = ids[inside]
+
+
+def apply_logit_edits(
+    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, edits: SlotLogitEdits,
     first_id: int = 0, add_bias: bool = False,
 ) -> None:  # fmt: skip
     slot = slots.numpy()
-    counts, words = bias.counts.numpy()[slot], bias.words.numpy()
+    counts, words = edits.counts.numpy()[slot], edits.words.numpy()
     for row in np.flatnonzero(counts).tolist():
         ids, bits, until = words[:, slot[row], : abs(counts[row])]
         column = ids.astype(np.int64) - first_id
@@ -596,10 +687,10 @@ def apply_logit_bias(
             logits[row] = float("-inf")
         logits[row, there] = left
         logits[row, torch.from_numpy(column[on_rank & never])] = float("-inf")
-    num_bad_words = bias.bad_words.words.numpy()[slot, 0]
-    for row in np.flatnonzero(num_bad_words).tolist():
+    bad_words = edits.bad_words
+    for row in np.flatnonzero(bad_words.words.numpy()[slot, 0]).tolist():
         apply_bad_words(
-            logits[row], int(slot[row]), int(positions[row]), bias.bad_words, first_id, not add_bias
+            logits[row], int(slot[row]), int(positions[row]), bad_words, first_id, not add_bias
         )
 
 

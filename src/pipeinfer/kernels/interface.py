@@ -1,8 +1,8 @@
 """What a device computes around a model: the tensors of a step and of slots, and the kernels.
 
-`Kernels` has eleven functions. `kernels.host` has them in NumPy, `kernels.by_triton` for GPUs; each
-is a module that fits the protocol. Knows tensors; no request, no model and no attention. Needs no
-triton.
+`Kernels` has thirteen functions. `kernels.host` has them in NumPy, `kernels.by_triton` for GPUs;
+each is a module that fits the protocol. Knows tensors; no request, no model and no attention. Needs
+no triton.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ NO_LOGITS = -(2**31)  # in DeviceStep.logits_rows: nothing is sampled after this
 NO_KV_LOCATION = -1  # in DeviceStep.slot_mapping: the keys and values of this token are not stored
 NO_LOGIT_KEY = -(2**63)  # among packed logit keys: no id has this place
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
+MAX_NGRAM = 4  # last tokens of a request that are looked for in what came before them
 
 
 @dataclass(frozen=True, order=True)
-class GraphShape:
+class StepShape:
     """The size of a step, and the capacity of a CUDA graph.
 
     num_tokens: of all rows.
@@ -31,12 +32,14 @@ class GraphShape:
     num_prefills: rows of more tokens.
     shared_prefix: decode rows with a common prefix read it once; this takes kernels that other
         steps need not run.
+    verifies: a graph of steps that verify draft tokens, in which token t has row t of the logits.
     """
 
     num_tokens: int
     num_decodes: int
     num_prefills: int
     shared_prefix: bool = False
+    verifies: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -50,8 +53,12 @@ class DeviceStep:
 
     The last of four descriptions of a step: Plan (messages.py), Rows (memory/manager.py), Step
     (step.py), DeviceStep. R rows, T tokens, P prefill rows and L rows of logits are capacities: in
-    a graph some are padding, so L may exceed the step's S rows that sample. Everything is written
-    on the forward stream and read by kernels alone, except by attention backends of the CPU.
+    a graph some are padding, so each may exceed the Step's. Everything is written
+    on the forward stream (CudaDevice.stream, machine.py: the one to which the work of steps is
+    submitted). It is read by kernels alone, except by attention backends of the CPU: on the forward
+    stream, and, in graphs with decode rows and prefill rows, by the attention of the latter on a
+    stream of its own, which the forward stream waits for in each layer (PagedBackend,
+    attention/interface.py).
 
     shape: R, T and P.
     padded: whether the step runs in a graph, so that rows may be padding.
@@ -61,10 +68,15 @@ class DeviceStep:
     num_changes [1], changes [2 n]: the first num_changes pairs (index, value) are written into
         SlotState.words before anything else.
     slots, starts, counts [R]: as in Step. A padding row has the padding slot (the last one),
-        start 0 and count 0.
-    logits_rows [R]: the row of logits that belongs to the row; -1 - s: the row is padding, and
-        takes row s; NO_LOGITS: none. Each row of logits is named once.
-    tokens [T]: known ids; -1 stands for last_token[slot].
+        start 0 and count 0. A start below 0 stands for SlotDrafts.lengths[slot].
+    logits_rows [R]: the row of logits that belongs to the row; where a row with a start below 0 has
+        several tokens, that of its first token, and those of the others follow. In a graph with
+        more rows of logits than the Step has, -1 - s: row s of the logits is padding, which
+        this row, be it padding or one that samples nothing, stands for. NO_LOGITS: none. Each row
+        of logits is named once; in a graph that verifies draft tokens those of padding tokens are
+        named by none, and are padding.
+    tokens [T]: known ids; -1 stands for last_token[slot], -2 for the slot's draft tokens, in their
+        order.
     prefix_leaders, prefix_ranks [R]: as in Step.shared_prefixes; None in shapes without.
 
     Written by Kernels.prepare_inputs, from these and from SlotTables:
@@ -74,8 +86,9 @@ class DeviceStep:
     qo_indptr int32 [R + 1]: the first token of each row.
     prefill_qo_indptr int32 [P + 1]: the same of prefill rows, less `prefill_query_base`.
     seq_lens int32 [R]: tokens of a row after the step.
-    last_page_len int32 [R]: tokens in a row's last page.
-    kv_indptr int32 [R + 1]: a row's pages begin at kv_indices[kv_indptr[r]].
+    last_page_len int32 [R]: tokens in a row's last page; page_size of a row without tokens.
+    kv_indptr int32 [R + 1]: a row's pages begin at kv_indices[kv_indptr[r]]; the last number counts
+        only if `lists_pages`.
     kv_indices int32: pages row after row if `lists_pages`, else the page table of all slots.
     row_page_table int32 [n, pages]: the page table of the last n rows, for backends that want pages
         by row: of all rows, of the prefill rows, or of none (Traits.page_table).
@@ -86,7 +99,7 @@ class DeviceStep:
     sampling: sampling tensors [L] by name, views of the three before.
     """
 
-    shape: GraphShape
+    shape: StepShape
     padded: bool
     num_changes: torch.Tensor
     changes: torch.Tensor
@@ -121,8 +134,9 @@ class DeviceStep:
 
     @property
     def logits_of_every_token(self) -> bool:
-        """Whether token t has row t of the logits: in graphs of decodes."""
-        return self.padded and not self.shape.num_prefills
+        """Whether token t has row t of the logits: in graphs of decodes, and of draft tokens that
+        are verified."""
+        return self.padded and (self.shape.verifies or not self.shape.num_prefills)
 
     @property
     def padding_row_tokens(self) -> int:
@@ -163,6 +177,25 @@ class SlotTables:
     last_token: torch.Tensor
     num_wide: int
     num_narrow: int
+    drafts: SlotDrafts | None = None
+
+
+@dataclass(frozen=True)
+class SlotDrafts:
+    """On the device, what speculative decoding keeps by slot; the last slot is the padding slot.
+
+    lengths: int32 [slots], tokens of the request that are computed and confirmed; it has one token
+        more. Of requests whose drafts were never verified it means nothing.
+    token_ids: int32 [slots, n], prompt and output, as far as they are known.
+    drafts: int32 [slots, k], draft tokens of the step under way.
+    acceptance: below 0, a draft token is accepted that is what was sampled in its place; else any
+        is, at this rate, by a hash of its position and slot.
+    """
+
+    lengths: torch.Tensor
+    token_ids: torch.Tensor
+    drafts: torch.Tensor
+    acceptance: float = -1.0
 
 
 # Words before all others in a slot's row of SlotBadWords: the number of sequences, the position at
@@ -192,8 +225,8 @@ class SlotBadWords:
 
 
 @dataclass(frozen=True)
-class SlotLogitBias:
-    """Logit bias, suppressed ids, allowed ids and bad words, by slot.
+class SlotLogitEdits:
+    """The logit edits of each slot: bias, suppressed ids, allowed ids and bad words.
 
     counts: int32 [slots], entries of a slot; below 0: -counts entries, and no id besides theirs is
         sampled (allowed ids).
@@ -236,14 +269,34 @@ class Kernels(Protocol):
         its uploaded arrays and from `slot_tables`."""
         ...
 
-    def apply_logit_bias(
+    def propose_ngrams(self, step: DeviceStep, slot_tables: SlotTables, /) -> None:
+        """Writes SlotDrafts.drafts of each row of `step` with a start below 0 and several tokens:
+        what followed the latest of the longest earlier occurrences of the request's last tokens, of
+        at most MAX_NGRAM; where that ends, and without any, the last token, repeated. To be called
+        before prepare_inputs."""
+        ...
+
+    def accept_drafts(
+        self, step: DeviceStep, drawn: torch.Tensor, slot_tables: SlotTables, /
+    ) -> None:
+        """Of each row of `step` with a start below 0, accepts draft tokens as long as they are what
+        was sampled in their place. Writes lengths, token_ids and last_token of its slot, and
+        REJECTED (wire.py) as the number of tokens of rows of logits behind a rejected draft token.
+        What other rows have sampled joins token_ids of their slots.
+
+        drawn: int64 [L, 2], what `sample` returned for this step; numbers of tokens change.
+        """
+        ...
+
+    def apply_logit_edits(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-        bias: SlotLogitBias, first_id: int, add_bias: bool, /,
+        edits: SlotLogitEdits, first_id: int, add_bias: bool, /,
     ) -> None:  # fmt: skip
-        """Suppresses ids in place. Called in each step with add_bias False; it writes
-        `bias.bad_words` then: the last token of slots with bad words joins their history, if it was
-        sampled in this slot. Called again with True where some row's logits are raised or lowered;
-        it then also adds the bias, and writes no history.
+        """Sets the logits of ids that a slot must not sample to -inf, in place; with add_bias also
+        adds the slot's bias to the others. Called in each step without; `edits.bad_words` are
+        written then: the last token of slots with bad words joins their history, if it was sampled
+        in this slot. Called again with add_bias where some row's logits are raised or lowered; no
+        history is written then.
 
         logits: [L, shard]; float32 if add_bias. In bfloat16, which counts in halves near 100, ids
             with the same bias would become equal.
@@ -275,7 +328,8 @@ class Kernels(Protocol):
 
         logits: [L, vocab].
         last_token: int64 [slots]; gets the ids at `write_slots`.
-        truncate: False promises that no row has top-k, top-p or min-p.
+        truncate: False leaves top-k, top-p and min-p out. A CUDA graph samples so; where a row has
+            one of them, the step is sampled again.
 
         A row with a NaN, or whose maximum is not finite, gives 0 tokens, and its id is 0.
         """

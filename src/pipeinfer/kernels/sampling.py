@@ -36,6 +36,9 @@ from pipeinfer.kernels.triton_support import (
 # Fixed, whatever the batch: partial results must not depend on how many rows there are.
 SAMPLING_BLOCK = 4096  # logits of one program of the scan
 SCAN_WARPS = 4  # of a program of the scan
+# A score is rounded where it is multiplied and where noise is added, in every kernel that makes it:
+# what a row samples must not depend on whether another one has top-k, which is another kernel.
+ROUNDING = {"enable_fp_fusion": False}
 MAX_CANDIDATES = 4096  # collected candidates of a truncated row at most, a power of two
 MAX_PER_BLOCK = 1024  # collected candidates of a block at most; no more than a block has logits
 ROW_CHUNK = 8192  # logits that are read at a time where there are more candidates
@@ -490,7 +493,7 @@ def sample(
     logits: float32, bfloat16 or float16 [L, vocab], unit last stride.
     temperature, top_k, top_p, min_p, positions: [L], as in interface.py.
     seeds: int64 [L], the bits of the uint64.
-    truncate: False promises that no row has top_k, top_p or min_p, and saves two launches.
+    truncate: False leaves top_k, top_p and min_p out, and saves two launches.
     out: int64 [L, 2], the result if given.
     last_token, slots: int64 [slots] and int [L]; last_token[slots[r]] becomes row r's id.
 
@@ -507,7 +510,7 @@ def sample(
     _scan_blocks[(rows, blocks)](
         logits, *parameters, seeds, positions, block_max, block_sums, block_best, logits.stride(0),
         vocab, blocks, 0, 0, BLOCK=SAMPLING_BLOCK, TRUNCATE=truncate, SHARDED=False,
-        num_warps=SCAN_WARPS,
+        num_warps=SCAN_WARPS, **ROUNDING,
     )  # fmt: skip
     options = {"BLOCKS": triton.next_power_of_2(blocks), "WRITE_LAST": last_token is not None}
     outputs = (sampled, last_token, slots)
@@ -521,6 +524,7 @@ def sample(
         TRUNCATE=truncate,
         num_warps=1,
         **options,
+        **ROUNDING,
     )
     if truncate:
         _launch_truncated(
@@ -552,13 +556,13 @@ def _launch_truncated(
     _collect_candidates[(rows, blocks)](
         logits, *parameters, block_max, block_sums, candidates, local_ids, counts, *sizes,
         BLOCKS=padded, BLOCK=SAMPLING_BLOCK, MAX_PER_BLOCK=per_block, GREEDY=GREEDY_BELOW,
-        num_warps=4,
+        num_warps=4, **ROUNDING,
     )  # fmt: skip
     _sample_truncated_rows[(rows,)](
         logits, *parameters, seeds, positions, block_max, block_sums, candidates, local_ids, counts,
         *outputs, *sizes, MAX_PER_BLOCK=per_block, MAX_CANDIDATES=MAX_CANDIDATES,
         ROW_CHUNK=ROW_CHUNK, BLOCK=SAMPLING_BLOCK, GREEDY=GREEDY_BELOW,
-        SHIFT=_unused_bits(logits.dtype), num_warps=TRUNCATED_WARPS, **options,
+        SHIFT=_unused_bits(logits.dtype), num_warps=TRUNCATED_WARPS, **options, **ROUNDING,
     )  # fmt: skip
 
 
@@ -676,7 +680,7 @@ def local_argmax(
     _scan_blocks[(rows, blocks)](
         logits, temperature, *unused, seeds, positions, block_max, block_max, block_best,
         logits.stride(0), width, blocks, num_skipped, start - num_skipped, BLOCK=SAMPLING_BLOCK,
-        TRUNCATE=False, SHARDED=True, num_warps=SCAN_WARPS,
+        TRUNCATE=False, SHARDED=True, num_warps=SCAN_WARPS, **ROUNDING,
     )  # fmt: skip
     _local_argmax[(rows,)](
         temperature, block_max, block_best, candidates, blocks,

@@ -347,3 +347,36 @@ class DecodeConfig:
     def rows_per_prefix_tile(self, queries_per_kv_head: int) -> int:
         """Rows that a split of a prefix serves, with so many query heads to a KV head; 0: none."""
         return self.prefix_queries // queries_per_kv_head
+
+
+@dataclass(frozen=True)
+class ExactGemmConfig:
+    """The tile of one program of a GEMM whose bits do not depend on the tile.
+
+    block_m, block_n: rows and columns of the result.
+    block_k: depth of a step.
+    num_warps, num_stages: Triton's.
+    swap_ab: weights are the first operand.
+    group_m: row blocks that share columns of the weight in the L2 cache.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    swap_ab: bool = False
+    group_m: int = 8
+
+
+@lru_cache(maxsize=1024)
+def exact_gemm_config(rows: int, width: int, depth: int) -> ExactGemmConfig:
+    """For x [rows, depth] @ weight [width, depth].T, each sum one chain: the depth is not split."""
+    if rows <= 32:
+        block_m = 16 if rows <= 16 else 32
+        if width <= 2048:
+            return ExactGemmConfig(block_m, 16, 256, 2, 5, swap_ab=True)
+        return ExactGemmConfig(block_m, 64 if width >= 6144 else 32, 128, 4, 6, swap_ab=True)
+    if rows <= 64:
+        return ExactGemmConfig(64, 32 if width <= 4096 else 64, 128, 4, 4)
+    return ExactGemmConfig(128, 64 if width <= 8192 else 128, 64, 8, 4)

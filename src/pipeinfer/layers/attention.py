@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from pipeinfer.checkpoint.config import RopeConfig
 from pipeinfer.layers.elementwise import HeadNorm, NormKind
-from pipeinfer.layers.linear import RowParallelLinear, merged_qkv
+from pipeinfer.layers.linear import RowParallelLinear, is_adapted, merged_qkv
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 from pipeinfer.layers.weight import ActivationQuantizer, Activations
 
@@ -306,8 +306,8 @@ class SelfAttention:
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """See Weight (weight.py)."""
-        return self.qkv.weight.input_quantizer
+        """See Weight (weight.py); None where adapters need the rows as they are."""
+        return None if is_adapted(self.qkv.adapters) else self.qkv.weight.input_quantizer
 
     def __call__(
         self,
@@ -316,7 +316,7 @@ class SelfAttention:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor | PartialSum:
-        """rows: int64 [S], whose output is wanted; None: all."""
+        """rows: int64 [L], whose output is wanted; None: all."""
         heads = MergedQKV(self.qkv(x), self.num_heads, self.num_kv_heads, self.norm, rotation)
         out = attend(self.layer, heads).flatten(1)
         return self.output(out if rows is None else out[rows])
@@ -335,6 +335,8 @@ class SelfAttention:
         rows = torch.arange(keyed).unflatten(0, (-1, self.head_dim))[:, permutation].flatten()
         matrix = self.qkv.weight
         matrix.permute(rows)
+        if self.qkv.adapters is not None:
+            self.qkv.adapters.permutation = rows
         if matrix.bias is not None:
             matrix.bias[:keyed] = matrix.bias[rows]
         if self.norm is not None:

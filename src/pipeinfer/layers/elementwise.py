@@ -56,16 +56,23 @@ class FusedOps:
     gelu_and_mul: Callable[[torch.Tensor], torch.Tensor]
 
 
-def fused_ops(device: torch.device, dtype: torch.dtype, compiled: bool = False) -> FusedOps | None:
+def fused_ops(
+    device: torch.device, dtype: torch.dtype, compiled: bool = False, exact: bool = False
+) -> FusedOps | None:
     """sgl_kernel's or FlashInfer's where they are installed and take `dtype`, else Triton's.
 
-    `compiled`: where there is none of them, by torch.compile.
+    `compiled`: where there is none of them, by torch.compile. `exact`: Triton's in any case, since
+    bits must not depend on what is installed.
     """
     if device.type == "cuda" and dtype in HALF_DTYPES:
-        return _libraries()
+        return _triton() if exact else _libraries()
     if compiled:
         return compiled_ops()
     return None
+
+
+def _fused_ops_of(placement: Placement) -> FusedOps | None:
+    return fused_ops(placement.device, placement.dtype, placement.compiled, placement.exact)
 
 
 @lru_cache(maxsize=1)
@@ -244,7 +251,7 @@ class GatedActivation:
 
     def on(self, placement: Placement) -> ActivationOp:
         """The fastest that the device has."""
-        ops = fused_ops(placement.device, placement.dtype, placement.compiled)
+        ops = _fused_ops_of(placement)
         return self.by_torch if ops is None else self.fused(ops)
 
 
@@ -310,7 +317,7 @@ class RMSNorm:
         self._eps = eps
         self._by_torch = kind.by_torch
         self._offset = kind.weight_offset
-        fused = fused_ops(placement.device, placement.dtype, placement.compiled)
+        fused = _fused_ops_of(placement)
         self.fused = None if fused is None else kind.fused(fused)
         self.weight = placement.empty(size)
 

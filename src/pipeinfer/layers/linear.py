@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Int4Blocks, Int8, Mxfp4
 from pipeinfer.layers.elementwise import GatedActivation
+from pipeinfer.layers.lora import AdaptedLinear, AdaptedModule
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 from pipeinfer.layers.quantized import (
     Fp8Tensor,
@@ -44,7 +45,9 @@ from pipeinfer.layers.weight import (
     QuantizedWeight,
     UnquantizedWeight,
     Weight,
-    small_m_gemm,
+    exact_gemm_for,
+    small_m_gemm_for,
+    unquantized,
 )
 from pipeinfer.settings import ConfigurationError
 
@@ -99,7 +102,10 @@ def create_weight(
     """
     form = placement.format(names)
     if form is None or form == Mxfp4():  # which is for experts alone
-        gemm = small_m_gemm(placement.device, placement.dtype)
+        exact = exact_gemm_for(placement)
+        if exact is not None:
+            return UnquantizedWeight(placement.empty(*size), bias, exact)
+        gemm = small_m_gemm_for(placement.device, placement.dtype)
         return UnquantizedWeight(
             placement.empty(*size), bias, gemm if small_m else None, gemm if split_k else None
         )
@@ -163,9 +169,24 @@ class ColumnParallelLinear:
             placement.empty(rows) if bias else None,
             small_m=True,
         )
+        self.adapters = self._adapted(placement)
+
+    def _adapted(self, placement: Placement) -> AdaptedLinear | None:
+        if placement.adapters is None:
+            return None
+        modules: list[AdaptedModule] = []
+        row, every = 0, slice(0, self._in_features)
+        for block in self._blocks:
+            at = slice(row, row + block.stop - block.start)
+            name, shape = f"{placement.path}{block.name}", (block.rows, self._in_features)
+            held = slice(block.start, block.stop)
+            modules.append(AdaptedModule(name, shape, held, every, at))
+            row = at.stop
+        return placement.adapters.linear(modules)
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        return self.weight(x)
+        product = self.weight(x)
+        return with_adapters(self.adapters, product, x)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the parent module, with its dot."""
@@ -205,24 +226,32 @@ class RowParallelLinear:
             self._bias if placement.single_rank else None,
             split_k=placement.single_rank and placement.defers_sums,
         )
+        self.adapters: AdaptedLinear | None = None
+        if placement.adapters is not None:
+            every, columns = slice(0, out_features), slice(self._start, self._stop)
+            shape = out_features, in_features
+            module = AdaptedModule(f"{placement.path}{name}", shape, every, columns, every)
+            self.adapters = placement.adapters.linear([module])
 
     def __call__(self, x: Activations) -> torch.Tensor | PartialSum:
-        later = self.weight.split_k(x)
+        adapted = is_adapted(self.adapters)
+        later = None if adapted else self.weight.split_k(x)
         if later is not None:
             return later
         fusion = self._placement.all_reduce_fusion
         buffer = None if fusion is None else fusion.buffer(x.shape[0], self._out_features)
         if fusion is not None and buffer is not None:
             bias = None if self._placement.shard.rank else self._bias
-            return PartialSum(self.weight.into(buffer, x, bias), fusion)
-        total = self._placement.reduce(self.weight(x))
+            product = with_adapters(self.adapters, self.weight.into(buffer, x, bias), x)
+            return PartialSum(product, fusion)
+        total = self._placement.reduce(self.unreduced(x))
         return (
             total if self._bias is None or self._placement.single_rank else total.add_(self._bias)
         )
 
     def unreduced(self, x: Activations) -> torch.Tensor:
         """What this rank adds to the sum, for who has more to add; of layers without a bias."""
-        return self.weight(x)
+        return with_adapters(self.adapters, self.weight(x), x)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the parent module, with its dot."""
@@ -232,6 +261,19 @@ class RowParallelLinear:
         yield from self.weight.sources(name, every, shape, (every, held))
         if self._bias is not None:
             yield WeightSource(f"{name}.bias", (rows,), (slice(0, rows),), self._bias)
+
+
+def with_adapters(
+    adapters: AdaptedLinear | None, product: torch.Tensor, x: Activations
+) -> torch.Tensor:
+    """A layer's product [T, out], to which those of adapters with its input were added."""
+    return product if adapters is None else adapters.add(product, unquantized(x))
+
+
+def is_adapted(adapters: AdaptedLinear | None) -> bool:
+    """Whether some token of the step has an adapter: then no kernel may take the layer's product
+    together with what comes before or behind it."""
+    return adapters is not None and adapters.active
 
 
 def merged_qkv(
@@ -306,7 +348,7 @@ class VocabParallelWeight:
         products = int8_gemm(form, size, placement) if stays else None
         self._values = None if products is None else Int8Tensor.empty(size, form, placement)
         if products is None or self._values is None:
-            self._plain = UnquantizedWeight(placement.empty(*size))
+            self._plain = UnquantizedWeight(placement.empty(*size), None, exact_gemm_for(placement))
             self._plain.weight[used:].zero_()
             self.weight: Weight = self._plain
             return
@@ -358,9 +400,9 @@ class ScaledEmbedding:
 
 
 class LMHead:
-    """Hidden states [S, hidden] to logits [S, vocab]; `rows` are the embedding's where tied.
+    """Hidden states [L, hidden] to logits [L, vocab]; `rows` are the embedding's where tied.
 
-    `local` gives this rank's share only, [S, share], for ids `rows.start` and following.
+    `local_logits` gives this rank's share only, [L, share], for ids `rows.start` and following.
     """
 
     def __init__(self, rows: VocabParallelWeight, placement: Placement) -> None:
@@ -395,7 +437,9 @@ class GatedMLP:
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """See Weight (weight.py)."""
+        """See Weight (weight.py); None where adapters need the rows as they are."""
+        if is_adapted(self.gate_up.adapters):
+            return None
         return self.gate_up.weight.input_quantizer
 
     def __call__(self, x: Activations) -> torch.Tensor | PartialSum:
@@ -406,11 +450,12 @@ class GatedMLP:
         return self.down.unreduced(self._activated(x))
 
     def _activated(self, x: Activations) -> Activations:
-        if self._swiglu_in_gemm:
+        adapted = is_adapted(self.gate_up.adapters)
+        if self._swiglu_in_gemm and not adapted:
             gated = self.gate_up.weight.swiglu(x)
             if gated is not None:
                 return gated
-        quantizer = self.down.weight.input_quantizer if self._swiglu else None
+        quantizer = self.down.weight.input_quantizer if self._swiglu and not adapted else None
         activate = self._activate if quantizer is None else quantizer.swiglu
         return activate(self.gate_up(x))
 

@@ -21,7 +21,8 @@ from pipeinfer.layers.weight import (
     ActivationQuantizer,
     Activations,
     UnquantizedWeight,
-    small_m_gemm,
+    exact_gemm_for,
+    small_m_gemm_for,
     unquantized,
 )
 
@@ -60,14 +61,17 @@ class SoftmaxRouter:
         """normalize: the weights of a token's experts add up to one. name: on disk."""
         self.num_experts = num_experts
         self._name = name
+        exact = exact_gemm_for(placement)
         self.weight = UnquantizedWeight(
             placement.empty(num_experts, hidden_size),
             placement.empty(num_experts) if bias else None,
+            exact,
         )
         self._top_k = top_k
         self._normalize = normalize
         self._top_k_of = _softmax_top_k_on(placement.device)
-        self._small_m = small_m_gemm(placement.device, placement.dtype)
+        several = exact is None  # split-K parts add up in another order than a chain
+        self._small_m = small_m_gemm_for(placement.device, placement.dtype) if several else None
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights in x's dtype."""
@@ -125,7 +129,7 @@ class SigmoidLinear:
         # the rest in another way: what a token gets would depend on how many tokens there are.
         weight = placement.empty(size + 1, hidden_size)
         weight[size:].zero_()
-        self._weight = UnquantizedWeight(weight)
+        self._weight = UnquantizedWeight(weight, None, exact_gemm_for(placement))
         self._size = size
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -252,7 +256,7 @@ class SparseMoeBlock:
         self._placement = placement
         self._shared = shared
         defers = placement.single_rank and placement.defers_sums and shared is None
-        self._summing = small_m_gemm(placement.device, placement.dtype) if defers else None
+        self._summing = small_m_gemm_for(placement.device, placement.dtype) if defers else None
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from pipeinfer.checkpoint.quantization import Format, Quantization
+from pipeinfer.layers.lora import AdapterBank
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -139,6 +140,8 @@ class Placement:
         path: of the module on disk, with its dot.
         moe_backend: what computes mixtures of experts on a GPU (experts.py).
         allocate: makes parameters that are not quantized; None: torch does.
+        exact: what a token gets may not depend on the others of its step.
+        adapters: memory for low-rank adapters of the linear layers (lora.py); None: they have none.
     """
 
     shard: Shard
@@ -152,6 +155,12 @@ class Placement:
     path: str = ""
     moe_backend: str = "triton"
     allocate: AllocateParameter | None = None
+    exact: bool = False
+    adapters: AdapterBank | None = None
+
+    def without_adapters(self) -> Placement:
+        """For layers that adapters do not change."""
+        return replace(self, adapters=None)
 
     def without_deferred_sums(self) -> Placement:
         """For layers whose sums must be made before they are added to the residual stream."""

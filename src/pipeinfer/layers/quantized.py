@@ -61,7 +61,7 @@ from pipeinfer.layers.weight import (
     Activations,
     QuantizedActivations,
     SmallMGemm,
-    small_m_gemm,
+    small_m_gemm_for,
 )
 from pipeinfer.settings import ConfigurationError
 
@@ -187,7 +187,7 @@ def stacked_fp8(form: Fp8, size: tuple[int, int, int], placement: Placement) -> 
 
 def small_m_gemm_8bit(placement: Placement) -> SmallMGemm | None:
     """None where the device has no kernels for FP8 and MXFP4, or not in this dtype."""
-    gemm = small_m_gemm(placement.device, placement.dtype)
+    gemm = small_m_gemm_for(placement.device, placement.dtype)
     if gemm is None or placement.dtype != torch.bfloat16:
         return None
     capability = torch.cuda.get_device_capability(placement.device)
@@ -530,7 +530,7 @@ INT4_SMALL_GROUPS = (16, 32, 64)
 def int4_gemm(form: Int4, size: tuple[int, int], placement: Placement) -> Int4Gemm | None:
     """None where a matrix of `size` has to be dequantized: on this device, or of this size."""
     rows, columns = size
-    small_m = small_m_gemm(placement.device, placement.dtype)
+    small_m = small_m_gemm_for(placement.device, placement.dtype)
     group = form.group or columns
     grouped = group % INT4_TILE_K == 0 or group in INT4_SMALL_GROUPS
     if rows % INT4_BLOCK_N or columns % INT4_TILE_K or not grouped or small_m is None:

@@ -5,7 +5,7 @@
   `DequantizedWeight` one that is stored in such a format and becomes unquantized once it is final.
 - `ActivationQuantizer`: how a weight that multiplies in FP8 quantizes its input, if nothing before
   it has done so as its last step.
-- `SmallMGemm`: the project's own GEMM kernels for few rows.
+- `SmallMGemm`: the project's own GEMM kernels for few rows; `ExactGemm`: those of exact mode.
 
 Knows no layer, no shard and no format (quantized.py).
 """
@@ -160,7 +160,7 @@ class SmallMGemm:
 
 
 @lru_cache(maxsize=8)
-def small_m_gemm(device: torch.device, dtype: torch.dtype) -> SmallMGemm | None:
+def small_m_gemm_for(device: torch.device, dtype: torch.dtype) -> SmallMGemm | None:
     """None where the device has less shared memory than the tiles take, or no tensor cores for
     `dtype`."""
     if device.type != "cuda" or dtype not in HALF_DTYPES:
@@ -168,6 +168,136 @@ def small_m_gemm(device: torch.device, dtype: torch.dtype) -> SmallMGemm | None:
     properties = torch.cuda.get_device_properties(device)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)
     return SmallMGemm() if shared_bytes >= MIN_SHARED_MEMORY_BYTES else None
+
+
+class Gemm(Protocol):
+    """Products that replace a library's; None where it is the faster one, or there is no such
+    kernel."""
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None: ...
+
+    def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None: ...
+
+
+# Rows up to which the own kernel is as fast as a library's: there reading the weights takes all.
+EXACT_OWN_ROWS = 32
+# Rows that a library is given at once, where there are more than the smallest; else a multiple of
+# the step, as CUDA graphs have. So few numbers can be compared with the own kernel's bits.
+EXACT_LIBRARY_ROWS = (2048, 1024, 512, 256)
+EXACT_ROW_STEP = 8
+# Columns of a product that a library may compute: fewer cost nothing, and are the likeliest to be
+# split within a block.
+EXACT_LIBRARY_MIN_WIDTH = 512
+# Numbers of a product that are compared. Another order of sums changes one of 5,000 once they are
+# rounded to 16 bits, so that none of so many differing means the same order.
+EXACT_COMPARED = 1_000_000
+# Values of a matrix up to which a random one is compared instead; larger ones are vocabularies,
+# whose products are so many numbers that the matrix itself will do.
+EXACT_MAX_RANDOM = 1 << 28
+
+
+class ExactGemm:
+    """Products whose rows are the same bits whatever else is computed: x [T, depth] times weights
+    [width, depth]. Needs Triton.
+
+    By the project's own kernel; and by torch's library for as many rows, of this shape, as gave the
+    own kernel's bits for random numbers when they were first computed, which is not while a graph
+    is captured. For this process the library is told not to split the depth.
+    """
+
+    def __init__(self) -> None:
+        from pipeinfer.kernels.exact import exact_gemm
+
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # which alone can be told so
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+        self._own = exact_gemm
+        self._same: dict[tuple[object, ...], bool] = {}
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x @ weight.T + bias, [T, width]."""
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        begin = 0
+        for rows in exact_pieces(x.shape[0]):
+            piece, into = x[begin : begin + rows], out[begin : begin + rows]
+            if piece.is_contiguous() and self._library_gives_the_same(rows, weight, bias):
+                _library_product(piece, weight, bias, into)
+            else:
+                self._own(piece, weight, bias, out=into)
+            begin += rows
+        return out
+
+    def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """None: gate and up are rounded before, as they are with more rows."""
+        return
+
+    def _library_gives_the_same(
+        self, rows: int, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> bool:
+        small = rows <= EXACT_OWN_ROWS or len(weight) < EXACT_LIBRARY_MIN_WIDTH
+        if small or rows % EXACT_ROW_STEP or weight.dtype not in HALF_DTYPES:
+            return False
+        key = rows, weight.shape, weight.dtype, weight.device, bias is None
+        if key not in self._same:
+            if torch.cuda.is_current_stream_capturing():
+                return False
+            self._same[key] = self._gives_the_same(rows, weight, bias is not None)
+        return self._same[key]
+
+    def _gives_the_same(self, rows: int, weight: torch.Tensor, biased: bool) -> bool:
+        source = torch.Generator(weight.device)
+        source.manual_seed(0)
+
+        def draw(*size: int) -> torch.Tensor:
+            values = torch.empty(size, dtype=weight.dtype, device=weight.device)
+            return values.normal_(generator=source)
+
+        width, depth = weight.shape
+        matrix = draw(width, depth) if weight.numel() <= EXACT_MAX_RANDOM else weight
+        bias = draw(width) if biased else None
+        library = weight.new_empty(rows, width)
+        for _ in range(-(-EXACT_COMPARED // library.numel())):
+            x = draw(rows, depth)
+            if not torch.equal(
+                _library_product(x, matrix, bias, library), self._own(x, matrix, bias)
+            ):
+                return False
+        return True
+
+
+def exact_pieces(rows: int) -> Iterator[int]:
+    """How many of `rows` rows ExactGemm multiplies at a time: a rest below the smallest number, and
+    before it those of EXACT_LIBRARY_ROWS."""
+    for size in EXACT_LIBRARY_ROWS:
+        while rows >= size:
+            yield size
+            rows -= size
+    if rows:
+        yield rows
+
+
+def _library_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """x @ weight.T + bias, to `out` [T, width], which is returned."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+@lru_cache(maxsize=1)
+def _exact_gemm() -> ExactGemm:
+    return ExactGemm()
+
+
+def exact_gemm_for(placement: Placement) -> ExactGemm | None:
+    """None where exact mode is not on, and on a CPU, where torch computes each row as it does alone
+    (float32, UnquantizedWeight)."""
+    return _exact_gemm() if placement.exact and placement.device.type == "cuda" else None
 
 
 # Rows that oneDNN's packed layout is chosen for: those of a decode step. Any number may come.
@@ -240,15 +370,15 @@ class UnquantizedWeight:
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
-        small_m: SmallMGemm | None = None,
+        gemm: Gemm | None = None,
         split_k: SmallMGemm | None = None,
     ) -> None:
-        """weight: [out, in]. small_m: computes products of few rows; split_k: those that a norm
-        adds up; None: the library computes them."""
+        """weight: [out, in]. gemm: computes the products that it does not leave to the library;
+        split_k: those that a norm adds up; None: the library computes them."""
         self.bias = bias
         self._weight: torch.Tensor | None = weight
         self._packed: torch.Tensor | None = None
-        self._small_m, self._small_m_split_k = small_m, split_k
+        self._gemm, self._split_k = gemm, split_k
 
     @property
     def weight(self) -> torch.Tensor:
@@ -265,10 +395,10 @@ class UnquantizedWeight:
         return self._packed_product(x)
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor | None:
-        return None if self._small_m is None else self._small_m.swiglu(x, self.weight)
+        return None if self._gemm is None else self._gemm.swiglu(x, self.weight)
 
     def split_k(self, x: torch.Tensor) -> PartialSum | None:
-        gemm = self._small_m_split_k
+        gemm = self._split_k
         return None if gemm is None else gemm.split_k(x, self.weight, self.bias)
 
     def into(
@@ -277,13 +407,11 @@ class UnquantizedWeight:
         if self._packed is not None:
             out.copy_(torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], ""))
             return out
-        if bias is None:
-            return torch.mm(x, self.weight.t(), out=out)
-        return torch.addmm(bias, x, self.weight.t(), out=out)
+        return _library_product(x, self.weight, bias, out)
 
     def _unpacked_product(self, x: torch.Tensor) -> torch.Tensor:
-        if self._small_m is not None:
-            product = self._small_m.product(x, self.weight, self.bias)
+        if self._gemm is not None:
+            product = self._gemm.product(x, self.weight, self.bias)
             if product is not None:
                 return product
         return functional.linear(x, self.weight, self.bias)
@@ -346,7 +474,7 @@ class DequantizedWeight:
     ) -> None:
         self.bias = bias
         self._quantized: QuantizedTensor | None = quantized
-        self._dtype = placement.dtype
+        self._dtype, self._gemm = placement.dtype, exact_gemm_for(placement)
         self._dequantized: UnquantizedWeight | None = None
 
     @property
@@ -373,7 +501,7 @@ class DequantizedWeight:
     def pack(self) -> None:
         if self._dequantized is None:
             self._dequantized = UnquantizedWeight(
-                self._unpacked().dequantized(self._dtype), self.bias
+                self._unpacked().dequantized(self._dtype), self.bias, self._gemm
             )
             self._quantized = None
             self._dequantized.pack()

@@ -6,10 +6,9 @@ advances rows by numbers of tokens; `MemoryManager.apply` answers with Rows. Row
 a step's four descriptions: Plan (messages.py), Rows, Step (step.py), and DeviceStep
 (kernels/interface.py), on the device.
 
-Decisions are a function of the plans alone, so all ranks of a group make the same ones: the clock
-is the plan's number, nothing here knows when a step ran, and RunningDigest is compared between
-ranks. Knows no sampling and no tensor.
-"""
+Decisions are a function of the plans, and of the kept pages that an epoch begins with, alone: so
+all ranks of a group make the same ones: the clock is the plan's number, nothing here knows when a
+step ran, and RunningDigest is compared between ranks. Knows no sampling and no tensor."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from pipeinfer.memory.pages import (
 )
 from pipeinfer.memory.prefix_cache import PrefixCache, make_cache
 from pipeinfer.messages import Admit, Extend, Plan, Release
-from pipeinfer.wire import COUNT_OF_ONE
+from pipeinfer.wire import COUNT_OF_ONE, NO_DRAFTS
 
 _NONE = np.empty(0, dtype=np.int32)
 
@@ -48,7 +47,7 @@ class Rows:
     slots: int32 [R].
     starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r] + counts[r] - 1.
     samples: bool [R], the row ends with a token that is sampled.
-    is_prefill: bool [R], the row computes known ids: of a prompt, or that a grammar forces. False:
+    ids_known: bool [R], the row computes known ids: of a prompt, or that a grammar forces. False:
         a decode, of the id that the step before sampled and that only the device knows.
     deferred: bool [R], there were no pages for the row, so it computes nothing.
     same_as_previous: the rows are those of the plan before, and both decode one token of each.
@@ -60,6 +59,10 @@ class Rows:
     digest: 64 bits, hash of all decisions since the epoch began.
     to_zero: int32 [n], freed pages that may hold NaN: no finite logits were computed from them. A
         step zeroes them before it computes; see KVPool.zero_pages.
+    drafts: int32 [R], as in Plan, with starts and counts as if all drafts so far were accepted;
+        None if no request has any.
+    first_drafts: by slot, the tokens that are computed of requests that this plan gives drafts for
+        the first time.
     claimed: int32 [n], pages that the page directory must call invalid before a step is launched.
     fills: which pages the step fills; None where nobody tracks it.
     """
@@ -68,7 +71,7 @@ class Rows:
     starts: np.ndarray
     counts: np.ndarray
     samples: np.ndarray
-    is_prefill: np.ndarray
+    ids_known: np.ndarray
     deferred: np.ndarray
     same_as_previous: bool = False
     number: int = -1
@@ -79,6 +82,8 @@ class Rows:
     evicted: int = 0
     digest: int = 0
     to_zero: np.ndarray = field(default_factory=lambda: _NONE)
+    drafts: np.ndarray | None = None
+    first_drafts: dict[int, int] = field(default_factory=dict[int, int])
     claimed: np.ndarray = field(default_factory=lambda: _NONE)
     fills: StepFills | None = None
 
@@ -186,6 +191,8 @@ class MemoryManager:
             rows = self._apply_in_order(plan)
         check_balance(self.allocator, self.cache, self.table)
         self._add_to_digest(rows.cached, rows.starts, rows.counts, rows.deferred)
+        if rows.drafts is not None:
+            self._add_to_digest(rows.drafts)
         rows.number = plan.number
         rows.free, rows.evictable = self.num_free, self.num_evictable
         rows.evicted = self.num_evicted
@@ -215,7 +222,7 @@ class MemoryManager:
         cached = [self._admit(admit, plan.number) for admit in plan.admits]
         for extend in plan.extends:
             self._extend(extend)
-        rows = self._advance_rows(slots, counts)
+        rows = self._advance_rows(slots, counts, *self._parse_drafts(plan, slots, counts))
         rows.admitted = np.array([admit.slot for admit in plan.admits], np.int32)
         rows.cached = np.array(cached, np.int32)
         self._steady_decode = None
@@ -234,9 +241,11 @@ class MemoryManager:
         release's outputs, as far as they are computed, go into the cache; the other pages that it
         owns are freed."""
         slot = self._check_active(release.slot, "release")
-        known, computed = int(self.slots.num_known[slot]), int(self.slots.num_computed[slot])
+        known, computed = int(self.slots.num_known[slot]), int(self.slots.num_projected[slot])
         outputs = _ids(release.output_ids, f"release of slot {slot}")
         num_confirmed = known + len(outputs)
+        if self.slots.drafted[slot] and len(outputs):
+            computed = min(computed, num_confirmed - 1)  # what is behind may be rejected drafts
         if len(outputs) and num_confirmed > computed + 1:
             raise ProtocolError(
                 f"release of slot {slot} confirms {len(outputs)} outputs after {known} admitted "
@@ -271,10 +280,9 @@ class MemoryManager:
         Plan N + 2 is published when the scheduler has the result of plan N, because at most two
         steps are in flight (`overlap_depth`). So a prompt that plan N completed has been released
         if its logits were bad: attention may have carried NaN back into its keys and values. A
-        probe is published without that result and may cache a plan early, but it admits no request
-        that could use the pages. It also follows that a request that ends with its prompt is
-        inserted once only.
-        """
+        probe is published without that result and may cache one plan too early, but it admits no
+        request that could use the pages. It also follows that a request that ends with its prompt
+        is inserted once only."""
         for slot in self._finished_prompts[0].tolist():
             self._maybe_nan[self.table.pages_of(slot)] = False
             self._cache_full_pages(
@@ -286,7 +294,7 @@ class MemoryManager:
         prompt's logits are not known yet; if they are bad, so are those of any other request that
         computes the same prefix."""
         self._check_active(slot, "share")
-        computed = min(int(self.slots.num_computed[slot]), int(self.slots.num_admitted[slot]))
+        computed = min(int(self.slots.num_projected[slot]), int(self.slots.num_admitted[slot]))
         self._cache_full_pages(slot, self.slots.known_tokens(slot)[:computed], clock)
 
     def _cache_full_pages(self, slot: int, tokens: np.ndarray, clock: int) -> None:
@@ -336,7 +344,7 @@ class MemoryManager:
         self.slots.locked_node[slot] = node
         self.table.set_prefix(slot, pages)
         cached = len(pages) * self.page_size
-        self.slots.num_computed[slot] = cached
+        self.slots.num_projected[slot] = cached
         if self.chains is not None:
             self.chains.admit(slot, salt, tokens[:cached], pages)
         return cached
@@ -357,31 +365,64 @@ class MemoryManager:
 
     # ---------------------------------------------------- advance: the hot path, no loop over rows
 
-    def _advance_rows(self, slots: np.ndarray, counts: np.ndarray) -> Rows:
+    def _advance_rows(
+        self, slots: np.ndarray, counts: np.ndarray, drafts: np.ndarray | None, ends: np.ndarray
+    ) -> Rows:
         """Advances `slots` int32 [R] by up to `counts` int32 [R] tokens: a prefill by the known
-        tokens that it has left, a decode by one. Allocates the pages that rows need for that."""
-        starts = self.slots.num_computed[slots]
+        tokens that it has left, a decode by one. Allocates the pages that rows need for that.
+
+        drafts: int32 [R], see Rows; rows with any are at `ends` int32 [R] if all of them are
+        accepted. They keep pages that they have for more: what is allocated follows from plans
+        alone.
+        """
+        starts = self.slots.num_projected[slots]
         known = self.slots.num_known[slots]
-        remaining = known - starts  # known tokens that are not computed: above 0 in a prefill
+        remaining = known - starts  # known tokens that are not computed: above 0 where `ids_known`
         # A decode computes position `start` and samples the token at `start + 1`. An empty slot has
         # neither tokens remaining nor room for one.
         can_decode = (starts + 2 <= self.slots.max_total[slots]) & (counts > 0)
         takes = np.where(remaining > 0, np.minimum(remaining, counts), can_decode).astype(np.int32)
-        needs = self._pages_for(starts + takes) - self.table.num_pages[slots]
+        reached, first_drafts = starts + takes, dict[int, int]()
+        if drafts is not None:
+            # Where known tokens are left, because an earlier row was deferred, they come first.
+            drafts = np.where(remaining > 0, np.int32(NO_DRAFTS), drafts)
+            verifies = drafts != NO_DRAFTS
+            takes = np.where(verifies, counts, takes)
+            reached = np.where(verifies, np.maximum(ends, starts), reached)
+            first_drafts = self._begin_drafts(slots[verifies])
+        deferred = self._grow(slots, reached)
+        takes[deferred], reached[deferred] = 0, starts[deferred]
+        self.slots.num_projected[slots] = reached
+        samples = (takes > 0) & (reached >= known)
+        prompts = samples & (remaining > 0) & (known == self.slots.num_admitted[slots])
+        self._finished_prompts = self._finished_prompts[1], slots[prompts]
+        rows = Rows(slots, starts, takes, samples, remaining > 0, deferred)
+        if drafts is not None:
+            rows.starts = np.where(drafts != NO_DRAFTS, ends - counts, starts)
+            rows.drafts, rows.first_drafts = drafts, first_drafts
+        return rows
+
+    def _begin_drafts(self, slots: np.ndarray) -> dict[int, int]:
+        """By slot, the tokens that are computed of those of `slots` that have their first drafts
+        now: from here on that is not known any more."""
+        first = slots[~self.slots.drafted[slots]]
+        self.slots.drafted[first] = True
+        lengths: list[int] = self.slots.num_projected[first].tolist()
+        return dict(zip(first.tolist(), lengths, strict=True))
+
+    def _grow(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Allocates the pages that `slots` int32 [R] need for their first `ends` int32 [R] tokens.
+        Returns bool [R]: the rows that are deferred, for which there are none."""
+        needs = self._pages_for(ends) - self.table.num_pages[slots]
         total = int(needs.sum())
         deferred = np.zeros(len(slots), dtype=bool)
         if total > self.num_free + self.num_evictable:
             deferred = self._rows_to_defer(needs)
-            takes[deferred] = needs[deferred] = 0
+            needs[deferred] = 0
             total = int(needs.sum())
         if total:
             self.table.append(slots, needs, self._allocate(total))
-        ends = starts + takes
-        self.slots.num_computed[slots] = ends
-        samples = (takes > 0) & (ends >= known)
-        prompts = samples & (remaining > 0) & (known == self.slots.num_admitted[slots])
-        self._finished_prompts = self._finished_prompts[1], slots[prompts]
-        return Rows(slots, starts, takes, samples, remaining > 0, deferred)
+        return deferred
 
     def _repeat_decodes(self, plan: Plan) -> Rows | None:
         """The rows of the last plan, one token further, if `plan` is nothing else and there are
@@ -396,7 +437,7 @@ class MemoryManager:
             pages = self._allocate(len(rows_needing_page))
             self.table.append_one(steady.slots[rows_needing_page], pages)
         rows = steady.advance(rows_needing_page)
-        self.slots.num_computed[steady.slots] = steady.starts
+        self.slots.num_projected[steady.slots] = steady.starts
         return rows
 
     def _pages_for(self, tokens: np.ndarray) -> np.ndarray:
@@ -459,6 +500,40 @@ class MemoryManager:
         if not self.slots.active[slot]:
             raise ProtocolError(f"{verb} of slot {slot}, which is empty")
         return slot
+
+    def _parse_drafts(
+        self, plan: Plan, slots: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """Plan.drafts and Plan.ends, int32 [R]; None for a plan without. Raises ProtocolError if
+        they are not valid."""
+        what = f"drafts of plan {plan.number}"
+        drafts, ends = _ids(plan.drafts, what), _ids(plan.ends, what)
+        drafted = self.slots.drafted[slots]
+        if not len(drafts) and not len(ends):
+            if drafted.any():
+                raise ProtocolError(f"{what} are missing, of slots {slots[drafted].tolist()}")
+            return None, _NONE
+        if not len(drafts) == len(ends) == len(slots):
+            raise ProtocolError(
+                f"{what}: {len(drafts)} and {len(ends)}, where there are {len(slots)} rows"
+            )
+        verifies = drafts != NO_DRAFTS
+        wrong = verifies & (
+            (drafts < 0)
+            | (counts != drafts + 1)
+            | (ends < self.slots.num_known[slots] + counts)
+            | (ends >= self.slots.max_total[slots])
+        )
+        wrong |= ~verifies & drafted
+        if wrong.any():
+            row = int(wrong.argmax())
+            slot = int(slots[row])
+            raise ProtocolError(
+                f"{what}: {drafts[row]} of {counts[row]} tokens up to {ends[row]} of slot {slot}, "
+                f"with {self.slots.num_projected[slot]} projected, {self.slots.num_known[slot]} "
+                f"known and at most {self.slots.max_total[slot]}"
+            )
+        return drafts, ends
 
     def _parse_rows(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
         """Plan.slots and Plan.counts, int32 [R]; raises ProtocolError if they are not valid."""
@@ -527,7 +602,8 @@ class SteadyDecode:
         return (
             count > 0
             and plan.counts == COUNT_OF_ONE * count
-            and not rows.is_prefill.any()
+            and not plan.drafts
+            and not rows.ids_known.any()
             and bool(rows.samples.all())
         )
 
@@ -542,6 +618,7 @@ class SteadyDecode:
             and not plan.extends
             and not plan.cache_slots
             and not plan.reset
+            and not plan.drafts
         )
 
     def rows_needing_page(self) -> np.ndarray:
@@ -601,19 +678,19 @@ def check_everything(
 
 
 def _check_slots(table: PageTable, slots: SlotArrays, page_size: int) -> None:
-    expected = -(-slots.num_computed // page_size)
+    expected = -(-slots.num_projected // page_size)
     wrong = np.flatnonzero((table.num_pages != expected) | (table.num_shared > table.num_pages))
     if len(wrong):
         slot = int(wrong[0])
         raise IntegrityError(
-            f"slot {slot}: {slots.num_computed[slot]} tokens computed, {table.num_pages[slot]} "
+            f"slot {slot}: {slots.num_projected[slot]} tokens projected, {table.num_pages[slot]} "
             f"pages held, {table.num_shared[slot]} of them shared, page size {page_size}"
         )
     owned = int((table.num_pages - table.num_shared).sum(dtype=np.int64))
     if owned != table.num_owned:
         raise IntegrityError(f"requests own {owned} pages, {table.num_owned} were counted")
     idle = ~slots.active & (
-        (slots.num_known > 0) | (slots.num_computed > 0) | (table.num_pages > 0)
+        (slots.num_known > 0) | (slots.num_projected > 0) | (table.num_pages > 0)
     )
     if idle.any():
         raise IntegrityError(f"empty slots {np.flatnonzero(idle).tolist()} have tokens or pages")

@@ -15,14 +15,16 @@ device and no tensor; ChainTracker and PageChains do no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pipeinfer.memory.pages import PageTable, SlotArrays
+from pipeinfer.wire import NO_DRAFTS
 
 DIGEST_BYTES = 16
 NO_PARENT = bytes(DIGEST_BYTES)  # the digest before a chain's first page
@@ -31,6 +33,7 @@ MAGIC = b"pipeinfer pages\x01"
 MAX_MODEL_KEY = 64  # bytes of the model's key
 UNUSABLE, USABLE = 0, 1
 _NO_PAGES = np.empty(0, dtype=np.int32)
+NOTHING_DRAFTED: Mapping[int, tuple[int, np.ndarray]] = MappingProxyType({})
 _ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as adding it
 
 
@@ -157,7 +160,7 @@ class _Layout:
 
     | header | valid u8 | depths i32 | digests u8 x 16 | parents | salts | ids i32 x page_size |
 
-    The header is MAGIC, pages i8, page_size i8, the model's key, and one byte: whether any of it
+    The header is MAGIC, pages i64, page_size i64, the model's key, and one byte: whether any of it
     may be believed.
     """
 
@@ -276,6 +279,8 @@ class StepFills:
     filled_pages: by row, of those that fill any page: int32 [n], the slot's pages from page
         starts // page_size on.
     repeats: every row decodes one token, as in the step before, of the same rows.
+    drafted: by row of the plan, of rows that start where the device says (which are not among the
+        others): slot, number of the request, int32 [n] pages of the slot.
     """
 
     number: int
@@ -287,17 +292,28 @@ class StepFills:
     known_ids: dict[int, np.ndarray]
     filled_pages: dict[int, np.ndarray]
     repeats: bool = False
+    drafted: dict[int, DraftedFill] = field(default_factory=lambda: dict[int, DraftedFill]())
 
 
-class PlannedRows(Protocol):
+class DraftedFill(NamedTuple):
+    """Of a row that starts where the device says: its slot, the number of the request there, and
+    all pages of the slot, int32 [n]."""
+
+    slot: int
+    request: int
+    pages: np.ndarray
+
+
+class TrackedRows(Protocol):
     """What a ChainTracker reads of the memory manager's Rows."""
 
     number: int
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
-    is_prefill: np.ndarray
+    ids_known: np.ndarray
     same_as_previous: bool
+    drafts: np.ndarray | None
 
 
 class ChainTracker:
@@ -381,8 +397,12 @@ class ChainTracker:
         found = np.isin(step.rows, rows)
         slots = step.slots[found]
         self._requests[slots[self._requests[slots] == step.requests[found]]] = 0
+        for row in rows.tolist():
+            one = step.drafted.get(row)
+            if one is not None and self._requests[one.slot] == one.request:
+                self._requests[one.slot] = 0
 
-    def plan(self, rows: PlannedRows, table: PageTable, slots: SlotArrays) -> StepFills:
+    def plan(self, rows: TrackedRows, table: PageTable, slots: SlotArrays) -> StepFills:
         """What the step of `rows` will have filled, to be given to `filled` when it has ended."""
         if rows.same_as_previous and self._last is not None:
             step = self._repeated(self._last, rows, table)
@@ -392,7 +412,7 @@ class ChainTracker:
         self._last = step
         return step
 
-    def _repeated(self, last: StepFills, rows: PlannedRows, table: PageTable) -> StepFills:
+    def _repeated(self, last: StepFills, rows: TrackedRows, table: PageTable) -> StepFills:
         """The rows of the step `last` decode one token further."""
         ends, filled_pages = last.ends + _ONE, dict[int, np.ndarray]()
         self._steps_to_full -= 1
@@ -416,13 +436,19 @@ class ChainTracker:
             repeats=True,
         )
 
-    def _planned(self, rows: PlannedRows, table: PageTable, slots: SlotArrays) -> StepFills:
+    def _planned(self, rows: TrackedRows, table: PageTable, slots: SlotArrays) -> StepFills:
         """Any rows."""
-        size, computes = self.page_size, np.flatnonzero(rows.counts)
+        size, computes = self.page_size, rows.counts > 0
+        drafted = dict[int, DraftedFill]()
+        if rows.drafts is not None:
+            verifies = computes & (rows.drafts != NO_DRAFTS)
+            drafted = self._drafted(np.flatnonzero(verifies), rows.slots, table)
+            computes &= ~verifies
+        computes = np.flatnonzero(computes)
         starts, counts = rows.starts[computes], rows.counts[computes]
         ends, chosen = starts + counts, rows.slots[computes]
         known_ids, filled_pages = dict[int, np.ndarray](), dict[int, np.ndarray]()
-        for row in np.flatnonzero(rows.is_prefill[computes]).tolist():
+        for row in np.flatnonzero(rows.ids_known[computes]).tolist():
             known = slots.known_tokens(int(chosen[row]))
             known_ids[row] = known[starts[row] : ends[row]]
         begins, behind = starts // size, ends // size
@@ -431,14 +457,38 @@ class ChainTracker:
             filled_pages[row] = table.columns(chosen[row : row + 1], *columns)[0].copy()
         requests = self._requests[chosen]
         return StepFills(
-            rows.number, computes, chosen, starts, ends, requests, known_ids, filled_pages
+            number=rows.number,
+            rows=computes,
+            slots=chosen,
+            starts=starts,
+            ends=ends,
+            requests=requests,
+            known_ids=known_ids,
+            filled_pages=filled_pages,
+            drafted=drafted,
         )
 
-    def filled(self, step: StepFills, sampled: np.ndarray) -> PageChains | None:
+    def _drafted(
+        self, rows: np.ndarray, slots: np.ndarray, table: PageTable
+    ) -> dict[int, DraftedFill]:
+        """StepFills.drafted, of these `rows` int64 [n] of a plan with `slots` int32 [R]."""
+        numbers: list[int] = slots[rows].tolist()
+        return {
+            row: DraftedFill(slot, int(self._requests[slot]), table.pages_of(slot).copy())
+            for row, slot in zip(rows.tolist(), numbers, strict=True)
+        }
+
+    def filled(
+        self,
+        step: StepFills,
+        sampled: np.ndarray,
+        drafted: Mapping[int, tuple[int, np.ndarray]] = NOTHING_DRAFTED,
+    ) -> PageChains | None:
         """The pages that a step has filled, now that it has ended; None: no page.
 
         sampled: int32, of each row of the plan, the id that it sampled, below 0 where it sampled
-        none.
+        none. drafted: of each row of StepFills.drafted, where it started, and the ids that it gave,
+        int32 [n]: the drafts that were accepted and the id behind them.
         """
         if step.repeats and not step.filled_pages:
             self._put_aside.append((step, sampled))
@@ -452,10 +502,26 @@ class ChainTracker:
                 self._store(step, row, ids, found)
         for row in step.filled_pages:
             if alive[row] and row not in step.known_ids:
-                self._fill(step, row, int(step.starts[row]) // self.page_size, found)
+                depth = int(step.starts[row]) // self.page_size
+                self._fill_of(step, row, depth, found)
         rows = np.flatnonzero(alive & (sampled >= 0))
         self._ids[step.slots[rows], step.ends[rows] % self.page_size] = sampled[rows]
+        for row, (start, ids) in drafted.items():
+            self._verified(step, step.drafted[row], start, ids.tolist(), found)
         return PageChains.of(found) if found else None
+
+    def _verified(
+        self, step: StepFills, row: DraftedFill, start: int, ids: list[int], found: list[FilledPage]
+    ) -> None:
+        """A row has computed as many tokens from `start` on as it gave `ids`, each of which follows
+        one of them."""
+        if self._requests[row.slot] != row.request or not row.request:
+            return
+        for end, token in enumerate(ids, start + 1):
+            if end % self.page_size == 0:
+                depth = end // self.page_size - 1
+                self._fill(step, row.slot, depth, int(row.pages[depth]), found)
+            self._ids[row.slot, end % self.page_size] = token
 
     def _alive(self, step: StepFills) -> np.ndarray:
         """bool [R], rows whose requests are still in their slots."""
@@ -482,13 +548,18 @@ class ChainTracker:
             self._ids[slot, offset : offset + len(part)] = part
             left, at = left[len(part) :], at + len(part)
             if at % self.page_size == 0:
-                self._fill(step, row, at // self.page_size - 1, found)
+                self._fill_of(step, row, at // self.page_size - 1, found)
 
-    def _fill(self, step: StepFills, row: int, depth: int, found: list[FilledPage]) -> None:
-        """Page number `depth` of a row's slot is full."""
-        slot = int(step.slots[row])
-        parent, salt, ids = self._parents[slot], self._salts[slot], self._ids[slot].copy()
+    def _fill_of(self, step: StepFills, row: int, depth: int, found: list[FilledPage]) -> None:
+        """As `_fill`, of a row that starts where the host knows."""
         page = int(step.filled_pages[row][depth - int(step.starts[row]) // self.page_size])
+        self._fill(step, int(step.slots[row]), depth, page, found)
+
+    def _fill(
+        self, step: StepFills, slot: int, depth: int, page: int, found: list[FilledPage]
+    ) -> None:
+        """`page`, number `depth` of `slot`, is full."""
+        parent, salt, ids = self._parents[slot], self._salts[slot], self._ids[slot].copy()
         digest = self._parents[slot] = page_digest(parent, salt, ids)
         # A page that was claimed since belongs to somebody else: this request reads another one by
         # now, which holds the same.

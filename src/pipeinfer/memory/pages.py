@@ -215,13 +215,15 @@ class SlotArrays:
     active: bool [max_slots].
     num_admitted: int32 [max_slots], token ids that the request was admitted with.
     num_known: int32 [max_slots], those, and what `extend` added.
-    num_computed: int32 [max_slots], positions whose KV is in the pages once all planned steps have
-        run: what the scheduler calls projected (Request.projected), not what results have confirmed
+    num_projected: int32 [max_slots], positions whose KV is in the pages once all planned steps have
+        run, as Request.projected of the scheduler, not what results have confirmed
         (Request.computed). Beyond num_known they are of sampled ids that only the device knows.
     max_total: int32 [max_slots], tokens that the request never grows past.
     tokens: of each slot, the known ids, int32 [num_known]; None in an empty slot.
     locked_node: of each slot, the node of the prefix cache that it has locked.
     salt: of each slot, the request's cache salt.
+    drafted: bool [max_slots], draft tokens of the request were verified: num_projected counts them
+        as if all had been accepted, which only the device knows.
 
     In empty slots numbers are 0.
     """
@@ -230,18 +232,19 @@ class SlotArrays:
         self.num_slots = max_slots
         self.active = np.zeros(max_slots, dtype=bool)
         self.num_known = np.zeros(max_slots, dtype=np.int32)
-        self.num_computed = np.zeros(max_slots, dtype=np.int32)
+        self.num_projected = np.zeros(max_slots, dtype=np.int32)
         self.max_total = np.zeros(max_slots, dtype=np.int32)
         self.num_admitted = np.zeros(max_slots, dtype=np.int32)
         self.tokens: list[np.ndarray | None] = [None] * max_slots
         self.locked_node: list[object] = [None] * max_slots
         self.salt: list[str] = [""] * max_slots
+        self.drafted = np.zeros(max_slots, dtype=bool)
 
     def put(self, slot: int, tokens: np.ndarray, max_total: int, salt: str) -> None:
         """Fills an empty slot with a request of `tokens` int32 [n], none of them computed."""
         self.active[slot] = True
         self.num_known[slot] = len(tokens)
-        self.num_computed[slot] = 0
+        self.num_projected[slot] = 0
         self.max_total[slot] = max_total
         self.num_admitted[slot] = len(tokens)
         self.tokens[slot] = tokens
@@ -256,12 +259,13 @@ class SlotArrays:
     def clear(self, slot: int) -> None:
         """Empties a slot."""
         self.active[slot] = False
-        self.num_admitted[slot] = self.num_known[slot] = self.num_computed[slot] = self.max_total[
+        self.num_admitted[slot] = self.num_known[slot] = self.num_projected[slot] = self.max_total[
             slot
         ] = 0
         self.tokens[slot] = None
         self.locked_node[slot] = None
         self.salt[slot] = ""
+        self.drafted[slot] = False
 
     def known_tokens(self, slot: int) -> np.ndarray:
         """The known ids of an active slot, int32 [num_known]."""

@@ -75,19 +75,19 @@ class LanguageModel(Protocol):
         rows: torch.Tensor | None = None,
         /,
     ) -> torch.Tensor:
-        """Hidden states [T, hidden], normed, for `logits`; or [S, hidden], of `rows` alone.
+        """Hidden states [T, hidden], normed, for `logits`; or [L, hidden], of `rows` alone.
 
         tokens, positions: int64 [T]. attend: called once in each layer.
-        rows: int64 [S], which of the T tokens.
+        rows: int64 [L], which of the T tokens.
         """
         ...
 
     def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """Logits [S, vocab_size] of hidden states [S, hidden]; the same on all ranks."""
+        """Logits [L, vocab_size] of hidden states [L, hidden]; the same on all ranks."""
         ...
 
     def local_logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """The logits of this rank's ids, [S, stop - start]."""
+        """The logits of this rank's ids, [L, stop - start]."""
         ...
 
     def attention_shapes(self) -> Sequence[AttentionShape]:
@@ -159,7 +159,7 @@ class DecoderLayer:
 
         x: what is still to be added to the residual; None in the first layer.
         residual: changed in place.
-        rows: int64 [S], the tokens whose values are wanted, in the last layer; both are [S, hidden]
+        rows: int64 [L], the tokens whose values are wanted, in the last layer; both are [L, hidden]
             then.
         """
         normed, residual = self.input_norm.add_norm(x, residual, self.attention.input_quantizer)
@@ -213,6 +213,7 @@ class CausalLM:
             for rope in different
         ]
         self._rope_of_layer = [different.index(rope) for rope in config.ropes]
+        self._adapters = placement.adapters
 
     def __call__(
         self,
@@ -222,15 +223,17 @@ class CausalLM:
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See LanguageModel. Of tokens that are not in `rows` the last layer computes keys and
-        values only."""
+        values only, unless some have an adapter, which goes by the number of the token."""
+        narrowed = None if self._adapters is not None and self._adapters.active else rows
         rotations = [rope(positions) for rope in self.ropes]
         residual = self.embedding(tokens)
         x = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             rotation = rotations[self._rope_of_layer[index]]
-            x, residual = layer(x, residual, rotation, attend, rows if index == last else None)
-        return self.norm.add_norm(x, residual)[0]
+            x, residual = layer(x, residual, rotation, attend, narrowed if index == last else None)
+        hidden = self.norm.add_norm(x, residual)[0]
+        return hidden if rows is None or narrowed is not None else hidden[rows]
 
     @property
     def vocab_shard(self) -> VocabShard:
@@ -238,11 +241,11 @@ class CausalLM:
         return self.head.rows
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocab_size], in the model's dtype, of hidden states [S, hidden]."""
+        """Logits [L, vocab_size], in the model's dtype, of hidden states [L, hidden]."""
         return self.head(hidden)
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of this rank's ids, [S, stop - start], from id `vocab_shard.start` on."""
+        """The logits of this rank's ids, [L, stop - start], from id `vocab_shard.start` on."""
         return self.head.local_logits(hidden)
 
     def attention_shapes(self) -> list[AttentionShape]:
@@ -439,6 +442,6 @@ def shared_expert(
     name: on disk. gated: the expert has a gate of its own.
     """
     size, gate = config.shared_intermediate_size, GATED_ACTIVATIONS[config.activation]
-    within = placement.without_deferred_sums().submodule(f"mlp.{name}.")
+    within = placement.without_deferred_sums().without_adapters().submodule(f"mlp.{name}.")
     mlp = GatedMLP(config.hidden_size, size, False, within, gate)
     return SharedExpert(name, mlp, gated, placement)

@@ -40,6 +40,7 @@ from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers import experts
 from pipeinfer.layers.attention import inverse_frequencies
 from pipeinfer.layers.elementwise import GATED_ACTIVATIONS, fused_ops
+from pipeinfer.layers.lora import AdapterBank
 from pipeinfer.layers.placement import (
     AllocateParameter,
     AllReduceFusion,
@@ -65,6 +66,8 @@ def build_model(
     fusion: AllReduceFusion | None = None,
     moe_backend: str = "auto",
     allocate: AllocateParameter | None = None,
+    exact: bool = False,
+    adapters: AdapterBank | None = None,
 ) -> CausalLM:
     """The share of one rank, with its parameters allocated, not filled.
 
@@ -75,6 +78,7 @@ def build_model(
     fusion: of sums over ranks with the norm that follows, see layers/placement.py.
     moe_backend: a name of layers/experts.py.
     allocate: makes parameters that are not quantized; None: torch does, on `device`.
+    exact, adapters: see Placement; the former without `fusion`.
 
     Raises ConfigurationError if heads or MLP do not divide by the ranks, if what is to be compiled
     cannot be, or if there is no such backend.
@@ -91,6 +95,8 @@ def build_model(
         quantization=config.quantization,
         moe_backend=experts.resolve_backend(moe_backend, where.type),
         allocate=allocate,
+        exact=exact,
+        adapters=adapters,
     )
     model = cast(CausalLM, _builder(config.architecture)(config, placement))
     if compiled:

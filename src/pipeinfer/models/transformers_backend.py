@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
@@ -32,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipeinfer.checkpoint.config import ModelOutline
 from pipeinfer.layers.attention import Attend, RotatedQKV
+from pipeinfer.layers.lora import AdaptedLinear, AdaptedModule, AdapterBank
 from pipeinfer.layers.placement import DUMMY_STD
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step import AttentionShape
@@ -581,7 +583,7 @@ class FullVocabulary:
 
 
 class PassThroughOutput:
-    """What a base model returns, reduced to its hidden states [1, S, hidden]."""
+    """What a base model returns, reduced to its hidden states [1, L, hidden]."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -605,7 +607,7 @@ class PassThroughBase(torch.nn.Module):
     def forward(
         self, *ids: None, inputs_embeds: torch.Tensor, **others: object
     ) -> PassThroughOutput:
-        """inputs_embeds: hidden states [1, S, hidden]. Some models pass ids, None, before them."""
+        """inputs_embeds: hidden states [1, L, hidden]. Some models pass ids, None, before them."""
         return PassThroughOutput(inputs_embeds)
 
 
@@ -632,8 +634,23 @@ class TransformersForCausalLM:
         self._dims = [max(shape.head_dim, head_dim) for shape in shapes]
         self.vocab_shard = FullVocabulary(vocab_size)
         self._base: torch.nn.Module = model.base_model
+        self._path = f"{model.base_model_prefix}."
         setattr(model, model.base_model_prefix, PassThroughBase())
         self._head = model
+
+    def use_adapters(self, bank: AdapterBank) -> None:
+        """Every linear layer of the base model that computes all tokens, in their order, may have
+        adapters of `bank`: all but experts."""
+        for name, module in self._base.named_modules():
+            linear = isinstance(module, torch.nn.Linear)
+            if not linear or module.weight.dtype != bank.dtype or "expert" in name:
+                continue
+            out_features, in_features = module.out_features, module.in_features
+            every, columns = slice(0, out_features), slice(0, in_features)
+            shape = out_features, in_features
+            path = f"{self._path}{name}"
+            layer = bank.linear([AdaptedModule(path, shape, every, columns, every)])
+            module.register_forward_hook(partial(_add_adapters, layer))
 
     def __call__(
         self,
@@ -663,7 +680,7 @@ class TransformersForCausalLM:
         return out[None, ..., :dim]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] to [S, vocab]."""
+        """[L, hidden] to [L, vocab]."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -676,6 +693,19 @@ class TransformersForCausalLM:
             replace(shape, head_dim=dim)
             for shape, dim in zip(self._shapes, self._dims, strict=True)
         ]
+
+
+def _add_adapters(
+    layer: AdaptedLinear,
+    _module: torch.nn.Module,
+    given: tuple[torch.Tensor, ...],
+    product: torch.Tensor,
+) -> torch.Tensor:
+    """A forward hook of a linear layer."""
+    if not layer.active:
+        return product
+    added = layer.add(product.flatten(0, -2), given[0].flatten(0, -2))
+    return added.view(product.shape)
 
 
 def _by_token(heads: torch.Tensor, padding: int) -> torch.Tensor:

@@ -40,10 +40,13 @@ class OpenSpan:
     output_marked: whether the first output has an event.
     output: how many output tokens there are by now, where they are counted; None once it has ended.
     span: the traceparent that a gateway passes on, where it has a span of its own; else "".
+    client: of a gateway's: hash of who asks; else "".
     events: oldest first.
     """
 
-    __slots__ = ("attempt", "began", "events", "output", "output_marked", "span", "trace")
+    __slots__ = (
+        "attempt", "began", "client", "events", "output", "output_marked", "span", "trace",
+    )  # fmt: skip
 
     def __init__(self, began: float, trace: str, attempt: int) -> None:
         self.began = began
@@ -51,7 +54,7 @@ class OpenSpan:
         self.attempt = attempt
         self.output_marked = False
         self.output: TimedEvent | None = None
-        self.span = ""
+        self.span = self.client = ""
         self.events: list[TimedEvent] = []
 
 
@@ -173,6 +176,7 @@ class SpanStore:
             trace=span.trace,
             moments=(*span.events, *streamed),
             span=span.span,
+            client=span.client,
         )
 
 

@@ -40,13 +40,13 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.observe.spans import MAX_OPEN_SPANS, Exchange, SpanObserver, SpanStore
-from pipeinfer.params import SamplingParams, choice_id, choice_ids
+from pipeinfer.params import RequestParams, choice_id, choice_ids
 from pipeinfer.wire import unpack
 
 
 class _Call(Protocol):
     request_id: str
-    params: SamplingParams
+    params: RequestParams
     trace: str
     only_encode: bool
 
@@ -112,7 +112,10 @@ class GatewayObserver:
         for name in choice_ids(submit.request_id, submit.choices):
             self.spans.mark(name, at, "submitted")
             span = self.spans.get(name)
-            if span is None or submit.trace == span.trace:
+            if span is None:
+                continue
+            span.client = submit.client
+            if submit.trace == span.trace:
                 continue
             # The stages know one span of the gateway's: the first choice's. The others'
             # spans are its children as well.

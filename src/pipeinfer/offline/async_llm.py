@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from pipeinfer import settings as config
+from pipeinfer.checkpoint.lora import parse_lora_modules
 from pipeinfer.checkpoint.pooling import Pooling, label_ids, read_pooling
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages
@@ -32,8 +33,8 @@ from pipeinfer.gateway.ledger import (
     Started,
     StatusChanged,
 )
+from pipeinfer.gateway.pooling import PairScorer, takes_query_and_document
 from pipeinfer.gateway.requests import COMPLETION_MAX_TOKENS, sampling_defaults
-from pipeinfer.gateway.scores import PairScorer, takes_query_and_document
 from pipeinfer.gateway.sessions import (
     CANNOT_SLEEP,
     LOOK_SECONDS,
@@ -45,19 +46,15 @@ from pipeinfer.gateway.stage import TICK
 from pipeinfer.gguf.header import is_gguf
 from pipeinfer.messages import CacheReset, Message, SetSleep, SleepMode, State
 from pipeinfer.offline import calls
-from pipeinfer.offline.calls import AnyParams, ChatOptions, Options, Prompt, SamplingParams, public
-from pipeinfer.offline.embeddings import (
-    NOT_EMBEDDING,
-    NOT_GENERATING,
-    NOT_SCORING,
-    SCORES_ALONE,
-    EmbeddingRequestOutput,
-    PoolingParams,
-    ScoringOutput,
-    ScoringRequestOutput,
-    embedding_batch,
-    score_batch,
-    vector_of,
+from pipeinfer.offline.calls import (
+    AnyParams,
+    ChatOptions,
+    LoRARequest,
+    OfflineAdapters,
+    Options,
+    Prompt,
+    SamplingParams,
+    public,
 )
 from pipeinfer.offline.keywords import settings_of
 from pipeinfer.offline.outputs import (
@@ -70,6 +67,19 @@ from pipeinfer.offline.outputs import (
     RequestError,
     RequestOutput,
     output_of,
+)
+from pipeinfer.offline.pooling import (
+    NOT_EMBEDDING,
+    NOT_GENERATING,
+    NOT_SCORING,
+    SCORES_ALONE,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    ScoringOutput,
+    ScoringRequestOutput,
+    embedding_batch,
+    score_batch,
+    vector_of,
 )
 from pipeinfer.params import JsonObject, JsonValue, choice_ids
 from pipeinfer.runtime import entry
@@ -117,14 +127,16 @@ class AsyncLLM:
     Settings, which are the flags of `pipeinfer serve` with underscores, also under the names of
     other servers (other_servers.py). Keywords of theirs that ask for nothing are left out;
     ConfigurationError names all that are wrong. Chats may bring a template. Use it as
-    `async with AsyncLLM(...) as llm`, or call start() and close().
+    `async with AsyncLLM(...) as llm`, or call start() and close(). adapters: that requests name.
     """
 
     def __init__(self, model: str | os.PathLike[str] = "", **settings: object) -> None:
         given = {"model": os.fspath(model), **settings} if model else settings
         # Whoever gives a template here runs in this process already.
         self._given = {"trust_request_chat_template": True, **settings_of(given)}
-        config.build(self._given)
+        built = config.build(self._given)
+        parse_lora_modules(built)  # raises for what is wrong with them
+        self.adapters = OfflineAdapters(built)
         self._defaults = SamplingParams()
         self._folder = Path()
         self._pooling: Pooling | None = None
@@ -207,6 +219,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         params: AnyParams | None = None,
+        lora_request: LoRARequest | None = None,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Delta, None]:
         """Completes a text or token ids; leaving the iterator early aborts the request. Of several
@@ -214,9 +227,11 @@ class AsyncLLM:
 
         params: another name of sampling_params. priority: a lower one goes first. timeout: seconds
         after which the request ends with "abort", 0 is never. cache_salt: shares cached prefixes
-        only with requests of the same. add_special_tokens: of a text. Raises RequestError if it is
-        refused, PipelineStopped if the stages are gone.
+        only with requests of the same. add_special_tokens: of a text. lora_request: its adapter,
+        which needs enable_lora. Raises RequestError if it is refused, PipelineStopped if the stages
+        are gone.
         """
+        options["adapter"] = self.adapters.of(lora_request)
         given = self._chosen(sampling_params, params)
         return self.stream(calls.completion(self.name(request_id), prompt, given, **options))
 
@@ -228,6 +243,7 @@ class AsyncLLM:
         *,
         params: AnyParams | None = None,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
+        lora_request: LoRARequest | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[Delta, None]:
         """Answers `messages` (dicts with "role" and "content") by the model's chat template.
@@ -238,6 +254,7 @@ class AsyncLLM:
         """
         given = self._chosen(sampling_params, params)
         arguments, rest = self.template_arguments(chat_template_kwargs, options)
+        rest["adapter"] = self.adapters.of(lora_request)
         return self.stream(calls.chat(self.name(request_id), messages, given, arguments, **rest))
 
     def template_arguments(
@@ -388,6 +405,8 @@ class AsyncLLM:
     def _prepare(self) -> Settings:
         """Finds, perhaps downloads the model, and refuses what no stage could load."""
         settings = prepare_settings(self._given, self._say)
+        if settings.gateways > 1:
+            raise ConfigurationError("--gateways: in Python the caller is the only one")
         self._folder = Path(settings.model)
         check_model(settings)
         self._pooling = read_pooling(self._folder, settings.task)

@@ -1,25 +1,35 @@
 """From a caller's prompts and parameters to calls that the pipeline can carry.
 
 SamplingParams and StructuredOutputsParams are as scripts for vLLM write them: mutable, and with
-vLLM's other fields. Stages are sent `pipeinfer.params.SamplingParams`, which `plain` makes from
-these. What cannot travel is refused here, before it leaves the caller: a frame that no stage can
-read would be dropped, and its request never answered. Knows no pipeline.
+vLLM's other fields. Stages are sent `pipeinfer.params.RequestParams`, which `plain` makes from
+these; OfflineAdapters makes what calls carry of an adapter from vLLM's LoRARequest. What cannot
+travel is refused here, before it leaves the caller: a frame that no stage can read would be
+dropped, and its request never answered. LoopThread
+is an event loop on a thread of its own, for callers that block. Knows no pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 import msgspec
 import numpy as np
+import uvloop
 
 from pipeinfer import params
+from pipeinfer.checkpoint.lora import CONFIG, WEIGHTS, identify
 from pipeinfer.gateway.ledger import Call
 from pipeinfer.offline.keywords import is_neutral
 from pipeinfer.offline.outputs import OfflineRequest, RequestError
-from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
-from pipeinfer.params import InvalidParameter, JsonObject, JsonValue, normalized
+from pipeinfer.other_servers import TEXTS_ONLY
+from pipeinfer.params import Adapter, InvalidParameter, JsonObject, JsonValue, normalized
+from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.wire import pack
 
 T = TypeVar("T")
@@ -57,6 +67,7 @@ class Options(TypedDict, total=False):
     timeout: float
     cache_salt: str
     add_special_tokens: bool
+    adapter: Adapter | None
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -83,7 +94,7 @@ def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[
 
 def each_params(given: AnyParams | Sequence[AnyParams], count: int) -> list[AnyParams]:
     """Those of each of `count` prompts. Raises ValueError if there are not as many."""
-    if isinstance(given, (SamplingParams, params.SamplingParams)):
+    if isinstance(given, (SamplingParams, params.RequestParams)):
         return [given] * count
     if isinstance(given, Mapping):  # of fields, as other libraries take it
         raise RequestError("sampling_params must be SamplingParams, not a dict", "params")
@@ -108,7 +119,8 @@ def with_options(
     are not as many priorities, RequestError for what there is not."""
     adapters = lora_request if isinstance(lora_request, Sequence) else [lora_request]
     if any(one is not None for one in adapters):
-        raise RequestError(f"lora_request: {NO_ADAPTERS}", "lora_request")
+        message = "lora_request: adapters are for texts that are generated"
+        raise RequestError(message, "lora_request")
     if not is_neutral(mm_processor_kwargs):
         raise RequestError(f"mm_processor_kwargs: {TEXTS_ONLY}", "mm_processor_kwargs")
     given = dict(tokenization_kwargs or {})
@@ -138,15 +150,15 @@ def without_texts(given: AnyParams) -> SamplingParams:
     return made
 
 
-def checked(given: AnyParams) -> params.SamplingParams:
+def checked(given: AnyParams) -> params.RequestParams:
     """As stages take them. Raises RequestError for a wrong value or type."""
-    if not isinstance(given, (SamplingParams, params.SamplingParams)):
+    if not isinstance(given, (SamplingParams, params.RequestParams)):
         message = f"sampling_params must be SamplingParams, not {type(given).__name__}"
         raise RequestError(message, "params")
     plain = given.plain() if isinstance(given, SamplingParams) else given
     try:
         plain = normalized(plain)
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=params.SamplingParams)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=params.RequestParams)
     except InvalidParameter as error:
         raise RequestError(str(error), error.param) from None
     except ENCODE_ERRORS as error:
@@ -235,12 +247,12 @@ def longest_first(batch: Sequence[Call], extra_tokens: Sequence[T]) -> list[tupl
     return sorted(zip(batch, extra_tokens, strict=True), key=most, reverse=True)
 
 
-def _as_sent(given: AnyParams) -> tuple[params.SamplingParams, bool, bool]:
+def _as_sent(given: AnyParams) -> tuple[params.RequestParams, bool, bool]:
     """(as stages take them, whether outputs have texts, whether they have no tokens)."""
     detokenize = True
     if isinstance(given, SamplingParams):
         detokenize, given = given.detokenize, given.plain()
-    only_prompt = isinstance(given, params.SamplingParams) and given.max_tokens == 0
+    only_prompt = isinstance(given, params.RequestParams) and given.max_tokens == 0
     if only_prompt:
         given = msgspec.structs.replace(given, max_tokens=1, min_tokens=0)
     return checked(given), detokenize, only_prompt
@@ -299,6 +311,9 @@ def _is_list(value: object) -> bool:
 
 
 def _sendable(call: Call, param: str) -> Call:
+    if call.adapter is not None:
+        salt = call.adapter.salted(call.cache_salt)
+        call = msgspec.structs.replace(call, cache_salt=salt)
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=Call)
     except ENCODE_ERRORS as error:
@@ -416,7 +431,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
 class SamplingParams(msgspec.Struct, kw_only=True):
     """How to choose tokens and when to stop; fields may be changed until a call is made.
 
-    Up to truncation_side these are the fields of pipeinfer.params.SamplingParams, which says what
+    Up to truncation_side these are the fields of pipeinfer.params.RequestParams, which says what
     they are. `stop` and `bad_words` may be one text; these, `stop_token_ids` and `logit_bias` may
     be None, and `structured_outputs` a dict of its fields. A seed of -1 and a
     thinking_token_budget of -1 are None; logprobs of True are 1. max_tokens may be 0: the prompt
@@ -496,7 +511,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         """A copy of its own."""
         return msgspec.structs.replace(self)
 
-    def plain(self) -> params.SamplingParams:
+    def plain(self) -> params.RequestParams:
         """As stages know them; max_tokens may still be 0. Raises RequestError."""
         self.__post_init__()  # fields may have been set since
         if self.stop and not self.detokenize:
@@ -505,12 +520,12 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         make = getattr(self.structured_outputs, "plain", None)  # else it is as stages know it
         if make is not None:
             values["structured_outputs"] = make()
-        return params.SamplingParams(**values)
+        return params.RequestParams(**values)
 
 
 # Vectors are asked for by LLM.embed alone.
 SHARED_FIELDS = tuple(
-    name for name in params.SamplingParams.__struct_fields__ if not name.startswith("vector_")
+    name for name in params.RequestParams.__struct_fields__ if not name.startswith("vector_")
 )
 
 
@@ -524,10 +539,10 @@ class BeamSearchParams:
         )
 
 
-AnyParams = SamplingParams | params.SamplingParams
+AnyParams = SamplingParams | params.RequestParams
 
 
-def public(given: params.SamplingParams) -> SamplingParams:
+def public(given: params.RequestParams) -> SamplingParams:
     """The same for callers, who may change it."""
     return SamplingParams(**{name: getattr(given, name) for name in SHARED_FIELDS})
 
@@ -560,3 +575,125 @@ def _refuse(given: msgspec.Struct, table: Refusals, whole: str) -> None:
         lines = [f"{name}={getattr(given, name)!r:.60}: {reason}" for name, reason in wrong.items()]
         first = next(iter(wrong)) if len(wrong) == 1 else whole
         raise RequestError("\n".join(lines), first)
+
+
+LORA_OFF = "lora_request: the model was loaded without enable_lora=True"
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter that a request is computed with, under vLLM's names.
+
+    lora_name: for people. lora_int_id: taken for vLLM's scripts; adapters are told apart by what
+    their files hold. lora_path: a folder with PEFT's files.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+
+
+GivenLoRA = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+class OfflineAdapters:
+    """The adapters that requests have named; files that have not changed are read once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._enabled, self._max_rank = settings.enable_lora, settings.max_lora_rank
+        self._known: dict[tuple[object, ...], Adapter] = {}
+
+    def each(self, given: GivenLoRA, count: int) -> list[LoRARequest | None]:
+        """Those of each of `count` prompts. Raises RequestError for what is none, ValueError if
+        there are not as many."""
+        listed = list(given) if isinstance(given, Sequence) else [given] * count
+        if any(one is not None and not isinstance(one, LoRARequest) for one in listed):
+            raise RequestError("lora_request must be a LoRARequest", "lora_request")
+        if len(listed) != count:
+            raise ValueError(f"{count} prompts, but {len(listed)} lora_request")
+        return listed
+
+    def add_to(self, options: Sequence[Options], given: GivenLoRA) -> list[LoRARequest | None]:
+        """Puts the adapter of each call into its options; returns them as they were given. Raises
+        as `each` and `of` do."""
+        listed = self.each(given, len(options))
+        for option, one in zip(options, listed, strict=True):
+            option["adapter"] = self.of(one)
+        return listed
+
+    def of(self, given: LoRARequest | None) -> Adapter | None:
+        """As calls carry it. Raises RequestError for an adapter that is not served."""
+        if given is None:
+            return None
+        if not self._enabled:
+            raise RequestError(LORA_OFF, "lora_request")
+        folder = Path(given.lora_path).expanduser()
+        try:
+            stats = [(folder / name).stat() for name in (CONFIG, WEIGHTS) if folder.is_dir()]
+            changed = [part for one in stats for part in (one.st_mtime_ns, one.st_size)]
+            key = (given.lora_name, str(folder), *changed)
+            if key not in self._known:
+                self._known[key] = identify(given.lora_name, str(folder), self._max_rank)
+        except (OSError, ConfigurationError) as error:
+            raise RequestError(f"lora_request: {error}", "lora_request") from None
+        return self._known[key]
+
+
+WAKE = 0.1  # seconds that a wait takes at most, and between two calls of `meanwhile`
+CANCELLING = 1.0  # seconds that a cancelled coroutine is waited for
+
+
+class LoopThread:
+    """Runs coroutines for other threads, among them the main one, which Ctrl-C interrupts."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        # A daemon: a caller who never closes it must still be able to exit.
+        self._thread = threading.Thread(target=self._work, name="pipeinfer", daemon=True)
+        self._thread.start()
+
+    def run(
+        self, coroutine: Coroutine[object, None, T], meanwhile: Callable[[], None] | None = None
+    ) -> T:
+        """The coroutine's result. If the wait is interrupted, the coroutine is cancelled first."""
+        over = threading.Event()
+        future = asyncio.run_coroutine_threadsafe(_telling(coroutine, over), self._loop)
+        try:
+            # In slices: a signal that comes just before a wait would not end it.
+            while not wait([future], WAKE).done:
+                if meanwhile is not None:
+                    meanwhile()
+            return future.result()
+        except BaseException:
+            if future.cancel():
+                over.wait(CANCELLING)
+            raise
+
+    def submit(self, coroutine: Coroutine[object, None, T]) -> Future[T]:
+        """Begins the coroutine for a caller that waits otherwise, as on a loop of its own."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def start(self, coroutine: Coroutine[object, None, object]) -> None:
+        """Begins the coroutine and does not wait for it."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on this loop's thread, which must not wait for the loop."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Ends the thread; not from itself."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+
+async def _telling(coroutine: Coroutine[object, None, T], over: threading.Event) -> T:
+    try:
+        return await coroutine
+    finally:
+        over.set()

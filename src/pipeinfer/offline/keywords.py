@@ -54,8 +54,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "master_addr": ("127.0.0.1", "localhost"),
     "master_port": (29501,),
     "max_logprobs": (20,),
-    "max_lora_rank": (16,),
-    "max_loras": (1,),
     "max_num_partial_prefills": (1,),
     "mm_device_do_normalize": (True,),
     "mm_encoder_fp8_scale_save_margin": (1.5,),
@@ -94,7 +92,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     ),
     "swa_bounded_replay": (True,),
     "tokenizer_mode": ("auto", "hf", "slow"),
-    "tokenizer_worker_num": (1,),
     "use_tqdm_on_load": (True, False),
     "use_v2_block_manager": (True, False),
     "video_pruning_method": ("evs",),
@@ -140,6 +137,8 @@ worker_extension_cls
 """
 VLLM_KEYWORDS = frozenset(_FURTHER.split())
 
+SPECULATE = "Use speculate (ngram, or a draft model) and num_speculative_tokens."
+
 # What is said of these names goes before what other_servers.py says of the flags.
 INSTEAD = {
     "generation_config": "Without params requests have the checkpoint's defaults. Give "
@@ -147,9 +146,9 @@ INSTEAD = {
     "hf_token": "Set HF_TOKEN in the environment.",
     "enable_chunked_prefill": "Prompts are always cut: a step beside others would have no bound.",
     "async_scheduling": "Use overlap_depth=1.",
-    "spec_method": other_servers.NOT_AHEAD,
-    "spec_model": other_servers.NOT_AHEAD,
-    "spec_tokens": other_servers.NOT_AHEAD,
+    "spec_method": SPECULATE,
+    "spec_model": SPECULATE,
+    "spec_tokens": SPECULATE,
 }
 NOT_AVAILABLE = "There is nothing like it here."
 

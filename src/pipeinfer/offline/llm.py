@@ -32,14 +32,14 @@ from pipeinfer.offline.async_llm import AsyncLLM
 from pipeinfer.offline.calls import (
     AnyParams,
     ChatOptions,
+    LoopThread,
+    LoRARequest,
     Message,
     Prompt,
     SamplingParams,
     StructuredOutputsParams,
 )
-from pipeinfer.offline.embeddings import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
 from pipeinfer.offline.keywords import EngineArgs, is_neutral
-from pipeinfer.offline.loop_thread import LoopThread
 from pipeinfer.offline.outputs import (
     CompletionOutput,
     Delta,
@@ -49,7 +49,8 @@ from pipeinfer.offline.outputs import (
     RequestError,
     RequestOutput,
 )
-from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
+from pipeinfer.offline.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
+from pipeinfer.other_servers import TEXTS_ONLY
 from pipeinfer.params import JsonObject, JsonValue
 
 T = TypeVar("T")
@@ -231,7 +232,7 @@ class LLM(SyncModel):
         use_tqdm: bool | Callable[..., object] | None = None,
         *,
         params: Params = None,
-        lora_request: object = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         mm_processor_kwargs: Mapping[str, object] | None = None,
@@ -242,7 +243,8 @@ class LLM(SyncModel):
         sampling_params: for all prompts, or a list with one for each; None is
         get_default_sampling_params(). `params` is another name of it. use_tqdm: whether a bar shows
         requests and tokens a second; None: where stderr is a terminal; or what makes one, as tqdm
-        does. priority: a lower one goes first; or one for each prompt. tokenization_kwargs:
+        does. lora_request: the adapter of all prompts, or of each one; needs enable_lora. priority:
+        a lower one goes first; or one for each prompt. tokenization_kwargs:
         {"add_special_tokens": False} leaves them out of texts.
 
         Raises ValueError if lengths differ, RequestError for a prompt that is refused (all others
@@ -253,13 +255,14 @@ class LLM(SyncModel):
         count = len(listed)
         given = self._params(sampling_params, params, count)
         options = calls.with_options(
-            count, priority, lora_request, tokenization_kwargs, mm_processor_kwargs
+            count, priority, None, tokenization_kwargs, mm_processor_kwargs
         )
+        adapters = self._llm.adapters.add_to(options, lora_request)
         batch = [
             calls.completion(self._llm.name(), prompt, one, **call_options)
             for prompt, one, call_options in zip(listed, given, options, strict=True)
         ]
-        return self._run(batch, use_tqdm)
+        return self._run(batch, use_tqdm, adapters)
 
     def chat(
         self,
@@ -268,7 +271,7 @@ class LLM(SyncModel):
         use_tqdm: bool | Callable[..., object] | None = None,
         *,
         params: Params = None,
-        lora_request: object = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -291,8 +294,9 @@ class LLM(SyncModel):
         count = len(chats)
         given = self._params(sampling_params, params, count)
         options = calls.with_options(
-            count, priority, lora_request, tokenization_kwargs, mm_processor_kwargs
+            count, priority, None, tokenization_kwargs, mm_processor_kwargs
         )
+        adapters = self._llm.adapters.add_to(options, lora_request)
         chat_options = ChatOptions(
             chat_template=chat_template or self._template,
             tools=tools,
@@ -304,7 +308,7 @@ class LLM(SyncModel):
             calls.chat(self._llm.name(), chat, one, variables, **rest)
             for chat, one, rest in zip(chats, given, options, strict=True)
         ]
-        return self._run(batch, use_tqdm)
+        return self._run(batch, use_tqdm, adapters)
 
     def embed(
         self,
@@ -356,12 +360,18 @@ class LLM(SyncModel):
         return listed if self._detokenize else [calls.without_texts(one) for one in listed]
 
     def _run(
-        self, batch: list[OfflineRequest], use_tqdm: bool | Callable[..., object] | None
+        self,
+        batch: list[OfflineRequest],
+        use_tqdm: bool | Callable[..., object] | None,
+        adapters: Sequence[LoRARequest | None],
     ) -> list[RequestOutput]:
         self._check_open()
         progress = Progress(sum(asked.call.params.n for asked in batch))
         with ProgressBar(progress, use_tqdm) as bar:
-            return self._thread.run(self._llm.collect(batch, progress), bar.show)
+            outputs = self._thread.run(self._llm.collect(batch, progress), bar.show)
+        for output, adapter in zip(outputs, adapters, strict=True):
+            output.lora_request = adapter
+        return outputs
 
 
 def _end(llm: AsyncLLM, thread: LoopThread, pid: int) -> None:
@@ -398,7 +408,7 @@ NOT_SAMPLING = {
 NOT_GENERATING = {
     **dict.fromkeys(("image_data", "audio_data", "video_data"), TEXTS_ONLY),
     **dict.fromkeys(("mm_hashes", "mm_content_hashes"), TEXTS_ONLY),
-    "lora_path": NO_ADAPTERS,
+    "lora_path": "LLM.generate takes a lora_request",
     "token_ids_logprob": "use top_logprobs_num, of the likeliest ids",
     "custom_logit_processor": "use logit_bias",
     "require_reasoning": "a form begins where thoughts end by itself",

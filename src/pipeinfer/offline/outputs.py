@@ -123,7 +123,7 @@ class RequestOutput:
 
     cached_tokens: how many of the prompt's tokens were found in the prefix cache, for scripts of
     vLLM also num_cached_tokens. prompt_logprobs: of each of the prompt's tokens, if asked for; None
-    in place of those of the first one.
+    in place of those of the first one. lora_request: as it was given.
     """
 
     request_id: str
@@ -133,6 +133,7 @@ class RequestOutput:
     cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
     prompt_logprobs: list[Logprobs | None] | None = None
+    lora_request: object = None
 
     @property
     def finished(self) -> bool:
@@ -143,10 +144,6 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """cached_tokens, as vLLM calls it."""
         return self.cached_tokens
-
-    @property
-    def lora_request(self) -> None:
-        """None: there are no adapters."""
 
 
 def logprobs_of(delta: ledger.OutputDelta) -> list[Logprobs] | None:

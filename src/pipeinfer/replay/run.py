@@ -32,9 +32,16 @@ import numpy as np
 from pipeinfer import settings as config
 from pipeinfer.command_line import counted
 from pipeinfer.core import LOCAL, Core, GraphDue, Send, StepDone
-from pipeinfer.engine.core import ClaimPages, Compute, FillPages, FoundPages, StepFailed
+from pipeinfer.engine.core import (
+    AdapterRead,
+    ClaimPages,
+    Compute,
+    FillPages,
+    FoundPages,
+    StepFailed,
+)
 from pipeinfer.memory.page_directory import PageChains
-from pipeinfer.messages import Hello, Message, Result, State
+from pipeinfer.messages import Hello, LoadAdapter, Message, Result, State
 from pipeinfer.replay.compare import (
     Difference,
     Skips,
@@ -167,7 +174,11 @@ def _engine_core(recording: LoadedTrace, settings: Settings) -> Stage:
             graph_sizes=tuple(facts["graph_sizes"]),
             step_tokens=facts["step_tokens"],
             step_cost=msgspec.convert(facts["step_cost"], StepCost | None),
-            kv_dtype=facts.get("kv_dtype", "auto"),  # older recordings know no other
+            # Older recordings know no other dtype, and no drafts.
+            kv_dtype=facts.get("kv_dtype", "auto"),
+            max_drafts=facts.get("max_drafts", 0),
+            max_draft_rows=facts.get("max_draft_rows", 0),
+            draft_model=facts.get("draft_model", False),
         )
     except KeyError as error:
         raise CannotReplay(USAGE, f"the header does not say the engine's {error}") from None
@@ -308,7 +319,7 @@ class ReplayPace:
 
 Deliver = Callable[[Any], None]
 # What a device does, or hears of its pages, whose steps are played.
-DEVICE = ("Compute", "Capture", "ClaimPages", "FillPages")
+DEVICE = ("Compute", "Capture", "ClaimPages", "FillPages", "LoadAdapter")
 
 
 class CorePlayer:
@@ -383,6 +394,8 @@ class DevicePlayback:
         """hello: of the engine's core."""
         self._driver, self._counts, self._hello = driver, counts, hello
         self._reports: asyncio.Queue[Message] = asyncio.Queue()
+        self._loads: asyncio.Queue[AdapterRead] = asyncio.Queue()
+        self._asked: set[tuple[int, int]] = set()  # adapters that this device loads
         self._submitted: set[tuple[int, int]] = set()
         self._held: dict[int, bytes] = {}  # by page, the digest of what this device has there
         self.steps = 0
@@ -398,6 +411,9 @@ class DevicePlayback:
                 self._hold(message.chains)
             case Compute():
                 self._submitted.add((message.step.epoch, message.step.number))
+                self._driver.deliver(message)
+            case LoadAdapter():
+                self._asked.add((message.epoch, message.number))
                 self._driver.deliver(message)
             case _:
                 self._driver.deliver(message)
@@ -433,8 +449,13 @@ class DevicePlayback:
 
     def _on_event(self, message: Message) -> None:
         """When graphs are captured is recorded, too."""
-        if not isinstance(message, GraphDue):
-            self._reports.put_nowait(message)
+        match message:
+            case GraphDue():
+                pass
+            case AdapterRead():
+                self._loads.put_nowait(message)
+            case _:
+                self._reports.put_nowait(message)
 
     async def play(
         self, player: CorePlayer, exchanges: Iterable[TraceExchange], pace: ReplayPace
@@ -458,8 +479,11 @@ class DevicePlayback:
             await self._driver.stop()
 
     async def _await_device(self, exchange: TraceExchange) -> Difference | None:
-        """For the end of a step that the device has as well: what it says, against the record."""
+        """For the end of a step, or an adapter, that the device has as well: what it says, against
+        the record."""
         entry = exchange.input
+        if isinstance(entry.message, AdapterRead):
+            return await self._await_adapter(exchange, entry.message)
         if not isinstance(entry.message, (StepDone, StepFailed)):
             return None
         step = (entry.message.epoch, entry.message.number)
@@ -479,6 +503,21 @@ class DevicePlayback:
         if mismatch is None:
             return None
         return Difference(entry.seq, entry.channel, *mismatch, entry)
+
+    async def _await_adapter(self, exchange: TraceExchange, read: AdapterRead) -> Difference | None:
+        """Steps behind it in the recording have the adapter; whether it could be had must be the
+        same here."""
+        if (read.epoch, read.number) not in self._asked:
+            return None
+        self._asked.remove((read.epoch, read.number))
+        while True:  # those that were asked for again meanwhile are not in the recording
+            report = await asyncio.wait_for(self._loads.get(), STEP_SECONDS)
+            if (report.epoch, report.number) == (read.epoch, read.number):
+                break
+        if bool(report.error) == bool(read.error):
+            return None
+        entry = exchange.input
+        return Difference(entry.seq, entry.channel, "error", read.error, report.error, entry)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,8 +44,8 @@ from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.command_line import CommandLine
 from pipeinfer.gguf.header import only_gguf
-from pipeinfer.malloc import map_large_allocations
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
+from pipeinfer.processes import map_large_allocations
 from pipeinfer.runtime.child import (
     FAILED,
     MISCONFIGURED,

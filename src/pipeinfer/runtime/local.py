@@ -23,6 +23,7 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.checkpoint.config import read_outline
+from pipeinfer.checkpoint.lora import read_lora_modules
 from pipeinfer.checkpoint.pooling import read_pooling
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.command_line import did_you_mean
@@ -104,7 +105,10 @@ def check_model(settings: Settings) -> None:
     ConfigurationError."""
     outline = read_outline(Path(settings.model), settings.model_impl)
     outline.max_model_len(settings.max_model_len)
-    read_pooling(Path(settings.model), settings.task)
+    pooling = read_pooling(Path(settings.model), settings.task)
+    read_lora_modules(settings)
+    if settings.enable_lora and pooling is not None:
+        raise ConfigurationError("--enable-lora: the model makes vectors, adapters are for texts")
 
 
 def check_port(settings: Settings, on: str = "") -> None:

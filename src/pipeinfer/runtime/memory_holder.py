@@ -23,7 +23,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence, Set
@@ -35,6 +34,7 @@ from typing import Literal
 
 import msgspec
 
+from pipeinfer.processes import peer_of
 from pipeinfer.runtime.child import MISCONFIGURED, ParentWatch
 from pipeinfer.settings import PREFIX, ConfigurationError
 from pipeinfer.topology import Topology, deployed_topology
@@ -66,7 +66,7 @@ def dropped_after(losses: int) -> Set[Kind]:
     return {kind for least, kinds in DROPPED if losses >= least for kind in kinds}
 
 
-class Request(msgspec.Struct, tag=True):
+class HolderRequest(msgspec.Struct, tag=True):
     """To a holder."""
 
     def apply(self, _state: HolderState, _number: int, _descriptors: list[int]) -> Sequence[int]:
@@ -81,24 +81,24 @@ class Request(msgspec.Struct, tag=True):
         return None
 
 
-class Attach(Request, tag=True):
+class Attach(HolderRequest, tag=True):
     """Engine to holder: hand over what is kept when nobody else writes it."""
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See Request."""
+        """See HolderRequest."""
         state.attach(number)
         return ()
 
 
-class Borrow(Request, tag=True):
+class Borrow(HolderRequest, tag=True):
     """Standby to holder: answer Borrowed. Whoever has what is kept goes on having it."""
 
     def answer(self, state: HolderState) -> tuple[msgspec.Struct, list[int]]:
-        """See Request."""
+        """See HolderRequest."""
         return state.borrow()
 
 
-class Keep(Request, tag=True):
+class Keep(HolderRequest, tag=True):
     """Engine to holder, with one descriptor: keep it, instead of what has that name.
 
     name: of the memory. kind: what it is for. note, key: bytes that are handed over with it: what
@@ -111,38 +111,38 @@ class Keep(Request, tag=True):
     key: bytes = b""
 
     def apply(self, state: HolderState, number: int, descriptors: list[int]) -> Sequence[int]:
-        """See Request."""
+        """See HolderRequest."""
         return state.keep(number, self, descriptors.pop()) if len(descriptors) == 1 else ()
 
 
-class Drop(Request, tag=True):
+class Drop(HolderRequest, tag=True):
     """Engine to holder: close what has that name, and answer Dropped."""
 
     name: str
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See Request."""
+        """See HolderRequest."""
         return state.drop(number, self.name)
 
     def answer(self, _state: HolderState) -> tuple[msgspec.Struct, list[int]]:
-        """See Request."""
+        """See HolderRequest."""
         return Dropped(), []
 
 
-class Leaving(Request, tag=True):
+class Leaving(HolderRequest, tag=True):
     """Engine to holder: it ends in good order, so that its end is no loss."""
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See Request."""
+        """See HolderRequest."""
         state.leaving(number)
         return ()
 
 
-class Finish(Request, tag="End"):
+class Finish(HolderRequest, tag="End"):
     """To a holder whose server has ended, from the next server: close all, and end."""
 
     def apply(self, state: HolderState, _number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See Request."""
+        """See HolderRequest."""
         return state.end()
 
 
@@ -352,7 +352,7 @@ class MemoryHolder:
     def _accept(self) -> None:
         with suppress(BlockingIOError):
             link, _ = self._listener.accept()
-            pid, user = _peer(link)
+            pid, user = peer_of(link)
             pidfd = _pidfd_of(link, pid) if user == os.geteuid() else None
             if pidfd is None:
                 log.warning("process %d of user %d is refused", pid, user)
@@ -424,13 +424,6 @@ def _send(link: socket.socket, message: msgspec.Struct, descriptors: Sequence[in
     socket.send_fds(link, [msgspec.msgpack.encode(message)], descriptors)
 
 
-def _peer(link: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end: of a listening socket, who made it listen."""
-    raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid, user, _group = struct.unpack("3i", raw)
-    return pid, user
-
-
 def _pidfd_of(link: socket.socket, pid: int) -> int | None:
     """A descriptor of the process at the other end, which becomes readable when it has ended; None
     where there is none, such as before Linux 6.5 for a process of another PID namespace."""
@@ -458,7 +451,7 @@ class HolderLink:
         self._socket.settimeout(timeout)
         try:
             self._socket.connect(socket_address(address))
-            user = _peer(self._socket)[1]
+            user = peer_of(self._socket)[1]
             if user != os.geteuid():
                 raise PermissionError(f"the memory holder at {address} is of user {user}")
         except OSError:

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import ipaddress
 import os
+import select
 import socket
 import stat
 import struct
@@ -429,7 +430,7 @@ class InheritedSockets:
     def listen(self) -> None:
         """Listens, and lets waiting gateways begin. ConfigurationError if the port is taken."""
         listen(self._sockets)
-        os.write(self._sink, b".")
+        os.write(self._sink, b"." * select.PIPE_BUF)  # each of them takes one byte
         self._close_pipe()
 
     def close(self) -> None:

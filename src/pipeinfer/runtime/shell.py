@@ -170,8 +170,8 @@ class Shell:
             if stage.driver is not None:
                 await stage.driver.start(self.handle)
             self.bus.start(self._on_message, self._options.busy_poll)
-            if stage.monitor is not None:
-                stage.monitor.open(self._ask)
+            if stage.control is not None:
+                stage.control.open(self._ask)
             self._tick()
             await self._stop.wait()
         except ConfigurationError as error:
@@ -186,8 +186,8 @@ class Shell:
             if self._leaving is not None:
                 self._leaving.cancel()
             self._close_hook()
-            if self._stage is not None and self._stage.monitor is not None:
-                self._stage.monitor.close()
+            if self._stage is not None and self._stage.control is not None:
+                self._stage.control.close()
             if self._stage is not None and self._stage.driver is not None:
                 await self._stage.driver.stop()
             self.bus.close()
@@ -381,11 +381,11 @@ class Shell:
             self._stop.set()
 
     def _control(self, message: Message) -> None:
-        """A request of a person to this process, or an answer to this stage's monitor."""
+        """A request of a person to this process, or what a gateway takes of other stages."""
         stage = self._stage
-        if isinstance(message, (Observed, Prefixes)):
-            if stage is not None and stage.monitor is not None:
-                stage.monitor.on_message(message)
+        if isinstance(message, control.FOR_GATEWAYS):
+            if stage is not None and stage.control is not None:
+                stage.control.on_message(message)
         elif isinstance(message, ShowPrefixes):
             if stage is not None and stage.prefixes is not None:
                 found = stage.prefixes(message.most, message.ids)
@@ -395,7 +395,7 @@ class Shell:
             self._observer.control(message)
 
     def _ask(self, stage: str, message: Message) -> None:
-        """Sends a request of this stage's monitor to `stage`."""
+        """Sends a message of this stage's ControlHook to `stage`."""
         if stage == self.identity.id:
             self._control(message)
         elif not self._stop.is_set():
@@ -418,8 +418,8 @@ class Shell:
 
     def _on_observed(self, observed: Observed) -> None:
         self._publish_control(observed)
-        if self._stage is not None and self._stage.monitor is not None:
-            self._stage.monitor.on_message(observed)  # a gateway sees itself without a socket
+        if self._stage is not None and self._stage.control is not None:
+            self._stage.control.on_message(observed)  # a gateway sees itself without a socket
 
     def _publish(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
         """Publishes what is the shell's own; None if it cannot be sent."""

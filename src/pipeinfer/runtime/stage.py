@@ -21,16 +21,18 @@ from typing import Any, Protocol
 
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.command_line import none_of
-from pipeinfer.control import Observed, Prefix, Prefixes
+from pipeinfer.control import Prefix
 from pipeinfer.core import Core
 from pipeinfer.messages import (
+    Abort,
+    AdapterChanges,
+    Adopt,
     Delivered,
     Fenced,
     HandOver,
     Heartbeat,
     Message,
     RankStatus,
-    Recovered,
     State,
 )
 from pipeinfer.settings import ConfigurationError, Settings
@@ -57,10 +59,10 @@ CORE_CHANNELS = {
 
 # Messages of these channels that no core of the stage takes: they are for others.
 NOT_FOR_CORE: dict[str, tuple[type[Message], ...]] = {
-    "gateway": (Recovered, Delivered),
-    "tokenizer": (HandOver, Fenced),
-    "scheduler": (Fenced,),
-    "detokenizer": (HandOver, Delivered),
+    "gateway": (Delivered,),
+    "tokenizer": (HandOver, Fenced, Adopt, AdapterChanges, Abort),
+    "scheduler": (Fenced, Adopt, AdapterChanges, Abort),
+    "detokenizer": (HandOver, Delivered, Adopt, AdapterChanges, Abort),
 }
 
 LEAVE_TIMEOUT = 10.0  # seconds that a stage has to hand on what is in hand
@@ -116,16 +118,16 @@ class Driver(Protocol):
         ...
 
 
-class MonitorHook(Protocol):
-    """A gateway's view of the pipeline, for its page: asks stages, and takes their answers."""
+class ControlHook(Protocol):
+    """What a gateway asks other stages, for its page and to answer for all gateways."""
 
     def open(self, ask: Callable[[str, Message], None]) -> None:
-        """Begins. `ask(stage id, message)` puts a question of control.py to a stage, on the shell's
+        """Begins. `ask(stage id, message)` sends a message of control.py to a stage, on the shell's
         loop; the gateway's own id is one of them."""
         ...
 
-    def on_message(self, message: Observed | Prefixes) -> None:
-        """Takes an answer of a stage, to this gateway or another."""
+    def on_message(self, message: Message) -> None:
+        """Takes one of control.FOR_GATEWAYS, which may be an answer to another gateway."""
         ...
 
     def close(self) -> None:
@@ -144,7 +146,7 @@ class Stage:
     facts: what the builder found out beyond the settings, for the header of recordings.
     before_leave: awaited before the core gets Leave.
     reload: reads files again after SIGHUP, on the shell's loop; None ignores the signal.
-    monitor: a gateway's view of the pipeline.
+    control: what a gateway asks other stages.
     prefixes: `prefixes(most, ids)` of an engine: see PrefixCache.largest.
     """
 
@@ -155,7 +157,7 @@ class Stage:
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     before_leave: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None
-    monitor: MonitorHook | None = None
+    control: ControlHook | None = None
     prefixes: Callable[[int, int], tuple[Prefix, ...]] | None = None
 
 

@@ -1,7 +1,7 @@
 """Standbys: a second process of an engine, which has its weights and is silent until it is needed.
 
     StandbyBuild   in the process: builds the stage up to what the process that serves still has
-    Standbys       in the supervisor: starts them, and gives one up where an engine has ended
+    Standbys       in the supervisor: starts them, and promotes one where an engine has ended
 
 A standby has no incarnation, opens no socket and no recording, and of its memory holder it only
 borrows. It reports to its supervisor through the status pipe, and waits on stdin: a line with a
@@ -22,8 +22,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TextIO, TypeGuard
 
-from pipeinfer.malloc import resident_bytes
 from pipeinfer.messages import State
+from pipeinfer.processes import resident_bytes
 from pipeinfer.runtime.child import FAILED, MAX_DEATHS, MISCONFIGURED, Child, exit_cause
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.settings import ConfigurationError

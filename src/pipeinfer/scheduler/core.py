@@ -29,6 +29,7 @@ from pipeinfer.core import (
 from pipeinfer.grammars.bounds import GRAMMAR_ERROR, NO_GRAMMAR_MEMORY
 from pipeinfer.messages import (
     Abort,
+    AdapterLoaded,
     Admitted,
     Asleep,
     CacheReset,
@@ -80,6 +81,9 @@ from pipeinfer.scheduler.request import Request, TooLong, max_total, request_of
 # "draining": until its requests have ended. "left": they are left to another scheduler.
 DrainState = Literal["serving", "draining", "left"]
 
+# What a client reads of an adapter that engines cannot load.
+ADAPTER_ERROR, ADAPTER_CODE = "the adapter cannot be loaded: ", "adapter_not_loaded"
+
 
 class SchedulerCore:
     """See core.Core. `incarnation` exceeds that of every earlier scheduler of this group, and its
@@ -130,7 +134,7 @@ class SchedulerCore:
         while this stage does, because what they say meanwhile waits to be read."""
         handler = self._handlers.get(type(event))
         if handler is None:
-            return []  # GroupStatus of this group, and of supervisors
+            return []  # Unsent; and GroupStatus and GroupFault, which nobody sends to a scheduler
         if isinstance(event, Tick):
             self._suspend_aware_clock.tick(now)
         self._now, clock_time = now, self._suspend_aware_clock.at(now)
@@ -184,6 +188,7 @@ class SchedulerCore:
             "waiting": len(self._live) - running,
             "held": self._planner.waiting_for_prefix,
             "preparing": self._planner.waiting_for_grammar,
+            "loading_adapter": self._planner.waiting_for_adapter,
             "accepted_total": self._live.arrivals,
             "tokens_left": sum(request.remaining_tokens for request in self._live),
             "kept": len(self._records.finished),
@@ -193,6 +198,7 @@ class SchedulerCore:
             "deferred_total": steps.deferred,
             "recomputed_tokens_total": steps.recomputed,
             "agreed_plans": self._engine.agreed_plans,
+            **steps.draft_counts.statistics(),
             "target_step_tokens": step_tokens,
             "target_prompt_rate": prompt_rate,
             **{f"{name}_total": count for name, count in self.counts.items()},
@@ -219,6 +225,9 @@ class SchedulerCore:
         request = self._live.new_request(work, self._now, now)
         if self._drain_state == "draining":
             self._refuse(request, 503, "the server is shutting down", None)
+            return
+        if work.adapter is not None and not self.options.max_loras:
+            self._refuse(request, 400, "adapters need --enable-lora", "model")
             return
         try:
             if self._epochs.running:
@@ -506,6 +515,16 @@ class SchedulerCore:
         for request in self._planner.on_prepared(prepared):
             self._without_grammar(request, prepared.error)
 
+    def _on_adapter_loaded(self, loaded: AdapterLoaded, _now: float) -> None:
+        """Where it cannot be had, its clients have read some of the output, or get an error."""
+        if not self._epochs.running or loaded.epoch != self._epochs.epoch:
+            return
+        for request in self._planner.on_adapter_loaded(loaded):
+            if request.outputs:
+                self._fail(request, "error", ADAPTER_ERROR + loaded.error)
+            else:
+                self._refuse(request, 400, ADAPTER_ERROR + loaded.error, "model", ADAPTER_CODE)
+
     def _on_admitted(self, admitted: Admitted, now: float) -> None:
         if not self._epochs.running or admitted.epoch != self._epochs.epoch:
             return
@@ -624,6 +643,8 @@ class SchedulerCore:
         if self._epochs.running:  # a plan may have found a request whose grammar is not there
             for prepare in self._planner.grammars_to_prepare(now):
                 self._outbox.send("plan", EVERYONE, prepare)
+            for load in self._planner.adapters_to_load(self._epochs.epoch, now):
+                self._outbox.send("plan", EVERYONE, load)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., None]]] = {
         Work: _on_work,
@@ -637,6 +658,7 @@ class SchedulerCore:
         Asleep: _on_asleep,
         Ready: _on_ready,
         Prepared: _on_prepared,
+        AdapterLoaded: _on_adapter_loaded,
         Admitted: _on_admitted,
         PromptLogprobs: _on_prompt_scores,
         Result: _on_result,
@@ -740,7 +762,9 @@ FinishKind = Literal[
     "stopped",  # by a stop string or undecodable output, which the detokenizer reported
     "timed_out",
     "failed",
-    "aborted",  # by its client, or with its gateway
+    # By its client, with its gateway, because the server falls asleep (mode "abort"), because its
+    # gateway began a newer attempt, or by a Done while it was live.
+    "aborted",
     "refused",
     "handed_over",  # to another group
 ]

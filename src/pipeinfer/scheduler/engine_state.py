@@ -8,15 +8,18 @@ business. Knows no policy, no bus and no clock: times come as arguments.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from pipeinfer.messages import Admit, Admitted, Digests, Extend, PromptLogprobs, Release, Result
+from pipeinfer.scheduler.drafting import DraftCounts
 from pipeinfer.scheduler.request import Request
 from pipeinfer.wire import pack, unpack
 
+NO_DRAFTING: Mapping[str, int] = MappingProxyType({})
 PlannedRow = tuple[Request, int]  # a row of a step: the request, and how many tokens it computes
 RowInFlight = tuple[Request, int]  # of a published step: the request, and its `admission` then
 
@@ -309,6 +312,7 @@ class Slots:
             bad_word_ids=work.bad_word_ids,
             trace=work.trace,
             thoughts=work.thoughts,
+            adapter_slot=request.adapter_slot,
         )
 
 
@@ -335,13 +339,14 @@ class StepInFlight:
     """One published plan without a result.
 
     number: of the plan. rows: RowInFlight, not PlannedRow. slots: of the rows, when the plan was
-    written. published: when, in seconds.
+    written. published: when, in seconds. drafts: by slot, draft tokens of drafted requests' rows.
     """
 
     number: int
     rows: list[RowInFlight]
     slots: list[int]
     published: float
+    drafts: dict[int, int]
 
 
 class StepsInFlight:
@@ -353,22 +358,43 @@ class StepsInFlight:
         self._newest = -1  # number of the last plan of this epoch
         self.deferred = 0  # rows, over all epochs
         self.recomputed = 0  # tokens, over all epochs, that a lost engine had computed
+        self.draft_counts = DraftCounts()
+        self._drafting = False  # some plan of this epoch had draft tokens
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    def newest_drafts(self) -> Mapping[int, int]:
+        """StepInFlight.drafts of the last plan."""
+        return self._steps[-1].drafts
 
     @property
     def newest(self) -> int:
         """The last plan of this epoch; -1 if there is none."""
         return self._newest
 
-    def add(self, number: int, rows: list[PlannedRow], now: float) -> int:
-        """Plan `number` was published, at `now`, with these rows. Projects each of their requests
-        by its row (Request.project), and returns the tokens that the plan will compute."""
+    def add(
+        self,
+        number: int,
+        rows: list[PlannedRow],
+        now: float,
+        drafts: Mapping[str, int] = NO_DRAFTING,
+    ) -> int:
+        """Plan `number` is made, at `now`, and will be published: with these rows, and with
+        `drafts` draft tokens in those of some requests, by id. Projects each of the requests by
+        its row (Request.project), and returns the tokens that the plan will compute."""
         slots = [request.slot for request, _ in rows]
         self._newest = number
-        self._steps.append(StepInFlight(number, [(r, r.admission) for r, _ in rows], slots, now))
-        return sum([request.project(count) for request, count in rows])
+        step = StepInFlight(number, [(r, r.admission) for r, _ in rows], slots, now, {})
+        self._steps.append(step)
+        self._drafting = self._drafting or bool(drafts)
+        if not self._drafting:  # the hot path, without a look at each request
+            return sum([request.project(count) for request, count in rows])
+        tokens = sum([request.project(count, drafts.get(request.id, 0)) for request, count in rows])
+        step.drafts = {
+            r.slot: -1 - r.counts_in_flight[-1] for r, _ in rows if r.counts_in_flight[-1] < 0
+        }
+        return tokens
 
     def take_probe_due(self, now: float) -> bool:
         """True if it is time to find out whether the oldest plan, or its result, was lost on its
@@ -457,14 +483,20 @@ class StepsInFlight:
             request.steps_in_flight -= 1
             if request.phase == "finished" or request.admission != admission:
                 continue
-            repeated = request.prompt_len + len(request.outputs) - end  # of ids that were forced
+            first = end  # position of the first id
+            if slot in flight.drafts:
+                first = end - max(num_ids - 1, 0)
+                if num_ids:
+                    self.draft_counts.add(flight.drafts[slot], num_ids - 1)
+                    request.count_drafts(flight.drafts[slot], num_ids - 1)
+            repeated = request.prompt_len + len(request.outputs) - first  # of ids that were forced
             if repeated < 0 and request.phase != "running":
                 continue  # behind a row of trouble, which is computed again with the next admission
             troubled = slot in bad or slot in result.refused
             if repeated < 0 or not (repeated or tokens or troubled):
                 raise InvalidReport(
-                    f"result {result.number} has {len(tokens)} ids of {request.id} behind {end} "
-                    f"tokens, where {end + repeated} are known"
+                    f"result {result.number} has {len(tokens)} ids of {request.id} behind {first} "
+                    f"tokens, where {first + repeated} are known"
                 )
             if request.phase == "running":
                 request.confirm(end)
@@ -485,7 +517,7 @@ class StepsInFlight:
         for request in lost.values():
             request.steps_in_flight = 0
         self._steps.clear()
-        self._late_after, self._newest = LATE_SECONDS, -1
+        self._late_after, self._newest, self._drafting = LATE_SECONDS, -1, False
         return list(lost.values())
 
 

@@ -6,9 +6,9 @@ killed.
 - GroupAnnouncer: what others are told of the group, and when.
 - SleepRequest: whether the group is to sleep, and the requests that wait until it does.
 
-A group starts only after every rank said hello with the same model, page size, pool, KV dtype,
-graph sizes and attention backend, and answered that it hears the plan channel and has put as many
-steps on its device as all others: else they would never meet again inside a collective.
+A group starts only after every rank said hello with the same facts (AGREED), and answered that it
+hears the plan channel and has put as many steps on its device as all others: else they would never
+meet again inside a collective.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ AGREED = (
     "graph_sizes",
     "step_tokens",
     "kv_dtype",
+    "max_drafts",
+    "max_draft_rows",
+    "draft_model",
 )
 
 

@@ -1,27 +1,73 @@
-"""The loop that turns requests into plans: who waits, who holds a slot, which steps are in flight.
+"""Turns requests into plans, one a call: who waits, who holds a slot, which steps are in flight.
 
-Composes one step at a time by a policy, and writes it down as a plan. Knows no bus and no clock.
-SchedulerCore tells it when epochs begin and end, and decides what becomes of a request's tokens.
+Composes a step by a policy, and writes it down as a plan. The loop that calls it and publishes its
+plans is SchedulerCore._publish_plans. SchedulerCore also tells it when epochs begin and end, and
+decides what becomes of a request's tokens. Knows no bus and no clock.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from pipeinfer.core import Histogram
-from pipeinfer.messages import Delivered, Extend, Hello, Plan, Prepare, Prepared
+from pipeinfer.messages import (
+    AdapterLoaded,
+    Delivered,
+    Extend,
+    Hello,
+    LoadAdapter,
+    Plan,
+    Prepare,
+    Prepared,
+)
 from pipeinfer.scheduler import policies
+from pipeinfer.scheduler.drafting import Drafter
 from pipeinfer.scheduler.engine_state import PageCredits, Slots, StepsInFlight
 from pipeinfer.scheduler.policies import StepComposer
 from pipeinfer.scheduler.queue import WaitingQueue
+from pipeinfer.scheduler.recovery import Quarantine
 from pipeinfer.scheduler.request import Request
 from pipeinfer.step_cost import PrefillBudget, Targets, prefill_budget
-from pipeinfer.wire import pack
+from pipeinfer.wire import NO_DRAFTS, pack
 
 MAX_DEFERRALS = 2  # of one request in a row, after which another one is preempted
+
+
+DEFAULT_STEP_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """What the scheduler needs of the settings. max_step_tokens: of a step; 0 leaves it to
+    the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
+    budget of a step that also decodes, where the policy mixes; 0: see step_cost.py, as for
+    `targets`. groups: of the deployment, sent to tokenizers. shares_prefixes: whether
+    requests find a prompt, or its beginning, in a prefix cache, so that they wait for it.
+    least_shared_tokens: of a beginning that is worth it. host_loss: seconds of silence after which
+    a rank counts as lost. max_loras: slots for adapters; 0: there are none.
+    drafts_always: requests draft whatever their text is.
+    """
+
+    policy: str = "mixed"
+    overlap_depth: int = 2
+    max_running: int = 256
+    max_step_tokens: int = DEFAULT_STEP_TOKENS
+    watchdog: float = 120.0
+    tp: int = 1
+    mixed_step_tokens: int = 0
+    groups: int = 1
+    targets: Targets = field(default_factory=Targets)
+    shares_prefixes: bool = True
+    least_shared_tokens: int = 64
+    host_loss: float = inf
+    max_loras: int = 0
+    drafts_always: bool = False
+
+    def prefix_block_size(self, page_size: int) -> int:
+        """Tokens of the whole pages by which beginnings of prompts are compared; 0: by none."""
+        return -(-self.least_shared_tokens // page_size) * page_size if self.shares_prefixes else 0
 
 
 class Planner:
@@ -43,11 +89,14 @@ class Planner:
         self.queue_times = Histogram()
         self._options = options
         self._policy = policies.create(options.policy)
-        self._max_tokens = 0  # tokens of a step, known when an epoch begins, as is the next
+        self._max_tokens = 0  # tokens of a step; of the engines of this epoch
         self._keeps_pages = False  # whether the epoch began with pages that were computed before it
         self._prefill_budget = PrefillBudget(0)
         self.prefill_allowed = (0, 0.0)
-        self._queue = WaitingQueue(options.tp)
+        self._drafter = Drafter()
+        if options.drafts_always:
+            self._drafter.min_rate = 0.0
+        self._queue = WaitingQueue(options.tp, options.max_loras)
         self._quarantine = Quarantine()
         self._turn_of_others = False  # whether the last step was one of those who are no suspects
         self._number = 0
@@ -66,6 +115,7 @@ class Planner:
         self.prefill_allowed = self._prefill_budget.within_itl_target()
         slots = min(hello.max_slots, self._options.max_running, self._max_tokens)
         self._slots.begin(slots, PageCredits(hello.page_size, hello.pages))
+        self._drafter.begin(hello.max_drafts, hello.max_draft_rows, hello.draft_model)
         self._number = 0
 
     def on_epoch_lost(
@@ -89,8 +139,8 @@ class Planner:
     def enqueue(self, request: Request, crashes: int = -1) -> None:
         """It waits for a slot from now on.
 
-        crashes: -1 for a request that no other group had. Else it waits in the quarantine, because
-            another group lost its engine to it or to others: `crashes` times with it alone.
+        crashes: -1 for one that is no suspect. Else it waits in the quarantine, because another
+            group lost its engine to it or to others: `crashes` times with it alone.
         """
         if crashes >= 0:
             self._quarantine.add(request, crashes)
@@ -120,6 +170,7 @@ class Planner:
             self._quarantine.remove(request)
         if phase in ("quarantined", "waiting_for_grammar"):
             self._queue.grammars.remove(request)
+        self._queue.adapters.release(request)
         self._queue.on_finished(request, phase == "running")
 
     def grammars_to_prepare(self, now: float) -> Iterator[Prepare]:
@@ -136,6 +187,20 @@ class Planner:
             if request.phase == "waiting_for_grammar":  # suspects wait in the quarantine
                 self._queue.push(request)
         return []
+
+    def adapters_to_load(self, epoch: int, now: float) -> Iterator[LoadAdapter]:
+        """Adapters that engines are to be asked for now, in `epoch`."""
+        return self._queue.adapters.take_due(epoch, now)
+
+    def on_adapter_loaded(self, loaded: AdapterLoaded) -> list[Request]:
+        """What a rank says of an adapter. Those that waited for it go on with the next plan; if it
+        cannot be had, they are returned."""
+        return self._queue.adapters.on_loaded(loaded)
+
+    @property
+    def waiting_for_adapter(self) -> int:
+        """Requests that wait for their adapter."""
+        return len(self._queue.adapters)
 
     @property
     def waiting_for_grammar(self) -> int:
@@ -181,13 +246,15 @@ class Planner:
         reports its page counts after this plan or a later one (Admitted or Result). So the caller
         publishes what this returns.
 
-        Unless `overlap_depth` steps are in flight, requests that do not wait any more for a prompt
-        or for masks have come into the queue, even if None is returned.
+        Unless `overlap_depth` steps are in flight, requests that do not wait any more for a prompt,
+        for masks or for an adapter have come into the queue, even if None is returned.
         """
         if len(self._steps_in_flight) >= self._options.overlap_depth:
             return None
         slots, queue = self._slots, self._queue
         queue.requeue_unblocked(slots.running.values())
+        for request in queue.adapters.take_ready():
+            queue.push(request)
         mask_budget = queue.grammars.mask_budget
         while request := mask_budget.take_next(len(slots.running) + len(queue)):
             queue.push(request)
@@ -199,6 +266,7 @@ class Planner:
             now=now,
             nothing_in_flight=not len(self._steps_in_flight),
             keeps_pages=self._keeps_pages,
+            drafter=self._drafter,
         )
         if not self._compose(composer):
             return None
@@ -229,7 +297,7 @@ class Planner:
             self._quarantine and (head is None or not head.admission)
         ):
             suspect = self._quarantine.next()
-            if suspect is not None and not self._waits_for_grammar(suspect):
+            if suspect is not None and not self._waits_for_engines(suspect):
                 if len(self._steps_in_flight):
                     return False  # it runs alone, at depth 1
                 self._compose_under_test(suspect, composer)
@@ -237,11 +305,13 @@ class Planner:
         self._compose_all(composer)
         return True
 
-    def _waits_for_grammar(self, candidate: Request) -> bool:
-        """Whether engines have still to compile its grammar, which they are asked for; the others
-        go on meanwhile."""
-        grammars = self._queue.grammars
-        return candidate.phase == "quarantined" and not grammars.ensure_grammar(candidate)
+    def _waits_for_engines(self, candidate: Request) -> bool:
+        """Whether engines have still to compile its grammar or load its adapter, which they are
+        asked for; the others go on meanwhile."""
+        if candidate.phase != "quarantined":
+            return False
+        there = self._queue.grammars.ensure_grammar(candidate)
+        return not self._queue.adapters.ensure_adapter(candidate) or not there
 
     def _compose_under_test(self, candidate: Request, composer: StepComposer) -> None:
         """Steps alternate: one of the candidate alone, one of all others, who do not wait for its
@@ -291,7 +361,11 @@ class Planner:
             extends = self._slots.extend(jumps)
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
-        planned_tokens = self._steps_in_flight.add(number, rows, now)  # projects the requests
+        # Projects the requests.
+        planned_tokens = self._steps_in_flight.add(number, rows, now, composer.drafts)
+        drafts, ends = _drafts_and_ends(
+            [request for request, _ in rows], self._steps_in_flight.newest_drafts()
+        )
         self.counts["planned_tokens"] += planned_tokens
         self._slots.credits.reserve(number, composer.pages.taken)
         self._queue.grammars.mask_budget.spend(rows, self._slots.running.values())
@@ -306,6 +380,8 @@ class Planner:
             reset=self._slots.take_reset(number),
             extends=extends,
             cache_slots=prefix_sources,
+            drafts=drafts,
+            ends=ends,
         )
 
     def _preempt(self, request: Request) -> None:
@@ -315,108 +391,12 @@ class Planner:
         self.counts["preemptions"] += 1
 
 
-DEFAULT_STEP_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class SchedulerOptions:
-    """What the scheduler needs of the settings. max_step_tokens: of a step; 0 leaves it to
-    the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
-    budget of a step that also decodes, where the policy mixes; 0: see step_cost.py, as for
-    `targets`. groups: of the deployment, sent to tokenizers. shares_prefixes: whether
-    requests find a prompt, or its beginning, in a prefix cache, so that they wait for it.
-    least_shared_tokens: of a beginning that is worth it. host_loss: seconds of silence after which
-    a rank counts as lost.
-    """
-
-    policy: str = "mixed"
-    overlap_depth: int = 2
-    max_running: int = 256
-    max_step_tokens: int = DEFAULT_STEP_TOKENS
-    watchdog: float = 120.0
-    tp: int = 1
-    mixed_step_tokens: int = 0
-    groups: int = 1
-    targets: Targets = field(default_factory=Targets)
-    shares_prefixes: bool = True
-    least_shared_tokens: int = 64
-    host_loss: float = inf
-
-    def prefix_block_size(self, page_size: int) -> int:
-        """Tokens of the whole pages by which beginnings of prompts are compared; 0: by none."""
-        return -(-self.least_shared_tokens // page_size) * page_size if self.shares_prefixes else 0
-
-
-LONE_CRASHES = 3  # not the first: an engine may be killed from outside while a suspect runs
-
-
-class Quarantine:
-    """Requests whose steps gave no result before two engines were lost, tried one at a time.
-
-    An engine may be lost for any reason, so a request is a suspect only when it was in flight at
-    two losses and had no token in between. Requests that lost their slot without being suspects are
-    resumed first (Planner._compose). Then each suspect runs alone until it has produced a token,
-    which clears it. One that is alone in LONE_CRASHES crashes is the culprit and fails by itself.
-    under_test: the suspect that is tried now; it may have finished since.
-    """
-
-    def __init__(self) -> None:
-        self._suspects: deque[Request] = deque()
-        self.under_test: Request | None = None
-
-    def on_epoch_lost(self, requests: list[Request]) -> Request | None:
-        """The engine was lost while `requests` were in flight; returns one that must fail. Those
-        that are no suspects stay "lost"."""
-        culprit = None
-        tested, self.under_test = self.under_test, None
-        if tested in requests:
-            tested.lone_crashes += 1
-            if tested.lone_crashes >= LONE_CRASHES:
-                culprit = tested
-                requests = [r for r in requests if r is not culprit]
-        elif tested is not None and tested.phase != "finished":
-            if tested.phase == "lost":
-                tested.move("quarantined")
-            self._suspects.appendleft(tested)  # it had no step in flight: not its doing
-        for request in requests:
-            if request.lost_in_flight:
-                request.move("quarantined")
-                self._suspects.append(request)
-            request.lost_in_flight = True
-        return culprit
-
-    def add(self, request: Request, crashes: int) -> None:
-        """Another group lost its engine to it, or to others; `crashes` with it alone."""
-        request.move("quarantined")
-        request.lost_in_flight = True
-        request.lone_crashes = crashes
-        self._suspects.append(request)
-
-    def lone_crashes(self, request: Request) -> int:
-        """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
-        token since. A group that takes it over tries it alone even after a first loss: its engine
-        serves others."""
-        return request.lone_crashes if request.lost_in_flight else -1
-
-    def next(self) -> Request | None:
-        """The request to run alone now; None without suspects."""
-        while self.under_test is None or self.under_test.phase == "finished":
-            if not self._suspects:
-                self.under_test = None
-                return None
-            self.under_test = self._suspects.popleft()
-        return self.under_test
-
-    def clear(self, request: Request) -> None:
-        """`request` produced a token."""
-        request.lost_in_flight = False
-        if request is self.under_test:
-            request.lone_crashes = 0
-            self.under_test = None
-
-    def remove(self, request: Request) -> None:
-        """`request` is over: it is no suspect any more."""
-        self._suspects = deque(one for one in self._suspects if one is not request)
-
-    def __len__(self) -> int:
-        return len(self._suspects) + (self.under_test is not None)
+def _drafts_and_ends(requests: Sequence[Request], drafts: Mapping[int, int]) -> tuple[bytes, bytes]:
+    """Plan.drafts and Plan.ends of the rows of these requests, which are counted in already.
+    drafts: see StepInFlight."""
+    if not drafts:
+        return b"", b""
+    return (
+        pack([drafts.get(r.slot, NO_DRAFTS) for r in requests]),
+        pack([r.projected if r.slot in drafts else 0 for r in requests]),
+    )

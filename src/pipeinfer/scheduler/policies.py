@@ -11,6 +11,7 @@ import pkgutil
 from typing import Protocol
 
 from pipeinfer.command_line import none_of
+from pipeinfer.scheduler.drafting import Drafter
 from pipeinfer.scheduler.engine_state import PageAllowance, PlannedRow, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
@@ -26,7 +27,8 @@ JUMPS_PART = 2
 class StepComposer:
     """Composes one step: a policy calls it to give requests tokens, slots and pages.
 
-    rows: (request, tokens) in the order in which they were given out.
+    rows: (request, tokens) in the order in which they were given out. drafts: by request id, how
+        many of its row's tokens are draft tokens.
     admitted: requests that the step's plan gives a slot. preempted: those that it takes one from.
     pages: the PageAllowance; `pages.taken` is net of what preemption gives back.
     """
@@ -40,6 +42,7 @@ class StepComposer:
         now: float = 0.0,
         nothing_in_flight: bool = False,
         keeps_pages: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         """max_tokens: of the step. now: seconds, by the SuspendAwareClock of SchedulerCore.
         keeps_pages: the epoch began with pages that were computed before it."""
@@ -57,6 +60,8 @@ class StepComposer:
         self._now = now
         self._nothing_in_flight = nothing_in_flight
         self._keeps_pages = keeps_pages
+        self._drafter = drafter or Drafter()
+        self.drafts: dict[str, int] = {}
         self._prompts = [r for r in self._running if r.projected < r.known_len]  # half-computed
         between = self.pages.between
         self._reserved = sum([between(r.projected, r.known_len) for r in self._prompts])  # pages
@@ -85,6 +90,22 @@ class StepComposer:
         self.rows += [(request, 1) for request in decodes]
         if self._slots.forced_ahead:
             self._jump()
+        if self._drafter.max_drafts:
+            self._draft(decodes)
+
+    def _draft(self, decodes: list[Request]) -> None:
+        """Rows of requests whose next tokens can be guessed verify draft tokens, where there are
+        pages for all of them."""
+        first_row = len(self.rows) - len(decodes)
+        for index, drafts in self._drafter.choose(decodes):
+            request = decodes[index]
+            first = request.projected + 1
+            pages = self.pages.between(max(first, request.reached), first + drafts)
+            if drafts <= self._tokens_left and pages <= self.pages.left - self._reserved:
+                self.pages.take(max(pages, 0))
+                self.rows[first_row + index] = request, 1 + drafts
+                self.drafts[request.id] = drafts
+                self._tokens_left -= drafts
 
     def _jump(self) -> None:
         """Rows of requests whose next ids are known already compute those ids, as far as the other
@@ -112,7 +133,8 @@ class StepComposer:
 
     def jumps(self, request: Request, count: int) -> bool:
         """Whether a row of so many tokens has some that the engine has not got."""
-        return count > 1 and request.projected >= request.known_len
+        decodes = request.projected >= request.known_len
+        return count > 1 and decodes and request.id not in self.drafts
 
     def limit_prefill(self, best_rate: bool = False) -> None:
         """After decode_all: prompts get as many tokens as the decodes can bear, at least 1, however

@@ -1,4 +1,5 @@
-"""Requests that wait: for a slot, for the prompt of another request, or for their grammar.
+"""Requests that wait: for a slot, for the prompt of another request, for their grammar or its
+masks, or for their adapter.
 
 WaitingQueue has those that may be admitted, in the order of admission: priority first (lower is
 earlier, as in vLLM), then arrival. A preempted request keeps its arrival and so returns to the head
@@ -6,6 +7,7 @@ of its priority. Beside the queue, where they delay no other request, wait
 - choices of one prompt (`n`) while another choice computes it: SamplingGroups,
 - prompts with a prefix that another request computes: PrefixesInProgress,
 - requests whose grammar engines have not compiled: GrammarQueue,
+- requests whose adapter engines have not loaded: AdapterSlots (adapters.py),
 - requests whose masks cost much while others' masks are paid for: MaskBudget.
 
 Knows requests, and the incarnations of engine processes; no page, no slot and no clock: times come
@@ -24,6 +26,7 @@ from pipeinfer.core import FairQueue
 from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS
 from pipeinfer.messages import Prepare, Prepared
 from pipeinfer.params import StructuredOutputs
+from pipeinfer.scheduler.adapters import AdapterSlots
 from pipeinfer.scheduler.engine_state import PlannedRow
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 from pipeinfer.step_cost import Prompt
@@ -38,13 +41,14 @@ class WaitingQueue:
     short list of pointers. A request that has ended is removed when it comes to the front, or with
     all others that have ended when most have.
 
-    tokens: to be computed of all requests in it, counted when each came. grammars: for which some
-    wait before they come into the queue.
+    tokens: to be computed of all requests in it, counted when each came. grammars, adapters: for
+    which some wait before they come into the queue.
     """
 
-    def __init__(self, tp: int = 1) -> None:
+    def __init__(self, tp: int = 1, max_loras: int = 0) -> None:
         self.tokens = 0
         self.grammars = GrammarQueue(tp)
+        self.adapters = AdapterSlots(tp, max_loras)
         self._order: list[tuple[int, int, Request]] = []
         self._finished = 0
         self._sampling_groups = SamplingGroups()
@@ -57,18 +61,27 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Takes `request`, which is to run: it comes into the queue, or waits beside it for a
-        grammar or a prefix."""
-        grammars, groups = self.grammars, self._sampling_groups
-        if not grammars.park_if_blocked(request) and not groups.park_if_blocked(request):
+        grammar, an adapter or a prefix."""
+        if not self._parked(request) and not self._sampling_groups.park_if_blocked(request):
             self._push_unless_prefix_comes(request)
 
+    def _parked(self, request: Request) -> bool:
+        """Whether it waits for its grammar or its adapter."""
+        return self.grammars.park_if_blocked(request) or self.adapters.park_if_blocked(request)
+
     def begin(self, processes: Sequence[int], block_size: int = 0) -> None:
-        """An epoch begins, on engines of these incarnations: grammars that they have not compiled
-        are asked for. block_size: see PrefixesInProgress.begin."""
+        """An epoch begins, on engines of these incarnations: grammars that they have not compiled,
+        and adapters that they have not loaded, are asked for. block_size: see
+        PrefixesInProgress.begin."""
         self.grammars.begin(processes)
+        self.adapters.begin(processes)
         waiting = [one for _, _, one in self._order if one.phase == "waiting"]
-        with_grammar = [one for one in waiting if needed_grammar(one) is not None]
-        blocked = [one for one in with_grammar if self.grammars.park_if_blocked(one)]
+        needing = [
+            one
+            for one in waiting
+            if needed_grammar(one) is not None or one.work.adapter is not None
+        ]
+        blocked = [one for one in needing if self._parked(one)]
         if self._prefixes.begin(block_size):
             unblocked = [one for one in waiting if one.phase == "waiting"]
             blocked += [one for one in unblocked if self._prefixes.park_if_blocked(one)]
@@ -98,8 +111,9 @@ class WaitingQueue:
             self._push_unless_grammar_missing(request)
 
     def _push_unless_grammar_missing(self, request: Request) -> None:
-        """It waited for a prompt; the engines may be others meanwhile, without its grammar."""
-        if not self.grammars.park_if_blocked(request):
+        """It waited for a prompt; the engines may be others meanwhile, without its grammar or its
+        adapter."""
+        if not self._parked(request):
             self._put(request)
 
     def _put(self, request: Request) -> None:

@@ -1,5 +1,6 @@
 """What a scheduler keeps and sends so that a lost stage costs no request.
 
+Quarantine: requests that may have ended an engine, which are tried alone.
 RecoveryRecords: requests that it does not run, because they have ended or are not known yet.
 TakeoverTimes: how long requests waited for the engine after a lost one.
 Outbox: messages for detokenizers: openings, rows of new tokens, refusals, and all of it again.
@@ -31,6 +32,7 @@ from pipeinfer.messages import (
     Refused,
     TokenRow,
     Tokens,
+    Work,
 )
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 from pipeinfer.wire import SCORES_PER_MESSAGE, pack
@@ -40,6 +42,80 @@ REMEMBERED_SECONDS = 60.0  # seconds for which they are remembered
 ORPHANED_SECONDS = 60.0  # seconds that what was delivered waits for its work
 # Seconds, at most, after which one that has finished is asked after.
 MAX_RETENTION_SECONDS = 3_600.0
+
+LONE_CRASHES = 3  # not the first: an engine may be killed from outside while a suspect runs
+
+
+class Quarantine:
+    """Requests whose steps gave no result before two engines were lost, tried one at a time.
+
+    An engine may be lost for any reason, so a request is a suspect only when it was in flight at
+    two losses and had no token in between. Requests that lost their slot without being suspects are
+    resumed first (Planner._compose). Then each suspect runs alone until it has produced a token,
+    which clears it. One that is alone in LONE_CRASHES crashes is the culprit and fails by itself.
+    under_test: the suspect that is tried now; it may have finished since.
+    """
+
+    def __init__(self) -> None:
+        self._suspects: deque[Request] = deque()
+        self.under_test: Request | None = None
+
+    def on_epoch_lost(self, requests: list[Request]) -> Request | None:
+        """The engine was lost while `requests` were in flight; returns one that must fail. Those
+        that are no suspects stay "lost"."""
+        culprit = None
+        tested, self.under_test = self.under_test, None
+        if tested in requests:
+            tested.lone_crashes += 1
+            if tested.lone_crashes >= LONE_CRASHES:
+                culprit = tested
+                requests = [r for r in requests if r is not culprit]
+        elif tested is not None and tested.phase != "finished":
+            if tested.phase == "lost":
+                tested.move("quarantined")
+            self._suspects.appendleft(tested)  # it had no step in flight: not its doing
+        for request in requests:
+            if request.lost_in_flight:
+                request.move("quarantined")
+                self._suspects.append(request)
+            request.lost_in_flight = True
+        return culprit
+
+    def add(self, request: Request, crashes: int) -> None:
+        """Another group lost its engine to it, or to others; `crashes` with it alone."""
+        request.move("quarantined")
+        request.lost_in_flight = True
+        request.lone_crashes = crashes
+        self._suspects.append(request)
+
+    def lone_crashes(self, request: Request) -> int:
+        """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
+        token since. A group that takes it over tries it alone even after a first loss: its engine
+        serves others."""
+        return request.lone_crashes if request.lost_in_flight else -1
+
+    def next(self) -> Request | None:
+        """The request to run alone now; None without suspects."""
+        while self.under_test is None or self.under_test.phase == "finished":
+            if not self._suspects:
+                self.under_test = None
+                return None
+            self.under_test = self._suspects.popleft()
+        return self.under_test
+
+    def clear(self, request: Request) -> None:
+        """`request` produced a token."""
+        request.lost_in_flight = False
+        if request is self.under_test:
+            request.lone_crashes = 0
+            self.under_test = None
+
+    def remove(self, request: Request) -> None:
+        """`request` is over: it is no suspect any more."""
+        self._suspects = deque(one for one in self._suspects if one is not request)
+
+    def __len__(self) -> int:
+        return len(self._suspects) + (self.under_test is not None)
 
 
 class RecoveryRecords:
@@ -69,7 +145,7 @@ class RecoveryRecords:
         # The last attempt of each.
         self._ended_attempts = RecentTable[float](REMEMBERED_SECONDS, MAX_REMEMBERED)
         self._handed_over: dict[str, str] = {}  # to another group; where its output goes
-        self._finished_at_last_sweep: set[str] = set()  # ids that were kept at the last sweep
+        self._swept: dict[str, float] = {}  # of finished ones: the first sweep that saw them
         self._sweep_at = 0.0
 
     def add_finished(self, request: Request, last: FinalMessage) -> None:
@@ -169,16 +245,21 @@ class RecoveryRecords:
         aborts them wherever they are. Their gateway is lost, or their end is."""
         if now < self._sweep_at:
             return []
+        self._swept = {name: self._swept.get(name, now) for name in self.finished}
         aged = [
             request
             for name, (request, _) in self.finished.items()
-            if name in self._finished_at_last_sweep
+            if now >= self._swept[name] + self._retention_seconds + kept_seconds(request.work)
         ]
-        self._finished_at_last_sweep = set(self.finished)
         self._sweep_at = now + self._retention_seconds
         return [
             Delivered(request_id=r.id, attempt=r.work.attempt, ids=b"", ended=True) for r in aged
         ]
+
+
+def kept_seconds(work: Work) -> float:
+    """For which a finished request is kept though its client may have all of it."""
+    return 0.0 if work.kept is None else work.kept.seconds
 
 
 class TakeoverTimes:
@@ -284,6 +365,7 @@ class Outbox:
             trace=work.trace,
             group=self._group,
             token_offsets=work.token_offsets,
+            kept=work.kept,
         )
         return Send("tokens", detokenizer_of(request), opened)
 

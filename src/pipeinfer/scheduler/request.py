@@ -17,14 +17,15 @@ from pipeinfer.wire import no_score, score_bytes
 RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
 TOKEN_BYTES = 4  # of packed ids
 UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken to need
+DRAFT_RATE_STEP = 1 / 4  # how much one step's draft tokens change the rate of accepted ones
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """State of a live request; see `SchedulerCore` for who changes what. Lengths are in tokens.
+    """State of a live request. Lengths are in tokens.
 
     Confirmed is what a result has reported; projected, what will be so once the steps in flight are
-    done. The memory of an engine counts on planned steps at once: SlotArrays.num_computed
+    done. The memory of an engine counts on planned steps at once: SlotArrays.num_projected
     (memory/pages.py) is what is projected here, less rows that it has deferred.
 
     work: the message that it came with; its prompt stays there, as bytes.
@@ -39,7 +40,11 @@ class Request:
         got since (K above).
     computed: tokens that results have confirmed as computed. projected: those that will be computed
         once the steps in flight are done, if no row is deferred.
-    counts_in_flight: planned tokens of each step in flight since the last admission, oldest first.
+    drafted: draft tokens of it were verified since the last admission. reached: the most that
+        `projected` was since then, of a drafted request; the engine keeps pages for as much.
+    counts_in_flight: planned tokens of each step in flight since the last admission, oldest first;
+        below 0, of a drafted request: -1 less the draft tokens. How many are accepted is not known
+        before the step's result: `projected` counts all.
         steps_in_flight: steps without a result that have a row of it, of older admissions, too.
     first_cache_hit: tokens that the prefix cache had at its first admission, -1 until known.
         cache_hit: at its last admission.
@@ -55,8 +60,10 @@ class Request:
     logprobs, prompt_logprobs: packed scores of its outputs, or its vector, and of its prompt's
         tokens so far; of score_size and prompt_score_size bytes each, 0 where they are not asked
         for.
+    draft_rate: 0 to 1, of its latest draft tokens how many were accepted; see Drafter.
+    adapter_slot: of engines, where its adapter lies or will lie; 0: it has none, or waits for one.
     mask_units: what a mask of its grammar costs, as engines found out last, -1 before. mask_turn:
-        the plan in which it had one last, counted by MaskBudget.
+        the plan in which it had one last, counted by MaskBudget; below 0: it goes first.
     """
 
     work: Work
@@ -93,6 +100,10 @@ class Request:
     shared_len: int = 0
     mask_units: int = -1
     mask_turn: int = 0
+    drafted: bool = False
+    reached: int = 0
+    draft_rate: float = 1.0
+    adapter_slot: int = 0
 
     @property
     def id(self) -> str:
@@ -122,7 +133,8 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        """True while tokens known at admission are to be computed; outputs may exist already."""
+        """True while tokens are to be computed that were known at admission, or that a grammar has
+        forced since; outputs may exist already."""
         return self.projected < self.known_len
 
     @property
@@ -188,16 +200,26 @@ class Request:
         assert phase in NEXT[self.phase], f"{self.id} is {self.phase} and cannot be {phase} now"
         self.phase = phase
 
-    def project(self, count: int) -> int:
-        """Projects one more row of at most `count` tokens; returns how many it will compute."""
+    def project(self, count: int, drafts: int = 0) -> int:
+        """Projects one more row of at most `count` tokens, `drafts` of them draft tokens; returns
+        how many it will compute."""
         before = self.projected
         if before < self.known_len:
             self.projected = min(before + count, self.known_len)
+        elif self.drafted or drafts:
+            self.drafted, count = True, -1 - drafts
+            self.projected = min(before - count, self.max_total - 1)
+            self.reached = max(self.reached, self.projected)
         elif before + 1 < self.max_total:
             self.projected = before + 1
         self.counts_in_flight.append(count)
         self.steps_in_flight += 1
         return self.projected - before
+
+    def count_drafts(self, drafts: int, accepted: int) -> None:
+        """A row of it has ended with that many of its `drafts` accepted."""
+        if drafts:
+            self.draft_rate += DRAFT_RATE_STEP * (accepted / drafts - self.draft_rate)
 
     def confirm(self, computed: int) -> None:
         """The oldest row in flight has left the engine at `computed`; projects the others anew."""
@@ -209,7 +231,9 @@ class Request:
         self.computed = computed
         for count in self.counts_in_flight:
             if computed < self.known_len:
-                computed = min(computed + count, self.known_len)
+                computed = min(computed + abs(count), self.known_len)
+            elif count < 0:
+                computed = min(computed - count, self.max_total - 1)
             elif computed + 1 < self.max_total:
                 computed += 1
         self.projected = computed
@@ -222,7 +246,8 @@ class Request:
         self.admitted_len = self.known_len = self.length
         self.cache_hit = hit
         self.computed = self.projected = max(hit, expected)
-        self.deferrals = 0
+        self.deferrals = self.reached = 0
+        self.drafted = False
         self.counts_in_flight.clear()
 
     def jump(self, count: int) -> array[int]:
@@ -333,10 +358,11 @@ def request_of(work: Work, arrival: int, now: float, since: float = 0.0) -> Requ
 
 # Plain strings: they are part of a scheduler's snapshot as they are.
 Phase = Literal[
-    "new",  # in no container yet
+    "new",  # of the planner it is in no container yet
     "waiting",  # in the queue
     "waiting_for_prefix",  # until another has computed their common prompt, or its beginning
     "waiting_for_grammar",  # until engines have compiled it, or may pay for its masks
+    "waiting_for_adapter",  # until engines have loaded it
     "quarantined",  # it may have crashed an engine
     "running",  # it holds a slot
     "lost",  # its slot went with the epoch
@@ -344,10 +370,24 @@ Phase = Literal[
 ]
 
 NEXT: dict[Phase, tuple[Phase, ...]] = {
-    "new": ("waiting", "waiting_for_prefix", "waiting_for_grammar", "quarantined", "finished"),
-    "waiting": ("running", "waiting_for_prefix", "waiting_for_grammar", "finished"),
-    "waiting_for_prefix": ("waiting", "waiting_for_grammar", "finished"),
-    "waiting_for_grammar": ("waiting", "waiting_for_prefix", "finished"),
+    "new": (
+        "waiting",
+        "waiting_for_prefix",
+        "waiting_for_grammar",
+        "waiting_for_adapter",
+        "quarantined",
+        "finished",
+    ),
+    "waiting": (
+        "running",
+        "waiting_for_prefix",
+        "waiting_for_grammar",
+        "waiting_for_adapter",
+        "finished",
+    ),
+    "waiting_for_prefix": ("waiting", "waiting_for_grammar", "waiting_for_adapter", "finished"),
+    "waiting_for_grammar": ("waiting", "waiting_for_prefix", "waiting_for_adapter", "finished"),
+    "waiting_for_adapter": ("waiting", "waiting_for_prefix", "waiting_for_grammar", "finished"),
     "quarantined": ("running", "finished"),
     "running": ("waiting", "waiting_for_prefix", "waiting_for_grammar", "lost", "finished"),
     "lost": ("waiting", "waiting_for_prefix", "waiting_for_grammar", "quarantined", "finished"),

@@ -25,6 +25,8 @@ def build(context: StageContext) -> Stage:
         groups=settings.dp,
         host_loss=settings.host_loss,
         shares_prefixes=settings.cache != "naive",
+        drafts_always=settings.synthetic_acceptance_rate >= 0,
+        max_loras=settings.max_loras if settings.enable_lora else 0,
     )
     core = SchedulerCore(
         options,

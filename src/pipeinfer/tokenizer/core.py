@@ -31,6 +31,8 @@ from pipeinfer.core import (
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    AdapterChanges,
+    Adopt,
     Delivered,
     Done,
     Ended,
@@ -39,6 +41,7 @@ from pipeinfer.messages import (
     HandOver,
     Message,
     RankStatus,
+    Reattached,
     Recover,
     Recovered,
     Refused,
@@ -51,6 +54,7 @@ from pipeinfer.messages import (
 from pipeinfer.params import Thoughts, ThoughtState, choice_id, choice_ids, choice_seed
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, TokenizedPrompt
 from pipeinfer.tokenizer.requests import (
+    Origin,
     PendingPrompt,
     PendingPrompts,
     RoutedRequest,
@@ -58,12 +62,12 @@ from pipeinfer.tokenizer.requests import (
     Verdict,
     first_choice,
     grammar_digest,
+    with_origin,
     without_choice,
 )
 from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, GroupRouter
 from pipeinfer.wire import unpack
 
-DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
 # Bytes of text up to which a prompt is encoded on arrival.
 ENCODE_AT_ONCE_BYTES = 1024
 # Bytes up to which a prompt is encoded in this process, in its client's turn. That takes 2 to 3 ms
@@ -167,6 +171,7 @@ class TokenizerCore:
         self._pending = PendingPrompts()
         self._short_prompts: FairQueue[tuple[str, int]] = FairQueue()  # first choice and attempt
         self._roll_call = RollCall(stage, incarnation, gateways)
+        self._adapters = AdapterChanges()  # for gateways that are started again
         self._draining = False
         self._has_left = False
         # By group: when it was asked last to hand over its requests, in seconds.
@@ -375,7 +380,8 @@ class TokenizerCore:
         self._counts["prompt_tokens"] += len(ids)
         if event.only_encode:
             self._counts["encoded"] += len(names)
-            return [self._accepted(pending, prompt, -1)]
+            accepted = self._accepted(pending, prompt, -1)
+            return [Send("text", f"gateway-{event.gateway}", accepted)]
         routed = event.group in self._monitor.groups
         request = (names[0], ids, event.params.max_tokens, event.cache_salt)
         group = (
@@ -387,17 +393,24 @@ class TokenizerCore:
             self._router.add_follower(name, group, event.params.max_tokens)
         self._counts["accepted"] += len(names)
         works = self._works(event, prompt)
-        for work in works:
-            self._routed.put(RoutedRequest(work, group, routed or in_one_group, in_one_group))
         accepted = self._accepted(pending, prompt, group)
-        return [accepted, *(Send("work", f"scheduler-{group}", work) for work in works)]
+        origin = None if event.kept is None else Origin(event, accepted)
+        if origin is not None:
+            works[0] = with_origin(works[0], origin, self._roll_call.stage)
+        for work in works:
+            certain = routed or in_one_group
+            self._routed.put(RoutedRequest(work, group, certain, in_one_group, origin))
+        return [
+            Send("text", f"gateway-{event.gateway}", accepted),
+            *(Send("work", f"scheduler-{group}", work) for work in works),
+        ]
 
-    def _accepted(self, pending: PendingPrompt, prompt: TokenizedPrompt, group: int) -> Send:
+    def _accepted(self, pending: PendingPrompt, prompt: TokenizedPrompt, group: int) -> Accepted:
         event, ids = pending.submit, prompt.ids
         with_text = event.return_prompt_text and event.text is None
         # Without special tokens the turns of a rendered chat would run together.
         skip_special_tokens = event.params.skip_special_tokens and event.chat is None
-        accepted = Accepted(
+        return Accepted(
             request_id=event.request_id,
             attempt=event.attempt,
             group=group,
@@ -409,7 +422,6 @@ class TokenizerCore:
             refusal=pending.refusal,
             token_strs=self._encoder.token_strs(ids) if event.return_token_strs else (),
         )
-        return Send("text", f"gateway-{event.gateway}", accepted)
 
     def _works(self, event: Submit, prompt: TokenizedPrompt) -> list[Work]:
         """One Work for each choice. Here they share the bytes of the prompt."""
@@ -433,7 +445,7 @@ class TokenizerCore:
             request_id=event.request_id,
             attempt=event.attempt,
             gateway=event.gateway,
-            detokenizer=DETOKENIZER,
+            detokenizer=event.detokenizer,
             prompt_ids=prompt.ids.tobytes(),
             params=event.params,
             seed=event.seed,
@@ -447,6 +459,8 @@ class TokenizerCore:
             slow_grammar=verdict is not None and verdict.slow,
             thoughts=prompt.thoughts,
             token_offsets=event.token_offsets,
+            adapter=event.adapter,
+            kept=None if event.kept is None else msgspec.structs.replace(event.kept, format=b""),
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
@@ -491,7 +505,6 @@ class TokenizerCore:
     def _on_reset_cache(self, event: ResetCache, _now: float) -> list[Send]:
         """To every group. Work that is sent later comes behind it; what is still being encoded
         is later work."""
-        event = msgspec.structs.replace(event, detokenizer=DETOKENIZER)
         return [Send("work", f"scheduler-{group}", event) for group in self._monitor.groups]
 
     def _on_set_sleep(self, event: SetSleep, _now: float) -> list[Send]:
@@ -511,11 +524,35 @@ class TokenizerCore:
         out: list[Send] = []
         if gateway is None:
             return out
-        self._pending.discard_gateway(gateway)
-        for work in self._routed.of_gateway(gateway):
-            abort = Abort(work.request_id, work.attempt, "its gateway was restarted")
-            out += self._on_abort(abort, now)
-        return out
+        if not event.again:  # what came since is the new gateway's own
+            self._pending.discard_unkept(gateway)
+            for work in self._routed.of_gateway(gateway):
+                if work.kept is None:
+                    abort = Abort(work.request_id, work.attempt, "its gateway was restarted")
+                    out += self._on_abort(abort, now)
+        stage = self._roll_call.stage
+        told: list[Message] = [self._adapters] * (self._adapters != AdapterChanges())
+        told += [Adopt(stage=stage, submit=submit) for submit in self._pending.kept(gateway)]
+        told += [
+            Adopt(
+                stage=stage,
+                submit=origin.submit,
+                accepted=origin.accepted,
+                waited=origin.waited,
+            )
+            for origin in self._routed.kept(gateway, now)
+        ]
+        sends = (Send("recovery", event.stage, one) for one in told)
+        return [*out, *bracketed_answer(stage, event, sends)]
+
+    def _on_adapters(self, event: AdapterChanges, _now: float) -> list[Send]:
+        self._adapters = self._adapters.updated(event)
+        return []
+
+    def _on_reattached(self, event: Reattached, _now: float) -> list[Send]:
+        for request_id in event.request_ids:
+            self._routed.on_reattached(request_id)
+        return []
 
     def _on_recovered(self, event: Recovered, _now: float) -> list[Send]:
         self._roll_call.on_recovered(event)
@@ -562,7 +599,10 @@ class TokenizerCore:
         attempt, and its old group is to abort it. A request that has ended is aborted."""
         if event.ended:
             abort = Abort(event.request_id, event.attempt, "nobody has taken its end")
-            return self._on_abort(abort, now)
+            entry, told = self._routed.get(event.request_id), list[Send]()
+            if entry is not None and entry.work.kept is not None:
+                told.append(Send("recovery", f"gateway-{entry.work.gateway}", abort))
+            return [*told, *self._on_abort(abort, now)]
         entry = self._routed.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, and all groups got its Abort or Done
@@ -641,6 +681,8 @@ class TokenizerCore:
         Done: _on_done,
         ResetCache: _on_reset_cache,
         SetSleep: _on_set_sleep,
+        AdapterChanges: _on_adapters,
+        Reattached: _on_reattached,
         Recover: _on_recover,
         Recovered: _on_recovered,
         Delivered: _on_delivered,

@@ -25,7 +25,7 @@ from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.pooling import label_ids
 from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.messages import Submit
-from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, SamplingParams, Thoughts, ThoughtState
+from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, RequestParams, Thoughts, ThoughtState
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.text import (
     REASONING_PARSERS,
@@ -222,7 +222,7 @@ class PromptEncoder:
             return ""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
-    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    def bad_word_ids(self, params: RequestParams) -> tuple[tuple[int, ...], ...]:
         """The bad words as ids, each as at the beginning of a text and as behind a space. Ids that
         end with those of another word are left out: their last token is suppressed by the other.
 
@@ -313,7 +313,7 @@ class PromptEncoder:
             raise Rejected(f"the text cannot be tokenized: {error}", param) from None
         return np.asarray(encoding.ids, dtype="<i4")
 
-    def _truncate(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
+    def _truncate(self, ids: np.ndarray, params: RequestParams) -> np.ndarray:
         """`ids`, cut to truncate_prompt_tokens."""
         max_tokens = params.truncate_prompt_tokens
         if not max_tokens:
@@ -338,7 +338,7 @@ class PromptEncoder:
             wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
             raise self._unknown_token(int(wrong[0]), param)
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: RequestParams) -> None:
         if params.thinking_token_budget is not None and not (
             self.thought_budgets and self._budget_tags
         ):
@@ -380,7 +380,7 @@ class PromptEncoder:
             "context_length_exceeded",
         )
 
-    def _check_length(self, length: int, params: SamplingParams, param: str) -> None:
+    def _check_length(self, length: int, params: RequestParams, param: str) -> None:
         limit = self._max_model_len
         if length >= limit:
             raise self._too_long(str(length), param)

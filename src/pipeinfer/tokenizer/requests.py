@@ -20,8 +20,10 @@ from typing import NamedTuple
 import msgspec
 from msgspec import structs
 
-from pipeinfer.messages import Submit, Work
+from pipeinfer.messages import Accepted, Adopt, Submit, Work
 from pipeinfer.params import StructuredOutputs, choice_id, choice_ids
+
+MAX_ORIGIN_BYTES = 2**20  # of a request, beside its prompt, in scheduler and detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +138,18 @@ class PendingPrompts:
         else:
             self._prompts[name] = replace(prompt, submit=remaining)
 
-    def discard_gateway(self, gateway: int) -> None:
-        """Removes all requests of a gateway."""
-        names = {n for n, prompt in self._prompts.items() if prompt.submit.gateway == gateway}
+    def kept(self, gateway: int) -> list[Submit]:
+        """The requests of a gateway whose answers are kept."""
+        of_gateway = (p.submit for p in self._prompts.values() if p.submit.gateway == gateway)
+        return [submit for submit in of_gateway if submit.kept is not None]
+
+    def discard_unkept(self, gateway: int) -> None:
+        """Removes the other requests of a gateway."""
+        names = {
+            name
+            for name, prompt in self._prompts.items()
+            if prompt.submit.gateway == gateway and prompt.submit.kept is None
+        }
         for choice in [choice for choice, name in self._first_choices.items() if name in names]:
             self.discard(choice)
 
@@ -146,6 +157,28 @@ class PendingPrompts:
         """Removes all requests: another process goes on."""
         self._prompts.clear()
         self._first_choices.clear()
+
+
+class Origin(NamedTuple):
+    """What a gateway that is started again must know of a request whose answer is kept.
+
+    submit: as it came, with all its choices. accepted: the answer to it. waited: as in Adopt.
+    """
+
+    submit: Submit
+    accepted: Accepted
+    waited: float = 0.0
+
+
+def with_origin(work: Work, origin: Origin, stage: str) -> Work:
+    """`work` of a request whose answer is kept, and with it what the tokenizer `stage` would tell a
+    gateway that is started again, unless that is too large."""
+    assert work.kept is not None
+    adopt = Adopt(stage=stage, submit=origin.submit, accepted=origin.accepted)
+    encoded = msgspec.msgpack.encode(adopt)
+    if len(encoded) > MAX_ORIGIN_BYTES:
+        return work
+    return structs.replace(work, kept=structs.replace(work.kept, origin=encoded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +189,14 @@ class RoutedRequest:
     group: its data-parallel group.
     group_certain: False if an earlier tokenizer may have sent it to another group.
     in_one_group: False if other groups may have the request, too.
+    origin: of a request whose answer is kept; else None.
     """
 
     work: Work
     group: int
     group_certain: bool = True
     in_one_group: bool = True
+    origin: Origin | None = None
 
 
 class RoutedRequests:
@@ -170,6 +205,7 @@ class RoutedRequests:
     def __init__(self, groups: Sequence[int]) -> None:
         self._groups = tuple(groups)
         self._entries: dict[str, RoutedRequest] = {}
+        self._alone_since: dict[str, float] = {}  # of those that no client has come back for
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -187,6 +223,7 @@ class RoutedRequests:
     def remove(self, request_id: str) -> tuple[int, ...] | None:
         """Removes a request; returns the groups that may have it, None if it is unknown."""
         entry = self._entries.pop(request_id, None)
+        self._alone_since.pop(request_id, None)
         if entry is None:
             return None
         return (entry.group,) if entry.in_one_group else self._groups
@@ -220,6 +257,30 @@ class RoutedRequests:
     def get(self, request_id: str) -> RoutedRequest | None:
         """The request, None if it is unknown."""
         return self._entries.get(request_id)
+
+    def on_reattached(self, request_id: str) -> None:
+        """A client reads its answer."""
+        self._alone_since.pop(request_id, None)
+
+    def kept(self, gateway: int, now: float) -> Iterator[Origin]:
+        """The requests whose answers are kept, and whose gateway has died before `now` (seconds):
+        one for each group and attempt that has choices of a Submit."""
+        together: dict[tuple[str, int, int], tuple[Origin, list[int]]] = {}
+        for entry in self._entries.values():
+            work, origin = entry.work, entry.origin
+            if origin is None or work.gateway != gateway:
+                continue
+            name = origin.submit.request_id
+            names = choice_ids(name, origin.submit.choices)
+            number = origin.submit.choices[names.index(work.request_id)]
+            key = name, entry.group, work.attempt
+            waited = now - self._alone_since.setdefault(work.request_id, now)
+            together.setdefault(key, (origin._replace(waited=waited), []))[1].append(number)
+        for (_, group, attempt), (origin, numbers) in together.items():
+            changes = {"attempt": attempt, "choices": tuple(numbers)}
+            submit = structs.replace(origin.submit, group=group, **changes)
+            accepted = structs.replace(origin.accepted, group=group, **changes)
+            yield Origin(submit, accepted, origin.waited)
 
     def of_gateway(self, gateway: int) -> Iterable[Work]:
         """Requests of `gateway`, as a list: requests may be removed meanwhile."""

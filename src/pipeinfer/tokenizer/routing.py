@@ -46,7 +46,7 @@ class GroupReport:
     tokens: left to compute of its live requests; prompts count in full, cached or not.
     capacity: tokens that its KV pool holds; 0: unknown.
     evicted: tokens evicted from its prefix cache in this epoch.
-    epoch: how often it began with an empty cache.
+    epoch: the number of its scheduler's epoch.
     requests: live ones.
     """
 
@@ -77,6 +77,7 @@ class GroupTable:
     total_sent_tokens: of all requests that were sent from here.
     _holders: first block hash of a prompt -> groups that have it. No other group has any of it.
     _elsewhere_tokens: of requests that came from elsewhere, as of the last report.
+    _reported: requests from here, and all, summed over the reports: so much of a group is ours.
     """
 
     def __init__(self, count: int) -> None:
@@ -88,6 +89,7 @@ class GroupTable:
         self.open_requests = [0] * count
         self.total_sent_tokens = [0] * count
         self._elsewhere_tokens = [0] * count
+        self._reported = [(0, 0)] * count
 
     def load(self, group: int) -> int:
         """Tokens that the group still has to compute, as far as is known here."""
@@ -126,15 +128,28 @@ class GroupTable:
             report = replace(report, evicted=before.evicted)
         self.reports[group] = report
         self.up_count += report.up - before.up
-        # The requests from elsewhere get their share by number. Subtracting the tokens of requests
-        # from here would not do: the group counts cached prompts in full, this process does not.
-        elsewhere = max(report.requests - self.open_requests[group], 0)
-        self._elsewhere_tokens[group] = report.tokens * elsewhere // max(report.requests, 1)
+        self._elsewhere_tokens[group] = self._tokens_from_elsewhere(group, report)
+        ours, all_requests = self._reported[group]
+        ours += min(self.open_requests[group], report.requests)
+        all_requests += report.requests
+        self._reported[group] = ours, all_requests
         if report.epoch != before.epoch:
             self._on_evicted(group, self.caches[group].clear())
         elif report.evicted > before.evicted:
-            evicted = self.caches[group].evict(report.evicted - before.evicted)
-            self._on_evicted(group, evicted)
+            # Of what other tokenizers sent there, as much was evicted in proportion.
+            tokens = report.evicted - before.evicted
+            if all_requests:
+                tokens = tokens * ours // all_requests
+            self._on_evicted(group, self.caches[group].evict(tokens))
+
+    def _tokens_from_elsewhere(self, group: int, report: GroupReport) -> int:
+        """Requests from other tokenizers count as those from here do on average: a group counts
+        cached prompts in full until they have a slot, this process does not."""
+        elsewhere = max(report.requests - self.open_requests[group], 0)
+        here = sum(self.open_requests)
+        if here:
+            return elsewhere * sum(self.sent_tokens) // here
+        return report.tokens * elsewhere // max(report.requests, 1)
 
     def up(self) -> list[int]:
         """Groups that may get requests; all of them if none is up, since one may come back."""
@@ -336,7 +351,7 @@ class ApproximateCache:
         return self._evict_blocks(blocks)
 
     def clear(self) -> list[bytes]:
-        """The group began with an empty cache."""
+        """The group has begun another epoch: what its prefix cache holds now is not known."""
         self._evicted_remainder = 0
         return self._evict_blocks(len(self._blocks))
 

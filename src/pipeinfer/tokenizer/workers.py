@@ -30,11 +30,11 @@ from typing import BinaryIO, Protocol, cast
 
 import msgspec
 
-from pipeinfer import pipes
 from pipeinfer.core import FairQueue
 from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.grammars.validation import MAX_SECONDS, TooSlow, ValidationProcess
 from pipeinfer.messages import Message, Submit
+from pipeinfer.processes import incoming_frames, read_frame, start_child, write_frame
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import Encode, Encoded, EncodeNext, GrammarVerdict, ValidateGrammar
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, load_encoder
@@ -226,8 +226,8 @@ class EncoderProcess:
     def _ask(self, submit: Submit) -> Encoded:
         process = self._running()
         assert process.stdout is not None
-        pipes.write(cast(BinaryIO, process.stdin), msgspec.msgpack.encode(submit))
-        answer = pipes.read(process.stdout.fileno())
+        write_frame(cast(BinaryIO, process.stdin), msgspec.msgpack.encode(submit))
+        answer = read_frame(process.stdout.fileno())
         if answer is None:
             raise ProcessEnded(f"it ended with code {process.wait()}")
         return msgspec.msgpack.decode(answer, type=Encoded)
@@ -238,10 +238,10 @@ class EncoderProcess:
         if self._process is None:
             # One text at a time has no use for threads.
             environment = {"TOKENIZERS_PARALLELISM": "false"}
-            self._process = pipes.start("pipeinfer.tokenizer.workers", environment)
+            self._process = start_child("pipeinfer.tokenizer.workers", environment)
             if self._closed:  # meanwhile
                 self._process.kill()
-            pipes.write(cast(BinaryIO, self._process.stdin), self._setup)
+            write_frame(cast(BinaryIO, self._process.stdin), self._setup)
         return self._process
 
 
@@ -455,7 +455,7 @@ def encode_submit(encoder: PromptEncoder, submit: Submit) -> Encoded:
 
 def main() -> None:
     """The process that encodes long prompts: serves until stdin ends."""
-    frames, answers = pipes.served()
+    frames, answers = incoming_frames()
     with contextlib.suppress(OSError):  # what runs out of memory here need not end the stage
         Path("/proc/self/oom_score_adj").write_text("1000")
     setup = msgspec.msgpack.decode(frames.get(), type=EncoderSetup)
@@ -463,7 +463,7 @@ def main() -> None:
     decoder = msgspec.msgpack.Decoder(Submit)
     while True:
         answer = encode_submit(encoder, decoder.decode(frames.get()))
-        pipes.write(answers, msgspec.msgpack.encode(answer))
+        write_frame(answers, msgspec.msgpack.encode(answer))
 
 
 if __name__ == "__main__":

@@ -277,6 +277,9 @@ LOCAL_IN = {
     "gateway": (
         "pipeinfer.gateway.ledger:Call",
         "pipeinfer.gateway.ledger:ClientDisconnected",
+        "pipeinfer.gateway.ledger:QueueShare",
+        "pipeinfer.gateway.ledger:SetAdapters",
+        "pipeinfer.messages:Reattached",
         "pipeinfer.messages:ResetCache",
         "pipeinfer.messages:SetSleep",
     ),
@@ -294,14 +297,17 @@ LOCAL_IN = {
         "pipeinfer.engine.core:FoundPages",
         "pipeinfer.engine.core:Suspended",
         "pipeinfer.engine.core:Resumed",
+        "pipeinfer.engine.core:AdapterRead",
     ),
 }
 LOCAL_OUT = {
     "gateway": (
         *(
             f"pipeinfer.gateway.ledger:{name}"
-            for name in ("Started", "OutputDelta", "Failed", "StatusChanged")
+            for name in ("Started", "OutputDelta", "Failed", "AdoptionEnded", "StatusChanged")
         ),
+        "pipeinfer.messages:AdapterChanges",
+        "pipeinfer.messages:Adopt",
         "pipeinfer.messages:CacheReset",
     ),
     "tokenizer": (
@@ -309,9 +315,12 @@ LOCAL_OUT = {
         "pipeinfer.tokenizer.core:EncodeNext",
         "pipeinfer.tokenizer.core:ValidateGrammar",
     ),
-    "engine": tuple(
-        f"pipeinfer.engine.core:{name}"
-        for name in ("Compile", "Capture", "DistrustPages", "FindPages", "Suspend", "Resume")
+    "engine": (
+        *(
+            f"pipeinfer.engine.core:{name}"
+            for name in ("Compile", "Capture", "DistrustPages", "FindPages", "Suspend", "Resume")
+        ),
+        "pipeinfer.messages:LoadAdapter",
     ),
 }
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from pipeinfer.grammars.bounds import GRAMMAR_ERROR, NO_GRAMMAR_MEMORY
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import RequestParams
 from pipeinfer.trace.format import Record, RecordDecoder, Row, TraceHeader, Unencoded
 from pipeinfer.trace.snapshot import known_class
 
@@ -66,6 +66,8 @@ ZEROED: frozenset[Attribute] = frozenset(
 NUMBERS: frozenset[Attribute] = frozenset(
     (
         (_REQUEST, "counts_in_flight"),
+        ("pipeinfer.scheduler.drafting:DraftCounts", "accepted"),
+        ("pipeinfer.scheduler.engine_state:StepInFlight", "drafts"),
         ("pipeinfer.scheduler.engine_state:StepInFlight", "slots"),
         ("pipeinfer.scheduler.engine_state:Slots", "_free"),
         ("pipeinfer.scheduler.engine_state:PageCredits", "_reserved"),
@@ -75,6 +77,8 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.epochs:FencedRanks", "_to_kill"),
         ("pipeinfer.scheduler.queue:GrammarQueue", "_processes"),
         ("pipeinfer.scheduler.queue:PendingGrammar", "ranks_prepared"),
+        ("pipeinfer.scheduler.adapters:AdapterSlots", "_processes"),
+        ("pipeinfer.scheduler.adapters:LoadedAdapter", "ranks_loaded"),
         ("pipeinfer.scheduler.queue:PrefixesInProgress", "_blocks_led"),
         ("pipeinfer.core:_Flows", "_last"),
         ("pipeinfer.core:Histogram", "counts"),
@@ -156,11 +160,15 @@ def _node(
 
 REDACTED_FIELDS: dict[str, dict[str, str]] = {
     "Submit": {"params": "params", "text": "text", "prompt_ids": "ids", "chat": "list",
-               "template_arguments": "dict", "cache_salt": "salt", "fallback_grammar": "struct"},
+               "template_arguments": "dict", "cache_salt": "salt", "fallback_grammar": "struct",
+               "kept": "struct"},
     "Call": {"params": "params", "text": "text", "prompt_ids": "ids", "chat": "list",
-             "template_arguments": "dict", "cache_salt": "salt", "fallback_grammar": "struct"},
+             "template_arguments": "dict", "cache_salt": "salt", "fallback_grammar": "struct",
+             "kept": "struct"},
+    "Kept": {"owner": "salt", "format": "bytes", "origin": "bytes"},
+    "Adopt": {"submit": "struct", "accepted": "struct"},
     "Work": {"params": "params", "prompt_ids": "ids", "eos_ids": "some", "cache_salt": "salt",
-             "bad_word_ids": "each some", "thoughts": "struct"},
+             "bad_word_ids": "each some", "thoughts": "struct", "kept": "struct"},
     "Plan": {"releases": "nested", "admits": "nested", "extends": "nested"},
     "Extend": {"ids": "ids"},
     "Prepare": {"spec": "struct"},
@@ -179,7 +187,7 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
     "FoundPages": {"ids": "ids", "digests": "zeros", "parents": "zeros", "salts": "zeros"},
     "StepDone": {"token_ids": "ids", "logprobs": "zeros", "prompt_logprobs": "all zeros",
                  "refused": "each why"},
-    "Open": {"params": "params", "context_ids": "ids"},
+    "Open": {"params": "params", "context_ids": "ids", "kept": "struct"},
     "Tokens": {"rows": "nested"},
     "TokenRow": {"ids": "ids", "stop_token": "one", "logprobs": "zeros", "error": "error"},
     "PromptTokens": {"ids": "ids", "logprobs": "zeros"},
@@ -206,7 +214,9 @@ UNCHANGED_MESSAGES = {
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
     "EncodeNext", "ValidateGrammar", "DistrustPages", "FindPages", "Suspend", "Suspended", "Resume",
-    "Resumed", "SetSleep", "Sleep", "Asleep",
+    "Resumed", "SetSleep", "Sleep", "Asleep", "LoadAdapter", "AdapterLoaded", "AdapterRead",
+    "Adapter", "QueueShare", "AdapterChanges", "AdapterState", "SetAdapters", "Reattached",
+    "AdoptionEnded",
     "StepFailed", "ClientDisconnected", "StatusChanged", "StepNote", "PagesNote", "Unencoded",
     "Crash", "End", "StepCost",
 }  # fmt: skip
@@ -280,7 +290,7 @@ class Redactor:
                 changed[name] = self._how[how](value)
         return msgspec.structs.replace(message, **changed) if changed else message
 
-    def _params(self, params: SamplingParams) -> SamplingParams:
+    def _params(self, params: RequestParams) -> RequestParams:
         spec = params.structured_outputs
         return msgspec.structs.replace(
             params,

@@ -1,9 +1,9 @@
 """schemathesis: whatever /openapi.json allows, and what it forbids, is answered as it says.
 
-Servers of their own, one of which makes vectors, with a short context, so that an answer without
-`max_tokens` ends soon. Left out: /sleep while others are asked, which would wait until somebody
-wakes the server; and the check that all that fits a schema is accepted, since a schema does not say
-that `messages` of no message ask for nothing.
+Servers of their own, one that serves adapters and one that makes vectors, with a short context, so
+that an answer without `max_tokens` ends soon. Left out: /sleep while others are asked, which would
+wait until somebody wakes the server; and the check that all that fits a schema is accepted, since a
+schema does not say that `messages` of no message ask for nothing.
 """
 
 import os
@@ -59,6 +59,7 @@ def assert_conforms(server: Server, folder: Path, *paths: str) -> None:
 @pytest.mark.timeout(600)
 def test_answers_are_what_the_document_says(tmp_path):
     settings = ("--max-model-len", "64", "--api-key", KEY, "--chat-template", str(TEMPLATE))
+    settings = (*settings, "--enable-lora")
     with Server(*settings, python=os.environ["PYTHON_OF_SERVER"]) as server:
         before = pids(server)
         assert_conforms(server, tmp_path, "--exclude-path-regex", f"{VECTORS}|^/sleep$")

@@ -3,6 +3,41 @@
 import { ask, ServerError } from "./server.js";
 import { events } from "./sse.js";
 
+const WAIT = 30; // seconds for which the server keeps an answer whose connection is lost
+const PAUSE = 300; // milliseconds between two attempts to go on with it
+
+/**
+ * The data of the events of an answer, each once, whatever becomes of connections: what is lost is
+ * asked for again, for WAIT seconds, behind the last event that came. An answer that is stopped
+ * ends on the server.
+ */
+async function* resumed(path, { body, signal }) {
+  const place = { event: null };
+  let stream = null, lost = 0;
+  for (;;) {
+    try {
+      const response = stream
+        ? await ask(`v1/streams/${stream}`, { signal, headers: { "Last-Event-ID": place.event } })
+        : await ask(path, { body, signal, headers: { "x-pipeinfer-reattach": String(WAIT) } });
+      for await (const data of events(response, place)) {
+        lost = 0;
+        if (place.event) stream ??= response.headers.get("x-pipeinfer-stream");
+        yield data;
+        if (data === "[DONE]") return;
+      }
+    } catch (error) {
+      if (error.name === "AbortError" && stream) {
+        ask(`v1/streams/${stream}`, { method: "DELETE" }).catch(() => {}); // it may have ended
+      }
+      const passes = !error.status || error.status === 503; // of HTTP; none: the way is cut
+      if (error.name === "AbortError" || !stream || !passes) throw error;
+    }
+    lost ||= performance.now();
+    if (!stream || performance.now() - lost > WAIT * 1000) return;
+    await new Promise((done) => setTimeout(done, PAUSE));
+  }
+}
+
 /** The messages of a request's body, from those that are kept. */
 export function spoken(system, messages) {
   const said = system.trim() ? [{ role: "system", content: system }] : [];
@@ -35,8 +70,7 @@ export async function answer(body, message, signal, told) {
   const stats = message.stats = {};
   let first = 0, last = 0, whole = false;
   try {
-    const response = await ask("v1/chat/completions", { body, signal });
-    for await (const data of events(response)) {
+    for await (const data of resumed("v1/chat/completions", { body, signal })) {
       if (data === "[DONE]") {
         whole = true;
         break;

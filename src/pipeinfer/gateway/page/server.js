@@ -14,15 +14,16 @@ export class ServerError extends Error {
 }
 
 /** The response, if it is a good one; else throws ServerError, or AbortError. */
-export async function ask(path, { body, signal } = {}) {
+export async function ask(path, { body, signal, method, headers } = {}) {
   for (;;) {
     const before = key.used();
     let response;
     try {
       response = await fetch(new URL(path, BASE), {
-        method: body === undefined ? "GET" : "POST",
+        method: method ?? (body === undefined ? "GET" : "POST"),
         headers: {
           ...key.headers(),
+          ...headers,
           ...(body === undefined ? {} : { "Content-Type": "application/json" }),
         },
         body: body === undefined ? undefined : JSON.stringify(body),

@@ -1,9 +1,9 @@
 // Server-sent events out of a response's body. EventSource sends neither headers nor a body.
 
-/** The data of each event, as it comes. */
-export async function* events(response) {
+/** The data of each event, as it comes; place.event becomes the id of the latest event, if it has one. */
+export async function* events(response, place = {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "", data = [];
+  let rest = "", data = [], id = null;
   try {
     for (;;) {
       const { value, done } = await reader.read();
@@ -13,10 +13,15 @@ export async function* events(response) {
       rest = lines.pop();
       for (const line of lines) {
         if (line === "") {
-          if (data.length) yield data.join("\n");
+          if (data.length) {
+            place.event = id ?? place.event;
+            yield data.join("\n");
+          }
           data = [];
         } else if (line.startsWith("data:")) {
           data.push(line.slice(line[5] === " " ? 6 : 5));
+        } else if (line.startsWith("id:")) {
+          id = line.slice(line[3] === " " ? 4 : 3);
         }
       }
     }

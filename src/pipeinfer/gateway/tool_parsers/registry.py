@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypedDict, Unpack
 
+import msgspec
+
 from pipeinfer.command_line import none_of
 from pipeinfer.gateway.tool_parsers.base import (
     AnswerTagParser,
@@ -265,6 +267,21 @@ UNSUPPORTED_FORMS = {
 HARMONY = ("openai", "openai_gptoss")
 
 
+class ParserOptions(msgspec.Struct, frozen=True):
+    """What of a request its output parsers depend on: see OutputParsers.parser_factory.
+
+    Attributes:
+    - continues_message: see OutputParsers
+    """
+
+    schemas: dict[str, JsonObject] | None = None
+    first_call_only: bool = False
+    include_reasoning: bool = True
+    strip_answer: bool = False
+    custom_tools: tuple[str, ...] = ()
+    continues_message: bool = False
+
+
 @dataclass(frozen=True)
 class OutputParsers:
     """Which parsers the output of the served model needs.
@@ -350,6 +367,19 @@ class OutputParsers:
     def reasoning_state(self, answer: str) -> ThoughtState:
         """The state of reasoning behind `answer`, the begin of an answer."""
         return "over" if self.reasoning_tags is None else thought_state(answer, self.reasoning_tags)
+
+    def factory_for(self, options: ParserOptions | None) -> ParserFactory | None:
+        """parser_factory, of a request with these options; None: its output is not parsed."""
+        if options is None:
+            return None
+        parsers = self.continuing_message() if options.continues_message else self
+        return parsers.parser_factory(
+            options.schemas,
+            options.first_call_only,
+            options.include_reasoning,
+            options.strip_answer,
+            options.custom_tools,
+        )
 
     def parser_factory(
         self,

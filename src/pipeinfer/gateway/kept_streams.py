@@ -1,0 +1,426 @@
+"""Streams that outlive their connections: numbered events, their owners, times and bounds.
+
+- KeptStream: the events of one answer, from the first that is kept to the last.
+- StreamReader: how far one connection has come in a stream.
+- KeptStreams: all streams of a gateway. They are dropped when their time is over, and when they
+  occupy too many bytes.
+
+Events belong to lanes: each choice of an answer is one, and what comes behind all choices another.
+An event is known by how many events of each lane there were with it. Within a lane that is the
+same however often the answer is written; between lanes the order is that of arrival, which another
+gateway need not repeat. So whoever names the last event that it has gets all others, each once,
+from any connection and from any gateway.
+
+Knows no HTTP, no clock, and nothing about what an event says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import NamedTuple
+
+from pipeinfer.core import RecentTable
+
+STREAM_BYTES = 1024  # bytes that a stream occupies beside its events
+EVENT_BYTES = 48  # bytes that an event occupies beside its text
+MAX_READERS = 16  # connections that read one stream; one more takes the place of the oldest
+NUMBERS = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15}){0,64}")
+GONE_SECONDS = 3600.0  # seconds for which it is remembered that a stream was dropped
+MAX_GONE = 10_000  # dropped streams that are remembered
+
+
+class StreamUnknown(LookupError):
+    """No such stream is kept, or it belongs to somebody else."""
+
+
+class StreamGone(LookupError):
+    """The stream was kept, and is not any more, or not from the wanted event on."""
+
+
+class TooMuchKept(Exception):
+    """What cannot be dropped leaves no room for another stream."""
+
+
+class KeepPolicy(NamedTuple):
+    """How long a stream lives without a connection.
+
+    detached: it is computed to its end without one. seconds: for which it is kept; of a detached
+    stream they count from its end at the earliest.
+    """
+
+    detached: bool
+    seconds: float
+
+
+class KeptBounds(NamedTuple):
+    """Bytes of all streams together, and of those of one owner."""
+
+    total: int
+    per_owner: int
+
+
+MAX_LANES = 65  # of a stream: each event's id names one number for each
+
+
+def events_had(text: str) -> tuple[int, ...] | None:
+    """The numbers of events that an event's id names; None for what is no such id."""
+    if NUMBERS.fullmatch(text) is None:
+        return None
+    return tuple(map(int, text.split(".")))
+
+
+class StreamReader:
+    """One connection that reads a stream.
+
+    position: number of the next event of all lanes that it looks at. passed: events of each lane
+    before that. had: events of each lane that the client has.
+    on_change(): called when there is more to read, and at the end. lost: the stream was dropped, or
+    the event at `position`, or another connection took this one's place.
+    """
+
+    __slots__ = ("had", "lost", "on_change", "passed", "position")
+
+    def __init__(
+        self,
+        position: int,
+        passed: Sequence[int],
+        had: Sequence[int],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.position = position
+        self.passed = list(passed)
+        self.had = list(had)
+        self.on_change = on_change
+        self.lost = False
+
+
+class KeptStream:
+    """The events of one answer.
+
+    counts: events of each lane, those that were dropped for their bytes included. dropped: of these
+    the latter. first: the sum of `dropped`.
+    rewritten: another gateway has begun the stream; events may be missing that clients have had.
+    ended: no more events come. delivered: a reader has had the last one.
+    bytes: that it occupies. fixed: those of them that are not of events.
+    deadline: seconds at which it is dropped, infinite while it has a reader or need not have one.
+    """
+
+    __slots__ = (
+        "_events",
+        "_lanes",
+        "bytes",
+        "counts",
+        "deadline",
+        "delivered",
+        "dropped",
+        "ended",
+        "fixed",
+        "name",
+        "owner",
+        "policy",
+        "readers",
+        "rewritten",
+    )
+
+    def __init__(
+        self, name: str, owner: str, policy: KeepPolicy, size: int, lanes: int = 1
+    ) -> None:
+        self.name = name
+        self.owner = owner
+        self.policy = policy
+        self._events: list[bytes] = []
+        self._lanes = bytearray()  # of each event
+        self.counts = [0] * lanes
+        self.dropped = [0] * lanes
+        self.rewritten = False
+        self.ended = self.delivered = False
+        self.bytes = self.fixed = STREAM_BYTES + size
+        self.deadline = inf
+        self.readers: list[StreamReader] = []
+
+    @property
+    def first(self) -> int:
+        """Number of the first event that is kept."""
+        return sum(self.dropped)
+
+    @property
+    def next(self) -> int:
+        """Number of the event that comes next."""
+        return self.first + len(self._events)
+
+    @property
+    def last_event(self) -> bytes:
+        """The latest event, empty if there is none."""
+        return self._events[-1] if self._events else b""
+
+    def take(self, reader: StreamReader, max_bytes: int) -> list[tuple[str, bytes]]:
+        """The reader's next events, each behind its id: about `max_bytes`, at least one if there is
+        any. The reader has had them then. With one lane an id is the event's number;
+        with several it says how many of each lane the reader has with this event."""
+        size, taken, had, passed = 0, list[tuple[str, bytes]](), reader.had, reader.passed
+        if reader.lost:
+            return taken
+        for at in range(reader.position - self.first, len(self._events)):
+            if size >= max_bytes:
+                break
+            lane, event = self._lanes[at], self._events[at]
+            reader.position += 1
+            passed[lane] += 1
+            if passed[lane] <= had[lane]:
+                continue  # its client has it
+            had[lane] = passed[lane]
+            single = len(had) == 1
+            taken.append((str(had[0] - 1) if single else ".".join(map(str, had)), event))
+            size += len(event)
+        return taken
+
+    def finished(self, reader: StreamReader) -> bool:
+        """Whether the reader has had the whole stream."""
+        return self.ended and reader.position == self.next
+
+    def add(self, events: Sequence[bytes], lane: int = 0) -> int:
+        """Appends events; returns the bytes that they occupy."""
+        self._events += events
+        self._lanes += bytes([lane]) * len(events)
+        self.counts[lane] += len(events)
+        size = sum(map(len, events)) + EVENT_BYTES * len(events)
+        self.bytes += size
+        return size
+
+    def drop_older_half(self) -> int:
+        """Drops the first events, with half of all bytes; returns the bytes that they occupied."""
+        freed, count, half = 0, 0, (self.bytes - self.fixed) / 2
+        while count < len(self._events) and freed < half:
+            freed += len(self._events[count]) + EVENT_BYTES
+            self.dropped[self._lanes[count]] += 1
+            count += 1
+        del self._events[:count], self._lanes[:count]
+        self.bytes -= freed
+        return freed
+
+
+class _OwnedStreams:
+    """The streams of one owner, oldest first, and their bytes."""
+
+    __slots__ = ("bytes", "delivered", "ended", "running")
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.running: dict[str, KeptStream] = {}
+        self.ended: dict[str, KeptStream] = {}  # and perhaps nobody has had their last event
+        self.delivered: dict[str, KeptStream] = {}
+
+    def place(self, stream: KeptStream) -> None:
+        """Puts the stream where it belongs."""
+        self.remove(stream)
+        where = self.running if not stream.ended else self.ended
+        (self.delivered if stream.delivered else where)[stream.name] = stream
+
+    def remove(self, stream: KeptStream) -> None:
+        for where in (self.running, self.ended, self.delivered):
+            where.pop(stream.name, None)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.running or self.ended or self.delivered)
+
+
+class KeptStreams:
+    """All kept streams, by name.
+
+    Over a bound the oldest streams that ended go first, of these the delivered ones. If none has
+    ended, the longest loses its older half: whoever reads its end goes on, and it can be resumed
+    behind what it lost.
+
+    on_drop(name): called for each stream that is kept no longer, for whatever reason.
+    dropped: streams that went, or lost events, for their bytes. resumed: reads that began later.
+    """
+
+    def __init__(self, bounds: KeptBounds, on_drop: Callable[[str], None]) -> None:
+        self._bounds = bounds
+        self._on_drop = on_drop
+        self._streams: dict[str, KeptStream] = {}
+        self._owners: dict[str, _OwnedStreams] = {}
+        self._gone: RecentTable[str] = RecentTable(GONE_SECONDS, MAX_GONE)
+        self.bytes = self.dropped = self.resumed = 0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_detached(self) -> int:
+        """Streams that run on though no connection reads them."""
+        return sum(not s.ended and not s.readers for s in self._streams.values())
+
+    def open(
+        self, name: str, owner: str, policy: KeepPolicy, size: int, now: float, lanes: int = 1
+    ) -> KeptStream:
+        """A new stream without events, with `size` bytes beside them. Its time without a reader
+        begins. Raises ValueError for a name in use, TooMuchKept."""
+        if name in self._streams:
+            raise ValueError(f"a stream {name!r} is kept already")
+        stream = self._streams[name] = KeptStream(name, owner, policy, size, lanes)
+        owned = self._owners.setdefault(owner, _OwnedStreams())
+        owned.place(stream)
+        self._set_deadline(stream, now)
+        self._grow(stream, stream.bytes, now)
+        if owned.bytes > self._bounds.per_owner or self.bytes > self._bounds.total:
+            self._remove(stream)
+            raise TooMuchKept
+        return stream
+
+    def append(
+        self, stream: KeptStream, events: Sequence[bytes], now: float, lane: int = 0
+    ) -> None:
+        """More events of a stream; its readers are told. What comes for a stream that is kept no
+        longer is dropped."""
+        if self._keeps(stream) and events:
+            self._grow(stream, stream.add(events, lane), now)
+            _tell(stream)
+
+    def end(self, stream: KeptStream, now: float) -> None:
+        """The stream has all of its events; its readers are told."""
+        if self._keeps(stream) and not stream.ended:
+            stream.ended = True
+            self._owners[stream.owner].place(stream)
+            if stream.policy.detached:
+                self._set_deadline(stream, now)
+            _tell(stream)
+
+    def find(self, name: str, owner: str) -> KeptStream:
+        """Raises StreamUnknown or StreamGone."""
+        stream = self._streams.get(name)
+        if stream is not None and stream.owner == owner:
+            return stream
+        if stream is None and self._gone.get(name) == owner:
+            raise StreamGone("it is kept no longer")
+        raise StreamUnknown(name)
+
+    def attach(
+        self, stream: KeptStream, had: Sequence[int], on_change: Callable[[], None]
+    ) -> StreamReader:
+        """A reader whose client has `had` so many events of each lane; empty: none.
+
+        Raises StreamGone if some of the others were dropped, ValueError for events that never were.
+        """
+        had = had or [0] * len(stream.counts)
+        comes = stream.rewritten and not stream.ended  # what clients had before may come again
+        if len(had) != len(stream.counts) or (not comes and _above(had, stream.counts)):
+            raise ValueError("it has no such event")
+        if _above(stream.dropped, had):
+            raise StreamGone(f"its events are kept from number {stream.first} on")
+        if len(stream.readers) >= MAX_READERS:
+            _lose(stream.readers.pop(0))
+        self.resumed += any(had)
+        begin, passed = stream.first, stream.dropped
+        if len(had) == 1:  # no need to look at those before
+            begin = min(had[0], stream.next)
+            passed = [begin]
+        reader = StreamReader(begin, passed, had, on_change)
+        stream.readers.append(reader)
+        stream.deadline = inf
+        return reader
+
+    def detach(self, stream: KeptStream, reader: StreamReader, now: float) -> None:
+        """The reader's connection is over; twice is no error."""
+        if reader in stream.readers:
+            stream.readers.remove(reader)
+            if stream.finished(reader) and not stream.delivered:
+                stream.delivered = True
+                if self._keeps(stream):
+                    self._owners[stream.owner].place(stream)
+            self._set_deadline(stream, now)
+
+    def drop(self, name: str) -> None:
+        """Forgets a stream as if it never was; an unknown name is no error."""
+        stream = self._streams.get(name)
+        if stream is not None:
+            self._remove(stream)
+
+    def expire(self, now: float) -> None:
+        """Drops the streams whose time is over."""
+        for stream in [s for s in self._streams.values() if s.deadline <= now]:
+            self._drop_for_good(stream, now)
+
+    def check(self) -> None:
+        """Raises AssertionError if sums and bounds do not hold."""
+        assert self.bytes == sum(s.bytes for s in self._streams.values())
+        assert self.bytes == sum(owned.bytes for owned in self._owners.values())
+        for owner, owned in self._owners.items():
+            mine = {n for n, s in self._streams.items() if s.owner == owner}
+            assert mine == {*owned.running, *owned.ended, *owned.delivered} and mine
+
+    def _keeps(self, stream: KeptStream) -> bool:
+        return self._streams.get(stream.name) is stream
+
+    def _set_deadline(self, stream: KeptStream, now: float) -> None:
+        needs_reader = stream.ended or not stream.policy.detached
+        waits = needs_reader and not stream.readers
+        stream.deadline = now + stream.policy.seconds if waits else inf
+
+    def _grow(self, stream: KeptStream, size: int, now: float) -> None:
+        owned = self._owners[stream.owner]
+        owned.bytes += size
+        self.bytes += size
+        while owned.bytes > self._bounds.per_owner and self._make_room(owned, now):
+            continue
+        while self.bytes > self._bounds.total:
+            largest_first = sorted(self._owners.values(), key=lambda one: -one.bytes)
+            if not any(self._make_room(one, now) for one in largest_first):
+                break
+
+    def _make_room(self, owned: _OwnedStreams, now: float) -> bool:
+        """Frees some bytes of an owner. False if there are none but those of running streams
+        without events."""
+        for ended in (owned.delivered, owned.ended):
+            if ended:
+                self.dropped += 1
+                self._drop_for_good(next(iter(ended.values())), now)
+                return True
+        longest = max(owned.running.values(), key=lambda one: one.bytes - one.fixed, default=None)
+        freed = longest.drop_older_half() if longest is not None else 0
+        if longest is not None:
+            behind = [one for one in longest.readers if one.position < longest.first]
+            for reader in behind:
+                longest.readers.remove(reader)
+                _lose(reader)
+            if behind:
+                self._set_deadline(longest, now)
+        self.dropped += freed > 0
+        owned.bytes -= freed
+        self.bytes -= freed
+        return freed > 0
+
+    def _drop_for_good(self, stream: KeptStream, now: float) -> None:
+        self._gone.put(stream.name, stream.owner, now)
+        self._remove(stream)
+
+    def _remove(self, stream: KeptStream) -> None:
+        del self._streams[stream.name]
+        owned = self._owners[stream.owner]
+        owned.remove(stream)
+        owned.bytes -= stream.bytes
+        self.bytes -= stream.bytes
+        if owned.empty:
+            del self._owners[stream.owner]
+        for reader in stream.readers:
+            _lose(reader)
+        stream.readers.clear()
+        self._on_drop(stream.name)
+
+
+def _above(some: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether any is greater than its counterpart."""
+    return any(one > other for one, other in zip(some, others, strict=True))
+
+
+def _tell(stream: KeptStream) -> None:
+    for reader in stream.readers:
+        reader.on_change()
+
+
+def _lose(reader: StreamReader) -> None:
+    reader.lost = True
+    reader.on_change()

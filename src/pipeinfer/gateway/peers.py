@@ -1,0 +1,518 @@
+"""What the gateways of a server tell one another, so that each can answer for all.
+
+    LimitShare      one gateway's share of a limit that all hold together: it gives of it what
+                    another gateway lacks
+    SharedLimits    all limits of which a gateway has shares
+    StateExchange   which of this gateway's changes each other one has heard
+    SharedQueue     the places of the queue, as a limit
+    Peers           their messages: adapters that are loaded or unloaded, shares of limits, and at a
+                    scrape what each has counted
+
+A share is a bounded counter (Balegas and others, 2015): all that one gateway has ever given to each
+other one, and taken from it. These numbers only grow, so they may be heard late, twice or not at
+all, and the shares that gateways know of never add up to more than the limit. What a gateway that
+is started again gave and took before, it hears from the others.
+
+Without other gateways nothing is sent, and nothing is waited for. All but Peers are sans-IO. Knows
+no HTTP and no key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from pipeinfer.control import (
+    CountedMetrics,
+    GatewayState,
+    MetricSamples,
+    Observed,
+    Prefixes,
+    ShareState,
+    ShowMetrics,
+)
+from pipeinfer.core import stage_number
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.health import Health
+from pipeinfer.gateway.ledger import QueueShare
+from pipeinfer.gateway.lora import AdapterRegistry
+from pipeinfer.gateway.monitor import PipelineMonitor
+from pipeinfer.messages import Message
+from pipeinfer.params import Adapter
+from pipeinfer.topology import Identity
+
+LOOK_SECONDS = 0.1  # between two looks at who is live, while something is waited for
+REPEAT_SECONDS = 0.5  # after which what a gateway has not heard is said again
+# Seconds for which a request waits for the others' shares of a limit that is used up here: so long
+# only where one of them hangs.
+BORROW_SECONDS = 2.0
+MEET_SECONDS = 3.0  # seconds for which a gateway that starts waits for what the others know
+SCRAPE_SECONDS = 1.0  # seconds for which a scrape waits for what the others have counted
+SPREAD_SECONDS = 5.0  # seconds for which a change waits until all have heard of it
+NOT_LIVE = ("starting", "lost")  # states of gateways that are not waited for
+
+
+# The name of something that changes: (ADAPTER, name) or (LIMIT, name, kind).
+Item = tuple[str, ...]
+ADAPTER, LIMIT = "adapter", "limit"
+
+
+class Divisible(Protocol):
+    """What has limits of several kinds, and uses of each what its share allows."""
+
+    def whole(self, kind: str) -> int:
+        """The limit that all gateways hold together; 0: none."""
+        ...
+
+    def free(self, kind: str, now: float) -> int:
+        """What is left of the share at `now` (seconds); below zero if more was used."""
+        ...
+
+    def set_share(self, kind: str, size: int, now: float) -> None:
+        """The share is `size` from now on; what was used stays used."""
+        ...
+
+
+class LimitShare:
+    """The share of gateway `index` of one limit.
+
+    given, taken: units, by index of the other gateway; they only grow.
+    wanted: units that are lacking now. said_free: free units, as the others were told last.
+    """
+
+    def __init__(self, index: int, gateways: int, limit: int = 0) -> None:
+        self._index = index
+        self.limit = limit
+        self.given = [0] * gateways
+        self.taken = [0] * gateways
+        self.wanted = 0
+        self.said_free: int | None = None
+        self._free_elsewhere: dict[int, int] = {}
+
+    @property
+    def size(self) -> int:
+        """Units of the share. Below zero for a time, if the limit was lowered."""
+        return self._first_size(self._index) + sum(self.taken) - sum(self.given)
+
+    def _first_size(self, index: int) -> int:
+        """Units with which gateway `index` begins."""
+        each, rest = divmod(self.limit, len(self.given))
+        return each + (index < rest)
+
+    def free_elsewhere(self) -> int:
+        """Units that the other gateways have left, as far as they have said."""
+        others = (index for index in range(len(self.given)) if index != self._index)
+        return sum(self._free_elsewhere.get(index, self._first_size(index)) for index in others)
+
+    def give(self, to: int, wanted: int, free: int) -> int:
+        """Gives gateway `to` the units that it lacks, or half of what is `free` here if that is
+        more, so that it need not ask for each. Returns how many."""
+        units = min(max(wanted, (free + 1) // 2), free, self.size)
+        if units <= 0 or wanted <= 0:
+            return 0
+        self.given[to] += units
+        return units
+
+    def hear(self, sender: int, given: int, taken: int, free: int) -> bool:
+        """What gateway `sender` says that it has given to this one, taken from it, and left.
+        Whether something was given, or taken of the process before this one."""
+        self._free_elsewhere[sender] = free
+        news = given > self.taken[sender] or taken > self.given[sender]
+        self.taken[sender] = max(self.taken[sender], given)
+        self.given[sender] = max(self.given[sender], taken)
+        return news
+
+
+def first_share(index: int, gateways: int, limit: int) -> int:
+    """The share with which gateway `index` begins."""
+    return LimitShare(index, gateways, limit).size
+
+
+class LimitName(NamedTuple):
+    """name: whose limit it is, "" for all clients'. kind: which one."""
+
+    name: str
+    kind: str
+
+
+class SharedLimits:
+    """All limits of which gateway `index` has shares."""
+
+    def __init__(self, index: int, gateways: int) -> None:
+        self._index, self._gateways = index, gateways
+        self._shares: dict[LimitName, LimitShare] = {}
+        self._holders: dict[str, Divisible] = {}
+
+    def add(self, name: str, holder: Divisible, kinds: Iterable[str], now: float) -> None:
+        """`holder` gets its shares from now on; again after its limits have changed."""
+        self._holders[name] = holder
+        for kind in kinds:
+            limit = LimitName(name, kind)
+            share = self._share(limit)
+            share.limit = holder.whole(kind)
+            self._apply(limit, now)
+
+    def lacks(self, limit: LimitName, units: int) -> None:
+        """So many units are wanted from the others; 0: none any more."""
+        self._shares[limit].wanted = units
+
+    def free(self, limit: LimitName, now: float) -> int:
+        """What is left of the share, below 0 if more is in use; 0 where there is no limit."""
+        holder = self._holders.get(limit.name)
+        return 0 if holder is None or not holder.whole(limit.kind) else holder.free(limit.kind, now)
+
+    def state(self, limit: LimitName, now: float) -> ShareState:
+        """What the others are told of it."""
+        share = self._shares[limit]
+        return ShareState(
+            name=limit.name,
+            kind=limit.kind,
+            given=tuple(share.given),
+            taken=tuple(share.taken),
+            wanted=share.wanted,
+            free=self._say_free(limit, now),
+        )
+
+    def free_elsewhere(self, limit: LimitName) -> int:
+        """What the other gateways have left, as far as they have said."""
+        share = self._shares.get(limit)
+        return 0 if share is None else share.free_elsewhere()
+
+    def refresh(self, now: float) -> list[LimitName]:
+        """The limits of which the others should be told, since what is left here has changed. Of
+        those of all clients, a quarter of the share is kept ready, so that requests need not wait
+        for more."""
+        changed: list[LimitName] = []
+        for limit, share in self._shares.items():
+            free = max(self.free(limit, now), 0)
+            if not limit.name:
+                share.wanted = max(share.size // 4, 1) if 4 * free < share.size else 0
+            if share.wanted or free != share.said_free:
+                changed.append(limit)
+        return changed
+
+    def _say_free(self, limit: LimitName, now: float) -> int:
+        free = self._shares[limit].said_free = max(self.free(limit, now), 0)
+        return free
+
+    def on_state(self, sender: int, state: ShareState, now: float, gives: bool = True) -> bool:
+        """Takes what gateway `sender` says of a limit, and gives it what it lacks. Whether the
+        others must hear of a change. gives: False for a process that has not heard all the others,
+        and so does not know what the one before it gave."""
+        counts = len(state.given), len(state.taken)
+        if sender == self._index or sender >= self._gateways or counts != (self._gateways,) * 2:
+            return False
+        limit = LimitName(state.name, state.kind)
+        share = self._share(limit)
+        given, taken = state.given[self._index], state.taken[self._index]
+        changed = share.hear(sender, given, taken, state.free)
+        if changed:
+            self._apply(limit, now)
+        if gives and share.give(sender, state.wanted, self.free(limit, now)):
+            self._apply(limit, now)
+            return True
+        return changed
+
+    def _share(self, limit: LimitName) -> LimitShare:
+        if limit not in self._shares:
+            self._shares[limit] = LimitShare(self._index, self._gateways)
+        return self._shares[limit]
+
+    def _apply(self, limit: LimitName, now: float) -> None:
+        holder = self._holders.get(limit.name)
+        if holder is not None and holder.whole(limit.kind):
+            holder.set_share(limit.kind, max(self._shares[limit].size, 0), now)
+
+
+class _Peer:
+    """Another gateway. incarnation: its process. heard: the latest of its changes that has come
+    here. seen: the latest of ours that it has heard of."""
+
+    __slots__ = ("heard", "incarnation", "seen")
+
+    def __init__(self, incarnation: int = 0) -> None:
+        self.incarnation = incarnation
+        self.heard = self.seen = 0
+
+
+class StateExchange:
+    """Changes of process `incarnation`, by number, and who has heard of them.
+
+    number: of the latest change.
+    """
+
+    def __init__(self, incarnation: int, peers: Sequence[str]) -> None:
+        self.incarnation = incarnation
+        self.number = 1  # so that there is something to say to a process that knows nothing
+        self._changed: dict[Item, int] = {}  # by item, in the order of their numbers
+        self._peers = {stage: _Peer() for stage in peers}
+
+    def change(self, item: Item) -> int:
+        """The number of this change."""
+        self.number += 1
+        self._changed.pop(item, None)
+        self._changed[item] = self.number
+        return self.number
+
+    def hear(self, state: GatewayState) -> bool:
+        """Whether there is news in what another gateway says, which must be answered then."""
+        peer = self._peers.get(state.stage)
+        if peer is None or state.incarnation < peer.incarnation:
+            return False
+        if state.incarnation > peer.incarnation:
+            peer = self._peers[state.stage] = _Peer(state.incarnation)
+        if state.heard_incarnation == self.incarnation:
+            peer.seen = max(peer.seen, state.heard)
+        if state.since > peer.heard:
+            return False  # meant for the process before this one, which had heard more
+        news = state.number > peer.heard
+        peer.heard = max(peer.heard, state.number)
+        return news
+
+    def heard_of(self, stage: str) -> tuple[int, int]:
+        """The process of another gateway that was heard last, and its number; 0 before."""
+        peer = self._peers[stage]
+        return peer.incarnation, peer.heard
+
+    def seen_by(self, stage: str) -> int:
+        """The number that another gateway has heard last."""
+        return self._peers[stage].seen
+
+    def has_heard(self, stage: str, number: int) -> bool:
+        """Whether another gateway has heard of change `number`."""
+        return self._peers[stage].seen >= number
+
+    def news_for(self, stage: str) -> Iterator[Item]:
+        """The items whose latest change another gateway has not heard of, newest first."""
+        seen = self._peers[stage].seen
+        for item, number in reversed(self._changed.items()):
+            if number <= seen:
+                return
+            yield item
+
+
+class SharedQueue:
+    """The requests that wait at this gateway, as Divisible: `requests` and `tokens` may wait at all
+    gateways together; 0: any. feed(): gives the core another share."""
+
+    KINDS = ("requests", "tokens")
+
+    def __init__(
+        self, core: GatewayCore, feed: Callable[[Message], None], requests: int, tokens: int
+    ) -> None:
+        self._core, self._feed = core, feed
+        self._whole = {"requests": requests, "tokens": tokens}
+        self._share = dict(self._whole)
+
+    def whole(self, kind: str) -> int:
+        """See Divisible."""
+        return self._whole[kind]
+
+    def free(self, kind: str, now: float) -> int:
+        """See Divisible."""
+        waiting = {"requests": "waiting", "tokens": "waiting_tokens"}[kind]
+        return self._share[kind] - int(self._core.stats()[waiting])
+
+    def set_share(self, kind: str, size: int, now: float) -> None:
+        """See Divisible. A share of no tokens is one of one, since 0 is no bound."""
+        if size != self._share[kind]:
+            self._share[kind] = size
+            tokens = max(self._share["tokens"], 1) if self._whole["tokens"] else 0
+            self._feed(QueueShare(requests=self._share["requests"], tokens=tokens))
+
+
+class Peers:
+    """The other gateways. `open` it before anything is asked of it. See runtime.stage.ControlHook.
+
+    identity, incarnation: of this one. gateways: ids of all. counted(): what this one has counted.
+    monitor: gets the answers to its questions; None where there is no page.
+    limits: those that all gateways hold together.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        incarnation: int,
+        gateways: Sequence[str],
+        health: Health,
+        adapters: AdapterRegistry,
+        counted: Callable[[], tuple[MetricSamples, ...]],
+        monitor: PipelineMonitor | None = None,
+    ) -> None:
+        self._stage = identity.id
+        self._health, self._adapters, self._counted = health, adapters, counted
+        self._monitor = monitor
+        self._others = [stage for stage in gateways if stage != identity.id]
+        self._exchange = StateExchange(incarnation, self._others)
+        self.limits = SharedLimits(identity.index, len(gateways))
+        self._send: Callable[[str, Message], None] | None = None
+        self._repeating: asyncio.Task[None] | None = None
+        self._next_state = asyncio.Event()
+        self._answers: dict[str, dict[str, tuple[MetricSamples, ...]]] = {}
+
+    # ------------------------------------------------------------------------------- a ControlHook
+
+    def open(self, ask: Callable[[str, Message], None]) -> None:
+        """See ControlHook."""
+        self._send = ask
+        if self._monitor is not None:
+            self._monitor.open(ask)
+        if self._others:
+            self._repeating = asyncio.get_running_loop().create_task(self._repeat())
+
+    def on_message(self, message: Message) -> None:
+        """See ControlHook."""
+        if isinstance(message, GatewayState):
+            self._on_state(message)
+        elif isinstance(message, ShowMetrics):
+            answer = CountedMetrics(message.question, self._stage, self._counted())
+            if message.stage in self._others:
+                self._post(message.stage, answer)
+        elif isinstance(message, CountedMetrics):
+            if message.question in self._answers:
+                self._answers[message.question][message.stage] = message.metrics
+                self._wake()
+        elif isinstance(message, Observed | Prefixes) and self._monitor is not None:
+            self._monitor.on_message(message)
+
+    def close(self) -> None:
+        """See ControlHook."""
+        if self._repeating is not None:
+            self._repeating.cancel()
+        if self._monitor is not None:
+            self._monitor.close()
+
+    # -------------------------------------------------------------------------------------- limits
+
+    def share(self, name: str, holder: Divisible, kinds: Sequence[str]) -> None:
+        """`holder` has a share of its limits from now on; again after these have changed."""
+        self.limits.add(name, holder, kinds, time.monotonic())
+
+    async def borrow(self, name: str, kind: str, units: int) -> None:
+        """Returns when the share has so many free units more, or nobody has any left to give, at
+        the latest after BORROW_SECONDS."""
+        limit = LimitName(name, kind)
+        if not kind or not self._live():
+            return
+        wanted = self.limits.free(limit, time.monotonic()) + units
+        self.limits.lacks(limit, units)
+        number = self._exchange.change((LIMIT, *limit))
+        self._tell(self._live())
+
+        def settled() -> bool:
+            heard = all(self._exchange.has_heard(stage, number) for stage in self._live())
+            return heard or self.limits.free(limit, time.monotonic()) >= wanted
+
+        await self._until(settled, BORROW_SECONDS)
+        self.limits.lacks(limit, 0)
+        self._exchange.change((LIMIT, *limit))
+
+    # ------------------------------------------------------------------------------------ adapters
+
+    async def change_adapter(self, name: str, adapter: Adapter | None) -> bool:
+        """Requests may name `adapter` from now on, at all gateways; None: no adapter of that name.
+        False if one of them has not heard of it within SPREAD_SECONDS; it will."""
+        self._adapters.change(name, adapter, stage_number(self._stage, "gateway") or 0)
+        number = self._exchange.change((ADAPTER, name))
+        self._tell(self._live())
+        return await self._until(
+            lambda: all(self._exchange.has_heard(stage, number) for stage in self._live()),
+            SPREAD_SECONDS,
+        )
+
+    # -------------------------------------------------------------------------------- what they say
+
+    async def meet(self) -> None:
+        """Returns when all that are live have said what this process must know, at the latest after
+        MEET_SECONDS. Who has not been heard at all may be live."""
+        rows = [self._health.stages[stage] for stage in self._others]
+
+        def met() -> bool:
+            return self._has_met_all() and all(row.last_seen is not None for row in rows)
+
+        await self._until(met, MEET_SECONDS)
+
+    async def counted(self) -> dict[str, tuple[MetricSamples, ...]]:
+        """What each other gateway has counted, by its id; without those that do not answer."""
+        question, asked = f"{self._stage}-{time.monotonic_ns()}", self._live()
+        found = self._answers[question] = {}
+        try:
+            for stage in asked:
+                self._post(stage, ShowMetrics(question, self._stage))
+            await self._until(lambda: len(found) == len(asked), SCRAPE_SECONDS)
+            return dict(found)
+        finally:
+            del self._answers[question]
+
+    def _live(self) -> list[str]:
+        stages = self._health.stages
+        return [stage for stage in self._others if stages[stage].state not in NOT_LIVE]
+
+    def _has_met_all(self) -> bool:
+        return all(self._exchange.heard_of(stage)[1] for stage in self._live())
+
+    def _on_state(self, state: GatewayState) -> None:
+        if self._exchange.hear(state):
+            now, sender = time.monotonic(), stage_number(state.stage, "gateway") or 0
+            for share in state.shares:
+                if self.limits.on_state(sender, share, now, gives=self._has_met_all()):
+                    self._exchange.change((LIMIT, share.name, share.kind))
+            for adapter in state.adapters:
+                if self._adapters.adopt(adapter):
+                    self._exchange.change((ADAPTER, adapter.name))
+            self._tell([state.stage])
+        self._wake()
+
+    def _tell(self, stages: Sequence[str]) -> None:
+        now = time.monotonic()
+        for stage in stages:
+            items = list(self._exchange.news_for(stage))
+            incarnation, heard = self._exchange.heard_of(stage)
+            state = GatewayState(
+                stage=self._stage,
+                incarnation=self._exchange.incarnation,
+                number=self._exchange.number,
+                since=self._exchange.seen_by(stage),
+                heard_incarnation=incarnation,
+                heard=heard,
+                adapters=tuple(
+                    self._adapters.state(name[0]) for of, *name in items if of == ADAPTER
+                ),
+                shares=tuple(
+                    self.limits.state(LimitName(*name), now) for of, *name in items if of == LIMIT
+                ),
+            )
+            self._post(stage, state)
+
+    async def _repeat(self) -> None:
+        """Says again what has not been heard."""
+        while True:
+            for limit in self.limits.refresh(time.monotonic()):
+                self._exchange.change((LIMIT, *limit))
+            number = self._exchange.number
+            self._tell([s for s in self._live() if not self._exchange.has_heard(s, number)])
+            await asyncio.sleep(REPEAT_SECONDS)
+
+    def _post(self, stage: str, message: Message) -> None:
+        if self._send is not None:
+            self._send(stage, message)
+
+    def _wake(self) -> None:
+        self._next_state.set()
+        self._next_state = asyncio.Event()
+
+    async def _until(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Whether `done()` is true within that time; asked whenever another gateway has spoken, and
+        else at times."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while not done():
+            left = deadline - loop.time()
+            if left <= 0:
+                return False
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._next_state.wait(), min(left, LOOK_SECONDS))
+        return True

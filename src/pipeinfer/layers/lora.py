@@ -1,0 +1,230 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) of linear layers, many in one step.
+
+    y[t] += B[a] (A[a] x[t])        a: the adapter slot of token t; slot 0 is no adapter
+
+- AdapterBank: a rank's adapters by slot, for all layers, and which token has which.
+- AdaptedLinear: the matrices of one layer, and what they add to its product.
+- AdapterWeights: one adapter on the host, laid out as the bank has it.
+
+A and B are cut as the weight is: where ranks have rows of the product, B; where they have columns
+of the input, A, and each rank adds its share before the sum over ranks. All has fixed addresses,
+so that CUDA graphs may hold it. Knows no request and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from pipeinfer.kernels.interface import DeviceStep
+
+
+class LowRankPair(NamedTuple):
+    """What an adapter has for one module: a [rank, in_features], b [out_features, rank], on the
+    host; what is added to the module's product is scale * b (a x)."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """A matrix of the checkpoint, or a part of its rows, within a layer's product.
+
+    Attributes:
+        name: of the matrix, such as model.layers.0.self_attn.q_proj.
+        shape: of the whole matrix, [out_features, in_features].
+        rows: that this rank has of its out_features.
+        columns: that this rank has of its in_features.
+        at: where those rows are in the layer's product.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    rows: slice
+    columns: slice
+    at: slice
+
+
+# (x [T, in], a [adapter slots, modules * rank, in], b [adapter slots, out, rank], where each
+# module's rows are in the product, token_adapters int32 [T], y [T, out]): adds to y.
+AddLowRank = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, tuple[slice, ...], torch.Tensor, torch.Tensor], None
+]
+
+
+def add_low_rank_on_host(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    parts: tuple[slice, ...],
+    token_adapters: torch.Tensor,
+    y: torch.Tensor,
+) -> None:
+    """See AddLowRank."""
+    rank = b.shape[2]
+    for adapter in torch.unique(token_adapters).tolist():
+        if adapter == 0:
+            continue
+        tokens = torch.nonzero(token_adapters == adapter).flatten()
+        low = torch.nn.functional.linear(x[tokens], a[adapter - 1])
+        added = [
+            torch.nn.functional.linear(low[:, at * rank : (at + 1) * rank], b[adapter - 1, part])
+            for at, part in enumerate(parts)
+        ]
+        y[tokens] += torch.cat(added, dim=1)
+
+
+def low_rank_kernel(device: torch.device) -> AddLowRank:
+    """What adds adapters' products on `device`."""
+    if device.type != "cuda":
+        return add_low_rank_on_host
+    from pipeinfer.kernels.lora import add_low_rank
+
+    return add_low_rank
+
+
+class AdaptedLinear:
+    """The adapters of one layer: a [adapter slots, modules * rank, in] and b [adapter slots, out,
+    rank], zeros where a slot has nothing for it.
+
+    permutation: int64 [n]; the layer's row i < n is what row permutation[i] was on disk; None: as
+    on disk.
+    """
+
+    def __init__(self, bank: AdapterBank, modules: Iterable[AdaptedModule]) -> None:
+        self._bank = bank
+        self.modules = tuple(modules)
+        self.permutation: torch.Tensor | None = None
+        self._parts = tuple(module.at for module in self.modules)
+        columns = self.modules[0].columns
+        size = bank.rank * len(self.modules), columns.stop - columns.start
+        rows = max(part.stop for part in self._parts)
+        self.a = torch.zeros(bank.adapter_slots, *size, dtype=bank.dtype, device=bank.device)
+        self.b = torch.zeros(
+            bank.adapter_slots, rows, bank.rank, dtype=bank.dtype, device=bank.device
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether some token of the step has an adapter."""
+        return self._bank.active
+
+    def add(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """y [T, out], to which the products of x [T, in] with its tokens' adapters were added."""
+        if self._bank.active:
+            adapters = self._bank.token_adapters[: x.shape[0]]
+            self._bank.add_low_rank(x, self.a, self.b, self._parts, adapters, y)
+        return y
+
+    def laid_out(self, pairs: Mapping[str, LowRankPair]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One slot of `a` and of `b`, on the host."""
+        rank = self._bank.rank
+        a = torch.zeros(self.a.shape[1:], dtype=torch.float32)
+        b = torch.zeros(self.b.shape[1:], dtype=torch.float32)
+        for at, module in enumerate(self.modules):
+            pair = pairs.get(module.name)
+            if pair is None:
+                continue
+            begin, size = at * rank, pair.a.shape[0]
+            a[begin : begin + size] = pair.a[:, module.columns].float()
+            b[module.at, :size] = pair.b[module.rows].float() * pair.scale
+        if self.permutation is not None:
+            b[: len(self.permutation)] = b[self.permutation]
+        return a.to(self.a.dtype), b.to(self.b.dtype)
+
+
+class AdapterWeights(NamedTuple):
+    """An adapter on the host, as the bank has it: (a, b) of each layer that it changes."""
+
+    layers: dict[AdaptedLinear, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class AdapterBank:
+    """Memory for adapters, for all layers of one rank's share.
+
+    Attributes:
+        adapter_slots: how many adapters there is room for.
+        rank: of an adapter at most.
+        dtype, device: of the matrices.
+        active: whether some token of the step that is queued now has an adapter.
+        token_adapters: int32 [tokens], the adapter slot of each token of the step, 0 of those
+            without; `reserve` makes it.
+        layers: by the names of their modules.
+    """
+
+    adapter_slots: int
+    rank: int
+    dtype: torch.dtype
+    device: torch.device
+    active: bool = False
+    token_adapters: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
+    layers: dict[tuple[str, ...], AdaptedLinear] = field(
+        default_factory=dict[tuple[str, ...], AdaptedLinear]
+    )
+
+    def __post_init__(self) -> None:
+        self.add_low_rank = low_rank_kernel(self.device)
+
+    def linear(self, modules: Iterable[AdaptedModule]) -> AdaptedLinear:
+        """The adapters of a layer. A model that is built again gets those that it had."""
+        listed = tuple(modules)
+        key = tuple(module.name for module in listed)
+        if key not in self.layers:
+            self.layers[key] = AdaptedLinear(self, listed)
+        return self.layers[key]
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """[out_features, in_features] of every matrix that an adapter may change, by name."""
+        return {
+            module.name: module.shape for layer in self.layers.values() for module in layer.modules
+        }
+
+    def laid_out(self, pairs: Mapping[str, LowRankPair]) -> AdapterWeights:
+        """An adapter of these pairs, by names of modules."""
+        changed = (
+            layer
+            for layer in self.layers.values()
+            if any(module.name in pairs for module in layer.modules)
+        )
+        return AdapterWeights({layer: layer.laid_out(pairs) for layer in changed})
+
+    @torch.inference_mode()
+    def put(self, adapter_slot: int, weights: AdapterWeights) -> None:
+        """The adapter takes the place of what was in `adapter_slot`, 1 to `adapter_slots`; on the
+        current stream."""
+        for layer in self.layers.values():
+            found = weights.layers.get(layer)
+            for target, at in ((layer.a, 0), (layer.b, 1)):
+                if found is None:
+                    target[adapter_slot - 1].zero_()
+                else:
+                    target[adapter_slot - 1].copy_(found[at])
+
+    def reserve(self, tokens: int) -> None:
+        """Room for steps of so many tokens."""
+        self.token_adapters = torch.zeros(tokens, dtype=torch.int32, device=self.device)
+        self._numbers = torch.arange(tokens, dtype=torch.int32, device=self.device)
+
+    @contextmanager
+    def step(self, step: DeviceStep, adapter_slots: torch.Tensor) -> Generator[None]:
+        """The products that are queued within are those of `step`, some of whose tokens have an
+        adapter. adapter_slots: int32, by request slot, where the request's adapter lies."""
+        tokens, rows = step.shape.num_tokens, step.shape.num_rows
+        slots = step.slots
+        if step.shape.num_prefills:
+            ends, numbers = step.qo_indptr[1:], self._numbers[:tokens]
+            row = torch.searchsorted(ends, numbers, right=True).clamp_(max=rows - 1)
+            slots = slots[row]
+        torch.index_select(adapter_slots, 0, slots, out=self.token_adapters[:tokens])
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False

@@ -1,0 +1,151 @@
+"""Child processes that do work for this one, the memory of this process, and who is at the other
+end of a Unix socket.
+
+    start_child, incoming_frames   a child process, from the parent's side and from its own
+    read_frame, write_frame        what both say to each other, on the child's stdin and stdout
+    map_large_allocations, return_freed_memory
+                                   what is asked of the C library's memory, where the library is
+                                   glibc; elsewhere nothing
+    resident_bytes                 how much memory this process has
+    peer_of                        the process at the other end of a Unix socket
+
+A child does work that would block its parent or could crash it. A frame is a length in 4 bytes,
+little endian, and that many bytes of body. The child exits when its stdin ends, so it never
+outlives its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import linecache
+import os
+import queue
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, cast
+
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+LARGE_BYTES = 128 << 10  # pieces from here on are mapped for themselves; glibc's own first value
+READ_BYTES = 1024 * 1024  # bytes; a pipe holds 64 KiB
+
+
+def start_child(
+    module: str, environment: Mapping[str, str], silent: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts `python -m module` as a child process. The module calls `incoming_frames`.
+
+    environment: variables to add to this process's environment.
+    silent: whether the child's stderr is dropped.
+    """
+    home = str(Path(__file__).parents[1])
+    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if silent else None,
+        bufsize=0,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+    )
+
+
+def incoming_frames() -> tuple[queue.SimpleQueue[bytes], BinaryIO]:
+    """Called in the child: the incoming frames, and the stream to `write_frame` answers to.
+
+    Redirects stdout to stderr, so that prints do not break a frame; ignores SIGINT. When stdin
+    ends, the process exits at once, whatever its threads are doing.
+    """
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not break a frame
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
+    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(frames,), daemon=True).start()
+    return frames, cast(BinaryIO, answers)
+
+
+def write_frame(stream: BinaryIO, body: bytes) -> None:
+    """Writes `body` as one frame. Raises BrokenPipeError if the other end is closed."""
+    for part in (len(body).to_bytes(4, "little"), body):
+        unwritten = memoryview(part)
+        while unwritten:
+            unwritten = unwritten[stream.write(unwritten) :]
+
+
+def read_frame(fd: int, seconds: float | None = None) -> bytes | None:
+    """The body of the next frame from file descriptor `fd`.
+
+    seconds: how long to wait for the whole frame; None: without limit.
+
+    Returns None if the pipe ends within the frame, or if the time is over.
+    """
+    until = None if seconds is None else time.monotonic() + seconds
+    head = _read(fd, 4, until)
+    return None if head is None else _read(fd, int.from_bytes(head, "little"), until)
+
+
+def _read(fd: int, count: int, until: float | None) -> bytes | None:
+    got = bytearray()
+    while len(got) < count:
+        if until is not None:
+            seconds_left = max(0.0, until - time.monotonic())
+            if not select.select([fd], [], [], seconds_left)[0]:
+                return None
+        chunk = os.read(fd, min(count - len(got), READ_BYTES))
+        if not chunk:
+            return None
+        got += chunk
+    return bytes(got)
+
+
+def _listen(frames: queue.SimpleQueue[bytes]) -> None:
+    while (frame := read_frame(sys.stdin.fileno())) is not None:
+        frames.put(frame)
+    os._exit(0)
+
+
+def map_large_allocations() -> None:
+    """From now on each piece of LARGE_BYTES or more is mapped for itself, and unmapped when it is
+    free.
+
+    Left alone, glibc does so only until the first such piece is free, and then puts all that are no
+    larger, up to 32 MiB, among the small ones. The holes that they leave are rarely given back: a
+    process that runs for days grows by them. A piece that is mapped costs its page faults each time
+    it is made; so this is for processes that seldom make one.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def return_freed_memory() -> None:
+    """Gives the kernel the memory that was freed, which the library otherwise keeps for later.
+    Source lines that Python read for imports are freed.
+    """
+    linecache.clearcache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def resident_bytes() -> int:
+    """What is in memory of this process, shared pages included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peer_of(link: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end: of a listening socket, who made it listen.
+
+    Names of Linux's abstract namespace belong to whoever binds them first, and anybody may connect:
+    so both ends must ask.
+    """
+    raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, user, _group = struct.unpack("3i", raw)
+    return pid, user

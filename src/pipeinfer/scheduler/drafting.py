@@ -1,0 +1,144 @@
+"""Which requests have draft tokens verified, and how many of them (speculative decoding).
+
+Engines have the flags --speculate, --num-speculative-tokens (Drafter.max_drafts) and
+--speculative-max-requests (Drafter.max_rows), and say in Hello what they verify. The device makes
+the drafts, out of a request's own tokens (Kernels.propose_ngrams) or by a small model
+(engine/draft_model.py). The scheduler decides who drafts. With n-grams it is a request whose latest
+tokens these would have predicted. To find that out costs one look into a table for each token, so a
+request that does not repeat itself pays no more for drafts. With a model it is every request that
+can at first; one whose drafts are mostly rejected tries again after a while. What is decided
+follows from tokens, plans and results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeinfer.core import ACCEPTED_AT
+from pipeinfer.params import NO_PENALTIES, penalties
+from pipeinfer.scheduler.request import Request
+from pipeinfer.wire import unpack
+
+RATE_STEP = 1 / 3  # how much one token changes the rate of right predictions
+# The rate from which on drafts are worth their computation: three right predictions reach it, a
+# wrong one ends it, the next right one may reach it again. If 0.7 of all predictions are right,
+# four drafts give 1.8 tokens more a step. Reckoned, not measured: what a step of five tokens costs
+# beside one of one token differs by device.
+MIN_RATE = 0.7
+# Of a model's draft tokens, the rate of accepted ones from which on they are worth their
+# computation. Reckoned: four of a model of 0.6B beside one of 14B make a step 1.8 times as long.
+MIN_ACCEPTED = 0.25
+# What each step in which it could draft and does not adds to a request's rate of accepted ones, so
+# that a request whose drafts were rejected tries them again after some tens of tokens.
+RECOVERY = 1 / 500
+
+
+class NgramForecast:
+    """How often the last pair of tokens would have predicted the next token of one request.
+
+    rate: of right predictions among the latest tokens, 0 to 1.
+    """
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self.seen = 0  # tokens
+        self._next: dict[tuple[int, int], int] = {}  # what followed a pair of tokens last
+        self._pair = -1, -1
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """The next tokens of the request."""
+        following, pair, rate = self._next, self._pair, self.rate
+        for token in tokens:
+            rate += RATE_STEP * ((following.get(pair) == token) - rate)
+            following[pair] = token
+            pair = pair[1], token
+        self._pair, self.rate, self.seen = pair, rate, self.seen + len(tokens)
+
+
+class Drafter:
+    """Chooses who drafts in a step.
+
+    max_drafts: draft tokens of a row at most, 0 for an engine that verifies none. max_rows: decodes
+        of a step up to which there are any: beyond, a step's time grows with its tokens.
+    model: a model makes them, not n-grams.
+    min_rate: of right predictions (NgramForecast) from which on a request drafts; of a model's
+        drafts, MIN_ACCEPTED is used unless this is 0, with which every request drafts always.
+    """
+
+    __transient__ = ("_forecasts",)  # a function of the requests' tokens
+
+    def __init__(self) -> None:
+        self.max_drafts = self.max_rows = 0
+        self.model = False
+        self.min_rate = MIN_RATE
+        self._forecasts: dict[Request, NgramForecast] = {}
+
+    def begin(self, max_drafts: int, max_rows: int, model: bool) -> None:
+        """An epoch begins on engines that verify so many, which a model makes, or n-grams do."""
+        self.max_drafts, self.max_rows, self.model = max_drafts, max_rows, model
+
+    def choose(self, decodes: Sequence[Request]) -> Iterator[tuple[int, int]]:
+        """(index, drafts at most) of those of the step's `decodes` that draft."""
+        if not 0 < len(decodes) <= self.max_rows or not self.max_drafts:
+            return
+        if not self.model:
+            self._forecasts = {
+                request: self._forecasts.get(request) or NgramForecast() for request in decodes
+            }
+        for index, request in enumerate(decodes):
+            if can_draft(request) and self._worthwhile(request):
+                drafts = min(self.max_drafts, request.max_total - 2 - request.projected)
+                if drafts > 0:
+                    yield index, drafts
+
+    def _worthwhile(self, request: Request) -> bool:
+        if not self.model:
+            return self._rate(request) >= self.min_rate
+        if request.draft_rate >= min(self.min_rate, MIN_ACCEPTED):
+            return True
+        request.draft_rate += RECOVERY
+        return False
+
+    def _rate(self, request: Request) -> float:
+        forecast = self._forecasts[request]
+        if not forecast.seen:
+            forecast.add(unpack(request.work.prompt_ids).tolist())
+        outputs = forecast.seen - request.prompt_len
+        forecast.add(request.outputs[outputs:])
+        return forecast.rate
+
+
+def can_draft(request: Request) -> bool:
+    """Whether draft tokens of it can be verified: not where sampling a token changes how the next
+    one is sampled (penalties, grammars, limits of thought, bad words of several tokens), nor where
+    there is none (vectors)."""
+    params = request.work.params
+    bad_words = any(len(ids) > 1 for ids in request.work.bad_word_ids)
+    counted = penalties(params) != NO_PENALTIES or bad_words
+    restricted = params.structured_outputs is not None or params.thinking_token_budget is not None
+    return not (counted or restricted or params.vector_size)
+
+
+class DraftCounts:
+    """Over all epochs. drafted: draft tokens that were verified. accepted: by position of the draft
+    token in its row, from 0, how many were what was sampled."""
+
+    def __init__(self) -> None:
+        self.drafted = 0
+        self.accepted: list[int] = [0]
+
+    def add(self, drafts: int, accepted: int) -> None:
+        """A row has ended with that many of its `drafts` accepted."""
+        self.drafted += drafts
+        self.accepted += [0] * (drafts - len(self.accepted))
+        for position in range(accepted):
+            self.accepted[position] += 1
+
+    def statistics(self) -> dict[str, float]:
+        """See docs/reference/statistics.md."""
+        found: dict[str, float] = {
+            "draft_tokens_total": self.drafted,
+            "accepted_draft_tokens_total": sum(self.accepted),
+        }
+        for position, count in enumerate(self.accepted):
+            found[f"{ACCEPTED_AT}{position}"] = count
+        return found
