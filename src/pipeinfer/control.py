@@ -244,6 +244,8 @@ class GatewayState(Message, frozen=True):
     - number: of its latest change
     - since: number up to which the receiver has heard all; a new process has not, and drops this
     - heard_incarnation, heard: the receiver's number that the sender has heard, of that process
+    - adapters, forgotten_adapters: as in AdapterChanges; all of them if there was a change, else
+      none
     """
 
     stage: str
@@ -254,6 +256,7 @@ class GatewayState(Message, frozen=True):
     heard: Count = 0
     adapters: tuple[AdapterState, ...] = ()
     shares: tuple[ShareState, ...] = ()
+    forgotten_adapters: Count = 0
 
 
 class ShowMetrics(Message, frozen=True):

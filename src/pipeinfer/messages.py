@@ -27,6 +27,8 @@ from pipeinfer.step_cost import StepCost
 
 PROTOCOL = 17
 
+REMEMBERED_UNLOADED = 8  # names of unloaded adapters; of others only the version is known
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 # What becomes of the requests that a group has when it is put to sleep: they are answered first,
 # end at once with what they have, or go on at waking.
@@ -199,14 +201,18 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True):
     that of the greater `gateway`.
 
     Attributes:
+    - version: greater than that of any change, of any name, that `gateway` knew of
     - gateway: index of the one that was asked to change it
     - adapter: None: it was unloaded
+    - configured: --lora-modules has the name too, so its change must be known as long as the server
+      runs
     """
 
     name: str
     version: Count
     gateway: Number
     adapter: Adapter | None = None
+    configured: bool = False
 
     def follows(self, other: AdapterState) -> bool:
         """Whether this change holds, where the other is of the same name."""
@@ -214,23 +220,44 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterChanges(Message, frozen=True):
-    """gateway -> tokenizers: the changes of adapters since the server's start. Tokenizers keep them
-    for a gateway that is started again, and gateways for a tokenizer that is.
+    """gateway -> tokenizers: the adapters that were loaded since the server's start, and those that
+    were unloaded last. Tokenizers keep them for a gateway that is started again, and gateways for a
+    tokenizer that is.
 
     Attributes:
-    - states: one of each name
+    - states: one of each name. Of those that were unloaded, the REMEMBERED_UNLOADED latest
+    - forgotten: the greatest version of an unloaded adapter that is no longer in `states`
     """
 
     states: tuple[AdapterState, ...] = ()
+    forgotten: Count = 0
 
-    def updated(self, later: AdapterChanges) -> AdapterChanges:
-        """These, and of `later` those that follow."""
-        found = {state.name: state for state in self.states}
-        for state in later.states:
-            known = found.get(state.name)
-            if known is None or state.follows(known):
-                found[state.name] = state
-        return AdapterChanges(tuple(found.values()))
+    @property
+    def next_version(self) -> int:
+        """The version of a change that follows all of these."""
+        return 1 + max([self.forgotten, *(state.version for state in self.states)])
+
+    def updated(self, others: AdapterChanges) -> AdapterChanges:
+        """What both know together, whichever comes first. A name that only one of them has, and not
+        above what the other has forgotten, was unloaded."""
+        found: dict[str, AdapterState] = {}
+        for these, those in ((self, others), (others, self)):
+            known = {state.name: state for state in those.states}
+            for state in these.states:
+                there = known.get(state.name)
+                if there is None:
+                    lives = state.version > those.forgotten or state.configured
+                else:
+                    lives = not there.follows(state)
+                if lives:
+                    found.setdefault(state.name, state)
+        unloaded = [s for s in found.values() if s.adapter is None and not s.configured]
+        unloaded.sort(key=lambda state: (state.version, state.gateway))
+        forgotten = max(self.forgotten, others.forgotten)
+        for state in unloaded[:-REMEMBERED_UNLOADED]:
+            del found[state.name]
+            forgotten = max(forgotten, state.version)
+        return AdapterChanges(tuple(found.values()), forgotten)
 
 
 # --------------------------------------------------------------------- work: tokenizer -> scheduler

@@ -337,8 +337,8 @@ async def test_adapters_are_told_to_the_next_gateway(start_gateway: StartGateway
     registry = gateway.driver._context.defaults.adapters
     await until(lambda: registry.names == ("mine",))
     registry.change("mine", None, 0)
-    assert registry.changes() == AdapterChanges(
-        (AdapterState("mine", 4, 0), AdapterState("other", 1, 0))
+    assert registry.changes == AdapterChanges(
+        (AdapterState("other", 1, 0), AdapterState("mine", 4, 0))
     )
 
 

@@ -13,6 +13,8 @@ from adapter_files import peft_logits, write_adapter
 from checkpoints import load_reference, make_checkpoint
 from pipeinfer import LLM, LoRARequest, SamplingParams
 from pipeinfer.llm import ConfigurationError, RequestError
+from pipeinfer.offline import calls
+from pipeinfer.settings import Settings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
 PROMPTS = ["the quick brown fox", "jumps", "over a lazy dog and further"]
@@ -102,3 +104,16 @@ def test_settings_that_do_not_go_together_are_refused(folders: dict[str, Path]) 
     ):
         with pytest.raises(ConfigurationError, match=message):
             LLM(folders["model"], **options)  # type: ignore[arg-type]
+
+
+def test_adapters_that_were_used_long_ago_are_not_remembered(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "KNOWN_ADAPTERS", 2)
+    known = calls.OfflineAdapters(Settings(enable_lora=True))
+    names = ("one", "b", "one", "c", "d")
+    assert [known.of(LoRARequest(name, 1, str(folders["one"]))).name for name in names] == [*names]
+    assert [key[0] for key in known._known] == ["c", "d"]
+    known.of(LoRARequest("c", 1, str(folders["one"])))
+    known.of(LoRARequest("e", 1, str(folders["one"])))
+    assert [key[0] for key in known._known] == ["c", "e"], "the one named longest ago goes"

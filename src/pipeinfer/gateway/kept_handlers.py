@@ -269,8 +269,7 @@ class Adopter:
         if isinstance(message, Adopt):
             self._on_adopt(message)
         elif isinstance(message, AdapterChanges):
-            for state in message.states:
-                self._context.defaults.adapters.adopt(state)
+            self._context.defaults.adapters.adopt(message)
         else:
             self._on_end()
 

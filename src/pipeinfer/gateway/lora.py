@@ -18,7 +18,8 @@ from pipeinfer.settings import Settings
 class AdapterRegistry:
     """Adapters by name, in the order in which they came.
 
-    enabled: whether there may be any. max_rank: the greatest rank of one.
+    enabled: whether there may be any. max_rank: the greatest rank of one. changes: what differs
+    from the settings' adapters.
     """
 
     def __init__(
@@ -27,7 +28,8 @@ class AdapterRegistry:
         self.enabled = enabled
         self.max_rank = max_rank
         self._by_name = {adapter.name: adapter for adapter in adapters}
-        self._changes: dict[str, AdapterState] = {}  # the latest of each name
+        self._configured = frozenset(self._by_name)
+        self.changes = AdapterChanges()
 
     @classmethod
     def of(cls, settings: Settings) -> AdapterRegistry:
@@ -55,30 +57,27 @@ class AdapterRegistry:
         """Requests may name `adapter` from now on, in the place of one with its name. None: those
         that come later may not name it any more, and those that run go on. gateway: index of this
         one."""
-        before = self._changes.get(name)
-        version = 1 if before is None else before.version + 1
-        self.adopt(AdapterState(name=name, version=version, gateway=gateway, adapter=adapter))
+        state = AdapterState(
+            name=name,
+            version=self.changes.next_version,
+            gateway=gateway,
+            adapter=adapter,
+            configured=name in self._configured,
+        )
+        self.adopt(AdapterChanges((state,)))
 
-    def adopt(self, change: AdapterState) -> bool:
-        """Takes a change that this gateway, or another, was asked for; False if a later one is
-        known."""
-        known = self._changes.get(change.name)
-        if known is not None and not change.follows(known):
-            return False
-        self._changes[change.name] = change
-        if change.adapter is None:
-            self._by_name.pop(change.name, None)
-        else:
-            self._by_name[change.name] = change.adapter
-        return True
-
-    def state(self, name: str) -> AdapterState:
-        """The latest change of that name."""
-        return self._changes[name]
-
-    def changes(self) -> AdapterChanges:
-        """All changes since the server's start."""
-        return AdapterChanges(tuple(self._changes.values()))
+    def adopt(self, changes: AdapterChanges) -> bool:
+        """Takes changes that this gateway, or another, was asked for; False if all were known."""
+        before, self.changes = self.changes, self.changes.updated(changes)
+        now = {state.name: state.adapter for state in self.changes.states}
+        for state in before.states:
+            now.setdefault(state.name, None)  # forgotten, so it was unloaded
+        for name, adapter in now.items():
+            if adapter is None:
+                self._by_name.pop(name, None)
+            else:
+                self._by_name[name] = adapter
+        return self.changes != before
 
 
 def adapted_fingerprint(base: str, adapter: Adapter) -> str:

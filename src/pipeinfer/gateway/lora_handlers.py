@@ -90,7 +90,7 @@ class LoraHandlers:
         """Changes it at all gateways, and for those that are started again. Raises ApiError 503 if
         one of them does not answer."""
         heard = await self._context.peers.change_adapter(name, adapter)
-        self._context.sessions.set_adapters(self._context.defaults.adapters.changes())
+        self._context.sessions.set_adapters(self._context.defaults.adapters.changes)
         if not heard:
             message = "not all gateways have answered; they will hear of it"
             raise ApiError(503, message, code="gateway_unanswered", retry_after=1)

@@ -40,7 +40,7 @@ from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.ledger import QueueShare
 from pipeinfer.gateway.lora import AdapterRegistry
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.messages import Message
+from pipeinfer.messages import AdapterChanges, Message
 from pipeinfer.params import Adapter
 from pipeinfer.topology import Identity
 
@@ -55,9 +55,9 @@ SPREAD_SECONDS = 5.0  # seconds for which a change waits until all have heard of
 NOT_LIVE = ("starting", "lost")  # states of gateways that are not waited for
 
 
-# The name of something that changes: (ADAPTER, name) or (LIMIT, name, kind).
+# The name of something that changes: (ADAPTERS,), all of them, or (LIMIT, name, kind).
 Item = tuple[str, ...]
-ADAPTER, LIMIT = "adapter", "limit"
+ADAPTERS, LIMIT = "adapters", "limit"
 
 
 class Divisible(Protocol):
@@ -416,7 +416,7 @@ class Peers:
         """Requests may name `adapter` from now on, at all gateways; None: no adapter of that name.
         False if one of them has not heard of it within SPREAD_SECONDS; it will."""
         self._adapters.change(name, adapter, stage_number(self._stage, "gateway") or 0)
-        number = self._exchange.change((ADAPTER, name))
+        number = self._exchange.change((ADAPTERS,))
         self._tell(self._live())
         return await self._until(
             lambda: all(self._exchange.has_heard(stage, number) for stage in self._live()),
@@ -460,9 +460,8 @@ class Peers:
             for share in state.shares:
                 if self.limits.on_state(sender, share, now, gives=self._has_met_all()):
                     self._exchange.change((LIMIT, share.name, share.kind))
-            for adapter in state.adapters:
-                if self._adapters.adopt(adapter):
-                    self._exchange.change((ADAPTER, adapter.name))
+            if self._adapters.adopt(AdapterChanges(state.adapters, state.forgotten_adapters)):
+                self._exchange.change((ADAPTERS,))
             self._tell([state.stage])
         self._wake()
 
@@ -470,6 +469,7 @@ class Peers:
         now = time.monotonic()
         for stage in stages:
             items = list(self._exchange.news_for(stage))
+            changes = self._adapters.changes if (ADAPTERS,) in items else AdapterChanges()
             incarnation, heard = self._exchange.heard_of(stage)
             state = GatewayState(
                 stage=self._stage,
@@ -478,9 +478,8 @@ class Peers:
                 since=self._exchange.seen_by(stage),
                 heard_incarnation=incarnation,
                 heard=heard,
-                adapters=tuple(
-                    self._adapters.state(name[0]) for of, *name in items if of == ADAPTER
-                ),
+                adapters=changes.states,
+                forgotten_adapters=changes.forgotten,
                 shares=tuple(
                     self.limits.state(LimitName(*name), now) for of, *name in items if of == LIMIT
                 ),

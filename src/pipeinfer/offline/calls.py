@@ -596,8 +596,12 @@ class LoRARequest:
 GivenLoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
+KNOWN_ADAPTERS = 1_000  # of which the files need not be read again
+
+
 class OfflineAdapters:
-    """The adapters that requests have named; files that have not changed are read once."""
+    """The adapters that requests have named; files that have not changed are read once, unless
+    KNOWN_ADAPTERS others were named since."""
 
     def __init__(self, settings: Settings) -> None:
         self._enabled, self._max_rank = settings.enable_lora, settings.max_lora_rank
@@ -632,11 +636,15 @@ class OfflineAdapters:
             stats = [(folder / name).stat() for name in (CONFIG, WEIGHTS) if folder.is_dir()]
             changed = [part for one in stats for part in (one.st_mtime_ns, one.st_size)]
             key = (given.lora_name, str(folder), *changed)
-            if key not in self._known:
-                self._known[key] = identify(given.lora_name, str(folder), self._max_rank)
+            adapter = self._known.pop(key, None)
+            if adapter is None:
+                adapter = identify(given.lora_name, str(folder), self._max_rank)
         except (OSError, ConfigurationError) as error:
             raise RequestError(f"lora_request: {error}", "lora_request") from None
-        return self._known[key]
+        self._known[key] = adapter
+        if len(self._known) > KNOWN_ADAPTERS:
+            del self._known[next(iter(self._known))]
+        return adapter
 
 
 WAKE = 0.1  # seconds that a wait takes at most, and between two calls of `meanwhile`
