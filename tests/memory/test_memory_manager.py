@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -82,6 +83,29 @@ def admit(
 
 
 PROMPT = list(range(100, 112))  # three whole pages
+
+
+def prompt_only(slot: int, tokens: list[int]) -> Admit:
+    params = RequestParams(max_tokens=1, vector_size=8)
+    return msgspec.structs.replace(admit(slot, tokens), params=params)
+
+
+def test_prompts_that_nobody_continues_take_no_chats_prefix():
+    """But what several of them begin with stays, as what a chat has."""
+    memory, instruction = Memory(pages=17), list(range(50, 54))
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    memory.run({}, releases=[Release(0, True)])
+    for number in range(20):
+        text = instruction + [1000 + 8 * number + i for i in range(8)]
+        rows, _ = memory.run({1: 99}, [prompt_only(1, text)])
+        assert rows.cached.tolist() == [4 if number else 0]
+        memory.run({}, releases=[Release(1, True)])
+    assert memory.manager.num_evicted > 0
+    rows, _ = memory.run({1: 99}, [prompt_only(1, text)])
+    assert rows.cached.tolist() == [8], "the last one is still there, and is protected from now on"
+    memory.run({}, releases=[Release(1, True)])
+    rows, _ = memory.run({0: 99}, [admit(0, PROMPT)])
+    assert rows.cached.tolist() == [8]
 
 
 def test_cached_prompt_of_whole_pages_still_computes_its_last_token():

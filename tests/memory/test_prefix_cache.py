@@ -30,6 +30,7 @@ Prefix = tuple[str, tuple[int, ...]]
 class ModelPage:
     page: int
     used: int
+    protected: bool = True
     locks: int = 0
 
 
@@ -59,16 +60,20 @@ class RadixMachine(RuleBasedStateMachine):
     blocks = st.lists(st.integers(0, 2), max_size=7)
     salts = st.sampled_from(["", "a"])
 
-    def found(self, salt: str, blocks: list[int]) -> list[Prefix]:
+    def found(self, salt: str, blocks: list[int], protect: bool = True) -> list[Prefix]:
         chain = self.prefixes(salt, blocks)
         have = next((i for i, key in enumerate(chain) if key not in self.model), len(chain))
         for key in chain[:have]:
             self.model[key].used = self.clock
+            self.model[key].protected |= protect
         return chain[:have]
+
+    @rule()
+    def next_plan(self) -> None:
+        self.clock += 1
 
     @rule(target=locks, salt=salts, blocks=blocks, extra=st.integers(0, 3), lock=st.booleans())
     def match(self, salt: str, blocks: list[int], extra: int, lock: bool):
-        self.clock += 1
         chain = self.found(salt, blocks)
         tail = np.full(min(extra, self.page_size - 1), 9, np.int32)  # never a whole page
         match = self.tree.match(np.concatenate((self.ids(blocks), tail)), salt, self.clock)
@@ -76,15 +81,15 @@ class RadixMachine(RuleBasedStateMachine):
         assert (match.node is None) == (not chain)
         return self.hold(match.node, chain) if lock else multiple()
 
-    @rule(target=locks, salt=salts, blocks=blocks, lock=st.booleans())
-    def insert(self, salt: str, blocks: list[int], lock: bool):
-        self.clock += 1
-        chain, have = self.prefixes(salt, blocks), self.found(salt, blocks)
+    @rule(target=locks, salt=salts, blocks=blocks, lock=st.booleans(), prompt_only=st.booleans())
+    def insert(self, salt: str, blocks: list[int], lock: bool, prompt_only: bool):
+        chain = self.prefixes(salt, blocks)
+        have = self.found(salt, blocks, protect=not prompt_only)
         offered = np.arange(self.next_page, self.next_page + len(blocks), dtype=np.int32)
         self.next_page += len(blocks)
-        match = self.tree.insert(self.ids(blocks), offered, salt, self.clock)
+        match = self.tree.insert(self.ids(blocks), offered, salt, self.clock, prompt_only)
         for key, page in list(zip(chain, offered.tolist(), strict=True))[len(have) :]:
-            self.model[key] = ModelPage(page, self.clock)
+            self.model[key] = ModelPage(page, self.clock, not prompt_only)
         assert match.pages.tolist() == [self.model[key].page for key in chain]
         return self.hold(match.node, chain) if lock else multiple()
 
@@ -127,13 +132,15 @@ class RadixMachine(RuleBasedStateMachine):
         assert given.tolist() == expected
 
     def check_victim(self, page: int) -> None:
-        """Page by page, the tree gives up an unlocked leaf that no other was used before."""
+        """Page by page, the tree gives up an unlocked leaf that no other was used before; none that
+        is protected while another is not."""
         inner = {(salt, blocks[:-1]) for salt, blocks in self.model}
         leaves = {
             key: entry for key, entry in self.model.items() if key not in inner and entry.locks == 0
         }
         key = next(key for key, entry in leaves.items() if entry.page == page)
-        assert leaves[key].used == min(entry.used for entry in leaves.values())
+        ranks = {key: (entry.protected, entry.used) for key, entry in leaves.items()}
+        assert ranks[key] == min(ranks.values())
         del self.model[key]
 
     @invariant()

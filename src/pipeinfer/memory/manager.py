@@ -306,7 +306,8 @@ class MemoryManager:
             return
         before = self.table.pages_of(slot)[:count]
         tokens = tokens[: count * self.page_size]
-        node, pages = self.cache.insert(tokens, before, self.slots.salt[slot], clock)
+        salt, prompt_only = self.slots.salt[slot], bool(self.slots.prompt_only[slot])
+        node, pages = self.cache.insert(tokens, before, salt, clock, prompt_only)
         if node is None:
             return
         # First the slot's row points at the cache's pages and locks them, then the duplicates are
@@ -335,7 +336,8 @@ class MemoryManager:
         if int(tokens.min()) < 0:
             raise ProtocolError(f"admit into slot {slot}: token id {int(tokens.min())}")
         salt = salt_digest(admit.cache_salt)
-        self.slots.put(slot, tokens, admit.max_total, _cache_key(salt))
+        prompt_only = admit.params.max_tokens is not None and admit.params.max_tokens <= 1
+        self.slots.put(slot, tokens, admit.max_total, _cache_key(salt), prompt_only)
         # The last token is always computed, for the logits to sample from. So is the token before
         # the first one whose log-prob is wanted.
         reusable = len(tokens) - 1 if admit.score_from < 0 else max(admit.score_from - 1, 0)

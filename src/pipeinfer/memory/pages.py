@@ -222,6 +222,7 @@ class SlotArrays:
     tokens: of each slot, the known ids, int32 [num_known]; None in an empty slot.
     locked_node: of each slot, the node of the prefix cache that it has locked.
     salt: of each slot, the request's cache salt.
+    prompt_only: bool [max_slots], at most one token is sampled, so nobody goes on behind it.
     drafted: bool [max_slots], draft tokens of the request were verified: num_projected counts them
         as if all had been accepted, which only the device knows.
 
@@ -238,9 +239,12 @@ class SlotArrays:
         self.tokens: list[np.ndarray | None] = [None] * max_slots
         self.locked_node: list[object] = [None] * max_slots
         self.salt: list[str] = [""] * max_slots
+        self.prompt_only = np.zeros(max_slots, dtype=bool)
         self.drafted = np.zeros(max_slots, dtype=bool)
 
-    def put(self, slot: int, tokens: np.ndarray, max_total: int, salt: str) -> None:
+    def put(
+        self, slot: int, tokens: np.ndarray, max_total: int, salt: str, prompt_only: bool = False
+    ) -> None:
         """Fills an empty slot with a request of `tokens` int32 [n], none of them computed."""
         self.active[slot] = True
         self.num_known[slot] = len(tokens)
@@ -249,6 +253,7 @@ class SlotArrays:
         self.num_admitted[slot] = len(tokens)
         self.tokens[slot] = tokens
         self.salt[slot] = salt
+        self.prompt_only[slot] = prompt_only
 
     def extend(self, slot: int, tokens: np.ndarray) -> None:
         """Adds `tokens` int32 [n] to the known ids of an active slot. Some of them may be computed

@@ -1,8 +1,8 @@
 """Prefix caches: from token prefixes, whole pages at a time, to the pages that hold their KV.
 
 - PrefixCache: what the memory manager calls.
-- RadixCache: a radix tree with locks and least-recently-used eviction. The idea of a radix tree
-  over KV is from SGLang (arXiv 2312.07104).
+- RadixCache: a radix tree with locks, and segmented least-recently-used eviction. The idea of a
+  radix tree over KV is from SGLang (arXiv 2312.07104).
 - NaiveCache: caches nothing.
 
 Nothing here reads a clock, so what is evicted is a function of the calls alone. Knows no slot, no
@@ -81,8 +81,18 @@ class PrefixCache(Protocol):
         """Undoes one lock; raises IntegrityError if there is none."""
         ...
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> PrefixMatch:
+    def insert(
+        self,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        salt: str,
+        clock: int,
+        prompt_only: bool = False,
+    ) -> PrefixMatch:
         """Offers `pages` int32 [n], which hold the KV of `tokens` [n * page_size].
+
+        prompt_only: of a request that nobody continues. Pages that only such requests have written
+        are evicted before all others, until a request matches them.
 
         Returns the pages that the cache has for these tokens now. Where it had a page before, it
         keeps that one, and the offered page stays the caller's. The other offered pages belong to
@@ -91,7 +101,8 @@ class PrefixCache(Protocol):
         ...
 
     def evict(self, count: int) -> np.ndarray:
-        """Gives up at most `count` pages, least recently used first: int32, now the caller's."""
+        """Gives up at most `count` pages, int32, now the caller's: first those of prompt-only
+        requests, then the others, least recently used first."""
         ...
 
     def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
@@ -121,21 +132,21 @@ class PrefixCache(Protocol):
         ...
 
 
-_NEVER = -1  # RadixNode.queued_use of a node that has no entry in the heap
 MAX_VISITED_NODES = 2_000  # nodes that `largest` looks at: 1 to 2 ms of the engine's time
 
 
 class RadixNode:
     """A run of pages between two forks. A match that ends within a node splits it, so all pages of
-    a node were last used at the same time.
+    a node were last used at the same time, and are of one segment.
 
     key, pages: int32 [pages * page_size] token ids; int32 [pages].
     parent: None of a root, and of a node that was evicted.
     children: by the bytes of the token ids of their first page.
     last_used: number of the plan that matched or inserted it last.
+    protected: of the segment that is evicted last; so are all nodes above it.
     created: number of the node, which breaks ties among equal `last_used`.
     locks: on it and on all nodes below it.
-    queued_use: `last_used` of its youngest entry in the heap of evictable leaves.
+    queued: `rank` of its youngest entry in the heap of evictable leaves; None: it has none.
     salt: of a root.
     """
 
@@ -147,7 +158,8 @@ class RadixNode:
         "locks",
         "pages",
         "parent",
-        "queued_use",
+        "protected",
+        "queued",
         "salt",
     )
 
@@ -158,6 +170,7 @@ class RadixNode:
         parent: RadixNode | None,
         last_used: int,
         created: int,
+        protected: bool = True,
     ) -> None:
         self.key = key
         self.pages = pages
@@ -165,9 +178,15 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] = {}
         self.last_used = last_used
         self.created = created
+        self.protected = protected
         self.locks = 0
-        self.queued_use = _NEVER
+        self.queued: tuple[bool, int] | None = None
         self.salt = ""
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Evictable leaves of a lower rank are evicted before."""
+        return self.protected, self.last_used
 
 
 class RadixCache:
@@ -181,24 +200,32 @@ class RadixCache:
     def reset(self) -> None:
         """Empties the cache; locks are gone, too."""
         self._roots: dict[str, RadixNode] = {}
-        # A heap of unlocked leaves by (last_used, created). Entries of nodes that were used,
-        # locked, extended or evicted since are stale; they are skipped when they come up.
-        self._evictable_leaves: list[tuple[int, int, RadixNode]] = []
+        # A heap of unlocked leaves by (rank, created). Entries of nodes that were used, locked,
+        # extended or evicted since are stale; they are skipped when they come up.
+        self._evictable_leaves: list[tuple[tuple[bool, int], int, RadixNode]] = []
         self._num_created = 0
         self._num_nodes = 0
         self.num_evictable = 0
         self.num_locked = 0
 
     def match(self, tokens: np.ndarray, salt: str, clock: int) -> PrefixMatch:
-        """The longest cached prefix of `tokens`; its whole path counts as used at `clock`."""
+        """The longest cached prefix of `tokens`; its whole path counts as used at `clock`, and is
+        protected from now on."""
         root = self._roots.get(salt)
         if root is None:
             return _NO_MATCH
-        node, found = self._match_pages(root, tokens, clock)
+        node, found = self._match_pages(root, tokens, clock, protect=True)
         self._queue_if_evictable(node)
         return _match(node, found)
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> PrefixMatch:
+    def insert(
+        self,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        salt: str,
+        clock: int,
+        prompt_only: bool = False,
+    ) -> PrefixMatch:
         """Adds those pages of `tokens` that the tree lacks; returns the tree's pages of all."""
         if len(tokens) != len(pages) * self.page_size:
             raise IntegrityError(f"{len(tokens)} tokens do not fill {len(pages)} pages")
@@ -208,13 +235,12 @@ class RadixCache:
         if root is None:
             root = self._roots[salt] = RadixNode(_NO_PAGES, _NO_PAGES, None, clock, 0)
             root.salt = salt
-        node, found = self._match_pages(root, tokens, clock)
+        node, found = self._match_pages(root, tokens, clock, protect=not prompt_only)
         have = sum(map(len, found))
         if have < len(pages):
             key = tokens[have * self.page_size :].copy()
-            node = self._attach(
-                node, RadixNode(key, pages[have:].copy(), node, clock, self._next_created())
-            )
+            new, created = pages[have:].copy(), self._next_created()
+            node = self._attach(node, RadixNode(key, new, node, clock, created, not prompt_only))
             found.append(node.pages)
         self._queue_if_evictable(node)
         return _match(node, found)
@@ -303,14 +329,14 @@ class RadixCache:
     def check_integrity(self, holders: Sequence[RadixNode]) -> np.ndarray:
         """See PrefixCache. Walks the whole tree."""
         own = Counter(map(id, holders))
-        waiting = {(id(node), last_used) for last_used, _, node in self._evictable_leaves}
+        waiting = {(id(node), rank) for rank, _, node in self._evictable_leaves}
         sizes = [0, 0]
         seen: list[np.ndarray] = [_NO_PAGES]
         count = 0
         for node in self._all_nodes():
             count += 1
             self._check_node(node, own[id(node)])
-            if not node.children and not node.locks and (id(node), node.last_used) not in waiting:
+            if not node.children and not node.locks and (id(node), node.rank) not in waiting:
                 raise IntegrityError(f"unlocked leaf {node.created} cannot be found for eviction")
             own.pop(id(node), None)
             sizes[node.locks > 0] += len(node.pages)
@@ -327,10 +353,11 @@ class RadixCache:
     # --------------------------------------------------------------------------- walking, splitting
 
     def _match_pages(
-        self, node: RadixNode, tokens: np.ndarray, clock: int
+        self, node: RadixNode, tokens: np.ndarray, clock: int, protect: bool
     ) -> tuple[RadixNode, list[np.ndarray]]:
         """Follows `tokens` from `node` as far as whole pages agree, and splits a node of which a
-        part agrees. Returns the last node and the pages of each node on the way, int32."""
+        part agrees. protect: the nodes on the way are protected from now on. Returns the last node
+        and the pages of each node on the way, int32."""
         size = self.page_size
         found: list[np.ndarray] = []
         at = 0
@@ -341,6 +368,7 @@ class RadixCache:
             same = _common_length(child.key, tokens[at:]) // size
             node = child if same == len(child.pages) else self._split(child, same)
             node.last_used = clock
+            node.protected |= protect
             found.append(node.pages)
             at += same * size
         return node, found
@@ -367,6 +395,7 @@ class RadixCache:
             node.parent,
             node.last_used,
             self._next_created(),
+            node.protected,
         )
         head.locks = node.locks
         node.parent.children[self._child_key(head)] = head
@@ -393,20 +422,20 @@ class RadixCache:
 
     def _queue_if_evictable(self, node: RadixNode) -> None:
         """Pushes `node` onto the heap if it is an unlocked leaf without a current entry there."""
-        if node.children or node.locks or node.parent is None or node.queued_use == node.last_used:
+        if node.children or node.locks or node.parent is None or node.queued == node.rank:
             return
         if len(self._evictable_leaves) > 2 * self._num_nodes + 64:
             self._drop_stale()
-        node.queued_use = node.last_used
-        heapq.heappush(self._evictable_leaves, (node.last_used, node.created, node))
+        node.queued = node.rank
+        heapq.heappush(self._evictable_leaves, (node.rank, node.created, node))
 
     def _drop_stale(self) -> None:
-        fresh: list[tuple[int, int, RadixNode]] = []
+        fresh: list[tuple[tuple[bool, int], int, RadixNode]] = []
         for entry in self._evictable_leaves:
             if _is_candidate(entry):
                 fresh.append(entry)
-            elif entry[0] == entry[2].queued_use:
-                entry[2].queued_use = _NEVER
+            elif entry[0] == entry[2].queued:
+                entry[2].queued = None
         heapq.heapify(fresh)
         self._evictable_leaves = fresh
 
@@ -418,8 +447,8 @@ class RadixCache:
             if _is_candidate(entry):
                 return entry[2]
             heapq.heappop(self._evictable_leaves)
-            if entry[0] == entry[2].queued_use:
-                entry[2].queued_use = _NEVER
+            if entry[0] == entry[2].queued:
+                entry[2].queued = None
         raise IntegrityError(f"{self.num_evictable} pages are evictable, but no leaf is")
 
     def _trim_leaf(self, leaf: RadixNode, pages: int) -> None:
@@ -454,6 +483,8 @@ class RadixCache:
             raise IntegrityError(f"node {node.created}: {node.locks} locks, {expected} held")
         if node.parent is None or node.parent.children.get(self._child_key(node)) is not node:
             raise IntegrityError(f"node {node.created} does not hang from its parent")
+        if node.protected and not node.parent.protected:
+            raise IntegrityError(f"node {node.created} is protected, what is above it is not")
 
 
 def _up_from(node: RadixNode) -> Iterator[RadixNode]:
@@ -474,14 +505,9 @@ def _first_ids(node: RadixNode, count: int) -> np.ndarray:
     return np.concatenate([one.key for one in path[::-1]])[: 0 if root.salt else count]
 
 
-def _is_candidate(entry: tuple[int, int, RadixNode]) -> bool:
-    last_used, _, node = entry
-    return (
-        node.last_used == last_used
-        and not node.children
-        and not node.locks
-        and node.parent is not None
-    )
+def _is_candidate(entry: tuple[tuple[bool, int], int, RadixNode]) -> bool:
+    rank, _, node = entry
+    return node.rank == rank and not node.children and not node.locks and node.parent is not None
 
 
 def _match(node: RadixNode, found: list[np.ndarray]) -> PrefixMatch:
@@ -529,7 +555,14 @@ class NaiveCache:
     def unlock(self, node: object) -> None:
         """Nothing to unlock."""
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> PrefixMatch:
+    def insert(
+        self,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        salt: str,
+        clock: int,
+        prompt_only: bool = False,
+    ) -> PrefixMatch:
         """Takes nothing."""
         return _NO_MATCH
 
