@@ -137,6 +137,17 @@ def test_takeover_counts_what_the_next_engine_computes_again(bench):
     assert 0 < phases[0] <= sum(phases) < keep["gap_seconds"]["max"] + 1
 
 
+def test_lora_compares_windows_in_which_adapters_are_loaded_with_calm_ones(bench):
+    metrics, _ = bench(
+        "lora", "--adapters", "2", "--windows", "1", "--streams", "2", "--tokens", "40",
+        "--threads", "1", "--dtype", "float32",
+    )  # fmt: skip
+    assert metrics["broken"] == [] and metrics["load_ms"]["p50"] > 0
+    for window in ("loading", "calm"):
+        assert 0 < metrics[f"{window}_gap_ms"]["p50"] <= metrics[f"{window}_gap_ms"]["longest"]
+    assert metrics["mib"]["engine"]["before"] > 0
+
+
 @pytest.fixture(scope="module")
 def server():
     with servers.Server("--threads", "1", "--max-model-len", "256") as running:

@@ -20,6 +20,7 @@ TOOL = Tool(
         "drafts": "one stream with speculative decoding and without, by kind of text",
         "sleep": "seconds to sleep and to wake up beside those of a start, and memory of the GPU",
         "takeover": "engines killed under streams: what is computed again, and how long it takes",
+        "lora": "adapters loaded and unloaded under streams: what streams feel, and what stays",
         "compare": "two result files side by side",
     },
     schema=SCHEMA,

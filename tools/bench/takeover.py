@@ -94,19 +94,22 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
 class Client:
     """Asks one question again and again.
 
-    number: also its seed. prompt: token ids.
+    number: also its seed. prompt: token ids. model: an adapter's name; None: the model itself.
     moved: when pieces came, in monotonic seconds. reference: its first answer.
     """
 
     number: int
     prompt: list[int]
+    model: str | None = None
     moved: list[float] = field(default_factory=list[float])
     reference: str | None = None
 
     async def ask(self, api: aiohttp.ClientSession, url: str, tokens: int) -> str:
         """The text of one answer; RuntimeError for anything but a stream that ends well."""
         extra = {"seed": self.number, "skip_special_tokens": False}
-        endpoint = Endpoint(url, temperature=0.8, include_usage=False, extra_body=extra)
+        endpoint = Endpoint(
+            url, model=self.model, temperature=0.8, include_usage=False, extra_body=extra
+        )
         body = endpoint.encode(SampleRequest(tokens, prompt_ids=self.prompt)).body
         text, finish = "", None
         async with api.post(endpoint.api_url, data=body, headers=endpoint.headers) as answer:
