@@ -80,7 +80,7 @@ class ContainerHost:
     def stop(self, name: str) -> int:
         """As `docker compose stop` does it; the exit code."""
         service = self.compose.services[name.rpartition("-")[0]]
-        self.processes[name].send_signal(signal.SIGTERM)
+        self.processes[name].send_signal(signal.Signals[service.get("stop_signal", "SIGTERM")])
         return self.processes[name].wait(int(service["stop_grace_period"].removesuffix("s")))
 
     def kill_one(self, name: str) -> None:

@@ -104,6 +104,9 @@ SERVICE: Rule = {
     ]}}},
     "restart": r"no|always|on-failure(:\d+)?|unless-stopped",
     "stop_grace_period": DURATION,
+    "stop_signal": r"SIG[A-Z0-9]+",
+    "read_only": bool,
+    "tmpfs": [r"/[^:]+(:[\w=,]+)?"],
     "cap_drop": [TEXT],
     "security_opt": [TEXT],
 }  # fmt: skip
@@ -141,6 +144,7 @@ def test_a_service_is_whole(where, name):
         assert target in DOCKERFILE
     for secret in service["secrets"]:
         assert (secret if isinstance(secret, str) else secret["source"]) in tree["secrets"]
+    assert service["read_only"] and service["tmpfs"] == ["/tmp"]
     grace = int(service["stop_grace_period"].removesuffix("s"))
     assert grace > Settings().drain_timeout + 5
 

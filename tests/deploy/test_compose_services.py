@@ -9,7 +9,9 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from http.client import IncompleteRead
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -84,52 +86,99 @@ def test_one_host_runs_as_it_is_checked_out_each_service_alone_in_its_network(fo
             host.kill()
 
 
-def test_an_engine_leaves_its_memory_to_the_next_container_and_its_place_to_a_standby(folder):
-    """An engine is killed (-9) under a stream, which goes on with the same text. Each is alone in a
-    PID namespace, as in a container: the holder of their memory sees none of their numbers."""
+class Stream:
+    """A seeded completion that outlives its connection. events: (id, data) of those that came.
+    begun: set when some have."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+        self.begun = threading.Event()
+
+    def read(self) -> None:
+        """Begins it, or goes on behind the last event, until it ends or its connection is cut."""
+        if self.events:
+            last = self.events[-1][0]
+            name = last.rpartition("/")[0]
+            request = Request(f"{URL}/v1/streams/{name}", headers={"Last-Event-ID": last})
+        else:
+            said = {"prompt": "a story", "max_tokens": 800, "ignore_eos": True, "stream": True}
+            request = Request(f"{URL}/v1/completions", json.dumps(said | {"seed": 7}).encode())
+            request.add_header("content-type", "application/json")
+            request.add_header("x-pipeinfer-detached", "60")
+        name = ""
+        with suppress(IncompleteRead, ConnectionError), urlopen(request, timeout=60) as answer:
+            for line in map(bytes.decode, answer):
+                if line.startswith("id: "):
+                    name = line[len("id: ") :].strip()
+                elif line.startswith("data: ") and name:
+                    self.events.append((name, line[len("data: ") :]))
+                    if len(self.events) == 100:
+                        self.begun.set()
+
+    def text(self) -> str:
+        pieces = [json.loads(data) for _, data in self.events if data[0] == "{"]
+        return "".join(piece["choices"][0]["text"] for piece in pieces)
+
+
+@pytest.fixture(scope="module")
+def one_host():
+    """(network, host, text of a Stream that nothing disturbed). Each engine is alone in a PID
+    namespace, as in a container: the holder of their memory sees none of their numbers."""
     compose = Compose({"PIPEINFER_STANDBY": "1"})
-    active, begun = compose.active(), threading.Event()
+    compose.services["gateway"]["environment"]["PIPEINFER_DRAIN_TIMEOUT"] = "1"
+    made = Path(tempfile.mkdtemp(prefix="pi-compose-"))
     with Hosts("host") as network:
 
         def inside(service: str, *words: str) -> list[str]:
             alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
             return network.command("host", *(alone if service == "engine" else ()), *words)
 
-        host = ContainerHost(folder / "h", compose, inside)
-
-        def stream() -> str:
-            said = {"prompt": "a story", "max_tokens": 800, "ignore_eos": True, "stream": True}
-            asked = Request(f"{URL}/v1/completions", json.dumps(said | {"seed": 7}).encode())
-            asked.add_header("content-type", "application/json")
-            pieces = []
-            with urlopen(asked, timeout=60) as answer:
-                for line in answer:
-                    if line.startswith(b"data: {"):
-                        pieces.append(json.loads(line[len("data: ") :])["choices"][0]["text"])
-                        if len(pieces) == 100:
-                            begun.set()
-            return "".join(pieces)
-
+        host = ContainerHost(made / "h", compose, inside)
         try:
-            for service in active:
+            for service in compose.active():
                 host.start(service)
             until(lambda: ready(network, "host"), "never ready")
-            host.start("engine", 2)
-            expected = network.call("host", stream)
-            until(partial(host.said, "engine-2", "a standby of"), "no standby is ready")
-            with ThreadPoolExecutor() as threads:
-                begun.clear()
-                answer = threads.submit(network.call, "host", stream)
-                assert begun.wait(60)
-                host.kill_one("engine-1")
-                assert answer.result() == expected
-            assert host.said("engine-2", "its standby is promoted") == 1
-            assert metric(network, "host", "pipeinfer_takeovers_total") == 1
-            assert 1 <= metric(network, "host", "pipeinfer_recomputed_tokens_total") <= 96
-            host.start("engine", 1)  # as its restart policy does
-            until(partial(host.said, "engine-1", "a standby of"), "it is no standby")
+            undisturbed = Stream()
+            network.call("host", undisturbed.read)
+            yield network, host, undisturbed.text()
         finally:
             host.kill()
+            shutil.rmtree(made)
+
+
+def test_an_engine_leaves_its_memory_to_the_next_container_and_its_place_to_a_standby(one_host):
+    """An engine is killed (-9) under a stream, which goes on with the same text."""
+    network, host, expected = one_host
+    host.start("engine", 2)
+    until(partial(host.said, "engine-2", "a standby of"), "no standby is ready")
+    stream = Stream()
+    with ThreadPoolExecutor() as threads:
+        reading = threads.submit(network.call, "host", stream.read)
+        assert stream.begun.wait(60)
+        host.kill_one("engine-1")
+        reading.result()
+    assert stream.text() == expected
+    assert host.said("engine-2", "its standby is promoted") == 1
+    assert metric(network, "host", "pipeinfer_takeovers_total") == 1
+    assert 1 <= metric(network, "host", "pipeinfer_recomputed_tokens_total") <= 96
+    host.start("engine", 1)  # as its restart policy does
+    until(partial(host.said, "engine-1", "a standby of"), "it is no standby")
+
+
+def test_a_stream_goes_on_at_the_container_that_replaces_its_gateways(one_host):
+    """As `docker compose up` replaces it: it is stopped, then there is another one."""
+    network, host, expected = one_host
+    stream = Stream()
+    with ThreadPoolExecutor() as threads:
+        reading = threads.submit(network.call, "host", stream.read)
+        assert stream.begun.wait(60)
+        assert host.stop("gateway-1") == 0
+        reading.result()
+    assert stream.text() != expected, "it was under way"
+    host.start("gateway")
+    until(lambda: ready(network, "host"), "never ready again")
+    network.call("host", stream.read)
+    assert stream.text() == expected
 
 
 def test_three_hosts_with_profiles_form_one_deployment(folder):

@@ -190,3 +190,15 @@ def test_available_memory_respects_the_control_group(tmp_path):
     assert available_bytes(tmp_path) == 8000 * 1024
     (group / "memory.max").write_text("5000\n")
     assert available_bytes(tmp_path) == 4000
+
+
+def test_available_memory_respects_a_control_group_of_version_1(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:  8000 kB\n")
+    group = tmp_path / "sys/fs/cgroup/memory"
+    group.mkdir(parents=True)
+    (group / "memory.usage_in_bytes").write_text("1000\n")
+    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert available_bytes(tmp_path) == 8000 * 1024
+    (group / "memory.limit_in_bytes").write_text("5000\n")
+    assert available_bytes(tmp_path) == 4000

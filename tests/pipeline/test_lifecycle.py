@@ -19,6 +19,7 @@ import pytest
 from leftovers import statistics
 
 from checkpoints import make_checkpoint
+from pipeinfer.bus import curve
 from pipeinfer.cli.main import main
 from pipeinfer.demo import demo_path
 from port_rows import port_row
@@ -273,6 +274,33 @@ def test_a_port_in_use_is_said_after_what_is_wrong_anyway_and_before_a_download(
         port = str(taken.getsockname()[1])
         for words, named in cases:
             assert named in refused("serve", "--port", port, *words)
+
+
+def test_a_host_with_gateways_alone_listens(tmp_path):
+    """No engine here says that it can start, and none is waited for."""
+    curve.create_key_pair(tmp_path, curve.DEFAULT_KEY)
+    port = port_row(5)
+    entries = [
+        f'[[stage]]\nname = "{name}"\nhost = "engines"\naddress = "tcp://192.0.2.1:{7000 + 10 * n}"'
+        for n, name in enumerate(STAGES[1:])
+    ]
+    entries += [
+        '[[stage]]\nname = "gateway"\nhost = "edge"\nbind = "127.0.0.1"',
+        f'address = "tcp://192.0.2.2:{port + 1}"',
+    ]
+    (tmp_path / "hosts.toml").write_text("\n".join(['keys = "."', *entries]))
+    server = Server("--topology", str(tmp_path / "hosts.toml"), "--on", "edge", port=port)
+    server.url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            return server.get("/health")[0] == 503
+        return False
+
+    try:
+        server.wait(answers, "it listens", 30)
+    finally:
+        server.kill()
 
 
 def child(server: Server, name: str) -> int:

@@ -81,6 +81,16 @@ def test_a_group_without_a_quota_has_all_cores(host):
     assert usable_cores(host(64, quota="max 100000")) == 64
 
 
+@pytest.mark.parametrize(("quota_us", "cores"), [(400_000, 4), (-1, 64)])
+def test_a_quota_of_version_1_counts_as_well(host, quota_us, cores):
+    root = host(64, gpu=True)
+    group = root / "sys/fs/cgroup/cpu"
+    group.mkdir(parents=True)
+    (group / "cpu.cfs_quota_us").write_text(f"{quota_us}\n")
+    (group / "cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(root) == cores
+
+
 def test_the_setting_has_the_last_word_but_for_engines(host):
     root = host(64, gpu=True)
     assert asked(root, stay_awake="never") == 0

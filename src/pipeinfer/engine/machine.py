@@ -30,6 +30,7 @@ import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
+from pipeinfer.control_group import memory_left
 from pipeinfer.engine.calibrate import (
     LARGE_TOP_K,
     alike_decodes,
@@ -152,13 +153,8 @@ class HostMachine:
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be taken without swapping, within the control group's limit if it has one."""
-    free = _meminfo(root / "proc/meminfo")
-    cgroup = root / "sys/fs/cgroup"
-    limit = _number(cgroup / "memory.max")
-    used = _number(cgroup / "memory.current")
-    if limit is not None and used is not None:
-        free = min(free, max(limit - used, 0))
-    return free
+    free, left = _meminfo(root / "proc/meminfo"), memory_left(root)
+    return free if left is None else min(free, left)
 
 
 def _meminfo(path: Path) -> int:
@@ -168,14 +164,6 @@ def _meminfo(path: Path) -> int:
             if name == "MemAvailable":
                 return int(value.split()[0]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _number(path: Path) -> int | None:
-    """The number in `path`; None without the file, or where it says "max"."""
-    if not path.exists():
-        return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None
 
 
 # Calls before a capture: lazy initialisation must not be captured. Most of it is of the first.

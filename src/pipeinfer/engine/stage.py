@@ -17,7 +17,7 @@ from pipeinfer.control import Prefix
 from pipeinfer.engine.start import GIB, Start, preload_torch, process_age
 from pipeinfer.messages import PROTOCOL, Hello, State
 from pipeinfer.processes import return_freed_memory
-from pipeinfer.runtime.entry import on_gpus
+from pipeinfer.runtime.entry import on_gpus, usable_cores
 from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.runtime.stage import Stage, StageContext
@@ -240,7 +240,7 @@ def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
 
     setup = partial(grammar_setup, folder, settings.model_impl)
     store = GrammarStore(setup, settings.grammar_cache_mib << 20, on_gpus(settings))
-    return GrammarMasks(store, os.cpu_count() or 1)
+    return GrammarMasks(store, usable_cores() or 1)
 
 
 def _driver(

@@ -43,6 +43,7 @@ from pipeinfer.bus.bus import AddressTaken, Listener, raise_socket_limits
 from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.command_line import CommandLine
+from pipeinfer.control_group import cpu_quota
 from pipeinfer.gguf.header import only_gguf
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
 from pipeinfer.processes import map_large_allocations
@@ -571,12 +572,8 @@ def busy_poll_seconds(
 def usable_cores(root: Path = Path("/")) -> int:
     """That this process may use, within its control group's quota if it has one."""
     allowed = len(os.sched_getaffinity(0))
-    quota = root / "sys/fs/cgroup/cpu.max"
-    if quota.exists():
-        quota_us, _, period = quota.read_text().partition(" ")
-        if quota_us.isdigit():
-            allowed = min(allowed, int(quota_us) // int(period))
-    return allowed
+    quota = cpu_quota(root)
+    return allowed if quota is None else min(allowed, quota)
 
 
 def on_gpus(settings: Settings, root: Path = Path("/")) -> bool:

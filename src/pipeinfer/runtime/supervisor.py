@@ -331,6 +331,7 @@ class Supervisor:
                 self._publish()
             for child in sorted(self._children.values(), key=_start_order):
                 await self._start(child)
+            self._check_configs()  # a host without engines has none, and nobody need say so
             await self._wait_first(self._configs_valid, self._stopping)
             if self._gateways() and not self._stopping.is_set():
                 self._http_sockets.listen()
