@@ -66,6 +66,8 @@ class StageEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: of an engine, "cpu", "cuda", "cuda:1" or "1"; "": see `Topology.gpu`.
     key: the name of the stage's CURVE key; "": the default one.
     bind: the host to listen on, where that is not the address's; "": the address's.
+    http: of a gateway, "http://HOST:PORT" where gateways of other hosts ask it for what it keeps;
+        "": they do not.
     """
 
     name: str
@@ -77,6 +79,7 @@ class StageEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = ""
     key: str = ""
     bind: str = ""
+    http: str = ""
 
     @property
     def identity(self) -> Identity:
@@ -278,6 +281,7 @@ def check_topology(topology: Topology) -> Topology:
         if entry.name not in NAMES:
             raise ConfigurationError(f"stage: name: {none_of(entry.name, NAMES)}")
         check_address(entry.address, topology.keyed)
+        _check_http(entry)
         for name in PORT_OFFSETS:
             endpoint = socket_address(entry.address, name)
             if endpoint in seen:
@@ -292,6 +296,14 @@ def check_topology(topology: Topology) -> Topology:
     _check_groups(topology)
     _check_hosts(topology)
     return topology
+
+
+def _check_http(entry: StageEntry) -> None:
+    scheme, separator, host = entry.http.partition("://")
+    right = scheme in ("http", "https") and bool(separator and host) and not set(host) & set("/?#@")
+    if entry.http and not (right and entry.name == "gateway"):
+        what = "must be http://HOST:PORT or https://HOST:PORT, of a gateway"
+        raise ConfigurationError(f"{entry.identity.id}: http = {entry.http!r} {what}")
 
 
 def _check_hosts(topology: Topology) -> None:
@@ -342,7 +354,7 @@ KEYS_VARIABLE = "PIPEINFER_KEYS"
 SECRET_VARIABLE = "PIPEINFER_CURVE_KEY"  # the only variable that a topology file cannot replace
 BIND_VARIABLE = "PIPEINFER_BIND"
 VARIABLES = (STAGES_VARIABLE, KEYS_VARIABLE, SECRET_VARIABLE, BIND_VARIABLE)
-STAGE_FIELDS = ("host", "device", "key", "bind")  # fields that PIPEINFER_STAGES can give a stage
+STAGE_FIELDS = ("host", "device", "key", "bind", "http")  # that PIPEINFER_STAGES can give
 
 
 def deployed_topology(path: str | None, environ: Mapping[str, str]) -> Topology:

@@ -8,6 +8,7 @@ import os
 import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 
 import aiohttp
@@ -30,12 +31,21 @@ class Door:
     """The HTTP side of one gateway. `handler` answers what another gateway passes on; what clients
     ask is passed on."""
 
-    def __init__(self, stage: str, addresses: dict[str, str], handler: Handler) -> None:
+    def __init__(
+        self,
+        stage: str,
+        addresses: dict[str, str],
+        handler: Handler,
+        elsewhere: dict[str, list[str]] | None = None,
+    ) -> None:
         others = {other: address for other, address in addresses.items() if other != stage}
-        health = Health(ExpectedStage(stage, "gateway") for stage in addresses)
-        for row in health.stages.values():
+        known = [*addresses, *(one for ids in (elsewhere or {}).values() for one in ids)]
+        self.health = Health(ExpectedStage(stage, "gateway") for stage in known)
+        for row in self.health.stages.values():
             row.state = "ready"
-        self.siblings = Siblings(stage, addresses[stage], others, health, first=True)
+        self.siblings = Siblings(
+            stage, addresses[stage], others, self.health, first=True, elsewhere=elsewhere
+        )
         self.handler = handler
         self.socket_name = socket_name(addresses[stage])
         app = web.Application(middlewares=[_errors])
@@ -242,3 +252,60 @@ async def test_no_comment_stands_within_an_event(
     assert b":\n" not in rest
     await asyncio.wait_for(client.reader.readuntil(b":\n"), PATIENCE)
     await client.close()
+
+
+@pytest.fixture
+async def other_host(doors: list[Door]) -> AsyncIterator[Door]:
+    """A gateway of another host, which asks that of `doors` which is at the shared port."""
+    alone = {"gateway-3": f"ipc:///{uuid.uuid4()}"}
+    made = Door("gateway-3", alone, has_it_not, elsewhere={doors[0].url: [*STAGES]})
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def test_what_another_host_has_is_found_at_any_of_its_gateways(
+    doors: list[Door], other_host: Door
+) -> None:
+    found, headers = await ask(other_host, authorization="Bearer k", **{"last-event-id": "x/1"})
+    assert found == 200
+    assert headers["authorization"] == "Bearer k" and headers["last-event-id"] == "x/1"
+    assert headers["x-pipeinfer-forwarded"] == "gateway-0", "its host's gateway has asked the last"
+    doors[2].handler = has_it_not
+    assert (await ask(other_host))[0] == 404
+
+
+async def test_hosts_that_ask_each_other_ask_once(other_host: Door) -> None:
+    """However the URLs name them, as with one of a load balancer before all."""
+    asked = 0
+
+    async def count(_request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        return web.json_response({}, status=404)
+
+    addresses = {stage: f"ipc:///{uuid.uuid4()}" for stage in ("gateway-4", "gateway-5")}
+    sibling = Door("gateway-5", addresses, count)
+    first = Door("gateway-4", addresses, has_it_not, elsewhere={other_host.url: ["gateway-3"]})
+    for door in (first, sibling):
+        await door.open()
+    await until(lambda: listens(sibling))
+    other_host.siblings._elsewhere = [
+        replace(place, url=first.url) for place in other_host.siblings._elsewhere
+    ]
+    try:
+        assert (await ask(first))[0] == 404 and asked == 1
+        assert (await ask(other_host))[0] == 404 and asked == 2
+    finally:
+        for door in (first, sibling):
+            await door.close()
+
+
+async def test_a_host_that_is_not_there_may_have_it(doors: list[Door], other_host: Door) -> None:
+    for stage in STAGES:
+        other_host.health.stages[stage].state = "lost"
+    assert (await ask(other_host))[0] == 503
+    other_host.health.stages["gateway-1"].state = "ready"
+    await doors[0].close()
+    assert (await ask(other_host))[0] == 503
+    await doors[0].open()

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 CUT = float(os.environ.get("PIPEINFER_TEST_CUT", "0"))  # seconds at least; 0: until it is noticed
 STAGES = (
     ("gateway", 0, "front"), ("tokenizer", 0, "front"), ("detokenizer", 0, "front"),
+    ("gateway", 1, "gpu-a"),
     ("scheduler", 0, "gpu-a"), ("engine", 0, "gpu-a"),
     ("scheduler", 1, "gpu-b"), ("engine", 1, "gpu-b"),
 )  # fmt: skip
@@ -43,15 +44,22 @@ class Deployment:
         lines = ['keys = "keys"', "[settings]", 'routing = "round-robin"', "kv_pages = 2000"]
         # Streams wait for their host, however slow this machine makes the cut.
         lines += ["threads = 1", "host_loss = 600"]
-        for number, (name, group, host) in enumerate(STAGES):
-            address = f"tcp://{hosts.addresses[host]}:{7000 + 10 * number}"
-            lines += ["[[stage]]", f'name = "{name}"', f"group = {group}", f'host = "{host}"']
-            lines += [f'key = "{host}"', f'address = "{address}"']
+        for place, (name, number, host) in enumerate(STAGES):
+            address = f"{hosts.addresses[host]}:{7000 + 10 * place}"
+            lines += ["[[stage]]", f'name = "{name}"', f'host = "{host}"', f'key = "{host}"']
+            lines += [f'address = "tcp://{address}"']
+            if name == "gateway":
+                lines += [f"index = {number}", f'http = "{self.url(host)}"']
+            else:
+                lines += [f"group = {number}"]
         self.file.write_text("\n".join(lines))
         for host in hosts.addresses:
             curve.create_key_pair(folder / "keys", host)
-        self.url = f"http://{hosts.addresses['front']}:8000"
         self.processes = {host: self.start(host) for host in hosts.addresses}
+
+    def url(self, host: str) -> str:
+        """Of the gateway there."""
+        return f"http://{self.hosts.addresses[host]}:8000"
 
     def start(self, host: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "pipeinfer", "serve", "--topology", str(self.file)]
@@ -69,7 +77,7 @@ class Deployment:
         """A client on host `front`. (0, {}) while nobody listens."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.url + path, data, {"content-type": "application/json"}
+            self.url("front") + path, data, {"content-type": "application/json"}
         )
 
         def there() -> tuple[int, dict]:
@@ -114,9 +122,8 @@ class Stream(threading.Thread):
 
     def _read(self) -> None:
         data = json.dumps({**self._body, "stream": True}).encode()
-        request = urllib.request.Request(
-            self._deployment.url + "/v1/completions", data, {"content-type": "application/json"}
-        )
+        url = self._deployment.url("front") + "/v1/completions"
+        request = urllib.request.Request(url, data, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
@@ -177,6 +184,38 @@ def test_streams_survive_the_cut_of_an_engine_host_and_new_requests_go_elsewhere
     deployment.wait(lambda: deployment.ask("/health")[1].get("status") == "ready", "not well again")
     again = [deployment.ask("/v1/completions", body)[1]["choices"][0]["text"] for body in bodies]
     assert again == [s.text for s in streams]
+
+
+def test_a_stream_goes_on_at_the_gateway_of_another_host(deployment):
+    """As behind a load balancer, which knows nothing of streams."""
+    said = {"prompt": "a story", "max_tokens": 150, "ignore_eos": True, "seed": 7, "stream": True}
+    headers = {"content-type": "application/json", "x-pipeinfer-detached": "60"}
+    data = json.dumps(said).encode()
+
+    def begin(most: int) -> list[bytes]:
+        url = deployment.url("front") + "/v1/completions"
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return [line for line, _ in zip(answer, range(most), strict=False)]
+
+    def go_on(last: str) -> list[bytes]:
+        url = f"{deployment.url('gpu-a')}/v1/streams/{last.rpartition('/')[0]}"
+        request = urllib.request.Request(url, headers={"Last-Event-ID": last})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return [*answer]
+
+    def text(lines: list[bytes]) -> str:
+        found = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        return "".join(one["choices"][0]["text"] for one in found)
+
+    begun = deployment.hosts.call("front", lambda: begin(60))
+    whole = begun[: max(n for n, line in enumerate(begun) if not line.strip())]  # to an event's end
+    last = [line for line in whole if line.startswith(b"id: ")][-1].decode()[4:].strip()
+    rest = deployment.hosts.call("front", lambda: go_on(last))
+    expected = text(deployment.hosts.call("front", lambda: begin(1 << 20)))
+    assert len(text(whole)) < len(expected) and text(whole + rest) == expected
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        deployment.hosts.call("front", lambda: go_on("nobody-knows-it/1"))
 
 
 def test_streams_survive_the_loss_of_power_of_an_engine_host(deployment):

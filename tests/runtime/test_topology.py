@@ -46,6 +46,11 @@ def test_ids_say_stage_group_and_rank():
         ("not toml", "pipeinfer.toml"),
         (FIVE.replace("gateway", "gatewax"), "'gatewax' is none of .*; did you mean 'gateway'"),
         (FIVE.replace("ipc:///tmp/x/engine", "ipc:///tmp/x/gateway"), "both take"),
+        (FIVE + 'http = "http://x:1"\n', "detokenizer-0: http = .* of a gateway"),
+        (
+            FIVE.replace('x/gateway"', 'x/gateway"\nhttp = "x:1"'),
+            "http = 'x:1' must be http://HOST",
+        ),
         (
             FIVE + '[[stage]]\nname = "engine"\naddress = "ipc:///tmp/x/2"\nrank = 2\n',
             r"engines of group 0 must have ranks \[0, 1\], not \[0, 2\]",

@@ -70,7 +70,7 @@ class KeptHandlers:
             router.add_route(method, route, self._at_any_gateway(handler))
 
     def _at_any_gateway(self, handler: Handler) -> Handler:
-        """`handler`; what this gateway does not have is asked of the others of this host."""
+        """`handler`; what this gateway does not have is asked of the others."""
 
         async def ask(request: web.Request) -> web.StreamResponse:
             try:

@@ -511,7 +511,8 @@ class HandlerContext:
     monitor: None where there is no page. created: Unix seconds, shown by /v1/models.
     pooling: how vectors or scores are made; None: texts are generated. template_roles: the chat
         template takes the roles "query" and "document".
-    store: None without --store. peers: the other gateways. siblings: those of this host.
+    store: None without --store. peers: the other gateways. siblings: those that are
+        asked for kept answers.
     """
 
     core: GatewayCore

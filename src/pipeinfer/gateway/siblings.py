@@ -1,9 +1,11 @@
-"""Requests for what another gateway of this host keeps.
+"""Requests for what another gateway keeps.
 
 Gateways of a host share the port, so a client that comes back for its stream, or its response, may
 reach another gateway than the one that has it. The others are asked over sockets of their own, as
 the client has asked, and the answer of the one that has it is passed on as it comes: keys, owners
 and errors are its business.
+Gateways of other hosts are asked in the same way where the topology says `http`; those ask the
+others of their host, and no further ones.
 The sockets are in Linux's abstract namespace: no file is left of a killed gateway, and another
 container does not reach them. What they serve is what the port serves, to processes of the same
 user; whoever else has taken such a name gets no request, since requests have keys.
@@ -16,8 +18,10 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import aiohttp
@@ -33,12 +37,18 @@ from pipeinfer.processes import peer_of
 log = logging.getLogger(__name__)
 
 FORWARDED = "x-pipeinfer-forwarded"  # of a request that another gateway passes on: the gateway's id
+FROM_HOST = "x-pipeinfer-from-host"  # the same, of a gateway of another host
 RETRY_SECONDS = 0.5  # until the socket of a gateway that is about to end is tried again
 ANSWER_SECONDS = 30.0  # until an answer begins; a gateway that hangs counts as lost before that
 BACKLOG = 128  # connections that wait to be accepted
 # Answers from which it does not follow that the gateway lacks the stream: 503 while it starts, 401
 # before it has read the keys again, of which the asking gateway knows the client's already.
 DOES_NOT_SAY = (401, 503)
+# Gateways of another host may have other keys and other rules, or a proxy before them.
+HOST_DOES_NOT_SAY = (502, 503, 504)
+HOST_LACKS = (401, 403, 404)
+# Seconds after which a silent host is asked whether it is there, then between questions; how many.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # Headers of a request that the handlers and what is before them read.
 ASKED_WITH = ("host", "origin", "authorization", "x-api-key", "last-event-id", "x-request-id")
 # Headers of an answer that concern one connection, and those that this gateway adds itself.
@@ -53,19 +63,53 @@ def socket_name(address: str) -> str:
     return "\0pipeinfer-" + blake2b(address.encode(), digest_size=16).hexdigest()
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a gateway is asked, or any of those that share a port.
+
+    stages: their ids. url: without a path. connect: makes connections to it. mark: the header that
+    says who passes a request on. lacks: statuses of who does not have what is asked for. unsure:
+    statuses from which that does not follow.
+    """
+
+    stages: Sequence[str]
+    url: str
+    connect: Callable[[], aiohttp.BaseConnector]
+    mark: str
+    lacks: Sequence[int]
+    unsure: Sequence[int]
+
+
 class Siblings:
-    """The other gateways of this host.
+    """The other gateways of this host, and those of other hosts that can be asked.
 
     stage, address: of this one. others: addresses by id. health: who is there. first: whether this
-    one is the first of the gateways, which says for all that the server is ready.
+    one is the first of the gateways, which says for all that the server is ready. elsewhere: ids of
+    gateways of other hosts, by their URL.
     """
 
     def __init__(
-        self, stage: str, address: str, others: Mapping[str, str], health: Health, *, first: bool
+        self,
+        stage: str,
+        address: str,
+        others: Mapping[str, str],
+        health: Health,
+        *,
+        first: bool,
+        elsewhere: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._stage, self._address = stage, address
         self._others, self._health = others, health
         self.first = first
+        self._here: list[_Place] = []
+        for other, at in others.items():
+            connect = partial(_AbstractConnector, socket_name(at))
+            place = _Place([other], "http://gateway", connect, FORWARDED, (404,), DOES_NOT_SAY)
+            self._here.append(place)
+        self._elsewhere = [
+            _Place(ids, url, _connector, FROM_HOST, HOST_LACKS, HOST_DOES_NOT_SAY)
+            for url, ids in (elsewhere or {}).items()
+        ]
         self._acceptor: Acceptor | None = None
         self._listening: asyncio.Task[None] | None = None
 
@@ -94,23 +138,22 @@ class Siblings:
         not say."""
         if is_forwarded(request):
             return None
-        stages = self._health.stages
-        asked = [at for stage, at in self._others.items() if stages[stage].state != "lost"]
-        silent = len(self._others) - len(asked)
+        places = [*self._here, *(() if FROM_HOST in request.headers else self._elsewhere)]
+        asked = [place for place in places if not self._is_lost(place)]
+        silent = len(places) - len(asked)
         async with AsyncExitStack() as stack:
-            asks: list[asyncio.Task[aiohttp.ClientResponse | None]] = []
-            for address in asked:
-                connector = _AbstractConnector(socket_name(address))
+            asks: list[asyncio.Task[tuple[_Place, aiohttp.ClientResponse | None]]] = []
+            for place in asked:
                 timeout = aiohttp.ClientTimeout(total=None)
-                session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+                session = aiohttp.ClientSession(connector=place.connect(), timeout=timeout)
                 await stack.enter_async_context(session)
-                asks.append(asyncio.create_task(self._ask(request, session)))
+                asks.append(asyncio.create_task(self._ask(request, place, session)))
             stack.push_async_callback(_drop, asks)
             for ask in asyncio.as_completed(asks):
-                answer = await ask
-                if answer is None or answer.status in DOES_NOT_SAY:
+                place, answer = await ask
+                if answer is None or answer.status in place.unsure:
                     silent += 1
-                elif answer.status != 404:
+                elif answer.status not in place.lacks:
                     await _drop(asks, answer)
                     return await _pass_on(request, answer)
         if silent:
@@ -118,23 +161,27 @@ class Siblings:
             raise ApiError(503, message, code="starting", retry_after=1)
         return None
 
+    def _is_lost(self, place: _Place) -> bool:
+        return all(self._health.stages[stage].state == "lost" for stage in place.stages)
+
     async def _ask(
-        self, request: web.Request, session: aiohttp.ClientSession
-    ) -> aiohttp.ClientResponse | None:
-        """What that gateway says; None if it was killed, or hangs."""
+        self, request: web.Request, place: _Place, session: aiohttp.ClientSession
+    ) -> tuple[_Place, aiohttp.ClientResponse | None]:
+        """What a gateway there says; None if it was killed, or hangs."""
         given = {header: request.headers.get(header, "") for header in ASKED_WITH}
         # Bytes that are no UTF-8 cannot be passed on, and must not be left out: they are wrong.
         headers = {h: v.encode(errors="replace").decode() for h, v in given.items() if v}
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                return await session.request(
+                answer = await session.request(
                     request.method,
-                    f"http://gateway{request.rel_url.raw_path_qs}",
-                    headers=headers | {FORWARDED: self._stage},
+                    f"{place.url}{request.rel_url.raw_path_qs}",
+                    headers=headers | {place.mark: self._stage},
                     allow_redirects=False,
                 )
         except (aiohttp.ClientError, TimeoutError):
-            return None
+            return place, None
+        return place, answer
 
     async def _listen(self, connections: Connections) -> None:
         def accepted(link: socket.socket) -> None:
@@ -181,21 +228,36 @@ class _AbstractConnector(aiohttp.UnixConnector):
         return protocol
 
 
+def _connector() -> aiohttp.TCPConnector:
+    """Of connections that end when the host at their other end is gone, also where nothing is sent
+    on them."""
+
+    def make(found: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socket:
+        made = socket.socket(*found[:3])
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE.items():
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return made
+
+    return aiohttp.TCPConnector(socket_factory=make)
+
+
 def is_forwarded(request: web.Request) -> bool:
-    """Whether another gateway passes `request` on, which has looked into what they share."""
+    """Whether another gateway of this host passes `request` on, which has looked into what they
+    share."""
     return FORWARDED in request.headers
 
 
 async def _drop(
-    asks: Sequence[asyncio.Task[aiohttp.ClientResponse | None]],
+    asks: Sequence[asyncio.Task[tuple[_Place, aiohttp.ClientResponse | None]]],
     but: aiohttp.ClientResponse | None = None,
 ) -> None:
     """Ends all connections but that of one answer, which may be a long one."""
     for ask in asks:
         ask.cancel()
     for found in await asyncio.gather(*asks, return_exceptions=True):
-        if isinstance(found, aiohttp.ClientResponse) and found is not but:
-            found.close()
+        if not isinstance(found, BaseException) and found[1] is not None and found[1] is not but:
+            found[1].close()
 
 
 async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

@@ -296,7 +296,7 @@ def _listen(context: StageContext) -> list[socket.socket]:
 
 
 def _siblings(context: StageContext, health: Health) -> Siblings:
-    """The gateways that share the port with this one."""
+    """The gateways that share the port with this one, and those of other hosts."""
     me, topology = context.identity, context.topology
     address, others = topology.address(me.id), dict[str, str]()
     first = True
@@ -304,7 +304,12 @@ def _siblings(context: StageContext, health: Health) -> Siblings:
         here = topology.stages_on(topology.entry(me.id).host, me.name)
         others = {e.identity.id: e.address for e in here if e.identity != me}
         first = all(e.index >= me.index for e in here)
-    return Siblings(me.id, address, others, health, first=first)
+    elsewhere: dict[str, list[str]] = {}
+    for entry in topology.entries:
+        apart = entry.http != topology.entry(me.id).http and entry.identity.id not in others
+        if entry.http and apart and entry.identity != me:
+            elsewhere.setdefault(entry.http, []).append(entry.identity.id)
+    return Siblings(me.id, address, others, health, first=first, elsewhere=elsewhere)
 
 
 def _context_length(settings: Settings, folder: Path) -> int:
