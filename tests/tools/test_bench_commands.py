@@ -86,7 +86,9 @@ def test_vectors_are_measured_beside_one_token_of_each_prompt(bench):
 
 
 def test_pipeline_counts_the_cpu_of_every_stage(bench):
-    metrics, _ = bench("pipeline", "--streams", "8", "--clients", "2", "--output-tokens", "64")
+    metrics, _ = bench(
+        "pipeline", "--streams", "8", "--clients", "2", "--dp", "2", "--output-tokens", "64"
+    )
     cost = metrics["cpu_us_per_token"]
     assert metrics["output_tokens"] == 8 * 64
     assert set(cost) == STAGES | {"client"}

@@ -129,7 +129,7 @@ def _start(
         command = [sys.executable, str(ENGINE)]
     else:
         command = [sys.executable, "-m", "pipeinfer.runtime", who.name, "--index", str(who.index)]
-    command += ["--topology", str(topology)]
+    command += ["--topology", str(topology), "--group", str(who.group)]
     inherited = sockets.descriptors if who.name == "gateway" else []
     command += sockets.arguments if who.name == "gateway" else []
     output = subprocess.PIPE if who == Identity("gateway") else None
