@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draws import seeded
+from kernels.gemm_cases import in_fp8
 from kernels.triton_cases import (
     DEVICE,
     HALVES,
@@ -42,6 +43,19 @@ def test_exact_gemm_is_that_of_the_reference(width, depth, rows, dtype):
     assert relative_error(exact_gemm(x, weight), gemm_reference(x, weight)) < bound
     expected = gemm_reference(x, weight, bias)
     assert relative_error(exact_gemm(x, weight, bias), expected) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("rows", [1, 40, 130])
+@pytest.mark.parametrize(
+    ("width", "depth", "blocks"), [(256, 256, True), (256, 256, False), (80, 144, False)]
+)
+def test_exact_gemm_takes_weights_in_fp8(width, depth, blocks, rows, dtype):
+    x, bias = randn(0, rows, depth, dtype=dtype), randn(2, width).to(dtype)
+    weight, scale, plain = in_fp8(width, blocks, depth)
+    expected = gemm_reference(x.float(), plain, bias.float())
+    got = exact_gemm(x, weight, bias, scale=scale)
+    assert got.dtype == dtype and relative_error(got, expected) < 4 * TOLERANCE[dtype]
 
 
 class Steps:

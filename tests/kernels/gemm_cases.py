@@ -92,9 +92,9 @@ def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
 SQUARE = GemmConfig(block_m=16, block_n=32, block_k=64, split_k=1, num_warps=4, num_stages=3)
 
 
-def in_fp8(width, blocks):
+def in_fp8(width, blocks, depth=DEPTH):
     """(e4m3 weights, their scales, the same as float32)."""
-    plain = randn(3, width, DEPTH) / 8
+    plain = randn(3, width, depth) / 8
     if not blocks:
         weight, scale = quantize_rows(plain)
         return weight, scale, weight.float() * scale

@@ -370,7 +370,7 @@ class ExactGemmConfig:
 
 
 @lru_cache(maxsize=1024)
-def exact_gemm_config(rows: int, width: int, depth: int) -> ExactGemmConfig:
+def exact_gemm_config(rows: int, width: int) -> ExactGemmConfig:
     """For x [rows, depth] @ weight [width, depth].T, each sum one chain: the depth is not split."""
     if rows <= 32:
         block_m = 16 if rows <= 16 else 32
@@ -380,3 +380,15 @@ def exact_gemm_config(rows: int, width: int, depth: int) -> ExactGemmConfig:
     if rows <= 64:
         return ExactGemmConfig(64, 32 if width <= 4096 else 64, 128, 4, 4)
     return ExactGemmConfig(128, 64 if width <= 8192 else 128, 64, 8, 4)
+
+
+@lru_cache(maxsize=1024)
+def exact_fp8_gemm_config(rows: int, width: int) -> ExactGemmConfig:
+    """The same with weights in FP8. Weights are the first operand, which tensor cores take from
+    registers, where they are dequantized; a step is as deep as a block of a scale."""
+    if rows <= 32:
+        block_n = 64 if width >= 6144 else 32
+        return ExactGemmConfig(16 if rows <= 16 else 32, block_n, 128, 4, 6, swap_ab=True)
+    if rows <= 64:
+        return ExactGemmConfig(64, 64, 128, 4, 4, swap_ab=True)
+    return ExactGemmConfig(128, 64 if width <= 8192 else 128, 128, 8, 3, swap_ab=True)
