@@ -447,9 +447,11 @@ def test_sums_of_a_tokens_pairs():
     ).asm["ptx"]
 
 
+@pytest.mark.parametrize("few", [0, *lora.FEW_TOKENS])
 @pytest.mark.parametrize(("kind", "rank"), [("*bf16", 16), ("*fp32", 512)])
-def test_adapters_products_compile_with_room_to_spare(kind: str, rank: int) -> None:
+def test_adapters_products_compile_with_room_to_spare(kind: str, rank: int, few: int) -> None:
     sizes = {"RANK": rank, "MODULES": 3, "ADAPTER_SLOTS": 8, "SPLITS": 5}
+    sizes |= {"FEW": few, "USE_PDL": True}
     sizes["BLOCK_T"] = lora.BLOCK_TOKENS
     sizes["BLOCK_R"] = max(rank, lora.MIN_RANK)
     block_k, block_n = lora.block_sizes(rank)
@@ -464,7 +466,8 @@ def test_adapters_products_compile_with_room_to_spare(kind: str, rank: int) -> N
     expand = compiled(
         lora._expand_kernel,
         {"low": "*fp32", "b": kind, "token_adapters": "*i32", "y": kind, "tokens": "i32",
-         "y_stride": "i32", "first": "i32", "end": "i32", "module": "i32"},
+         "y_stride": "i32", "first_module": "i32",
+         **{f"{bound}_{n}": "i32" for n in range(lora.MAX_MODULES) for bound in ("first", "end")}},
         {**sizes, "WIDTH": 7168, "BLOCK_N": block_n},
         num_stages=stages,
     )  # fmt: skip
