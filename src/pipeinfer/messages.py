@@ -428,7 +428,7 @@ class Plan(Message, frozen=True):
     from the id that the slot has sampled last. R: rows.
 
     Attributes:
-    - number: of the plan in its epoch, from 0
+    - number: of the plan in its epoch, from 0; one that was before comes again after MissedPlan
     - slots, counts: int32 bytes [R]; no slot stands twice
     - reset: cached prefixes that no request uses are forgotten between releases and admits
     - cache_slots: slots (int32 bytes). Whole pages of what is computed of their prompts enter the

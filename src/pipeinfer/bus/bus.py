@@ -55,7 +55,7 @@ from pipeinfer.topology import (
 log = logging.getLogger(__name__)
 
 CONNECT_MS = 3_000  # for a TCP connection; the kernel alone would wait ever longer, up to minutes
-# After how long a lost connection is tried again; over a network after ever longer, up to the most.
+# After how long a connection is tried again, and over a network after ever longer, up to the most.
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
 HANDSHAKE_MS = 10_000
 # (idle, interval, probes) of TCP's keepalive: seconds, seconds, count. A subscriber never says
@@ -113,7 +113,7 @@ class SocketFactory:
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = probes
         socket.connect_timeout = CONNECT_MS
-        socket.reconnect_ivl = RECONNECT_MS
+        socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
         socket.handshake_ivl = HANDSHAKE_MS
         return socket
 
@@ -151,8 +151,8 @@ class SocketFactory:
             self._keyring.secure_client(socket, stage)
             if self._authenticator is not None:
                 self._authenticator.watch_socket(socket, stage)
-        near = is_loopback(listen_host(address))
-        socket.reconnect_ivl_max = RECONNECT_MS if near else RECONNECT_MAX_MS
+        if is_loopback(listen_host(address)):
+            socket.reconnect_ivl_max = RECONNECT_MS
         socket.connect(socket_address(address, name))
 
     def secure(self, socket: zmq.Socket[bytes], address: str) -> None:

@@ -124,8 +124,8 @@ class Executor:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
         # What has ended does not count: a loop that takes plan after plan comes to reports late.
         if self.unreported >= MAX_UNFINISHED:
-            unfinished = [one for one, event, _ in self._launched if not event.ready]
-            unfinished = sum(one.epoch == step.epoch for one in (*unfinished, *self._waiting))
+            under_way = [one for one, event, _ in self._launched if not event.ready]
+            unfinished = sum(one.epoch == step.epoch for one in (*under_way, *self._waiting))
             if unfinished >= MAX_UNFINISHED:
                 raise RuntimeError(
                     f"step {step.number} submitted while {unfinished} are unfinished"
