@@ -43,26 +43,27 @@ REMEMBERED = 64  # plans whose rows are kept: far more than are ever in flight
 
 
 class Subjects:
-    """`of(message)` names the requests of each message, in the order of the trace."""
+    """`of(entry)` names the requests of each message, in the order of the trace."""
 
     def __init__(self) -> None:
         self._slots: dict[int, str] = {}
         self._plans: OrderedDict[tuple[int, int], dict[int, str]] = OrderedDict()
 
-    def of(self, message: object) -> tuple[str, ...]:
+    def of(self, entry: TraceEntry) -> tuple[str, ...]:
         """Ids of the requests, without repeats; empty where a message is about none."""
+        message = entry.message
         match message:
             case Begin():
                 self._slots.clear()
                 return ()
-            case Plan():
+            case Plan() if entry.counts:
                 return self._plan(message)
+            case Plan() | StepDone():
+                return tuple(dict.fromkeys(self.rows(message.epoch, message.number).values()))
             case Admitted():
                 return self._named(message.epoch, message.number, message.slots)
             case Result():
                 return self._named(message.epoch, message.number, message.slots)
-            case StepDone():
-                return tuple(dict.fromkeys(self.rows(message.epoch, message.number).values()))
         request_id = getattr(message, "request_id", None)
         if request_id is not None:
             return (request_id,)
@@ -430,7 +431,7 @@ def history(
 ) -> tuple[tuple[str, ...], list[TraceEntry]]:
     """(the requests that the difference is about, the last messages about them up to its cause)."""
     subjects = Subjects()
-    about = [(entry, subjects.of(entry.message)) for entry in entries
+    about = [(entry, subjects.of(entry)) for entry in entries
              if entry.seq <= max(difference.seq, difference.cause.seq)]  # fmt: skip
     named = {entry.seq: ids for entry, ids in about}
     requests = _at(difference, entries) or named.get(difference.seq) or ()

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pipeinfer.command_line import counted
+from pipeinfer.core import ANY_PLAN, PlanFilter
+from pipeinfer.messages import Begin, Plan
 from pipeinfer.topology import Identity
 from pipeinfer.trace.format import End, OtherProtocol, Trace, TraceHeader, UnreadableTrace
 
@@ -42,6 +44,7 @@ class TraceEntry:
     time: seconds of the stage's monotonic clock; of an input the `now` that its core was given.
     peer: the sender of an input, the receiver of an output ("" for everyone, and for local ones).
     sent: seconds of the sender's clock, inputs from the bus only, else 0. size: bytes of the body.
+    counts: False for a plan that had been published before, or that came behind a missing one.
     """
 
     seq: int
@@ -53,6 +56,7 @@ class TraceEntry:
     sent: float
     message: Any
     size: int
+    counts: bool = True
 
     @property
     def kind(self) -> str:
@@ -146,13 +150,19 @@ def load(path: Path) -> LoadedTrace:
     try:
         trace = Trace(path)
         entries: list[TraceEntry] = []
+        plans = PlanFilter(ANY_PLAN)
         for r in trace:
             # The remark that ends a recording has no time of its own.
             at = r.time or (entries[-1].time if entries else 0.0)
+            message, counts = trace.message(r), True
+            if isinstance(message, Begin):
+                plans = PlanFilter()
+            elif isinstance(message, Plan):
+                counts = plans.take(message.number) == "next"
             entries.append(
                 TraceEntry(
                     r.seq, at, r.direction, r.channel, r.peer, r.number, r.sent,
-                    trace.message(r), len(r.body),
+                    message, len(r.body), counts,
                 )
             )  # fmt: skip
     except OtherProtocol as error:
