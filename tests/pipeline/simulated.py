@@ -40,10 +40,10 @@ from pipeinfer.messages import (
     Ended,
     GroupFault,
     Heartbeat,
-    Kept,
     Message,
     Open,
     RankStatus,
+    Retention,
     Text,
     TokenRow,
     Tokens,
@@ -504,8 +504,8 @@ class Simulation:
         for n in range(made.n):
             client = Client(prompt, made, timeout=timeout, choice=n, kept=kept > 0)
             self.clients[choice_id(name, n)] = client
-        keep = Kept(name, "owner", kept, 0, b"format") if kept else None
-        call = Call(name, made, prompt_ids=pack(prompt), timeout=timeout, kept=keep)
+        retention = Retention(name, "owner", kept, 0, b"format") if kept else None
+        call = Call(name, made, prompt_ids=pack(prompt), timeout=timeout, retention=retention)
         self.feed("gateway-0", call)
         return name
 

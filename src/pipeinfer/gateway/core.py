@@ -105,7 +105,7 @@ class GatewayCore:
     A request past its timeout fails with status 408 if nothing of it was delivered; else it ends
     with finish "abort" and keeps its text.
 
-    The pipeline keeps a request with `kept` also when it has ended, until the driver feeds
+    The pipeline keeps a request with `retention` also when it has ended, until the driver feeds
     ClientDisconnected. A new core asks for the requests that the one before it has left so
     (Adoption): it has them as its own from Adopt on, and their text from the beginning.
     """
@@ -187,7 +187,7 @@ class GatewayCore:
         """True when no request is live. Those that a successor adopts do not count for one that
         leaves."""
         if self._leaves:
-            return all(record.submit.kept is not None for record in self._records.values())
+            return all(record.submit.retention is not None for record in self._records.values())
         return not self._records
 
     def can_serve(self) -> bool:
@@ -411,7 +411,7 @@ class GatewayCore:
                 )
             out.append(Send(LOCAL, "", delta))
         else:
-            if record.submit.kept is None:
+            if record.submit.retention is None:
                 self._complete(record, now)
             else:
                 self._keep(record)
@@ -501,7 +501,7 @@ class GatewayCore:
             and name not in self._finished
             and self._ended.get(name) is None
         ]
-        if not new or submit.kept is None:
+        if not new or submit.retention is None:
             return []
         submit = msgspec.structs.replace(submit, gateway=self._index, choices=tuple(new))
         size = occupied_tokens(submit.params, 0)

@@ -31,9 +31,9 @@ from pipeinfer.messages import (
     AdapterChanges,
     Done,
     FinishReason,
-    Kept,
     LogprobTexts,
     Message,
+    Retention,
     Submit,
     TextRow,
 )
@@ -67,7 +67,7 @@ class Call(Message, frozen=True):
         text, its tokens as the vocabulary writes them.
     only_encode: nothing is generated; one OutputDelta ends the request.
     token_offsets: each OutputDelta says where the text of its tokens begins.
-    priority, cache_salt, trace, client, fallback_grammar, adapter, kept: as in Submit.
+    priority, cache_salt, trace, client, fallback_grammar, adapter, retention: as in Submit.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class Call(Message, frozen=True):
     token_offsets: bool = False
     return_token_strs: bool = False
     adapter: Adapter | None = None
-    kept: Kept | None = None
+    retention: Retention | None = None
 
 
 class ClientDisconnected(Message, frozen=True):
@@ -718,7 +718,7 @@ def _submit(call: Call, gateway: int, detokenizer: int, seed: int, trace: str) -
         return_token_strs=call.return_token_strs,
         adapter=call.adapter,
         detokenizer=detokenizer,
-        kept=call.kept,
+        retention=call.retention,
     )
 
 

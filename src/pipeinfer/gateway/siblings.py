@@ -27,7 +27,7 @@ from aiohttp.client_proto import ResponseHandler
 from pipeinfer.gateway.connections import PROBE, Acceptor, Connections
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.health import Health
-from pipeinfer.gateway.kept_answers import EVENT_END, write_comment
+from pipeinfer.gateway.resumable_answers import EVENT_END, write_comment
 from pipeinfer.processes import peer_of
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ from pipeinfer.gateway import anthropic, responses_api
 from pipeinfer.gateway.anthropic import CountRequest, MessagesFormatter, MessagesRequest
 from pipeinfer.gateway.auth import x_request_id
 from pipeinfer.gateway.errors import ApiError, Handler, json_response, renamed
-from pipeinfer.gateway.kept_answers import KeptResponse, MessagesForm, ResponsesForm
 from pipeinfer.gateway.response_encoders import Settle
 from pipeinfer.gateway.response_store import (
     ConversationBroken,
@@ -43,6 +42,7 @@ from pipeinfer.gateway.responses_api import (
     items_of,
     stored_items,
 )
+from pipeinfer.gateway.resumable_answers import MessagesForm, ResponsesForm, RetainedResponse
 from pipeinfer.gateway.schema import MAX_MESSAGES
 from pipeinfer.gateway.serving import HandlerContext, Serving, chat_prompt_call, client_trace
 from pipeinfer.gateway.translation import TranslatedEncoder, parse_translated_chat
@@ -108,16 +108,16 @@ class TranslationHandlers:
         stored = self._memory.stores(body)
         fields = responses_api.echoed_fields(body, metadata, parsed.params, stored)
         formatter = ResponsesFormatter(fields, metadata)
-        response = KeptResponse(formatter, bool(body.background), body.input)
+        response = RetainedResponse(formatter, bool(body.background), body.input)
         memory = self._memory.stored_form(given)
         form = ResponsesForm(fields, response.background, body.input, *memory)
-        keeping = self._serving.keeping(request, parsed, metadata, responses=form)
-        if keeping is not None:
-            keeping = dataclasses.replace(keeping, response=response)
-        streams = parsed.stream or keeping is not None
+        retention = self._serving.retention(request, parsed, metadata, responses=form)
+        if retention is not None:
+            retention = dataclasses.replace(retention, response=response)
+        streams = parsed.stream or retention is not None
         encoder = TranslatedEncoder(metadata, formatter, streams)
         settle = self._memory.settle(self._serving.owner(request), *memory, formatter)
-        return partial(self._serving.respond, request, parsed, encoder, keeping, settle)
+        return partial(self._serving.respond, request, parsed, encoder, retention, settle)
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
         given = await self._serving.read_body(request, InputTokensRequest)
@@ -180,9 +180,9 @@ class TranslationHandlers:
         formatter = MessagesFormatter(metadata, omit_reasoning, x_request_id(request))
         encoder = TranslatedEncoder(metadata, formatter, parsed.stream)
         form = MessagesForm(omit_reasoning, x_request_id(request))
-        keeping = self._serving.keeping(request, parsed, metadata, messages=form)
+        retention = self._serving.retention(request, parsed, metadata, messages=form)
         with with_field_names(names):
-            return await self._serving.respond(request, parsed, encoder, keeping)
+            return await self._serving.respond(request, parsed, encoder, retention)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read_body(request, CountRequest)

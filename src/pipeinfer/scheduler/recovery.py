@@ -249,7 +249,7 @@ class RecoveryRecords:
         aged = [
             request
             for name, (request, _) in self.finished.items()
-            if now >= self._swept[name] + self._retention_seconds + kept_seconds(request.work)
+            if now >= self._swept[name] + self._retention_seconds + answer_retention(request.work)
         ]
         self._sweep_at = now + self._retention_seconds
         return [
@@ -257,9 +257,9 @@ class RecoveryRecords:
         ]
 
 
-def kept_seconds(work: Work) -> float:
+def answer_retention(work: Work) -> float:
     """For which a finished request is kept though its client may have all of it."""
-    return 0.0 if work.kept is None else work.kept.seconds
+    return 0.0 if work.retention is None else work.retention.seconds
 
 
 class TakeoverTimes:
@@ -365,7 +365,7 @@ class Outbox:
             trace=work.trace,
             group=self._group,
             token_offsets=work.token_offsets,
-            kept=work.kept,
+            retention=work.retention,
         )
         return Send("tokens", detokenizer_of(request), opened)
 

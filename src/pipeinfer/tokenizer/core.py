@@ -394,7 +394,7 @@ class TokenizerCore:
         self._counts["accepted"] += len(names)
         works = self._works(event, prompt)
         accepted = self._accepted(pending, prompt, group)
-        origin = None if event.kept is None else Origin(event, accepted)
+        origin = None if event.retention is None else Origin(event, accepted)
         if origin is not None:
             works[0] = with_origin(works[0], origin, self._roll_call.stage)
         for work in works:
@@ -460,7 +460,9 @@ class TokenizerCore:
             thoughts=prompt.thoughts,
             token_offsets=event.token_offsets,
             adapter=event.adapter,
-            kept=None if event.kept is None else msgspec.structs.replace(event.kept, format=b""),
+            retention=None
+            if event.retention is None
+            else msgspec.structs.replace(event.retention, format=b""),
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
@@ -525,14 +527,14 @@ class TokenizerCore:
         if gateway is None:
             return out
         if not event.again:  # what came since is the new gateway's own
-            self._pending.discard_unkept(gateway)
+            self._pending.discard_unretained(gateway)
             for work in self._routed.of_gateway(gateway):
-                if work.kept is None:
+                if work.retention is None:
                     abort = Abort(work.request_id, work.attempt, "its gateway was restarted")
                     out += self._on_abort(abort, now)
         stage = self._roll_call.stage
         told: list[Message] = [self._adapters] * (self._adapters != AdapterChanges())
-        told += [Adopt(stage=stage, submit=submit) for submit in self._pending.kept(gateway)]
+        told += [Adopt(stage=stage, submit=submit) for submit in self._pending.retained(gateway)]
         told += [
             Adopt(
                 stage=stage,
@@ -540,7 +542,7 @@ class TokenizerCore:
                 accepted=origin.accepted,
                 waited=origin.waited,
             )
-            for origin in self._routed.kept(gateway, now)
+            for origin in self._routed.retained(gateway, now)
         ]
         sends = (Send("recovery", event.stage, one) for one in told)
         return [*out, *bracketed_answer(stage, event, sends)]
@@ -600,7 +602,7 @@ class TokenizerCore:
         if event.ended:
             abort = Abort(event.request_id, event.attempt, "nobody has taken its end")
             entry, told = self._routed.get(event.request_id), list[Send]()
-            if entry is not None and entry.work.kept is not None:
+            if entry is not None and entry.work.retention is not None:
                 told.append(Send("recovery", f"gateway-{entry.work.gateway}", abort))
             return [*told, *self._on_abort(abort, now)]
         entry = self._routed.get(event.request_id)

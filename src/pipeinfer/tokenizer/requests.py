@@ -138,17 +138,17 @@ class PendingPrompts:
         else:
             self._prompts[name] = replace(prompt, submit=remaining)
 
-    def kept(self, gateway: int) -> list[Submit]:
+    def retained(self, gateway: int) -> list[Submit]:
         """The requests of a gateway whose answers are kept."""
         of_gateway = (p.submit for p in self._prompts.values() if p.submit.gateway == gateway)
-        return [submit for submit in of_gateway if submit.kept is not None]
+        return [submit for submit in of_gateway if submit.retention is not None]
 
-    def discard_unkept(self, gateway: int) -> None:
+    def discard_unretained(self, gateway: int) -> None:
         """Removes the other requests of a gateway."""
         names = {
             name
             for name, prompt in self._prompts.items()
-            if prompt.submit.gateway == gateway and prompt.submit.kept is None
+            if prompt.submit.gateway == gateway and prompt.submit.retention is None
         }
         for choice in [choice for choice, name in self._first_choices.items() if name in names]:
             self.discard(choice)
@@ -173,12 +173,12 @@ class Origin(NamedTuple):
 def with_origin(work: Work, origin: Origin, stage: str) -> Work:
     """`work` of a request whose answer is kept, and with it what the tokenizer `stage` would tell a
     gateway that is started again, unless that is too large."""
-    assert work.kept is not None
+    assert work.retention is not None
     adopt = Adopt(stage=stage, submit=origin.submit, accepted=origin.accepted)
     encoded = msgspec.msgpack.encode(adopt)
     if len(encoded) > MAX_ORIGIN_BYTES:
         return work
-    return structs.replace(work, kept=structs.replace(work.kept, origin=encoded))
+    return structs.replace(work, retention=structs.replace(work.retention, origin=encoded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class RoutedRequests:
         """A client reads its answer."""
         self._alone_since.pop(request_id, None)
 
-    def kept(self, gateway: int, now: float) -> Iterator[Origin]:
+    def retained(self, gateway: int, now: float) -> Iterator[Origin]:
         """The requests whose answers are kept, and whose gateway has died before `now` (seconds):
         one for each group and attempt that has choices of a Submit."""
         together: dict[tuple[str, int, int], tuple[Origin, list[int]]] = {}

@@ -1,7 +1,8 @@
-"""Answers that are kept: handlers of streams that go on and of responses by their ids, and what a
+"""Handlers of resumable streams and of responses by their ids, and what a
 gateway takes over from the one before it.
 
-- KeptHandlers: only the key that asked for an answer finds it; without keys, whoever knows its id.
+- ResumableHandlers: only the key that asked for an answer finds it; without keys, whoever knows its
+  id.
 - Adopter: adopts answers, and adapters. The core says which requests it has adopted (Adopt), then
   delivers their text from the beginning. So an adopted answer is written as one that this gateway
   was asked for; only its head was sent already.
@@ -17,22 +18,28 @@ from aiohttp import web
 from msgspec import json
 
 from pipeinfer.gateway.errors import ApiError, Handler, json_response
-from pipeinfer.gateway.kept_answers import Keeping, KeptAnswer, decoded, gone, written
-from pipeinfer.gateway.kept_streams import (
-    KeepPolicy,
-    KeptStream,
-    StreamGone,
-    StreamUnknown,
-    events_had,
-)
 from pipeinfer.gateway.ledger import AdoptionEnded
 from pipeinfer.gateway.response_store import StoredResponse
 from pipeinfer.gateway.responses_api import input_items
+from pipeinfer.gateway.resumable_answers import (
+    AnswerRetention,
+    ResumableAnswer,
+    decode_format,
+    encoder_for,
+    gone,
+)
+from pipeinfer.gateway.resumable_streams import (
+    ResumableStream,
+    RetentionPolicy,
+    StreamGone,
+    StreamUnknown,
+    parse_event_id,
+)
 from pipeinfer.gateway.serving import HandlerContext
 from pipeinfer.gateway.sessions import AdoptedSession, ResponseSink
 from pipeinfer.gateway.siblings import is_forwarded
 from pipeinfer.gateway.translation_handlers import ResponseMemory
-from pipeinfer.messages import AdapterChanges, Adopt, Kept
+from pipeinfer.messages import AdapterChanges, Adopt, Retention
 from pipeinfer.params import JsonObject, choice_ids
 
 log = logging.getLogger(__name__)
@@ -46,11 +53,11 @@ DEFAULT_ITEMS = 20
 NOT_BACKGROUND = "only responses that were created with background: true can be cancelled"
 
 
-class KeptHandlers:
+class ResumableHandlers:
     """Handlers of /v1/streams/{id}, and of /v1/responses/{id} and below."""
 
     def __init__(self, context: HandlerContext) -> None:
-        self._kept = context.kept
+        self._answers = context.answers
         self._memory = ResponseMemory(context)
         self._admission = context.admission
         self._siblings = context.siblings
@@ -87,14 +94,14 @@ class KeptHandlers:
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Goes on behind the event that the header Last-Event-ID names; begins without it."""
-        answer = await self._kept.find(request.match_info["id"], self._owner(request))
+        answer = await self._answers.find(request.match_info["id"], self._owner(request))
         had = events_of(request.headers.get(LAST_EVENT_ID, ""), answer.stream)
-        return await self._kept.stream(request, answer.stream, had)
+        return await self._answers.stream(request, answer.stream, had)
 
     async def end_stream(self, request: web.Request) -> web.StreamResponse:
         """Forgets a stream; one that runs is aborted."""
         name = request.match_info["id"]
-        await self._kept.delete(await self._kept.find(name, self._owner(request)))
+        await self._answers.delete(await self._answers.find(name, self._owner(request)))
         return json_response({"id": name, "object": "stream", "deleted": True})
 
     async def response(self, request: web.Request) -> web.StreamResponse:
@@ -110,20 +117,22 @@ class KeptHandlers:
                 return found
             raise gone(name, StreamGone("the response is stored, and its events are not"))
         after = _number(request, "starting_after", -1)
-        return await self._kept.stream(request, answer.stream, (after + 1,))
+        return await self._answers.stream(request, answer.stream, (after + 1,))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """Ends a background response; one that has ended stays as it is."""
         answer = await self._find(request)
         if answer is not None:
-            background = answer.kept_response is not None and answer.kept_response.background
+            background = (
+                answer.retained_response is not None and answer.retained_response.background
+            )
         else:
             stored = json.decode((await self._stored(request)).response)
             background = stored["background"]
         if not background:
             raise ApiError(400, NOT_BACKGROUND, code="invalid_value")
         if answer is not None:
-            await self._kept.cancel(answer)
+            await self._answers.cancel(answer)
         return await self._as_it_is(request, answer)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
@@ -131,7 +140,7 @@ class KeptHandlers:
         name = request.match_info["id"]
         answer = await self._find(request, stored_is_enough=False)
         if answer is not None:
-            await self._kept.delete(answer)
+            await self._answers.delete(answer)
         elif is_forwarded(request):
             raise _no_response(name)
         else:  # another gateway may keep it, though it is stored
@@ -145,8 +154,8 @@ class KeptHandlers:
     async def input_items(self, request: web.Request) -> web.StreamResponse:
         """The items of which the response's prompt was made."""
         answer, name = await self._find(request), request.match_info["id"]
-        if answer is not None and answer.kept_response is not None:
-            given = answer.kept_response.input
+        if answer is not None and answer.retained_response is not None:
+            given = answer.retained_response.input
         else:
             given = await self._memory.input_of(request, await self._stored(request))
         return json_response(_page(input_items(given, name), request))
@@ -156,12 +165,12 @@ class KeptHandlers:
 
     async def _find(
         self, request: web.Request, *, stored_is_enough: bool = True
-    ) -> KeptAnswer | None:
-        """The kept response; None if there is none. Raises ApiError 503 while that is not known,
-        unless it is stored and that is enough."""
+    ) -> ResumableAnswer | None:
+        """The retained response; None if there is none. Raises ApiError 503 while that is not
+        known, unless it is stored and that is enough."""
         name, owner = request.match_info["id"], self._owner(request)
         try:
-            answer = await self._kept.answer(name, owner)
+            answer = await self._answers.answer(name, owner)
         except (StreamUnknown, StreamGone):
             return None
         except ApiError:
@@ -169,7 +178,7 @@ class KeptHandlers:
             if not enough or await self._memory.find(request, name) is None:
                 raise
             return None
-        return None if answer.kept_response is None else answer
+        return None if answer.retained_response is None else answer
 
     async def _stored(self, request: web.Request) -> StoredResponse:
         """The stored response. Raises ApiError 404, also to another gateway, which has the same
@@ -181,7 +190,7 @@ class KeptHandlers:
         return stored
 
     async def _as_it_is(
-        self, request: web.Request, answer: KeptAnswer | None
+        self, request: web.Request, answer: ResumableAnswer | None
     ) -> web.StreamResponse:
         if answer is not None:
             return json_response(answer.response())
@@ -194,13 +203,13 @@ def _no_response(name: str) -> ApiError:
     return ApiError(404, message, code="response_not_found")
 
 
-def events_of(given: str, stream: KeptStream) -> tuple[int, ...]:
-    """How many events of each lane a client has that sends the header Last-Event-ID; empty without
-    it. Raises ApiError 400."""
+def events_of(given: str, stream: ResumableStream) -> tuple[int, ...]:
+    """How many events of each partition a client has that sends the header Last-Event-ID; empty
+    without it. Raises ApiError 400."""
     if not given:
         return ()
     name, _, number = given.rpartition("/")
-    had = events_had(number) if name == stream.name else None
+    had = parse_event_id(number) if name == stream.name else None
     if had is None or len(had) != len(stream.counts):
         message = f"{LAST_EVENT_ID} must be an id of this stream's events: {stream.name}/NUMBER"
         raise ApiError(400, message, LAST_EVENT_ID, "invalid_value")
@@ -246,7 +255,7 @@ class _Adopted:
     metered: the sink of what is new."""
 
     def __init__(
-        self, answer: KeptAnswer, session: AdoptedSession, choices: int, metered: ResponseSink
+        self, answer: ResumableAnswer, session: AdoptedSession, choices: int, metered: ResponseSink
     ) -> None:
         self.answer = answer
         self.session = session
@@ -276,43 +285,43 @@ class Adopter:
 
     def _on_adopt(self, message: Adopt) -> None:
         submit = message.submit
-        kept = submit.kept
-        assert kept is not None
+        retention = submit.retention
+        assert retention is not None
         names = choice_ids(submit.request_id, submit.choices)
-        if kept.stream not in self._adopted:
-            self._adopted[kept.stream] = self._open(kept, message.waited)
-        adopted = self._adopted[kept.stream]
+        if retention.stream not in self._adopted:
+            self._adopted[retention.stream] = self._open(retention, message.waited)
+        adopted = self._adopted[retention.stream]
         if adopted is None:
             self._context.sessions.release(names)
             return
         adopted.answer.request_ids += names
         for number, name in zip(submit.choices, names, strict=True):
-            adopted.known.add(kept.first + number)
-            adopted.session.add([name], kept.first + number)
+            adopted.known.add(retention.first + number)
+            adopted.session.add([name], retention.first + number)
 
-    def _open(self, kept: Kept, waited: float) -> _Adopted | None:
+    def _open(self, retention: Retention, waited: float) -> _Adopted | None:
         """waited: seconds for which no client has come back."""
         context = self._context
-        form, request = decoded(kept.format), context.admission.adopted(kept.owner)
-        if form is not None and not form.detached and waited >= kept.seconds:
+        form, request = decode_format(retention.format), context.admission.adopted(retention.owner)
+        if form is not None and not form.detached and waited >= retention.seconds:
             return None
         if form is None or request is None:
             why = "its key is no more" if form is not None else "another version has begun it"
-            log.warning("%s is not adopted: %s", kept.stream, why)
+            log.warning("%s is not adopted: %s", retention.stream, why)
             return None
-        encoder, response = written(form, context.defaults.parsers)
-        keeping = Keeping(
-            name=kept.stream,
-            policy=KeepPolicy(form.detached, kept.seconds),
+        encoder, response = encoder_for(form, context.defaults.parsers)
+        answer_retention = AnswerRetention(
+            name=retention.stream,
+            policy=RetentionPolicy(form.detached, retention.seconds),
             response=response,
-            format=kept.format,
-            lanes=form.lanes,
+            format=retention.format,
+            partitions=form.partitions,
             tail=form.tail,
         )
         try:
-            answer = context.kept.open(keeping, kept.owner, encoder)
+            answer = context.answers.open(answer_retention, retention.owner, encoder)
         except ApiError as error:
-            log.warning("%s is not adopted: %s", kept.stream, error.message)
+            log.warning("%s is not adopted: %s", retention.stream, error.message)
             return None
         answer.stream.rewritten = True
         if not form.detached:
@@ -325,7 +334,7 @@ class Adopter:
             owner = request.client.name
             settle = self._memory.settle(owner, given, previous, response.formatter)
         release = context.admission.hold_adopted(request, form.choices)
-        context.kept.run(answer, session, release, settle)
+        context.answers.run(answer, session, release, settle)
         metered = context.admission.metered_adopted(request, answer)
         return _Adopted(answer, session, form.choices, metered)
 
@@ -338,9 +347,9 @@ class Adopter:
                 adopted.session.measure(adopted.metered)
             else:
                 log.warning("%s is not adopted: choices of it are lost", name)
-                self._context.kept.streams.drop(name)
+                self._context.answers.streams.drop(name)
         count = sum(adopted is not None for adopted in self._adopted.values())
         if count:
             log.info("adopted %d answers of the gateway before", count)
         self._adopted.clear()
-        self._context.kept.on_adopted()
+        self._context.answers.on_adopted()

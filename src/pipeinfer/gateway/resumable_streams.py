@@ -1,15 +1,15 @@
 """Streams that outlive their connections: numbered events, their owners, times and bounds.
 
-- KeptStream: the events of one answer, from the first that is kept to the last.
+- ResumableStream: the events of one answer, from the first that is retained to the last.
 - StreamReader: how far one connection has come in a stream.
-- KeptStreams: all streams of a gateway. They are dropped when their time is over, and when they
-  occupy too many bytes.
+- ResumableStreams: all streams of a gateway. They are dropped when their time is over, and when
+  they occupy too many bytes.
 
-Events belong to lanes: each choice of an answer is one, and what comes behind all choices another.
-An event is known by how many events of each lane there were with it. Within a lane that is the
-same however often the answer is written; between lanes the order is that of arrival, which another
-gateway need not repeat. So whoever names the last event that it has gets all others, each once,
-from any connection and from any gateway.
+Events belong to partitions: each choice of an answer is one, and what comes behind all choices
+another. An event is known by how many events of each partition there were with it. Within a
+partition that is the same however often the answer is written; between partitions the order is that
+of arrival, which another gateway need not repeat. So whoever names the last event that it has gets
+all others, each once, from any connection and from any gateway.
 
 Knows no HTTP, no clock, and nothing about what an event says.
 """
@@ -39,11 +39,11 @@ class StreamGone(LookupError):
     """The stream was kept, and is not any more, or not from the wanted event on."""
 
 
-class TooMuchKept(Exception):
+class StreamsFull(Exception):
     """What cannot be dropped leaves no room for another stream."""
 
 
-class KeepPolicy(NamedTuple):
+class RetentionPolicy(NamedTuple):
     """How long a stream lives without a connection.
 
     detached: it is computed to its end without one. seconds: for which it is kept; of a detached
@@ -54,17 +54,17 @@ class KeepPolicy(NamedTuple):
     seconds: float
 
 
-class KeptBounds(NamedTuple):
+class RetentionBounds(NamedTuple):
     """Bytes of all streams together, and of those of one owner."""
 
     total: int
     per_owner: int
 
 
-MAX_LANES = 65  # of a stream: each event's id names one number for each
+MAX_PARTITIONS = 65  # of a stream: each event's id names one number for each
 
 
-def events_had(text: str) -> tuple[int, ...] | None:
+def parse_event_id(text: str) -> tuple[int, ...] | None:
     """The numbers of events that an event's id names; None for what is no such id."""
     if NUMBERS.fullmatch(text) is None:
         return None
@@ -74,42 +74,42 @@ def events_had(text: str) -> tuple[int, ...] | None:
 class StreamReader:
     """One connection that reads a stream.
 
-    position: number of the next event of all lanes that it looks at. passed: events of each lane
-    before that. had: events of each lane that the client has.
+    position: number of the next event of all partitions that it looks at. passed: events of each
+    partition before that. received: events of each partition that the client has.
     on_change(): called when there is more to read, and at the end. lost: the stream was dropped, or
     the event at `position`, or another connection took this one's place.
     """
 
-    __slots__ = ("had", "lost", "on_change", "passed", "position")
+    __slots__ = ("lost", "on_change", "passed", "position", "received")
 
     def __init__(
         self,
         position: int,
         passed: Sequence[int],
-        had: Sequence[int],
+        received: Sequence[int],
         on_change: Callable[[], None],
     ) -> None:
         self.position = position
         self.passed = list(passed)
-        self.had = list(had)
+        self.received = list(received)
         self.on_change = on_change
         self.lost = False
 
 
-class KeptStream:
+class ResumableStream:
     """The events of one answer.
 
-    counts: events of each lane, those that were dropped for their bytes included. dropped: of these
-    the latter. first: the sum of `dropped`.
-    rewritten: another gateway has begun the stream; events may be missing that clients have had.
-    ended: no more events come. delivered: a reader has had the last one.
+    counts: events of each partition, those that were dropped for their bytes included. dropped: of
+    these the latter. first: the sum of `dropped`.
+    rewritten: another gateway has begun the stream; events may be missing that clients have
+    received. ended: no more events come. delivered: a reader has received the last one.
     bytes: that it occupies. fixed: those of them that are not of events.
     deadline: seconds at which it is dropped, infinite while it has a reader or need not have one.
     """
 
     __slots__ = (
         "_events",
-        "_lanes",
+        "_partitions",
         "bytes",
         "counts",
         "deadline",
@@ -125,15 +125,15 @@ class KeptStream:
     )
 
     def __init__(
-        self, name: str, owner: str, policy: KeepPolicy, size: int, lanes: int = 1
+        self, name: str, owner: str, policy: RetentionPolicy, size: int, partitions: int = 1
     ) -> None:
         self.name = name
         self.owner = owner
         self.policy = policy
         self._events: list[bytes] = []
-        self._lanes = bytearray()  # of each event
-        self.counts = [0] * lanes
-        self.dropped = [0] * lanes
+        self._partitions = bytearray()  # of each event
+        self.counts = [0] * partitions
+        self.dropped = [0] * partitions
         self.rewritten = False
         self.ended = self.delivered = False
         self.bytes = self.fixed = STREAM_BYTES + size
@@ -157,34 +157,34 @@ class KeptStream:
 
     def take(self, reader: StreamReader, max_bytes: int) -> list[tuple[str, bytes]]:
         """The reader's next events, each behind its id: about `max_bytes`, at least one if there is
-        any. The reader has had them then. With one lane an id is the event's number;
-        with several it says how many of each lane the reader has with this event."""
-        size, taken, had, passed = 0, list[tuple[str, bytes]](), reader.had, reader.passed
+        any. The reader has received them then. With one partition an id is the event's number;
+        with several it says how many of each partition the reader has with this event."""
+        size, taken, received, passed = 0, list[tuple[str, bytes]](), reader.received, reader.passed
         if reader.lost:
             return taken
         for at in range(reader.position - self.first, len(self._events)):
             if size >= max_bytes:
                 break
-            lane, event = self._lanes[at], self._events[at]
+            partition, event = self._partitions[at], self._events[at]
             reader.position += 1
-            passed[lane] += 1
-            if passed[lane] <= had[lane]:
+            passed[partition] += 1
+            if passed[partition] <= received[partition]:
                 continue  # its client has it
-            had[lane] = passed[lane]
-            single = len(had) == 1
-            taken.append((str(had[0] - 1) if single else ".".join(map(str, had)), event))
+            received[partition] = passed[partition]
+            single = len(received) == 1
+            taken.append((str(received[0] - 1) if single else ".".join(map(str, received)), event))
             size += len(event)
         return taken
 
     def finished(self, reader: StreamReader) -> bool:
-        """Whether the reader has had the whole stream."""
+        """Whether the reader has received the whole stream."""
         return self.ended and reader.position == self.next
 
-    def add(self, events: Sequence[bytes], lane: int = 0) -> int:
+    def add(self, events: Sequence[bytes], partition: int = 0) -> int:
         """Appends events; returns the bytes that they occupy."""
         self._events += events
-        self._lanes += bytes([lane]) * len(events)
-        self.counts[lane] += len(events)
+        self._partitions += bytes([partition]) * len(events)
+        self.counts[partition] += len(events)
         size = sum(map(len, events)) + EVENT_BYTES * len(events)
         self.bytes += size
         return size
@@ -194,9 +194,9 @@ class KeptStream:
         freed, count, half = 0, 0, (self.bytes - self.fixed) / 2
         while count < len(self._events) and freed < half:
             freed += len(self._events[count]) + EVENT_BYTES
-            self.dropped[self._lanes[count]] += 1
+            self.dropped[self._partitions[count]] += 1
             count += 1
-        del self._events[:count], self._lanes[:count]
+        del self._events[:count], self._partitions[:count]
         self.bytes -= freed
         return freed
 
@@ -208,17 +208,19 @@ class _OwnedStreams:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self.running: dict[str, KeptStream] = {}
-        self.ended: dict[str, KeptStream] = {}  # and perhaps nobody has had their last event
-        self.delivered: dict[str, KeptStream] = {}
+        self.running: dict[str, ResumableStream] = {}
+        self.ended: dict[
+            str, ResumableStream
+        ] = {}  # and perhaps nobody has received their last event
+        self.delivered: dict[str, ResumableStream] = {}
 
-    def place(self, stream: KeptStream) -> None:
+    def place(self, stream: ResumableStream) -> None:
         """Puts the stream where it belongs."""
         self.remove(stream)
         where = self.running if not stream.ended else self.ended
         (self.delivered if stream.delivered else where)[stream.name] = stream
 
-    def remove(self, stream: KeptStream) -> None:
+    def remove(self, stream: ResumableStream) -> None:
         for where in (self.running, self.ended, self.delivered):
             where.pop(stream.name, None)
 
@@ -227,8 +229,8 @@ class _OwnedStreams:
         return not (self.running or self.ended or self.delivered)
 
 
-class KeptStreams:
-    """All kept streams, by name.
+class ResumableStreams:
+    """All resumable streams, by name.
 
     Over a bound the oldest streams that ended go first, of these the delivered ones. If none has
     ended, the longest loses its older half: whoever reads its end goes on, and it can be resumed
@@ -238,10 +240,10 @@ class KeptStreams:
     dropped: streams that went, or lost events, for their bytes. resumed: reads that began later.
     """
 
-    def __init__(self, bounds: KeptBounds, on_drop: Callable[[str], None]) -> None:
+    def __init__(self, bounds: RetentionBounds, on_drop: Callable[[str], None]) -> None:
         self._bounds = bounds
         self._on_drop = on_drop
-        self._streams: dict[str, KeptStream] = {}
+        self._streams: dict[str, ResumableStream] = {}
         self._owners: dict[str, _OwnedStreams] = {}
         self._gone: RecentTable[str] = RecentTable(GONE_SECONDS, MAX_GONE)
         self.bytes = self.dropped = self.resumed = 0
@@ -255,41 +257,47 @@ class KeptStreams:
         return sum(not s.ended and not s.readers for s in self._streams.values())
 
     def open(
-        self, name: str, owner: str, policy: KeepPolicy, size: int, now: float, lanes: int = 1
-    ) -> KeptStream:
+        self,
+        name: str,
+        owner: str,
+        policy: RetentionPolicy,
+        size: int,
+        now: float,
+        partitions: int = 1,
+    ) -> ResumableStream:
         """A new stream without events, with `size` bytes beside them. Its time without a reader
-        begins. Raises ValueError for a name in use, TooMuchKept."""
+        begins. Raises ValueError for a name in use, StreamsFull."""
         if name in self._streams:
             raise ValueError(f"a stream {name!r} is kept already")
-        stream = self._streams[name] = KeptStream(name, owner, policy, size, lanes)
+        stream = self._streams[name] = ResumableStream(name, owner, policy, size, partitions)
         owned = self._owners.setdefault(owner, _OwnedStreams())
         owned.place(stream)
         self._set_deadline(stream, now)
         self._grow(stream, stream.bytes, now)
         if owned.bytes > self._bounds.per_owner or self.bytes > self._bounds.total:
             self._remove(stream)
-            raise TooMuchKept
+            raise StreamsFull
         return stream
 
     def append(
-        self, stream: KeptStream, events: Sequence[bytes], now: float, lane: int = 0
+        self, stream: ResumableStream, events: Sequence[bytes], now: float, partition: int = 0
     ) -> None:
         """More events of a stream; its readers are told. What comes for a stream that is kept no
         longer is dropped."""
-        if self._keeps(stream) and events:
-            self._grow(stream, stream.add(events, lane), now)
-            _tell(stream)
+        if self._has(stream) and events:
+            self._grow(stream, stream.add(events, partition), now)
+            _notify(stream)
 
-    def end(self, stream: KeptStream, now: float) -> None:
+    def end(self, stream: ResumableStream, now: float) -> None:
         """The stream has all of its events; its readers are told."""
-        if self._keeps(stream) and not stream.ended:
+        if self._has(stream) and not stream.ended:
             stream.ended = True
             self._owners[stream.owner].place(stream)
             if stream.policy.detached:
                 self._set_deadline(stream, now)
-            _tell(stream)
+            _notify(stream)
 
-    def find(self, name: str, owner: str) -> KeptStream:
+    def find(self, name: str, owner: str) -> ResumableStream:
         """Raises StreamUnknown or StreamGone."""
         stream = self._streams.get(name)
         if stream is not None and stream.owner == owner:
@@ -299,37 +307,37 @@ class KeptStreams:
         raise StreamUnknown(name)
 
     def attach(
-        self, stream: KeptStream, had: Sequence[int], on_change: Callable[[], None]
+        self, stream: ResumableStream, received: Sequence[int], on_change: Callable[[], None]
     ) -> StreamReader:
-        """A reader whose client has `had` so many events of each lane; empty: none.
+        """A reader whose client has `received` so many events of each partition; empty: none.
 
         Raises StreamGone if some of the others were dropped, ValueError for events that never were.
         """
-        had = had or [0] * len(stream.counts)
-        comes = stream.rewritten and not stream.ended  # what clients had before may come again
-        if len(had) != len(stream.counts) or (not comes and _above(had, stream.counts)):
+        received = received or [0] * len(stream.counts)
+        comes = stream.rewritten and not stream.ended  # what clients received before may come again
+        if len(received) != len(stream.counts) or (not comes and _exceeds(received, stream.counts)):
             raise ValueError("it has no such event")
-        if _above(stream.dropped, had):
+        if _exceeds(stream.dropped, received):
             raise StreamGone(f"its events are kept from number {stream.first} on")
         if len(stream.readers) >= MAX_READERS:
-            _lose(stream.readers.pop(0))
-        self.resumed += any(had)
+            _cut_off(stream.readers.pop(0))
+        self.resumed += any(received)
         begin, passed = stream.first, stream.dropped
-        if len(had) == 1:  # no need to look at those before
-            begin = min(had[0], stream.next)
+        if len(received) == 1:  # no need to look at those before
+            begin = min(received[0], stream.next)
             passed = [begin]
-        reader = StreamReader(begin, passed, had, on_change)
+        reader = StreamReader(begin, passed, received, on_change)
         stream.readers.append(reader)
         stream.deadline = inf
         return reader
 
-    def detach(self, stream: KeptStream, reader: StreamReader, now: float) -> None:
+    def detach(self, stream: ResumableStream, reader: StreamReader, now: float) -> None:
         """The reader's connection is over; twice is no error."""
         if reader in stream.readers:
             stream.readers.remove(reader)
             if stream.finished(reader) and not stream.delivered:
                 stream.delivered = True
-                if self._keeps(stream):
+                if self._has(stream):
                     self._owners[stream.owner].place(stream)
             self._set_deadline(stream, now)
 
@@ -352,26 +360,26 @@ class KeptStreams:
             mine = {n for n, s in self._streams.items() if s.owner == owner}
             assert mine == {*owned.running, *owned.ended, *owned.delivered} and mine
 
-    def _keeps(self, stream: KeptStream) -> bool:
+    def _has(self, stream: ResumableStream) -> bool:
         return self._streams.get(stream.name) is stream
 
-    def _set_deadline(self, stream: KeptStream, now: float) -> None:
+    def _set_deadline(self, stream: ResumableStream, now: float) -> None:
         needs_reader = stream.ended or not stream.policy.detached
         waits = needs_reader and not stream.readers
         stream.deadline = now + stream.policy.seconds if waits else inf
 
-    def _grow(self, stream: KeptStream, size: int, now: float) -> None:
+    def _grow(self, stream: ResumableStream, size: int, now: float) -> None:
         owned = self._owners[stream.owner]
         owned.bytes += size
         self.bytes += size
-        while owned.bytes > self._bounds.per_owner and self._make_room(owned, now):
+        while owned.bytes > self._bounds.per_owner and self._free_bytes(owned, now):
             continue
         while self.bytes > self._bounds.total:
             largest_first = sorted(self._owners.values(), key=lambda one: -one.bytes)
-            if not any(self._make_room(one, now) for one in largest_first):
+            if not any(self._free_bytes(one, now) for one in largest_first):
                 break
 
-    def _make_room(self, owned: _OwnedStreams, now: float) -> bool:
+    def _free_bytes(self, owned: _OwnedStreams, now: float) -> bool:
         """Frees some bytes of an owner. False if there are none but those of running streams
         without events."""
         for ended in (owned.delivered, owned.ended):
@@ -385,7 +393,7 @@ class KeptStreams:
             behind = [one for one in longest.readers if one.position < longest.first]
             for reader in behind:
                 longest.readers.remove(reader)
-                _lose(reader)
+                _cut_off(reader)
             if behind:
                 self._set_deadline(longest, now)
         self.dropped += freed > 0
@@ -393,11 +401,11 @@ class KeptStreams:
         self.bytes -= freed
         return freed > 0
 
-    def _drop_for_good(self, stream: KeptStream, now: float) -> None:
+    def _drop_for_good(self, stream: ResumableStream, now: float) -> None:
         self._gone.put(stream.name, stream.owner, now)
         self._remove(stream)
 
-    def _remove(self, stream: KeptStream) -> None:
+    def _remove(self, stream: ResumableStream) -> None:
         del self._streams[stream.name]
         owned = self._owners[stream.owner]
         owned.remove(stream)
@@ -406,21 +414,21 @@ class KeptStreams:
         if owned.empty:
             del self._owners[stream.owner]
         for reader in stream.readers:
-            _lose(reader)
+            _cut_off(reader)
         stream.readers.clear()
         self._on_drop(stream.name)
 
 
-def _above(some: Sequence[int], others: Sequence[int]) -> bool:
+def _exceeds(some: Sequence[int], others: Sequence[int]) -> bool:
     """Whether any is greater than its counterpart."""
     return any(one > other for one, other in zip(some, others, strict=True))
 
 
-def _tell(stream: KeptStream) -> None:
+def _notify(stream: ResumableStream) -> None:
     for reader in stream.readers:
         reader.on_change()
 
 
-def _lose(reader: StreamReader) -> None:
+def _cut_off(reader: StreamReader) -> None:
     reader.lost = True
     reader.on_change()
