@@ -32,8 +32,7 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.observe.observer import LastMinute
-from pipeinfer.observe.spans import Exchange, SpanStore
-from pipeinfer.observe.stages import OBSERVERS, span_observer
+from pipeinfer.observe.spans import OBSERVERS, Exchange, SpanStore, span_observer
 from pipeinfer.params import RequestParams
 from pipeinfer.runtime.stage import BUILDERS
 from pipeinfer.tokenizer.core import Encode
