@@ -54,7 +54,6 @@ from pipeinfer.runtime.child import (
     StatusWriter,
     inherited_status_writer,
 )
-from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import (
     StatusLine,
     open_streams,
@@ -62,7 +61,12 @@ from pipeinfer.runtime.logs import (
     set_up_logging,
     show_until_ready,
 )
-from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, claimed_address, wait_for_holder
+from pipeinfer.runtime.memory_holder import (
+    HOLDER_VARIABLE,
+    claimed_address,
+    keeps_memory,
+    wait_for_holder,
+)
 from pipeinfer.runtime.servers import WAIT_FLAG, port_owner, wait_until_listening
 from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import (

@@ -31,7 +31,7 @@ from pipeinfer.gguf.header import is_gguf
 from pipeinfer.observe import observer
 from pipeinfer.other_servers import flag
 from pipeinfer.runtime import servers
-from pipeinfer.runtime.holder_process import keeps_memory, kept_holders
+from pipeinfer.runtime.memory_holder import keeps_memory, kept_holders
 from pipeinfer.runtime.servers import PREFIX, TOPOLOGY, record_running
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import DEMO, ConfigurationError, Settings

@@ -35,9 +35,13 @@ from pipeinfer.runtime.child import (
     Command,
     exit_cause,
 )
-from pipeinfer.runtime.holder_process import HolderProcess, KeptHolders, keeps_memory
 from pipeinfer.runtime.logs import report_error
-from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE
+from pipeinfer.runtime.memory_holder import (
+    HOLDER_VARIABLE,
+    HolderProcess,
+    KeptHolders,
+    keeps_memory,
+)
 from pipeinfer.runtime.servers import InheritedSockets
 from pipeinfer.runtime.stage import LEAVE_TIMEOUT, IncarnationNumbers, heartbeat
 from pipeinfer.runtime.standby import STANDBY_FLAG, Standbys
