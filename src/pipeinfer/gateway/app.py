@@ -70,7 +70,7 @@ from pipeinfer.gateway.response_encoders import (
     ResponseEncoder,
     StreamEncoder,
 )
-from pipeinfer.gateway.resumable_handlers import ResumableHandlers
+from pipeinfer.gateway.response_handlers import ResumableHandlers, TranslationHandlers
 from pipeinfer.gateway.schema import (
     ChatRequest,
     CompletionRequest,
@@ -88,7 +88,6 @@ from pipeinfer.gateway.serving import (
     tokenize_response,
 )
 from pipeinfer.gateway.sessions import CANNOT_SLEEP, RESET_TIMEOUT, SLEEP_TAGS
-from pipeinfer.gateway.translation_handlers import TranslationHandlers
 from pipeinfer.messages import SetSleep, SleepMode
 from pipeinfer.params import Adapter, JsonObject, JsonValue
 from pipeinfer.version import __version__
