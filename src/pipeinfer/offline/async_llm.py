@@ -47,14 +47,21 @@ from pipeinfer.gguf.header import is_gguf
 from pipeinfer.messages import CacheReset, Message, SetSleep, SleepMode, State
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import (
+    NOT_EMBEDDING,
+    NOT_GENERATING,
+    NOT_SCORING,
+    SCORES_ALONE,
     AnyParams,
     ChatOptions,
     LoRARequest,
     OfflineAdapters,
     Options,
+    PoolingParams,
     Prompt,
     SamplingParams,
+    embedding_batch,
     public,
+    score_batch,
 )
 from pipeinfer.offline.keywords import settings_of
 from pipeinfer.offline.outputs import (
@@ -62,23 +69,14 @@ from pipeinfer.offline.outputs import (
     Collector,
     Delta,
     DeltaStream,
+    EmbeddingRequestOutput,
     OfflineRequest,
     Progress,
     RequestError,
     RequestOutput,
-    output_of,
-)
-from pipeinfer.offline.pooling import (
-    NOT_EMBEDDING,
-    NOT_GENERATING,
-    NOT_SCORING,
-    SCORES_ALONE,
-    EmbeddingRequestOutput,
-    PoolingParams,
     ScoringOutput,
     ScoringRequestOutput,
-    embedding_batch,
-    score_batch,
+    output_of,
     vector_of,
 )
 from pipeinfer.params import JsonObject, JsonValue, choice_ids
