@@ -42,24 +42,22 @@ from pipeinfer.engine.core import (
 )
 from pipeinfer.memory.page_directory import PageChains
 from pipeinfer.messages import Hello, LoadAdapter, Message, Result, State
-from pipeinfer.replay.compare import (
-    Difference,
-    Skips,
-    Subjects,
-    explain,
-    first_difference,
-    first_mismatch,
-    ignored_fields,
-)
 from pipeinfer.replay.traces import (
     CRASHED,
     DIFFERENT,
     EQUAL,
     USAGE,
     CannotReplay,
+    Difference,
     LoadedTrace,
+    Skips,
+    Subjects,
     TraceEntry,
     TraceExchange,
+    explain,
+    first_difference,
+    first_mismatch,
+    ignored_fields,
     load_stage,
     warn_of_tail,
 )

@@ -19,14 +19,16 @@ from pathlib import Path
 from pipeinfer.command_line import counted
 from pipeinfer.core import LOCAL
 from pipeinfer.params import JsonObject
-from pipeinfer.replay.compare import Subjects, arrow, line
 from pipeinfer.replay.traces import (
     EQUAL,
     USAGE,
     CannotReplay,
     LoadedTrace,
+    Subjects,
     TraceEntry,
     TraceExchange,
+    arrow,
+    line,
     load,
     load_merged,
     warn_of_tail,
