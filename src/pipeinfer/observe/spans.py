@@ -51,7 +51,6 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.params import RequestParams, choice_id, choice_ids
-from pipeinfer.wire import unpack
 
 # Open spans of a stage: more requests than a gateway lets wait and a scheduler lets run.
 MAX_OPEN_SPANS = 16_384
@@ -581,7 +580,7 @@ class SchedulerObserver:
         self.spans.mark(resumed.request_id, at, "resumed", output_tokens=len(resumed.ids) // 4)
 
     def _admitted(self, admitted: Admitted, _at: float) -> None:
-        pairs = zip(unpack(admitted.slots).tolist(), unpack(admitted.cached).tolist(), strict=True)
+        pairs = zip(_ids(admitted.slots), _ids(admitted.cached), strict=True)
         for slot, cached in pairs:
             record = self._slots.get(slot)
             if record is not None and record.number == admitted.number:
@@ -699,7 +698,7 @@ class EngineObserver:
                 prompt_tokens=admit.prompt_len,
             )
         if self._waiting:
-            self._rows[plan.number] = frozenset(unpack(plan.slots).tolist())
+            self._rows[plan.number] = frozenset(_ids(plan.slots))
             while len(self._rows) > MAX_ENGINE_PLANS:
                 del self._rows[next(iter(self._rows))]
 
@@ -710,14 +709,14 @@ class EngineObserver:
         self.spans.end(name, at, "forgotten" if release.drop_prefix else "")
 
     def _admitted(self, admitted: Admitted, _at: float) -> None:
-        pairs = zip(unpack(admitted.slots).tolist(), unpack(admitted.cached).tolist(), strict=True)
+        pairs = zip(_ids(admitted.slots), _ids(admitted.cached), strict=True)
         for slot, cached in pairs:
             if slot in self._slots:
                 self.spans.amend(self._slots[slot], "admitted", cached_tokens=cached)
 
     def _result(self, result: Result, at: float) -> None:
         if self._waiting:
-            slots, counts = unpack(result.slots).tolist(), unpack(result.counts).tolist()
+            slots, counts = _ids(result.slots), _ids(result.counts)
             self._computed(result.number, slots, counts, at)
         self._rows.pop(result.number, None)
 
@@ -851,3 +850,8 @@ OBSERVERS: dict[str, Callable[[SpanStore], SpanObserver]] = {
 def span_observer(name: str, spans: SpanStore) -> SpanObserver:
     """The observer of the kind of stage called `name`, which writes to `spans`."""
     return OBSERVERS[name](spans)
+
+
+def _ids(raw: bytes) -> list[int]:
+    """As wire.unpack, without numpy, which no other user of this module needs."""
+    return memoryview(raw).cast("i").tolist()
