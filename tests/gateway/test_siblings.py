@@ -18,7 +18,7 @@ from raw_http import RawClient
 from pipeinfer.gateway.connections import Acceptor, Connections
 from pipeinfer.gateway.errors import ApiError, error_response
 from pipeinfer.gateway.health import ExpectedStage, Health
-from pipeinfer.gateway.siblings import Siblings, is_forwarded, socket_name
+from pipeinfer.gateway.peers import Siblings, is_forwarded, socket_name
 from waiting import until
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -34,6 +34,7 @@ from pipeinfer.gateway.anthropic import CountRequest, MessagesFormatter, Message
 from pipeinfer.gateway.auth import x_request_id
 from pipeinfer.gateway.errors import ApiError, Handler, json_response, renamed
 from pipeinfer.gateway.ledger import AdoptionEnded
+from pipeinfer.gateway.peers import is_forwarded
 from pipeinfer.gateway.response_encoders import Settle
 from pipeinfer.gateway.response_store import (
     ConversationBroken,
@@ -71,7 +72,6 @@ from pipeinfer.gateway.resumable_streams import (
 from pipeinfer.gateway.schema import MAX_MESSAGES
 from pipeinfer.gateway.serving import HandlerContext, Serving, chat_prompt_call, client_trace
 from pipeinfer.gateway.sessions import AdoptedSession, ResponseSink
-from pipeinfer.gateway.siblings import is_forwarded
 from pipeinfer.gateway.translation import TranslatedEncoder, parse_translated_chat
 from pipeinfer.messages import AdapterChanges, Adopt, Retention
 from pipeinfer.params import JsonObject, choice_ids

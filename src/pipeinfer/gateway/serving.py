@@ -56,7 +56,7 @@ from pipeinfer.gateway.ledger import (
 from pipeinfer.gateway.lora import adapted_fingerprint
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.gateway.peers import Peers
+from pipeinfer.gateway.peers import Peers, Siblings
 from pipeinfer.gateway.pooling import PairScorer, TextPairs, VectorSink
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, chat_prompt
 from pipeinfer.gateway.response_encoders import (
@@ -91,7 +91,6 @@ from pipeinfer.gateway.schema import (
     prescan,
 )
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
-from pipeinfer.gateway.siblings import Siblings
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
 from pipeinfer.messages import Retention
 from pipeinfer.params import Adapter, JsonObject, JsonValue, RequestParams, choice_ids

@@ -55,7 +55,7 @@ from pipeinfer.gateway.ledger import AdoptionEnded, Backlog, RequestTraces, Stat
 from pipeinfer.gateway.lora import AdapterRegistry
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies, VllmMetrics
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.gateway.peers import Peers, SharedQueue
+from pipeinfer.gateway.peers import Peers, SharedQueue, Siblings, is_forwarded
 from pipeinfer.gateway.pooling import takes_query_and_document
 from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
 from pipeinfer.gateway.response_handlers import Adopter
@@ -64,7 +64,6 @@ from pipeinfer.gateway.resumable_answers import ResumableAnswers
 from pipeinfer.gateway.resumable_streams import RetentionBounds
 from pipeinfer.gateway.serving import HandlerContext
 from pipeinfer.gateway.sessions import RequestSessions
-from pipeinfer.gateway.siblings import Siblings, is_forwarded
 from pipeinfer.gateway.tool_parsers.registry import choose_parsers
 from pipeinfer.messages import AdapterChanges, Adopt, Message
 from pipeinfer.params import JsonObject
