@@ -50,9 +50,14 @@ from pipeinfer.runtime.child import (
     FAILED,
     MISCONFIGURED,
     ORDERLY,
+    STANDBY_FLAG,
     ParentWatch,
+    StandbyBuild,
     StatusWriter,
     inherited_status_writer,
+    log_report,
+    no_report,
+    read_promotion,
 )
 from pipeinfer.runtime.logs import (
     StatusLine,
@@ -77,13 +82,6 @@ from pipeinfer.runtime.stage import (
     builder,
     incarnation_after,
     own_incarnation,
-)
-from pipeinfer.runtime.standby import (
-    STANDBY_FLAG,
-    StandbyBuild,
-    log_report,
-    no_report,
-    read_promotion,
 )
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity, Topology, deployed_topology

@@ -31,8 +31,10 @@ from pipeinfer.runtime.child import (
     MAX_DEATHS,
     MISCONFIGURED,
     ORDERLY,
+    STANDBY_FLAG,
     Child,
     Command,
+    Standbys,
     exit_cause,
 )
 from pipeinfer.runtime.logs import report_error
@@ -44,7 +46,6 @@ from pipeinfer.runtime.memory_holder import (
 )
 from pipeinfer.runtime.servers import InheritedSockets
 from pipeinfer.runtime.stage import LEAVE_TIMEOUT, IncarnationNumbers, heartbeat
-from pipeinfer.runtime.standby import STANDBY_FLAG, Standbys
 from pipeinfer.settings import PREFIX, Settings, to_environment
 from pipeinfer.topology import SECRET_VARIABLE, Identity, Topology
 
