@@ -54,8 +54,7 @@ from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import EncodeNext, GrammarVerdict, TokenizerCore, ValidateGrammar
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.requests import grammar_digest
-from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter, grammar_digest
 from pipeinfer.wire import pack, unpack
 from scheduler.model_engine import expected_outputs
 

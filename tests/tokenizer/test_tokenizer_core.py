@@ -45,13 +45,14 @@ from pipeinfer.text import HARMONY_TOKENS
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import Encoded, TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.requests import (
+from pipeinfer.tokenizer.routing import (
     MAX_ORIGIN_BYTES,
+    GroupMonitor,
+    GroupRouter,
     PendingPrompt,
     PendingPrompts,
     first_choice,
 )
-from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.tokenizer.stage import build, make_core
 from pipeinfer.topology import Identity, Topology
 from pipeinfer.wire import pack, unpack

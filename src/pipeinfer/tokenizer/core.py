@@ -1,7 +1,7 @@
 """The tokenizer without its I/O: requests in, token ids out to the chosen data-parallel group.
 
 Every unfinished request is kept with the group that it was sent to, so that aborts follow it and a
-restarted scheduler gets it again (requests.py). Short prompts are encoded here, long ones and
+restarted scheduler gets it again (routing.py). Short prompts are encoded here, long ones and
 grammars by worker processes (workers.py), to which the local events below go. Knows no transport
 and no clock; of the model only its vocabulary and its context length.
 """
@@ -53,7 +53,10 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import Thoughts, ThoughtState, choice_id, choice_ids, choice_seed
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, TokenizedPrompt
-from pipeinfer.tokenizer.requests import (
+from pipeinfer.tokenizer.routing import (
+    GroupMonitor,
+    GroupReport,
+    GroupRouter,
     Origin,
     PendingPrompt,
     PendingPrompts,
@@ -65,7 +68,6 @@ from pipeinfer.tokenizer.requests import (
     with_origin,
     without_choice,
 )
-from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, GroupRouter
 from pipeinfer.wire import unpack
 
 # Bytes of text up to which a prompt is encoded on arrival.
