@@ -83,11 +83,10 @@ from pipeinfer.params import JsonObject, JsonValue, choice_ids
 from pipeinfer.runtime import entry
 from pipeinfer.runtime.child import MISCONFIGURED
 from pipeinfer.runtime.entry import InProcess
-from pipeinfer.runtime.local import check_model, local_stages, prepare_settings
 from pipeinfer.runtime.logs import waiting_summary
 from pipeinfer.runtime.shell import ProcessOptions, Shell
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
-from pipeinfer.runtime.supervisor import Supervisor
+from pipeinfer.runtime.supervisor import Supervisor, check_model, local_stages, prepare_settings
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens, template_sources
 from pipeinfer.topology import Identity, Topology
