@@ -16,7 +16,7 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 
 from pipeinfer.gateway.resumable_answers import MAX_FORMAT_BYTES, decode_format
-from pipeinfer.gateway.resumable_streams import MAX_PARTITIONS
+from pipeinfer.gateway.retention import MAX_PARTITIONS
 from pipeinfer.messages import (
     Accepted,
     AdapterChanges,

@@ -18,9 +18,8 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient, post
 
-from pipeinfer.gateway.response_store import StoredResponse
 from pipeinfer.gateway.resumable_answers import WRITE_BYTES
-from pipeinfer.gateway.resumable_streams import MAX_READERS
+from pipeinfer.gateway.retention import MAX_READERS, StoredResponse
 from pipeinfer.messages import TextRow
 from pipeinfer.wire import pack
 from waiting import until

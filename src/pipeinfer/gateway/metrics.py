@@ -42,7 +42,7 @@ from pipeinfer.core import (
     takeover_seconds,
 )
 from pipeinfer.gateway.health import Health, StageStatus, kv_usage
-from pipeinfer.gateway.resumable_streams import ResumableStreams, RetentionBounds
+from pipeinfer.gateway.retention import ResumableStreams, RetentionBounds
 from pipeinfer.step_cost import NO_TARGETS, Targets
 
 

@@ -36,11 +36,6 @@ from pipeinfer.gateway.errors import ApiError, Handler, json_response, renamed
 from pipeinfer.gateway.ledger import AdoptionEnded
 from pipeinfer.gateway.peers import is_forwarded
 from pipeinfer.gateway.response_encoders import Settle
-from pipeinfer.gateway.response_store import (
-    ConversationBroken,
-    ConversationTooLarge,
-    StoredResponse,
-)
 from pipeinfer.gateway.responses_api import (
     InputItem,
     InputTokensRequest,
@@ -62,9 +57,12 @@ from pipeinfer.gateway.resumable_answers import (
     encoder_for,
     gone,
 )
-from pipeinfer.gateway.resumable_streams import (
+from pipeinfer.gateway.retention import (
+    ConversationBroken,
+    ConversationTooLarge,
     ResumableStream,
     RetentionPolicy,
+    StoredResponse,
     StreamGone,
     StreamUnknown,
     parse_event_id,

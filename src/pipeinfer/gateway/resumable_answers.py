@@ -43,7 +43,7 @@ from pipeinfer.gateway.response_encoders import (
 )
 from pipeinfer.gateway.response_json import ResponseMetadata
 from pipeinfer.gateway.responses_api import InputItem, ResponsesFormatter
-from pipeinfer.gateway.resumable_streams import (
+from pipeinfer.gateway.retention import (
     MAX_PARTITIONS,
     ResumableStream,
     ResumableStreams,

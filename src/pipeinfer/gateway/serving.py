@@ -68,7 +68,6 @@ from pipeinfer.gateway.response_encoders import (
     api_error,
 )
 from pipeinfer.gateway.response_json import ResponseMetadata
-from pipeinfer.gateway.response_store import ResponseStore
 from pipeinfer.gateway.resumable_answers import (
     BACKGROUND_SECONDS,
     AnswerRetention,
@@ -79,7 +78,7 @@ from pipeinfer.gateway.resumable_answers import (
     retention_policy,
     stream_format,
 )
-from pipeinfer.gateway.resumable_streams import RetentionPolicy
+from pipeinfer.gateway.retention import ResponseStore, RetentionPolicy
 from pipeinfer.gateway.schema import (
     SLICE_BYTES,
     Body,

@@ -59,9 +59,8 @@ from pipeinfer.gateway.peers import Peers, SharedQueue, Siblings, is_forwarded
 from pipeinfer.gateway.pooling import takes_query_and_document
 from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
 from pipeinfer.gateway.response_handlers import Adopter
-from pipeinfer.gateway.response_store import ResponseStore
 from pipeinfer.gateway.resumable_answers import ResumableAnswers
-from pipeinfer.gateway.resumable_streams import RetentionBounds
+from pipeinfer.gateway.retention import ResponseStore, RetentionBounds
 from pipeinfer.gateway.serving import HandlerContext
 from pipeinfer.gateway.sessions import RequestSessions
 from pipeinfer.gateway.tool_parsers.registry import choose_parsers
