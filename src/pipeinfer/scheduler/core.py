@@ -7,7 +7,6 @@ what tokenizers and detokenizers send it. Knows no pages (only counts of them), 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import ClassVar, Literal, get_args
@@ -17,6 +16,7 @@ import msgspec
 from pipeinfer.core import (
     EVERYONE,
     FORGET_FACTOR,
+    Deadlines,
     Drain,
     Histogram,
     Leave,
@@ -707,54 +707,16 @@ class LiveRequests:
     def add(self, request: Request) -> None:
         """It is live from now on."""
         self._requests[request.id] = request
-        self._deadlines.add(request)
+        self._deadlines.set(request.id, request.deadline)
 
     def remove(self, request: Request) -> None:
         """It is over, by whatever; one that is refused as it comes never was here."""
         self._requests.pop(request.id, None)
-        self._deadlines.remove(request)
+        self._deadlines.remove(request.id)
 
     def take_overdue(self, now: float) -> Iterator[Request]:
         """Those whose deadline has come, each once."""
-        return self._deadlines.take_over(now)
-
-
-MAX_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
-
-
-class Deadlines:
-    """When requests with a timeout have to be over.
-
-    A heap of (deadline, id), and the live requests by id: one that ended is let go at once, its
-    entry when it comes up, or with many.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, str]] = []
-        self._live: dict[str, Request] = {}
-
-    def add(self, request: Request) -> None:
-        """Requests without a deadline are not kept."""
-        if request.deadline < float("inf"):
-            self._live[request.id] = request
-            heapq.heappush(self._heap, (request.deadline, request.id))
-
-    def remove(self, request: Request) -> None:
-        """`request` is over, by whatever."""
-        if self._live.get(request.id) is request:
-            del self._live[request.id]
-            if len(self._heap) > 2 * len(self._live) + MAX_STALE:
-                self._heap = [(one.deadline, name) for name, one in self._live.items()]
-                heapq.heapify(self._heap)
-
-    def take_over(self, now: float) -> Iterator[Request]:
-        """Live requests whose deadline has come, each once."""
-        while self._heap and self._heap[0][0] <= now:
-            deadline, name = heapq.heappop(self._heap)
-            request = self._live.get(name)
-            if request is not None and request.deadline == deadline:
-                del self._live[name]
-                yield request
+        return (self._requests[name] for name in self._deadlines.take_due(now))
 
 
 FinishKind = Literal[
