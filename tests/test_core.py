@@ -26,6 +26,7 @@ from pipeinfer.core import (
     RecentTable,
     RollCall,
     Send,
+    block_hashes,
     bracketed_answer,
     heartbeat_period,
     histogram_names,
@@ -34,6 +35,7 @@ from pipeinfer.core import (
     stage_number,
 )
 from pipeinfer.messages import Done, Recover, Recovered
+from pipeinfer.wire import pack
 
 ME, INCARNATION = "scheduler-0", 40
 QUESTION = Recover(ME, INCARNATION)
@@ -118,6 +120,21 @@ def test_the_number_in_a_stages_name(stage, found):
 
 
 SECONDS, MOST = 60.0, 800
+
+
+@given(
+    st.lists(st.integers(0, 1), max_size=12),
+    st.lists(st.integers(0, 1), max_size=12),
+    st.integers(1, 4),
+    st.sampled_from(["", "salt"]),
+)
+def test_block_hashes_are_equal_as_far_as_prompts_and_salts_are(one, other, size, salt):
+    hashes = block_hashes(pack(one), size, "")
+    others = block_hashes(pack(other), size, salt)
+    assert len(hashes) == len(one) // size
+    for count, (a, b) in enumerate(zip(hashes, others, strict=False), start=1):
+        assert (a == b) == (not salt and one[: count * size] == other[: count * size])
+    assert len(set(hashes)) == len(hashes)
 
 
 NAMES = st.sampled_from("abcdefgh")

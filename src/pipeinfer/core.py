@@ -8,6 +8,7 @@ A core never reads a clock, opens a socket, draws entropy or spawns a task; its 
   they can be recorded and replayed;
 - recovery: how a new process learns from its neighbours what the process before it knew;
 - `RecentTable`: entries of the last seconds by name; `Deadlines`: of requests, by name;
+- `block_hashes`: by which beginnings of prompts are told apart;
 - liveness: how often stages send heartbeats, after how long a silence one counts as lost, and
   `SuspendAwareClock`, by which that is judged;
 - `FairQueue`: waiting items, taken so that clients share by weight and no item starves;
@@ -356,6 +357,30 @@ class RecentTable(Generic[Value]):
         while len(self) >= self._max_size:
             del spans[0]
         return spans[-1]
+
+
+HASH_BYTES = 16  # of the hash of a block
+
+
+def block_hash(parent: bytes, block: bytes) -> bytes:
+    """[16], of a block of token ids (int32) behind the block that has the hash `parent`. So it
+    stands for all ids up to the block's end. It does not depend on the process."""
+    return blake2b(parent + block, digest_size=HASH_BYTES).digest()
+
+
+def salt_hash(cache_salt: str) -> bytes:
+    """[16], the parent of the first block of a prompt with that cache salt."""
+    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
+
+
+def block_hashes(ids: bytes, block_size: int, cache_salt: str) -> list[bytes]:
+    """The hash of each whole block of `block_size` ids (int32) of a prompt that begins with
+    `ids`."""
+    size, parent, hashes = 4 * block_size, salt_hash(cache_salt), list[bytes]()
+    for end in range(size, len(ids) + 1, size):
+        parent = block_hash(parent, ids[end - size : end])
+        hashes.append(parent)
+    return hashes
 
 
 MAX_STALE = 64  # stale entries of Deadlines, beside as many as there are deadlines

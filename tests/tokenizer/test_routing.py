@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeinfer.core import block_hashes
 from pipeinfer.messages import Ended, GroupReadiness, GroupStatus, Work
 from pipeinfer.params import RequestParams
 from pipeinfer.settings import ConfigurationError
@@ -20,7 +21,6 @@ from pipeinfer.tokenizer.routing import (
     GroupRouter,
     RoutedRequest,
     RoutedRequests,
-    block_hashes,
 )
 from pipeinfer.wire import pack
 
@@ -70,7 +70,7 @@ def test_no_other_group_would_have_had_less_to_do():
     )
     for number in range(400):
         ids = prompt(1000 + number, int(source.integers(1, 200)), heads[source.integers(20)])
-        keys, known = block_hashes(ids, ""), router._groups
+        keys, known = block_hashes(pack(ids), BLOCK_TOKENS, ""), router._groups
         costs = [
             PREFILL_WEIGHT * (len(ids) - known.caches[group].matched_tokens(keys)) + load
             for group, load in enumerate(router.loads())
@@ -208,7 +208,7 @@ def test_prefixes_are_those_of_a_plain_list(prompts, capacity):
     prefixes, model = ApproximateCache(), Model()
     for words, rest in prompts:
         ids = [word for word in words for _ in range(BLOCK_TOKENS)] + [9] * rest
-        keys = block_hashes(np.array(ids, dtype=np.int32), "")
+        keys = block_hashes(pack(ids), BLOCK_TOKENS, "")
         assert prefixes.matched_tokens(keys) == model.matched(ids)
         prefixes.add(keys, capacity * BLOCK_TOKENS)
         model.add(ids, capacity * BLOCK_TOKENS)

@@ -30,10 +30,11 @@ import numpy as np
 from msgspec import structs
 
 from pipeinfer.command_line import none_of
-from pipeinfer.core import SuspendAwareClock, silence_limit
+from pipeinfer.core import SuspendAwareClock, block_hashes, silence_limit
 from pipeinfer.messages import Accepted, Adopt, Ended, GroupStatus, Submit, Work
 from pipeinfer.params import StructuredOutputs, choice_id, choice_ids
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.wire import pack
 
 BLOCK_TOKENS = 64  # tokens of a block, the unit of ApproximateCache
 # Seconds without a status after which a scheduler counts as lost, or more (silence_limit).
@@ -245,7 +246,7 @@ class GroupRouter:
         if self._one_group:
             return 0
         self.on_ended(request_id)
-        hashes = block_hashes(prompt_ids, cache_salt)
+        hashes = block_hashes(pack(prompt_ids), BLOCK_TOKENS, cache_salt)
         group = self._policy.choose(self._groups.up(), hashes, len(prompt_ids))
         self._send(request_id, group, hashes, len(prompt_ids), max_tokens)
         return group
@@ -260,7 +261,7 @@ class GroupRouter:
     ) -> int:
         """The request is with `group` already, which is returned: an earlier process sent it."""
         if not self._one_group and request_id not in self._open:
-            hashes = block_hashes(prompt_ids, cache_salt)
+            hashes = block_hashes(pack(prompt_ids), BLOCK_TOKENS, cache_salt)
             self._send(request_id, group, hashes, len(prompt_ids), max_tokens)
         return group
 
@@ -308,21 +309,6 @@ class GroupRouter:
 
 def _output_tokens(max_tokens: int | None) -> int:
     return DEFAULT_OUTPUT_TOKENS if max_tokens is None else max_tokens
-
-
-def block_hashes(prompt_ids: np.ndarray, cache_salt: str) -> list[bytes]:
-    """A hash for each whole block of `prompt_ids` int32 [n], which stands for the whole prefix up
-    to the block's end.
-
-    Hashes do not depend on the process, so that a recorded run routes the same way again.
-    """
-    key = blake2b(cache_salt.encode(), digest_size=8).digest()
-    raw = np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes()
-    hashes: list[bytes] = []
-    for end in range(4 * BLOCK_TOKENS, len(raw) + 1, 4 * BLOCK_TOKENS):
-        key = blake2b(key + raw[end - 4 * BLOCK_TOKENS : end], digest_size=8).digest()
-        hashes.append(key)
-    return hashes
 
 
 class ApproximateCache:
