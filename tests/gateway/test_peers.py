@@ -230,7 +230,7 @@ def test_a_share_is_given_by_halves_so_that_few_questions_suffice():
 def heard(sender: StateExchange, of: str, receiver: StateExchange, who: str) -> bool:
     """`sender`, called `of`, tells `receiver`, called `who`."""
     incarnation, number = sender.heard_of(who)
-    return receiver.hear(
+    return receiver.merge(
         GatewayState(
             stage=of,
             incarnation=sender.incarnation,

@@ -103,7 +103,7 @@ class LimitShare:
     """The share of gateway `index` of one limit.
 
     given, taken: units, by index of the other gateway; they only grow.
-    wanted: units that are lacking now. said_free: free units, as the others were told last.
+    wanted: units that are lacking now. published_free: free units, as the others were told last.
     """
 
     def __init__(self, index: int, gateways: int, limit: int = 0) -> None:
@@ -112,7 +112,7 @@ class LimitShare:
         self.given = [0] * gateways
         self.taken = [0] * gateways
         self.wanted = 0
-        self.said_free: int | None = None
+        self.published_free: int | None = None
         self._free_elsewhere: dict[int, int] = {}
 
     @property
@@ -139,7 +139,7 @@ class LimitShare:
         self.given[to] += units
         return units
 
-    def hear(self, sender: int, given: int, taken: int, free: int) -> bool:
+    def merge(self, sender: int, given: int, taken: int, free: int) -> bool:
         """What gateway `sender` says that it has given to this one, taken from it, and left.
         Whether something was given, or taken of the process before this one."""
         self._free_elsewhere[sender] = free
@@ -196,7 +196,7 @@ class SharedLimits:
             given=tuple(share.given),
             taken=tuple(share.taken),
             wanted=share.wanted,
-            free=self._say_free(limit, now),
+            free=self._publish_free(limit, now),
         )
 
     def free_elsewhere(self, limit: LimitName) -> int:
@@ -213,12 +213,12 @@ class SharedLimits:
             free = max(self.free(limit, now), 0)
             if not limit.name:
                 share.wanted = max(share.size // 4, 1) if 4 * free < share.size else 0
-            if share.wanted or free != share.said_free:
+            if share.wanted or free != share.published_free:
                 changed.append(limit)
         return changed
 
-    def _say_free(self, limit: LimitName, now: float) -> int:
-        free = self._shares[limit].said_free = max(self.free(limit, now), 0)
+    def _publish_free(self, limit: LimitName, now: float) -> int:
+        free = self._shares[limit].published_free = max(self.free(limit, now), 0)
         return free
 
     def on_state(self, sender: int, state: ShareState, now: float, gives: bool = True) -> bool:
@@ -231,7 +231,7 @@ class SharedLimits:
         limit = LimitName(state.name, state.kind)
         share = self._share(limit)
         given, taken = state.given[self._index], state.taken[self._index]
-        changed = share.hear(sender, given, taken, state.free)
+        changed = share.merge(sender, given, taken, state.free)
         if changed:
             self._apply(limit, now)
         if gives and share.give(sender, state.wanted, self.free(limit, now)):
@@ -280,7 +280,7 @@ class StateExchange:
         self._changed[item] = self.number
         return self.number
 
-    def hear(self, state: GatewayState) -> bool:
+    def merge(self, state: GatewayState) -> bool:
         """Whether there is news in what another gateway says, which must be answered then."""
         peer = self._peers.get(state.stage)
         if peer is None or state.incarnation < peer.incarnation:
@@ -423,7 +423,7 @@ class Peers:
         wanted = self.limits.free(limit, time.monotonic()) + units
         self.limits.lacks(limit, units)
         number = self._exchange.change((LIMIT, *limit))
-        self._tell(self._live())
+        self._publish(self._live())
 
         def settled() -> bool:
             heard = all(self._exchange.has_heard(stage, number) for stage in self._live())
@@ -440,7 +440,7 @@ class Peers:
         False if one of them has not heard of it within SPREAD_SECONDS; it will."""
         self._adapters.change(name, adapter, stage_number(self._stage, "gateway") or 0)
         number = self._exchange.change((ADAPTER, name))
-        self._tell(self._live())
+        self._publish(self._live())
         return await self._until(
             lambda: all(self._exchange.has_heard(stage, number) for stage in self._live()),
             SPREAD_SECONDS,
@@ -478,7 +478,7 @@ class Peers:
         return all(self._exchange.heard_of(stage)[1] for stage in self._live())
 
     def _on_state(self, state: GatewayState) -> None:
-        if self._exchange.hear(state):
+        if self._exchange.merge(state):
             now, sender = time.monotonic(), stage_number(state.stage, "gateway") or 0
             for share in state.shares:
                 if self.limits.on_state(sender, share, now, gives=self._has_met_all()):
@@ -486,10 +486,10 @@ class Peers:
             for adapter in state.adapters:
                 if self._adapters.adopt(adapter):
                     self._exchange.change((ADAPTER, adapter.name))
-            self._tell([state.stage])
+            self._publish([state.stage])
         self._wake()
 
-    def _tell(self, stages: Sequence[str]) -> None:
+    def _publish(self, stages: Sequence[str]) -> None:
         now = time.monotonic()
         for stage in stages:
             items = list(self._exchange.news_for(stage))
@@ -516,7 +516,7 @@ class Peers:
             for limit in self.limits.refresh(time.monotonic()):
                 self._exchange.change((LIMIT, *limit))
             number = self._exchange.number
-            self._tell([s for s in self._live() if not self._exchange.has_heard(s, number)])
+            self._publish([s for s in self._live() if not self._exchange.has_heard(s, number)])
             await asyncio.sleep(REPEAT_SECONDS)
 
     def _post(self, stage: str, message: Message) -> None:

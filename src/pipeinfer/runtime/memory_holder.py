@@ -10,7 +10,7 @@ Memory lives as long as a descriptor of it or a mapping does: memfds on a CPU, m
 on a GPU. The holder keeps descriptors and nothing else; it imports neither CUDA nor torch, and maps
 nothing. One holder serves one rank. What it keeps is handed to one process at a time, and to the
 next one only when the process before has ended: a dying process' kernels may still write. What
-nobody writes once it is kept (LENT) is lent to standbys meanwhile.
+nobody writes once it is kept (SHAREABLE) is shared with standbys meanwhile.
 
 Its own death does no harm: an engine goes on with its mappings, and gives its descriptors to the
 next holder.
@@ -71,7 +71,8 @@ DROPPED: tuple[tuple[int, frozenset[Kind]], ...] = (
     (2, frozenset({"pages"})),
     (3, frozenset({"pages", "weights", "measured"})),
 )
-LENT: frozenset[Kind] = frozenset({"weights", "measured"})  # what nobody writes once it is kept
+# What nobody writes once it is kept, so that standbys may read it while its engine runs.
+SHAREABLE: frozenset[Kind] = frozenset({"weights", "measured"})
 
 
 def dropped_after(losses: int) -> Set[Kind]:
@@ -170,13 +171,12 @@ class Attached(msgspec.Struct, tag=True):
 
 
 class Borrowed(msgspec.Struct, tag=True):
-    """Holder to standby, with a descriptor for each of `lent`.
+    """Holder to standby, with a descriptor for each of `shared`.
 
-    lent: what is kept and may be read while its engine runs, see LENT. others: the rest of what is
-    kept.
+    shared: what is kept and SHAREABLE. others: the rest of what is kept.
     """
 
-    lent: tuple[Keep, ...]
+    shared: tuple[Keep, ...]
     others: tuple[Keep, ...]
 
 
@@ -229,12 +229,12 @@ class HolderState:
         return [self.entries.pop(name)[1]]
 
     def borrow(self) -> tuple[Borrowed, list[int]]:
-        """What is kept, and the descriptors of what is lent."""
+        """What is kept, and the descriptors of what is shared."""
         kept = list(self.entries.values())
-        lent = [(entry, descriptor) for entry, descriptor in kept if entry.kind in LENT]
-        others = tuple(entry for entry, _ in kept if entry.kind not in LENT)
-        message = Borrowed(tuple(entry for entry, _ in lent), others)
-        return message, [descriptor for _, descriptor in lent]
+        shared = [(entry, descriptor) for entry, descriptor in kept if entry.kind in SHAREABLE]
+        others = tuple(entry for entry, _ in kept if entry.kind not in SHAREABLE)
+        message = Borrowed(tuple(entry for entry, _ in shared), others)
+        return message, [descriptor for _, descriptor in shared]
 
     def silent(self, process: int) -> None:
         """`process` says and hears no more; what it owns stays its own until it has ended."""

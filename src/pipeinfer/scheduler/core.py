@@ -249,7 +249,7 @@ class SchedulerCore:
         if is_new and self._sleep.refuses:
             self._refuse(request, 503, "the server sleeps", None, "asleep")
         elif is_new and self._sleep.falls:
-            self._sleep.held[request.id] = request
+            self._sleep.deferred[request.id] = request
         else:
             self._planner.enqueue(request, -1 if delivered is None else delivered.crashes)
 
@@ -278,24 +278,24 @@ class SchedulerCore:
         if not asked.level:
             if self._epochs.sleep_level:
                 self._epochs.wake_up()
-            self._enqueue_held(self._sleep.wake_up())
+            self._enqueue_deferred(self._sleep.wake_up())
             self._begin(now)
             return
         self._sleep.ask(asked)
         if self._sleep.falls and asked.mode == "abort":
-            for request in [one for one in self._live if one.id not in self._sleep.held]:
+            for request in [one for one in self._live if one.id not in self._sleep.deferred]:
                 self._abort(request, "the server falls asleep")
 
     def _fall_asleep(self, now: float) -> None:
         """Requests that hold slots go on at waking, with the tokens that they have."""
-        self._enqueue_held(self._sleep.begin())
+        self._enqueue_deferred(self._sleep.begin())
         self._epochs.sleep(self._sleep.level, self._sleep.refuses, now)
         lost, in_flight = self._engine.on_epoch_lost()
         self._planner.on_epoch_lost(lost, in_flight, blameless=True)
         self._begin(now)
 
-    def _enqueue_held(self, held: list[Request]) -> None:
-        for request in held:
+    def _enqueue_deferred(self, deferred: list[Request]) -> None:
+        for request in deferred:
             self._planner.enqueue(request)
 
     def _on_asleep(self, asleep: Asleep, _now: float) -> None:
@@ -367,7 +367,7 @@ class SchedulerCore:
     def _drop(self, request: Request, kind: FinishKind) -> None:
         """It is over; its slot is released with the next plan."""
         self.counts[kind] += 1
-        self._sleep.held.pop(request.id, None)
+        self._sleep.deferred.pop(request.id, None)
         self._live.remove(request)
         self._planner.drop(request)
         self._takeover.on_finished(request, self._clock_time)

@@ -535,9 +535,9 @@ class TokenizerCore:
                     abort = Abort(work.request_id, work.attempt, "its gateway was restarted")
                     out += self._on_abort(abort, now)
         stage = self._roll_call.stage
-        told: list[Message] = [self._adapters] * (self._adapters != AdapterChanges())
-        told += [Adopt(stage=stage, submit=submit) for submit in self._pending.retained(gateway)]
-        told += [
+        known: list[Message] = [self._adapters] * (self._adapters != AdapterChanges())
+        known += [Adopt(stage=stage, submit=submit) for submit in self._pending.retained(gateway)]
+        known += [
             Adopt(
                 stage=stage,
                 submit=origin.submit,
@@ -546,7 +546,7 @@ class TokenizerCore:
             )
             for origin in self._routed.retained(gateway, now)
         ]
-        sends = (Send("recovery", event.stage, one) for one in told)
+        sends = (Send("recovery", event.stage, one) for one in known)
         return [*out, *bracketed_answer(stage, event, sends)]
 
     def _on_adapters(self, event: AdapterChanges, _now: float) -> list[Send]:
@@ -603,10 +603,10 @@ class TokenizerCore:
         attempt, and its old group is to abort it. A request that has ended is aborted."""
         if event.ended:
             abort = Abort(event.request_id, event.attempt, "nobody has taken its end")
-            entry, told = self._routed.get(event.request_id), list[Send]()
+            entry, out = self._routed.get(event.request_id), list[Send]()
             if entry is not None and entry.work.retention is not None:
-                told.append(Send("recovery", f"gateway-{entry.work.gateway}", abort))
-            return [*told, *self._on_abort(abort, now)]
+                out.append(Send("recovery", f"gateway-{entry.work.gateway}", abort))
+            return [*out, *self._on_abort(abort, now)]
         entry = self._routed.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, and all groups got its Abort or Done
