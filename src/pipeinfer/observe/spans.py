@@ -327,7 +327,7 @@ class _Call(Protocol):
     only_encode: bool
 
 
-class _ClientLeft(Protocol):
+class _ClientDisconnected(Protocol):
     request_id: str
     reason: str
 
@@ -380,9 +380,9 @@ class GatewayObserver:
                 name, at, "accepted", group=accepted.group, prompt_tokens=accepted.prompt_tokens
             )
 
-    def _hangup(self, hangup: _ClientLeft, at: float) -> None:
-        self.spans.mark(hangup.request_id, at, "hung_up")
-        self.spans.end(hangup.request_id, at, "abort")
+    def _disconnected(self, event: _ClientDisconnected, at: float) -> None:
+        self.spans.mark(event.request_id, at, "hung_up")
+        self.spans.end(event.request_id, at, "abort")
 
     def _submit(self, submit: Submit, at: float) -> None:
         for name in choice_ids(submit.request_id, submit.choices):
@@ -426,7 +426,7 @@ class GatewayObserver:
     _on_input: ClassVar[dict[str, Callable[[Any, Any, float], None]]] = {
         "Call": _call,
         "Accepted": _accepted,
-        "ClientDisconnected": _hangup,
+        "ClientDisconnected": _disconnected,
     }
     _on_output: ClassVar[dict[str, Callable[[Any, Any, float], None]]] = {
         "Submit": _submit,

@@ -765,13 +765,15 @@ def embedding_batch(
     except msgspec.ValidationError as error:
         raise RequestError(f"PoolingParams: {error}", "pooling_params") from None
     asked = [
-        completion(f"{name}-{i}", _behind(before, prompt), sampling, add_special_tokens=special)
+        completion(
+            f"{name}-{i}", _with_instruction(before, prompt), sampling, add_special_tokens=special
+        )
         for i, prompt in enumerate(prompts)
     ]
     return EmbeddingBatch(asked, options)
 
 
-def _behind(before: str, prompt: Prompt) -> Prompt:
+def _with_instruction(before: str, prompt: Prompt) -> Prompt:
     """A text behind the checkpoint's prompt; ids have none."""
     text, ids, salt = prompt_parts(prompt)
     if not before or ids is not None or not isinstance(text, str):
