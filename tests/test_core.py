@@ -1,11 +1,11 @@
-"""What cores share: a roll call believes whole answers only; a table of what is recent forgets by
-age and by size; heartbeats are bounded; a fair queue lets every client have its turn; a histogram
-comes out of a heartbeat as it went in.
+"""What cores share: a roll call believes whole answers only; a plan counts once, in its turn; a
+table of what is recent forgets by age and by size; heartbeats are bounded; a fair queue lets every
+client have its turn; a histogram comes out of a heartbeat as it went in.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from math import inf
 
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core import (
+    ANY_PLAN,
     HEARTBEAT_SECONDS,
     MAX_HEARTBEAT_RATE,
     MAX_STALE,
@@ -23,6 +24,7 @@ from pipeinfer.core import (
     Deadlines,
     FairQueue,
     Histogram,
+    PlanFilter,
     RecentTable,
     RollCall,
     Send,
@@ -36,6 +38,35 @@ from pipeinfer.core import (
 )
 from pipeinfer.messages import Done, Recover, Recovered
 from pipeinfer.wire import pack
+
+LOST = st.lists(st.booleans(), max_size=30)
+
+
+@given(lost=LOST, lost_again=st.lists(st.integers(0, 30), max_size=6), amid=st.booleans())
+def test_each_plan_counts_once_and_in_turn_whatever_is_lost_and_published_again(
+    lost, lost_again, amid
+):
+    """Whoever sees a gap has all from there on published again, of which some are lost, too."""
+    count, plans, counted = len(lost), PlanFilter(ANY_PLAN if amid else 0), list[int]()
+    first = next((n for n, gone in enumerate(lost) if not gone), count) if amid else 0
+    coming = deque(n for n, gone in enumerate(lost) if not gone)
+    losses = iter(lost_again)
+    while True:
+        if not coming:
+            if plans.expected in (count, ANY_PLAN):
+                break
+            coming.extend(range(max(plans.expected, 0), count))
+        number = coming.popleft()
+        order = plans.take(number)
+        assert order == ("next" if number == first + len(counted) else
+                         "repeated" if number < first + len(counted) else "gap")  # fmt: skip
+        if order == "next":
+            counted.append(number)
+        elif order == "gap":
+            gone = next(losses, -1)
+            coming.extend(n for n in range(plans.expected, count) if n != gone)
+    assert counted == list(range(first, count))
+
 
 ME, INCARNATION = "scheduler-0", 40
 QUESTION = Recover(ME, INCARNATION)

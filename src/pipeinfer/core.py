@@ -7,6 +7,7 @@ A core never reads a clock, opens a socket, draws entropy or spawns a task; its 
   (gateway/ledger.py and engine/core.py have those of one stage alone). They are messages, so that
   they can be recorded and replayed;
 - recovery: how a new process learns from its neighbours what the process before it knew;
+- `PlanFilter`: which plans count where some are published again;
 - `RecentTable`: entries of the last seconds by name; `Deadlines`: of requests, by name;
 - `block_hashes`: by which beginnings of prompts are told apart;
 - liveness: how often stages send heartbeats, after how long a silence one counts as lost, and
@@ -194,6 +195,29 @@ def step_note(step: _StepArrays) -> StepNote:
         len(step.tokens),
         int(step.samples.sum()),
     )
+
+
+PlanOrder = Literal["next", "repeated", "gap"]
+ANY_PLAN = -1
+
+
+class PlanFilter:
+    """Which plans of an epoch count: each once, in the order of their numbers. A plan that some
+    rank has missed is published again, with all plans behind it, and all ranks hear them.
+
+    expected: number of the next plan; ANY_PLAN for who begins to look on amid an epoch.
+    """
+
+    def __init__(self, expected: int = 0) -> None:
+        self.expected = expected
+
+    def take(self, number: int) -> PlanOrder:
+        """ "next": the plan counts, and the one behind it is expected now. "repeated": it has
+        counted before. "gap": one before it is missing, so it will come again."""
+        if self.expected in (number, ANY_PLAN):
+            self.expected = number + 1
+            return "next"
+        return "repeated" if number < self.expected else "gap"
 
 
 class RollCall:

@@ -25,7 +25,7 @@ from pipeinfer.params import (
 )
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 17
+PROTOCOL = 18
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 # What becomes of the requests that a group has when it is put to sleep: they are answered first,
@@ -412,12 +412,14 @@ class LoadAdapter(Message, frozen=True):
     - epoch, number: name the message: what is sent again has the same ones
     - slot: from 1 on
     - adapter: what its files must be
+    - next_plan: number of the first plan that comes behind it
     """
 
     epoch: int
     number: Count
     slot: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
     adapter: Adapter
+    next_plan: Count = 0
 
 
 class Plan(Message, frozen=True):
@@ -426,7 +428,7 @@ class Plan(Message, frozen=True):
     from the id that the slot has sampled last. R: rows.
 
     Attributes:
-    - number: of the plan in its epoch, from 0
+    - number: of the plan in its epoch, from 0; one that was before comes again after MissedPlan
     - slots, counts: int32 bytes [R]; no slot stands twice
     - reset: cached prefixes that no request uses are forgotten between releases and admits
     - cache_slots: slots (int32 bytes). Whole pages of what is computed of their prompts enter the
@@ -635,16 +637,26 @@ class Digests(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """The rank leaves the epoch: a gap in the plans, a failed step.
+    """The rank leaves the epoch: a plan that cannot be, a step that does not add up.
 
     Attributes:
-    - orderly: no request of it is to blame: the rank was told to, or plans were lost on their way
+    - orderly: no request of it is to blame: the rank was told to
     """
 
     epoch: int
     rank: int
     reason: str
     orderly: bool = False
+
+
+class MissedPlan(Message, frozen=True):
+    """A later plan came, or what belongs behind one, so plan `number` was lost on its way to the
+    rank: it and all plans behind it are to be published again. The rank waits for them.
+    """
+
+    epoch: int
+    rank: int
+    number: Count
 
 
 # ----------------------------------------------------------------- tokens: scheduler -> detokenizer
@@ -1057,6 +1069,7 @@ CHANNELS: dict[str, Any] = {
         Result,
         Digests,
         Fault,
+        MissedPlan,
     ],
     "tokens": Union[Open, PromptTokens, Tokens, Refused, CacheReset, Abort, Done],
     "stops": StopHit,

@@ -65,7 +65,9 @@ def works(options: argparse.Namespace) -> Iterator[tuple[str, int, Work]]:
 
 def offline(options: argparse.Namespace, words: list[str]) -> None:
     """In a process of its own: a line of JSON for each of the works."""
-    with LLM(**config.parse_flags(words)) as llm:
+    settings = dict(config.parse_flags(words))
+    settings.pop("gateways", None)  # `LLM` is its own
+    with LLM(**settings) as llm:
         for load, turn, work in works(options):
             found = batch.measure(llm, work, TEMPERATURE)
             if load != "warm":

@@ -102,9 +102,9 @@ def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
 SQUARE = GemmConfig(block_m=16, block_n=32, block_k=64, split_k=1, num_warps=4, num_stages=3)
 
 
-def in_fp8(width, blocks):
+def in_fp8(width, blocks, depth=DEPTH):
     """(e4m3 weights, their scales, the same as float32)."""
-    plain = randn(3, width, DEPTH) / 8
+    plain = randn(3, width, depth) / 8
     if not blocks:
         weight, scale = quantize_rows(plain)
         return weight, scale, weight.float() * scale
@@ -199,6 +199,7 @@ SLOTS = 3
 PARTS = {
     "one module": (slice(0, 200),),
     "three modules": (slice(0, 130), slice(130, 162), slice(162, 200)),
+    "four modules": (slice(0, 10), slice(10, 20), slice(20, 30), slice(30, 200)),
 }
 
 
@@ -216,7 +217,7 @@ def slots_of(kind: str, tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize(("rank", "depth"), [(4, 72), (16, 1100), (100, 256)])
-@pytest.mark.parametrize("tokens", [1, 16, 37])
+@pytest.mark.parametrize("tokens", [1, 37, 90, 270])
 @pytest.mark.parametrize("kind", ["mixed", "runs", "none"])
 def test_each_token_gets_the_products_of_its_adapter(kind, tokens, rank, depth, parts, dtype):
     token_adapters = slots_of(kind, tokens)
@@ -233,11 +234,11 @@ def test_each_token_gets_the_products_of_its_adapter(kind, tokens, rank, depth, 
 
 def test_what_a_token_gets_does_not_depend_on_the_others():
     """Bit by bit on a GPU; the interpreter multiplies with NumPy, whose sums depend on the row."""
-    x, y = randn_on_device(0, 33, 96), randn_on_device(3, 33, 64)
+    x, y = randn_on_device(0, 270, 96), randn_on_device(3, 270, 64)
     a, b = randn_on_device(1, SLOTS, 8, 96), randn_on_device(2, SLOTS, 64, 8)
-    token_adapters, whole = slots_of("mixed", 33), y.clone()
+    token_adapters, whole = slots_of("mixed", 270), y.clone()
     add_low_rank(x, a, b, (slice(0, 64),), token_adapters, whole)
-    for token in (0, 17, 32):
+    for token in (0, 17, 32, 269):
         alone = y[token : token + 1].clone()
         one = slice(token, token + 1)
         add_low_rank(x[one], a, b, (slice(0, 64),), token_adapters[one], alone)

@@ -21,6 +21,7 @@ from pipeinfer.messages import (
     Delivered,
     Done,
     Fault,
+    MissedPlan,
     Open,
     Plan,
     Refused,
@@ -293,6 +294,18 @@ def test_a_step_is_what_its_plan_and_its_result_say():
     ]
 
 
+def test_plans_that_are_published_again_are_the_same_steps():
+    one = Watched("scheduler")
+    plans = [plan(0, {0: 3}, [admit(0, "a", 3)]), plan(1, {1: 3}, [admit(1, "b", 3)])]
+    for name, sent in zip("ab", plans, strict=True):
+        one.queued(work(request_id=name), ("", sent))
+    one.saw(MissedPlan(1, 1, 0), *[("", sent) for sent in plans], ("", plan(2, {1: 1})))
+    for number, rows in enumerate([{0: (0, 3)}, {1: (0, 3)}, {1: (3, 1)}]):
+        one.saw(result(number, rows))
+    assert names(one.open["a"]) == names(one.open["b"]) == ["queued", "admitted"]
+    assert [step.at for step in one.steps] == [100.5, 101.5, 102.5]
+
+
 def test_a_minute_of_sums_of_steps_is_kept_by_half_seconds():
     steps: list[StepMade] = []
     minute = LastMinute(0.02, steps.append)
@@ -338,6 +351,20 @@ def test_a_request_passes_an_engine_from_admit_to_release():
     one.saw(Begin(2, (7,)))
     one.saw(plan(0, {3: 1}, [admit(3, "e", 1)], epoch=2))
     assert "e" in one.open
+
+
+def test_an_engine_takes_no_plan_behind_a_missing_one_and_none_twice():
+    one = Watched("engine")
+    one.saw(Begin(1, (7,)))
+    plans = [plan(0, {0: 4}, [admit(0, "a", 4)]), plan(1, {}, [], [Release(0, True)])]
+    plans.append(plan(2, {0: 4}, [admit(0, "b", 4)]))
+    one.saw(plans[0])
+    one.saw(plans[2], ("s", MissedPlan(1, 0, 1)))
+    assert names(one.open["a"]) == ["admitted"] and "b" not in one.open
+    for sent in (*plans[1:], *plans):
+        one.saw(sent)
+    assert [p.request_id for p in one.ended] == ["a"]
+    assert list(one.open) == ["b"] and names(one.open["b"]) == ["admitted"]
 
 
 def test_a_rank_that_sends_no_results_knows_its_first_rows_from_the_device():

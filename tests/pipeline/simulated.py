@@ -343,6 +343,13 @@ class Simulation:
             if not down:
                 self._introduce()
 
+    def lose_plans(self, engine: str) -> None:
+        """The connection breaks on which `engine` hears its scheduler: the newest are lost."""
+        for (sender, _, receiver), queue in self.links.items():
+            if receiver == engine and sender.startswith("scheduler"):
+                for _ in range(self.random.randint(0, len(queue))):
+                    queue.pop()
+
     def _tell_of_death(self, stage: str, life: Process) -> None:
         """As a supervisor does, to those who listen to it, sooner or later."""
         name, group = stage.split("-")[:2]

@@ -28,7 +28,7 @@ from itertools import islice
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from pipeinfer.control import RequestSpan, TimedEvent
-from pipeinfer.core import Send, StepDone
+from pipeinfer.core import ANY_PLAN, PlanFilter, Send, StepDone
 from pipeinfer.core import stage_number as stage_number
 from pipeinfer.messages import (
     Abort,
@@ -526,6 +526,7 @@ class SchedulerObserver:
     def __init__(self, spans: SpanStore) -> None:
         self.spans = spans
         self._slots: dict[int, _SlotRecord] = {}
+        self._plans = PlanFilter(ANY_PLAN)
 
     def on_exchange(self, exchange: Exchange) -> None:
         event, outputs, began, ended = exchange
@@ -538,7 +539,8 @@ class SchedulerObserver:
         for send in outputs:
             message = send.message
             if type(message) is Plan:
-                plans.append(message)
+                if self._plans.take(message.number) == "next":
+                    plans.append(message)
                 continue
             sent = self._on_output.get(type(message))
             if sent is not None:
@@ -615,6 +617,7 @@ class SchedulerObserver:
         for record in self._slots.values():
             self.spans.mark(record.request_id, at, "engine_lost")
         self._slots.clear()
+        self._plans = PlanFilter()
 
     def _plan(self, plan: Any, at: float) -> None:
         for release in plan.releases:
@@ -663,6 +666,7 @@ class EngineObserver:
         self._waiting: dict[int, _Waiting] = {}  # by slot
         self._rows: dict[int, frozenset[int]] = {}  # slots, by number of the plan
         self._epoch: int | None = None  # None: it takes part in whichever it hears of
+        self._plans = PlanFilter(ANY_PLAN)
 
     def on_exchange(self, exchange: Exchange) -> None:
         event, outputs, began, ended = exchange
@@ -671,7 +675,7 @@ class EngineObserver:
             self._plan(event, began, ended)
         elif type(event) is Begin:
             self._lose(began)
-            self._epoch = event.epoch
+            self._epoch, self._plans = event.epoch, PlanFilter()
         elif type(event) is StepDone and Result not in kinds:
             self._computed(event.number, self._rows.get(event.number, ()), (), ended)
         for send in outputs if kinds & self._on_output.keys() else ():
@@ -680,7 +684,7 @@ class EngineObserver:
                 sent(self, send.message, ended)
 
     def _plan(self, plan: Plan, began: float, ended: float) -> None:
-        if self._epoch not in (None, plan.epoch):
+        if self._epoch not in (None, plan.epoch) or self._plans.take(plan.number) != "next":
             return
         for release in plan.releases:
             self._release(release, began)

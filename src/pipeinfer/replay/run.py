@@ -268,7 +268,7 @@ class ReplayCounts:
     def follow(self, exchange: TraceExchange) -> None:
         """Every exchange that is played, in order: who sits in which slot."""
         if exchange.input.channel == "plan":
-            self._seen.update(self._subjects.of(exchange.input.message))
+            self._seen.update(self._subjects.of(exchange.input))
 
     def step(self, exchange: TraceExchange, report: StepDone) -> None:
         """A step of the device, and the exchange that has what was recorded of it."""

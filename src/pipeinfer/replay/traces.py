@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from pipeinfer.command_line import counted
-from pipeinfer.core import Send, StepDone
+from pipeinfer.core import ANY_PLAN, PlanFilter, Send, StepDone
 from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result
 from pipeinfer.topology import Identity
 from pipeinfer.trace.format import (
@@ -67,6 +67,7 @@ class TraceEntry:
     time: seconds of the stage's monotonic clock; of an input the `now` that its core was given.
     peer: the sender of an input, the receiver of an output ("" for everyone, and for local ones).
     sent: seconds of the sender's clock, inputs from the bus only, else 0. size: bytes of the body.
+    counts: False for a plan that had been published before, or that came behind a missing one.
     """
 
     seq: int
@@ -78,6 +79,7 @@ class TraceEntry:
     sent: float
     message: Any
     size: int
+    counts: bool = True
 
     @property
     def kind(self) -> str:
@@ -171,13 +173,19 @@ def load(path: Path) -> LoadedTrace:
     try:
         trace = Trace(path)
         entries: list[TraceEntry] = []
+        plans = PlanFilter(ANY_PLAN)
         for r in trace:
             # The remark that ends a recording has no time of its own.
             at = r.time or (entries[-1].time if entries else 0.0)
+            message, counts = trace.message(r), True
+            if isinstance(message, Begin):
+                plans = PlanFilter()
+            elif isinstance(message, Plan):
+                counts = plans.take(message.number) == "next"
             entries.append(
                 TraceEntry(
                     r.seq, at, r.direction, r.channel, r.peer, r.number, r.sent,
-                    trace.message(r), len(r.body),
+                    message, len(r.body), counts,
                 )
             )  # fmt: skip
     except OtherProtocol as error:
@@ -293,26 +301,27 @@ REMEMBERED = 64  # plans whose rows are kept: far more than are ever in flight
 
 
 class Subjects:
-    """`of(message)` names the requests of each message, in the order of the trace."""
+    """`of(entry)` names the requests of each message, in the order of the trace."""
 
     def __init__(self) -> None:
         self._slots: dict[int, str] = {}
         self._plans: OrderedDict[tuple[int, int], dict[int, str]] = OrderedDict()
 
-    def of(self, message: object) -> tuple[str, ...]:
+    def of(self, entry: TraceEntry) -> tuple[str, ...]:
         """Ids of the requests, without repeats; empty where a message is about none."""
+        message = entry.message
         match message:
             case Begin():
                 self._slots.clear()
                 return ()
-            case Plan():
+            case Plan() if entry.counts:
                 return self._plan(message)
+            case Plan() | StepDone():
+                return tuple(dict.fromkeys(self.rows(message.epoch, message.number).values()))
             case Admitted():
                 return self._named(message.epoch, message.number, message.slots)
             case Result():
                 return self._named(message.epoch, message.number, message.slots)
-            case StepDone():
-                return tuple(dict.fromkeys(self.rows(message.epoch, message.number).values()))
         request_id = getattr(message, "request_id", None)
         if request_id is not None:
             return (request_id,)
@@ -680,7 +689,7 @@ def history(
 ) -> tuple[tuple[str, ...], list[TraceEntry]]:
     """(the requests that the difference is about, the last messages about them up to its cause)."""
     subjects = Subjects()
-    about = [(entry, subjects.of(entry.message)) for entry in entries
+    about = [(entry, subjects.of(entry)) for entry in entries
              if entry.seq <= max(difference.seq, difference.cause.seq)]  # fmt: skip
     named = {entry.seq: ids for entry, ids in about}
     requests = _at(difference, entries) or named.get(difference.seq) or ()

@@ -44,6 +44,8 @@ from pipeinfer.messages import (
     HandOver,
     Hello,
     Message,
+    MissedPlan,
+    Plan,
     Prepared,
     PromptLogprobs,
     RankStatus,
@@ -117,7 +119,9 @@ class SchedulerCore:
         self._outbox = Outbox(group)
         self._takeover = TakeoverTimes()
         self._prefill_times = Histogram()
-        self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(FINISH_KINDS, 0))
+        self.counts.update(
+            epochs=0, repeated_plans=0, bad_logits=0, **dict.fromkeys(FINISH_KINDS, 0)
+        )
 
     @property
     def group(self) -> int:
@@ -469,6 +473,18 @@ class SchedulerCore:
         else:
             self._end_epoch(reason, now)
 
+    def _on_missed_plan(self, missed: MissedPlan, now: float) -> None:
+        """All ranks hear what one has missed; those that have applied it pass it over."""
+        if not self._epochs.running or missed.epoch != self._epochs.epoch:
+            return
+        plans = self._engine.published.since(missed.number)
+        if not plans:
+            reason = f"rank {missed.rank}: plan {missed.number} is missing and is not kept"
+            self._end_epoch(reason, now, blameless=True)
+        for plan in plans:
+            self._outbox.send("plan", EVERYONE, plan)
+        self.counts["repeated_plans"] += len(plans)
+
     def _on_rank(self, status: RankStatus, now: float) -> None:
         if status.group == self.group:
             self._announcer.ranks.on_status(status, now)
@@ -614,7 +630,7 @@ class SchedulerCore:
             self._end_epoch(reason, now, blameless=True)  # another group may go on
         self._begin(now)
         if self._epochs.running and (probe := self._planner.probe(self._epochs.epoch, now)):
-            self._outbox.send("plan", EVERYONE, probe)
+            self._publish(probe)
         for request in self._live.take_overdue(self._now):
             self._fail(request, "abort", "the request's timeout is over")
         try:
@@ -639,12 +655,16 @@ class SchedulerCore:
     def _publish_plans(self, now: float) -> None:
         """Publishes steps until enough are in flight or nothing is left to do."""
         while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
-            self._outbox.send("plan", EVERYONE, plan)
+            self._publish(plan)
         if self._epochs.running:  # a plan may have found a request whose grammar is not there
             for prepare in self._planner.grammars_to_prepare(now):
                 self._outbox.send("plan", EVERYONE, prepare)
             for load in self._planner.adapters_to_load(self._epochs.epoch, now):
                 self._outbox.send("plan", EVERYONE, load)
+
+    def _publish(self, plan: Plan) -> None:
+        self._engine.published.add(plan)
+        self._outbox.send("plan", EVERYONE, plan)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., None]]] = {
         Work: _on_work,
@@ -664,6 +684,7 @@ class SchedulerCore:
         Result: _on_result,
         Digests: _on_digests,
         Fault: _on_fault,
+        MissedPlan: _on_missed_plan,
         RankStatus: _on_rank,
         Ended: _on_ended,
         Delivered: _on_delivered,

@@ -209,7 +209,7 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 # Names, numbers and what stages say of themselves: nothing of a client's but its request's id.
 UNCHANGED_MESSAGES = {
-    "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault",
+    "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "MissedPlan",
     "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
