@@ -53,7 +53,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # ------------------------------------------------------------------- requests: gateway -> tokenizer
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class Retention(msgspec.Struct, frozen=True, array_like=True):
     """How the answer to a request outlives its gateway: all stages keep the request, also when it
     has ended, until its Done or Abort; a gateway that is started again gets it back.
 
@@ -62,7 +62,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     - owner: digest of the key that may have it (gateway/auth.py)
     - seconds: for which it is kept where nobody reads it
     - first: number in the stream of the request's choice 0
-    - format: how its events are written, opaque to all but gateways (gateway/kept_answers.py);
+    - format: how its events are written, opaque to all but gateways (gateway/resumable_answers.py);
       empty behind the tokenizer
     - origin: behind the tokenizer, of one choice of a Submit: its Adopt, encoded, if that is not
       too large. So a gateway that is started again hears of it from the detokenizer, too
@@ -103,7 +103,7 @@ class Submit(Message, frozen=True):
     - return_token_strs: Accepted brings the prompt's tokens as the vocabulary writes them
     - adapter: that it is computed with; its content is part of `cache_salt`
     - detokenizer: index of its own
-    - kept: how its answer outlives the gateway; None: not at all
+    - retention: how its answer outlives the gateway; None: not at all
     """
 
     request_id: str
@@ -131,7 +131,7 @@ class Submit(Message, frozen=True):
     return_token_strs: bool = False
     adapter: Adapter | None = None
     detokenizer: int = 0
-    kept: Kept | None = None
+    retention: Retention | None = None
 
 
 class Abort(Message, frozen=True):
@@ -255,7 +255,7 @@ class Work(Message, frozen=True):
     - client: who asks, as in Submit
     - slow_grammar: its grammar takes long to compile
     - thoughts: where its grammar or its budget of thoughts needs to know of them
-    - token_offsets, adapter, kept: as in Submit
+    - token_offsets, adapter, retention: as in Submit
     """
 
     request_id: str
@@ -277,7 +277,7 @@ class Work(Message, frozen=True):
     thoughts: Thoughts | None = None
     token_offsets: bool = False
     adapter: Adapter | None = None
-    kept: Kept | None = None
+    retention: Retention | None = None
 
 
 class HandOver(Message, frozen=True):
@@ -668,7 +668,7 @@ class Open(Message, frozen=True):
     Attributes:
     - context_ids: the prompt's last ids, int32 bytes
     - trace: W3C traceparent, or empty
-    - token_offsets, kept: as in Submit
+    - token_offsets, retention: as in Submit
     """
 
     request_id: str
@@ -679,7 +679,7 @@ class Open(Message, frozen=True):
     trace: str = ""
     group: int = 0
     token_offsets: bool = False
-    kept: Kept | None = None
+    retention: Retention | None = None
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):

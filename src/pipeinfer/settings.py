@@ -25,8 +25,13 @@ from pipeinfer.command_line import CommandLine, did_you_mean, no_number, none_of
 
 PREFIX = "PIPEINFER_"
 DEMO = "pipeinfer-demo"
-# scheduler/policies.py
-POLICIES = ("mixed", "throughput", "prefill-first", "decode-first")
+# --policy: name -> "module:Class"
+POLICIES = {
+    "mixed": "pipeinfer.scheduler.policies:Mixed",
+    "throughput": "pipeinfer.scheduler.policies:Throughput",
+    "prefill-first": "pipeinfer.scheduler.policies:PrefillFirst",
+    "decode-first": "pipeinfer.scheduler.policies:DecodeFirst",
+}
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]

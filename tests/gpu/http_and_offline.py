@@ -40,7 +40,7 @@ from pipeinfer.bench.dataset import (  # noqa: E402
     TokenRange,
 )
 from pipeinfer.bench.runner import OpenLoop, run_load  # noqa: E402
-from pipeinfer.runtime.local import stop_process, wait_ready  # noqa: E402
+from pipeinfer.runtime.supervisor import stop_process, wait_ready  # noqa: E402
 
 LOADS = {  # requests, tokens in, tokens out
     "many": (256, TokenRange(100, 1024), TokenRange(100, 1024)),

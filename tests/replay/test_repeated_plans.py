@@ -20,10 +20,9 @@ from pipeinfer.messages import (
     Result,
 )
 from pipeinfer.params import RequestParams
-from pipeinfer.replay.compare import Subjects
 from pipeinfer.replay.serve import EngineRole, Role, SchedulerRole
 from pipeinfer.replay.timeline import build_timeline, request_times
-from pipeinfer.replay.traces import LoadedTrace, load
+from pipeinfer.replay.traces import LoadedTrace, Subjects, load
 from pipeinfer.trace.format import pack_header, pack_records
 from pipeinfer.wire import pack
 

@@ -30,8 +30,8 @@ from pipeinfer.bench.client import Endpoint, RequestTiming, percentiles, stream_
 from pipeinfer.bench.dataset import RandomDataset, TokenRange
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.runtime.local import stop_process, wait_ready
 from pipeinfer.runtime.servers import InheritedSockets
+from pipeinfer.runtime.supervisor import stop_process, wait_ready
 from pipeinfer.topology import NAMES, Identity, Topology
 
 ENGINE = Path(__file__).with_name("instant_engine.py")

@@ -7,7 +7,7 @@
   library, which is imported only when it is used. A collector that is slow or gone costs spans, and
   no request anything.
 
-Knows clocks and the channel `control`; what messages mean is read in stages.py.
+Knows clocks and the channel `control`; what messages mean is read in spans.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ import numpy as np
 from pipeinfer.control import Observed, RequestSpan, StepMade, Watch
 from pipeinfer.core import ANY_PLAN, PlanFilter, Send
 from pipeinfer.messages import Begin, Message, Plan, Result
-from pipeinfer.observe.spans import Exchange, SpanObserver, SpanStore, Traceparent, read_traceparent
-from pipeinfer.observe.stages import span_observer
+from pipeinfer.observe.spans import (
+    Exchange,
+    SpanObserver,
+    SpanStore,
+    Traceparent,
+    read_traceparent,
+    span_observer,
+)
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity
 from pipeinfer.version import __version__

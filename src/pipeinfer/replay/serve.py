@@ -36,15 +36,17 @@ from pipeinfer.messages import (
     Recovered,
     Result,
 )
-from pipeinfer.replay.compare import NumberedIds, first_mismatch, rewritten
 from pipeinfer.replay.traces import (
     DIFFERENT,
     EQUAL,
     USAGE,
     CannotReplay,
     LoadedTrace,
+    NumberedIds,
     TraceEntry,
+    first_mismatch,
     load_stage,
+    rewritten,
     warn_of_tail,
 )
 from pipeinfer.runtime.stage import heartbeat, rank_status

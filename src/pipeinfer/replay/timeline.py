@@ -19,14 +19,16 @@ from pathlib import Path
 from pipeinfer.command_line import counted
 from pipeinfer.core import LOCAL
 from pipeinfer.params import JsonObject
-from pipeinfer.replay.compare import Subjects, arrow, line
 from pipeinfer.replay.traces import (
     EQUAL,
     USAGE,
     CannotReplay,
     LoadedTrace,
+    Subjects,
     TraceEntry,
     TraceExchange,
+    arrow,
+    line,
     load,
     load_merged,
     warn_of_tail,
@@ -356,7 +358,7 @@ def build_timeline(
         spans = list(_spans(recording, zero))
         for row in ROWS:
             mine = [span for span in spans if span.row == row]
-            placed = _in_turn(mine) if row == "forward" else _apart(mine)
+            placed = _in_turn(mine) if row == "forward" else _without_overlap(mine)
             shown = [
                 span
                 for span in placed  # as they are drawn: apart, they may end before they did
@@ -398,7 +400,7 @@ def _spans(recording: LoadedTrace, zero: float) -> Iterator[TimelineSpan]:
         )  # fmt: skip
 
 
-def _apart(spans: list[TimelineSpan]) -> list[TimelineSpan]:
+def _without_overlap(spans: list[TimelineSpan]) -> list[TimelineSpan]:
     """Spans of one row, none of which reaches into the next: times are those of handling, and a
     report may be handled after the next thing has begun."""
     spans = sorted(spans, key=lambda span: span.start)
