@@ -1,28 +1,34 @@
-"""What cores share: a roll call believes whole answers only; a table of what is recent forgets by
-age and by size; heartbeats are bounded; a fair queue lets every client have its turn; a histogram
-comes out of a heartbeat as it went in.
+"""What cores share: a roll call believes whole answers only; a plan counts once, in its turn; a
+table of what is recent forgets by age and by size; heartbeats are bounded; a fair queue lets every
+client have its turn; a histogram comes out of a heartbeat as it went in.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core import (
+    ANY_PLAN,
     HEARTBEAT_SECONDS,
     MAX_HEARTBEAT_RATE,
+    MAX_STALE,
     RECOVER_RETRY_SECONDS,
     REQUEST_SECONDS,
     SLICES,
+    Deadlines,
     FairQueue,
     Histogram,
+    PlanFilter,
     RecentTable,
     RollCall,
     Send,
+    block_hashes,
     bracketed_answer,
     heartbeat_period,
     histogram_names,
@@ -31,6 +37,36 @@ from pipeinfer.core import (
     stage_number,
 )
 from pipeinfer.messages import Done, Recover, Recovered
+from pipeinfer.wire import pack
+
+LOST = st.lists(st.booleans(), max_size=30)
+
+
+@given(lost=LOST, lost_again=st.lists(st.integers(0, 30), max_size=6), amid=st.booleans())
+def test_each_plan_counts_once_and_in_turn_whatever_is_lost_and_published_again(
+    lost, lost_again, amid
+):
+    """Whoever sees a gap has all from there on published again, of which some are lost, too."""
+    count, plans, counted = len(lost), PlanFilter(ANY_PLAN if amid else 0), list[int]()
+    first = next((n for n, gone in enumerate(lost) if not gone), count) if amid else 0
+    coming = deque(n for n, gone in enumerate(lost) if not gone)
+    losses = iter(lost_again)
+    while True:
+        if not coming:
+            if plans.expected in (count, ANY_PLAN):
+                break
+            coming.extend(range(max(plans.expected, 0), count))
+        number = coming.popleft()
+        order = plans.take(number)
+        assert order == ("next" if number == first + len(counted) else
+                         "repeated" if number < first + len(counted) else "gap")  # fmt: skip
+        if order == "next":
+            counted.append(number)
+        elif order == "gap":
+            gone = next(losses, -1)
+            coming.extend(n for n in range(plans.expected, count) if n != gone)
+    assert counted == list(range(first, count))
+
 
 ME, INCARNATION = "scheduler-0", 40
 QUESTION = Recover(ME, INCARNATION)
@@ -115,6 +151,61 @@ def test_the_number_in_a_stages_name(stage, found):
 
 
 SECONDS, MOST = 60.0, 800
+
+
+@given(
+    st.lists(st.integers(0, 1), max_size=12),
+    st.lists(st.integers(0, 1), max_size=12),
+    st.integers(1, 4),
+    st.sampled_from(["", "salt"]),
+)
+def test_block_hashes_are_equal_as_far_as_prompts_and_salts_are(one, other, size, salt):
+    hashes = block_hashes(pack(one), size, "")
+    others = block_hashes(pack(other), size, salt)
+    assert len(hashes) == len(one) // size
+    for count, (a, b) in enumerate(zip(hashes, others, strict=False), start=1):
+        assert (a == b) == (not salt and one[: count * size] == other[: count * size])
+    assert len(set(hashes)) == len(hashes)
+
+
+NAMES = st.sampled_from("abcdefgh")
+TIMES = st.one_of(st.integers(0, 40).map(float), st.just(inf))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("set"), NAMES, TIMES),
+            st.tuples(st.just("remove"), NAMES, st.none()),
+            st.tuples(st.just("take"), st.integers(0, 45), st.none()),
+        ),
+        max_size=300,
+    )
+)
+def test_deadlines_are_taken_as_from_a_dict(steps):
+    deadlines, known = Deadlines(), dict[str, float]()
+    for kind, what, when in steps:
+        if kind == "set":
+            deadlines.set(what, when)
+            known[what] = when
+        elif kind == "remove":
+            deadlines.remove(what)
+            known.pop(what, None)
+        else:
+            due = sorted((when, name) for name, when in known.items() if when <= what)
+            assert list(deadlines.take_due(what)) == [name for _, name in due]
+            known = {name: when for name, when in known.items() if when > what}
+        assert len(deadlines) == sum(when < inf for when in known.values())
+        assert len(deadlines._heap) <= 2 * len(deadlines) + MAX_STALE + 1
+
+
+def test_a_deadline_that_is_set_again_and_again_takes_no_more_memory():
+    deadlines = Deadlines()
+    for number in range(10 * MAX_STALE):
+        deadlines.set("a", float(number))
+        assert len(deadlines) == 1 and len(deadlines._heap) <= MAX_STALE + 3
+    assert list(deadlines.take_due(0.5 * MAX_STALE)) == []
+    assert list(deadlines.take_due(10.0 * MAX_STALE)) == ["a"]
 
 
 def names(recent: RecentTable[int]) -> list[str]:

@@ -7,7 +7,9 @@ A core never reads a clock, opens a socket, draws entropy or spawns a task; its 
   (gateway/ledger.py and engine/core.py have those of one stage alone). They are messages, so that
   they can be recorded and replayed;
 - recovery: how a new process learns from its neighbours what the process before it knew;
-- `RecentTable`: entries of the last seconds by name;
+- `PlanFilter`: which plans count where some are published again;
+- `RecentTable`: entries of the last seconds by name; `Deadlines`: of requests, by name;
+- `block_hashes`: by which beginnings of prompts are told apart;
 - liveness: how often stages send heartbeats, after how long a silence one counts as lost, and
   `SuspendAwareClock`, by which that is judged;
 - `FairQueue`: waiting items, taken so that clients share by weight and no item starves;
@@ -25,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cache
 from hashlib import blake2b
 from itertools import accumulate
+from math import inf
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from pipeinfer.messages import Message, Recover, Recovered, State
@@ -194,6 +197,29 @@ def step_note(step: _StepArrays) -> StepNote:
     )
 
 
+PlanOrder = Literal["next", "repeated", "gap"]
+ANY_PLAN = -1
+
+
+class PlanFilter:
+    """Which plans of an epoch count: each once, in the order of their numbers. A plan that some
+    rank has missed is published again, with all plans behind it, and all ranks hear them.
+
+    expected: number of the next plan; ANY_PLAN for who begins to look on amid an epoch.
+    """
+
+    def __init__(self, expected: int = 0) -> None:
+        self.expected = expected
+
+    def take(self, number: int) -> PlanOrder:
+        """ "next": the plan counts, and the one behind it is expected now. "repeated": it has
+        counted before. "gap": one before it is missing, so it will come again."""
+        if self.expected in (number, ANY_PLAN):
+            self.expected = number + 1
+            return "next"
+        return "repeated" if number < self.expected else "gap"
+
+
 class RollCall:
     """Asks each of `peers` until it has answered `stage`, a process with `incarnation`, with all it
     knows.
@@ -355,6 +381,73 @@ class RecentTable(Generic[Value]):
         while len(self) >= self._max_size:
             del spans[0]
         return spans[-1]
+
+
+HASH_BYTES = 16  # of the hash of a block
+
+
+def block_hash(parent: bytes, block: bytes) -> bytes:
+    """[16], of a block of token ids (int32) behind the block that has the hash `parent`. So it
+    stands for all ids up to the block's end. It does not depend on the process."""
+    return blake2b(parent + block, digest_size=HASH_BYTES).digest()
+
+
+def salt_hash(cache_salt: str) -> bytes:
+    """[16], the parent of the first block of a prompt with that cache salt."""
+    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
+
+
+def block_hashes(ids: bytes, block_size: int, cache_salt: str) -> list[bytes]:
+    """The hash of each whole block of `block_size` ids (int32) of a prompt that begins with
+    `ids`."""
+    size, parent, hashes = 4 * block_size, salt_hash(cache_salt), list[bytes]()
+    for end in range(size, len(ids) + 1, size):
+        parent = block_hash(parent, ids[end - size : end])
+        hashes.append(parent)
+    return hashes
+
+
+MAX_STALE = 64  # stale entries of Deadlines, beside as many as there are deadlines
+
+
+class Deadlines:
+    """Deadlines by name, soonest first.
+
+    A dict of them beside a heap of (deadline, name). A heap's entry whose name was removed, or has
+    another deadline by now, is stale: it goes when it comes up, or with all others when there are
+    many.
+    """
+
+    __slots__ = ("_deadlines", "_heap")
+
+    def __init__(self) -> None:
+        self._deadlines: dict[str, float] = {}
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def set(self, name: str, deadline: float) -> None:
+        """Replaces the deadline of `name`, in seconds; infinite: none."""
+        self.remove(name)
+        if deadline < inf:
+            self._deadlines[name] = deadline
+            heapq.heappush(self._heap, (deadline, name))
+
+    def remove(self, name: str) -> None:
+        """`name` has no deadline any more; one that had none is no error."""
+        self._deadlines.pop(name, None)
+        if len(self._heap) > 2 * len(self._deadlines) + MAX_STALE:
+            self._heap = [(deadline, name) for name, deadline in self._deadlines.items()]
+            heapq.heapify(self._heap)
+
+    def take_due(self, now: float) -> Iterator[str]:
+        """Names whose deadline has come, soonest first; they have none any more."""
+        while self._heap and self._heap[0][0] <= now:
+            deadline, name = heapq.heappop(self._heap)
+            if self._deadlines.get(name) == deadline:
+                del self._deadlines[name]
+                yield name
 
 
 # Seconds between two heartbeats of a stage, up to 50 stages.

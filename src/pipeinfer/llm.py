@@ -9,6 +9,7 @@ from pipeinfer.offline.async_llm import AsyncLLM, PipelineStopped
 from pipeinfer.offline.calls import (
     BeamSearchParams,
     LoRARequest,
+    PoolingParams,
     SamplingParams,
     StructuredOutputsParams,
     TextPrompt,
@@ -19,15 +20,12 @@ from pipeinfer.offline.llm import LLM, Engine, async_stream_and_merge, stream_an
 from pipeinfer.offline.outputs import (
     CompletionOutput,
     Delta,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     Logprob,
     RequestError,
     RequestMetrics,
     RequestOutput,
-)
-from pipeinfer.offline.pooling import (
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PoolingParams,
     ScoringOutput,
     ScoringRequestOutput,
 )

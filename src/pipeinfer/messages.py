@@ -25,7 +25,7 @@ from pipeinfer.params import (
 )
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 17
+PROTOCOL = 18
 
 REMEMBERED_UNLOADED = 8  # names of unloaded adapters; of others only the version is known
 
@@ -55,7 +55,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # ------------------------------------------------------------------- requests: gateway -> tokenizer
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class Retention(msgspec.Struct, frozen=True, array_like=True):
     """How the answer to a request outlives its gateway: all stages keep the request, also when it
     has ended, until its Done or Abort; a gateway that is started again gets it back.
 
@@ -64,7 +64,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     - owner: digest of the key that may have it (gateway/auth.py)
     - seconds: for which it is kept where nobody reads it
     - first: number in the stream of the request's choice 0
-    - format: how its events are written, opaque to all but gateways (gateway/kept_answers.py);
+    - format: how its events are written, opaque to all but gateways (gateway/resumable_answers.py);
       empty behind the tokenizer
     - origin: behind the tokenizer, of one choice of a Submit: its Adopt, encoded, if that is not
       too large. So a gateway that is started again hears of it from the detokenizer, too
@@ -105,7 +105,7 @@ class Submit(Message, frozen=True):
     - return_token_strs: Accepted brings the prompt's tokens as the vocabulary writes them
     - adapter: that it is computed with; its content is part of `cache_salt`
     - detokenizer: index of its own
-    - kept: how its answer outlives the gateway; None: not at all
+    - retention: how its answer outlives the gateway; None: not at all
     """
 
     request_id: str
@@ -133,7 +133,7 @@ class Submit(Message, frozen=True):
     return_token_strs: bool = False
     adapter: Adapter | None = None
     detokenizer: int = 0
-    kept: Kept | None = None
+    retention: Retention | None = None
 
 
 class Abort(Message, frozen=True):
@@ -282,7 +282,7 @@ class Work(Message, frozen=True):
     - client: who asks, as in Submit
     - slow_grammar: its grammar takes long to compile
     - thoughts: where its grammar or its budget of thoughts needs to know of them
-    - token_offsets, adapter, kept: as in Submit
+    - token_offsets, adapter, retention: as in Submit
     """
 
     request_id: str
@@ -304,7 +304,7 @@ class Work(Message, frozen=True):
     thoughts: Thoughts | None = None
     token_offsets: bool = False
     adapter: Adapter | None = None
-    kept: Kept | None = None
+    retention: Retention | None = None
 
 
 class HandOver(Message, frozen=True):
@@ -439,12 +439,14 @@ class LoadAdapter(Message, frozen=True):
     - epoch, number: name the message: what is sent again has the same ones
     - slot: from 1 on
     - adapter: what its files must be
+    - next_plan: number of the first plan that comes behind it
     """
 
     epoch: int
     number: Count
     slot: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
     adapter: Adapter
+    next_plan: Count = 0
 
 
 class Plan(Message, frozen=True):
@@ -453,7 +455,7 @@ class Plan(Message, frozen=True):
     from the id that the slot has sampled last. R: rows.
 
     Attributes:
-    - number: of the plan in its epoch, from 0
+    - number: of the plan in its epoch, from 0; one that was before comes again after MissedPlan
     - slots, counts: int32 bytes [R]; no slot stands twice
     - reset: cached prefixes that no request uses are forgotten between releases and admits
     - cache_slots: slots (int32 bytes). Whole pages of what is computed of their prompts enter the
@@ -662,16 +664,26 @@ class Digests(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """The rank leaves the epoch: a gap in the plans, a failed step.
+    """The rank leaves the epoch: a plan that cannot be, a step that does not add up.
 
     Attributes:
-    - orderly: no request of it is to blame: the rank was told to, or plans were lost on their way
+    - orderly: no request of it is to blame: the rank was told to
     """
 
     epoch: int
     rank: int
     reason: str
     orderly: bool = False
+
+
+class MissedPlan(Message, frozen=True):
+    """A later plan came, or what belongs behind one, so plan `number` was lost on its way to the
+    rank: it and all plans behind it are to be published again. The rank waits for them.
+    """
+
+    epoch: int
+    rank: int
+    number: Count
 
 
 # ----------------------------------------------------------------- tokens: scheduler -> detokenizer
@@ -683,7 +695,7 @@ class Open(Message, frozen=True):
     Attributes:
     - context_ids: the prompt's last ids, int32 bytes
     - trace: W3C traceparent, or empty
-    - token_offsets, kept: as in Submit
+    - token_offsets, retention: as in Submit
     """
 
     request_id: str
@@ -694,7 +706,7 @@ class Open(Message, frozen=True):
     trace: str = ""
     group: int = 0
     token_offsets: bool = False
-    kept: Kept | None = None
+    retention: Retention | None = None
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
@@ -1084,6 +1096,7 @@ CHANNELS: dict[str, Any] = {
         Result,
         Digests,
         Fault,
+        MissedPlan,
     ],
     "tokens": Union[Open, PromptTokens, Tokens, Refused, CacheReset, Abort, Done],
     "stops": StopHit,

@@ -252,15 +252,15 @@ class NamedTwice(ValueError):
 def translated(given: Mapping[str, object]) -> dict[str, object]:
     """`given`, keywords by name, with the names of Settings. Raises NamedTwice."""
     found: dict[str, object] = {}
-    said: dict[str, str] = {}
+    given_as: dict[str, str] = {}
     for name, value in given.items():
         setting, worth = ALIASES.get(name, name), value
         if name in SWITCHES:
             setting, on, off = SWITCHES[name]
             worth = on if value else off
         if setting in found:
-            raise NamedTwice(f"{said[setting]} and {name} are the same setting")
-        found[setting], said[setting] = worth, name
+            raise NamedTwice(f"{given_as[setting]} and {name} are the same setting")
+        found[setting], given_as[setting] = worth, name
     return found
 
 
@@ -280,13 +280,15 @@ def flag(name: str) -> str:
 
 def refused() -> Mapping[str, str]:
     """By flag, why each is refused that only others know: a sentence for its user."""
-    said: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for name, flag in refused_flags().items():
         servers = [server for server, names in flag.names.items() if name in names]
         use = f"Use {' and '.join(flag.ours)}. " if flag.ours else ""
         text = flag.advice.replace("`", "")
-        said[name] = f"{name} is a flag of {' and '.join(servers)}, not of pipeinfer. {use}{text}"
-    return said
+        messages[name] = (
+            f"{name} is a flag of {' and '.join(servers)}, not of pipeinfer. {use}{text}"
+        )
+    return messages
 
 
 def refused_flags() -> Mapping[str, RefusedFlag]:

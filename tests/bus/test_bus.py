@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.bus import frames
-from pipeinfer.bus.bus import INBOX_HWM, Bus
+from pipeinfer.bus.bus import INBOX_HWM, Bus, SocketFactory
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import PROTOCOL, Abort, Begin, Heartbeat, Plan, StopHit, TokenRow, Tokens
@@ -96,6 +96,28 @@ async def test_plans_reach_a_subscriber_and_repeated_begin_mends_a_late_one(plac
         assert first == Begin(2, (7,))
         scheduler.bus.close()
         engine.bus.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "most"),
+    [
+        ("ipc:///tmp/x", 100),
+        ("inproc://x", 100),
+        ("tcp://127.0.0.1:7000", 100),
+        ("tcp://127.64.3.2:7000", 100),
+        ("tcp://[::1]:7000", 100),
+        ("tcp://localhost:7000", 100),
+        ("tcp://192.0.2.1:7000", 2_000),
+    ],
+)
+def test_peers_of_one_host_reconnect_at_once_and_others_ever_later(address, most):
+    place = Topology((StageEntry("engine", address),))
+    with zmq.Context() as context:
+        factory = SocketFactory(place, context)
+        socket = factory.socket(zmq.SUB)
+        factory.connect(socket, "engine-0-0", "telemetry")
+        assert (socket.reconnect_ivl, socket.reconnect_ivl_max) == (100, most)
+        socket.close(linger=0)
 
 
 async def test_bad_frames_are_counted_and_dropped_and_kill_nothing(place, caplog):

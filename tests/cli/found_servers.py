@@ -12,7 +12,7 @@ import pytest
 
 from pipeinfer import topology as topologies
 from pipeinfer.runtime.servers import (
-    PREFIX,
+    FOLDER_PREFIX,
     TOPOLOGY,
     ServerInfo,
     publish_served_model,
@@ -36,7 +36,7 @@ def temporary() -> Iterator[Path]:
 def found_server(folder: Path, name: str, url: str, model: str, path: str = "") -> ExitStack:
     """What a server leaves in its temporary folder, as long as the stack is open. path: of the
     model, /models/MODEL if nothing is said."""
-    made = folder / (PREFIX + name)
+    made = folder / (FOLDER_PREFIX + name)
     made.mkdir()
     file = made / TOPOLOGY
     file.write_text(topologies.local(Settings(), f"ipc://{made}/").to_toml())

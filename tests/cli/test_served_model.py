@@ -22,7 +22,7 @@ from pipeinfer.cli.chat_model import AnswerOptions, ModelFlags
 from pipeinfer.cli.main import main
 from pipeinfer.cli.served_model import ServedModel, servers_of
 from pipeinfer.demo import demo_path
-from pipeinfer.runtime.servers import PREFIX
+from pipeinfer.runtime.servers import FOLDER_PREFIX
 from servers import Server, environment
 
 COUNT, COUNTED = "Count from 3 to 9.", "3 4 5 6 7 8 9\n"
@@ -281,7 +281,7 @@ def test_a_server_is_chosen_by_its_model_and_the_newest_of_several() -> None:
     with temporary() as folder, ExitStack() as stack:
         for number, model in enumerate(("a", "b", "b")):
             stack.enter_context(found_server(folder, str(number), f"http://x:{number}", model))
-            mark = folder / f"{PREFIX}{number}" / "pid"
+            mark = folder / f"{FOLDER_PREFIX}{number}" / "pid"
             os.utime(mark, (number, number))
         stack.enter_context(found_server(folder, "tls", "https://x:9", "c"))
         assert [served.url[-1] for _, served in servers_of("b")] == ["2", "1"]

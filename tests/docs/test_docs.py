@@ -30,8 +30,7 @@ from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS, document
 from pipeinfer.messages import CHANNELS
 from pipeinfer.other_servers import refused
 from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE
-from pipeinfer.scheduler.policies import POLICIES
-from pipeinfer.settings import PREFIX, Settings, settings_help
+from pipeinfer.settings import POLICIES, PREFIX, Settings, settings_help
 from pipeinfer.topology import VARIABLES, StageEntry
 from servers import STAGES
 

@@ -58,7 +58,7 @@ def served(folder: Path, adapters: list[str], **changes: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, *adapters = sys.argv[1:]
-    from pipeinfer.kernels.lora import add_low_rank
+    from pipeinfer.kernels.gemm import add_low_rank
 
     lora.low_rank_kernel = lambda device: add_low_rank
     found = {

@@ -26,11 +26,14 @@ from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.page_directory import ChainTracker, PageDirectory, directory_bytes
 from pipeinfer.messages import (
     PROTOCOL,
+    Adapter,
     Admit,
     Admitted,
     Begin,
     Fault,
     Hello,
+    LoadAdapter,
+    MissedPlan,
     Plan,
     PromptLogprobs,
     Ready,
@@ -318,17 +321,29 @@ def test_epoch_without_this_engine_makes_it_wait():
     assert engine.work() == []
 
 
-def test_gap_in_the_plans_ends_the_epoch_with_the_numbers():
+def test_a_plan_that_was_missed_is_asked_for_and_each_counts_once():
     engine = Engine()
-    engine.plan({})
-    engine.number = 3
-    fault = engine.plan({})[0]
-    assert fault == Fault(1, 0, "plan 3 came where 1 was expected", orderly=True)
-    assert engine.core.state() == ("waiting", fault.reason)
-    assert engine.handle(Tick()) == [engine.core.hello]
-    engine.number = 1
-    assert engine.plan({}) == [], "the epoch is over"
-    assert engine.handle(Begin(2, (ME,))) == [Ready(2, 0, ME)]
+    plans = [Plan(1, 0, (), (admit(0, [1, 2]),), pack([0]), pack([2]))]
+    plans += [Plan(1, number, (), (), pack([0]), pack([1])) for number in range(1, 4)]
+    engine.handle(plans[0])
+    for late in plans[2:]:
+        assert engine.handle(late) == [MissedPlan(1, 0, 1)]
+    for plan in (*plans, *plans):
+        assert engine.handle(plan) == []
+    assert [step.number for step in engine.queue] == [0, 1, 2, 3]
+    results = [engine.work()[-1] for _ in plans]
+    assert [fields(one)["token_ids"][0] for one in results] == continuation([1, 2], 0, 4)
+    assert engine.core.state() == ("ready", "")
+
+
+def test_an_adapter_is_loaded_behind_all_plans_before_it_also_where_one_was_missed():
+    core = make_core()
+    load = LoadAdapter(1, 1, 1, Adapter("a", "a", "d"), next_plan=2)
+    core.handle(Begin(1, (ME,)), 0.0)
+    core.handle(Plan(1, 0, (), (), b"", b""), 0.0)
+    assert [s.message for s in core.handle(load, 0.0)] == [MissedPlan(1, 0, 1)]
+    core.handle(Plan(1, 1, (), (), b"", b""), 0.0)
+    assert core.handle(load, 0.0) == [Send(LOCAL, "", load)]
 
 
 @pytest.mark.parametrize(
@@ -391,8 +406,7 @@ def test_only_rank_zero_reports_results():
     sends = core.handle(plan, 0.0)
     assert [send.channel for send in sends] == [LOCAL]
     assert core.handle(StepDone(1, 0, pack([1]), pack([3])), 0.0) == []
-    fault = core.handle(Plan(1, 7, (), (), b"", b""), 0.0)[0].message
-    assert isinstance(fault, Fault) and fault.rank == 1
+    assert core.handle(Plan(1, 7, (), (), b"", b""), 0.0)[0].message == MissedPlan(1, 1, 1)
 
 
 # -------------------------------------------------------------------------------- steps and results

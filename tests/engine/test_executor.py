@@ -119,6 +119,18 @@ async def test_more_steps_than_the_overlap_loop_needs_are_refused(running):
     assert [(await reports.all.get())[0] for _ in range(MAX_UNFINISHED + 1)] == [0, 1, 2, 3, 4]
 
 
+async def test_steps_that_an_epoch_has_left_under_way_are_none_of_the_next(running):
+    runner, reports, executor = running
+    for epoch in range(3):
+        for number in range(MAX_UNFINISHED):
+            executor.submit(replace(empty_step(10 * epoch + number), epoch=epoch))
+        with pytest.raises(RuntimeError, match=f"while {MAX_UNFINISHED} are unfinished"):
+            executor.submit(replace(empty_step(99), epoch=epoch))
+    for one in [*runner.launched]:
+        runner.end(one.number)
+    assert [(await reports.all.get())[0] for _ in runner.launched][::4] == [0, 10, 20]
+
+
 async def test_a_report_may_submit_the_next_step():
     runner, numbers, over = Runner(), iter(range(1, 6)), asyncio.Event()
 

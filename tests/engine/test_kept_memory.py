@@ -235,7 +235,7 @@ def test_a_standby_has_what_was_measured_at_once_and_pages_when_it_is_promoted(a
     assert (opened.memory.array == 7).all()
     kept.promote()  # nothing more comes of it
     link = HolderLink(address, 30)
-    lent = [entry.name for entry in link.borrow()[0].lent]
+    lent = [entry.name for entry in link.borrow()[0].shared]
     assert lent == ["step cost", "weights"], "they go on being kept"
     link.close()
     kept.close()
@@ -247,7 +247,7 @@ def test_a_standby_finds_nothing_of_another_model(address):
     kept.begin(b"another")
     assert not kept.left and kept.found_pages(SIZE) == 0
     link = HolderLink(address, 30)
-    assert len(link.borrow()[0].lent) == 2, "only its copies are closed"
+    assert len(link.borrow()[0].shared) == 2, "only its copies are closed"
     link.close()
     kept.promote()
     assert not kept.left
@@ -290,7 +290,7 @@ async def test_what_a_standby_was_lent_goes_to_a_holder_that_knows_of_nothing():
     holder = subprocess.Popen(start, pass_fds=[listener.fileno()])
     await asyncio.to_thread(kept.promote)
     link = HolderLink(address, 30)
-    assert [entry.name for entry in link.borrow()[0].lent] == ["weights"]
+    assert [entry.name for entry in link.borrow()[0].shared] == ["weights"]
     link.close()
     kept.close()
     holder.kill()

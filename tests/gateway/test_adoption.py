@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.gateway.kept_answers import MAX_FORMAT_BYTES, decoded
-from pipeinfer.gateway.kept_streams import MAX_LANES
+from pipeinfer.gateway.resumable_answers import MAX_FORMAT_BYTES, decode_format
+from pipeinfer.gateway.retention import MAX_PARTITIONS
 from pipeinfer.messages import (
     Accepted,
     AdapterChanges,
@@ -77,7 +77,7 @@ def left(*gateways: Gateway, rows: int | None = None) -> dict[str, list[Message]
             for row in text.rows if isinstance(text, Text) else ():
                 texts.setdefault(row.request_id, []).append(row)
         for submit in gateway.pipeline.submits:
-            assert submit.kept is not None
+            assert submit.retention is not None
             answered = accepted.get(submit.request_id)
             if answered is not None:
                 answered = msgspec.structs.replace(answered, choices=submit.choices)
@@ -180,7 +180,7 @@ async def test_a_stream_goes_on_with_what_comes_later(start_gateway: StartGatewa
     events = [event + b"\n\n" for event in stream.split(b"\n\n")[:-1]]
     other = await start_gateway(**SETTINGS, left=left(one, rows=3))
     asked = asyncio.create_task(resumed(other, last_id(events[7])))  # more than has come
-    streams = other.driver._context.kept.streams
+    streams = other.driver._context.answers.streams
     await until(lambda: any(stream.readers for stream in streams._streams.values()))
     assert other.core.stats()["adopted"] == 1 and other.core.stats()["running"] == 1
     rows = [row for text in one.pipeline.fed if isinstance(text, Text) for row in text.rows]
@@ -247,8 +247,8 @@ async def test_background_responses_are_read_streamed_cancelled_and_stored(
     url = "/v1/responses"
     bodies = [{"input": said, "background": True} for said in (WORDS, "hang on")]
     done, hung = [(await one.http().post(one.url + url, json=body)).json()["id"] for body in bodies]
-    await until(lambda: not one.driver._context.kept.streams._streams[done].readers)
-    await until(lambda: one.driver._context.kept.streams._streams[done].ended)
+    await until(lambda: not one.driver._context.answers.streams._streams[done].readers)
+    await until(lambda: one.driver._context.answers.streams._streams[done].ended)
     before = (await one.http().get(f"{one.url}{url}/{done}")).json()
     store = str(tmp_path / "store.db")
     other = await start_gateway(left=left(one), store=store)
@@ -280,7 +280,7 @@ async def test_a_response_that_ends_after_its_gateways_death_is_stored(
     name = made.json()["id"]
     await until(lambda: len(one.pipeline.fed) == 2)
     other = await start_gateway(left=left(one), store=store)
-    await until(lambda: name in other.driver._context.kept._answers)
+    await until(lambda: name in other.driver._context.answers._answers)
     last = TextRow(name, 1, "end", 6, 1, pack([1]), "stop", None, 2)
     other.pipeline.rows(last)
     body = {"input": "and?", "previous_response_id": name}
@@ -305,10 +305,10 @@ async def test_what_cannot_be_written_is_aborted(start_gateway: StartGateway, ho
     if how == "choice":
         del told["tokenizer-0"][0]
     for n, adopt in enumerate(told["tokenizer-0"] if how != "choice" else ()):
-        assert isinstance(adopt, Adopt) and adopt.submit.kept is not None
+        assert isinstance(adopt, Adopt) and adopt.submit.retention is not None
         data = msgspec.msgpack.encode((99, 1)) if how == "version" else b"\xc1"
-        kept = msgspec.structs.replace(adopt.submit.kept, format=data)
-        submit = msgspec.structs.replace(adopt.submit, kept=kept)
+        retention = msgspec.structs.replace(adopt.submit.retention, format=data)
+        submit = msgspec.structs.replace(adopt.submit, retention=retention)
         told["tokenizer-0"][n] = msgspec.structs.replace(adopt, submit=submit)
     other = await start_gateway(reattach=30.0, left=told)
     assert (await resumed(other, last_id(stream))).status_code in (404, 410)
@@ -323,10 +323,10 @@ async def test_what_is_too_large_or_has_too_many_choices_lives_with_its_gateway(
 ) -> None:
     gateway = await start_gateway(reattach=30.0, kept_mib=64, key_kept_mib=64)
     large = {"input": "x" * MAX_FORMAT_BYTES, "stream": True}
-    many = {"prompt": "a b", "n": MAX_LANES, "stream": True}
+    many = {"prompt": "a b", "n": MAX_PARTITIONS, "stream": True}
     for path, body in (("/v1/responses", large), ("/v1/completions", many)):
         stream = await whole(gateway, path, body)
-        assert gateway.pipeline.submits[-1].kept is None
+        assert gateway.pipeline.submits[-1].retention is None
         assert (await resumed(gateway, last_id(stream))).content == b""
 
 
@@ -348,19 +348,19 @@ async def test_until_it_is_known_what_is_kept_only_what_is_stored_is_found(
     gateway = await start_gateway(store=str(tmp_path / "store.db"))
     http, url = gateway.http(), gateway.url
     stored = (await http.post(f"{url}/v1/responses", json={"input": WORDS})).json()
-    monkeypatch.setattr("pipeinfer.gateway.kept_answers.ADOPTION_SECONDS", 0.05)
-    gateway.driver._context.kept._adopted.clear()  # as before the stages have answered
+    monkeypatch.setattr("pipeinfer.gateway.resumable_answers.ADOPTION_SECONDS", 0.05)
+    gateway.driver._context.answers._adopted.clear()  # as before the stages have answered
     for path in ("/v1/streams/x", "/v1/responses/x"):
         answer = await http.get(url + path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
         assert answer.headers["retry-after"] == "1"
     assert (await http.get(f"{url}/v1/responses/{stored['id']}")).json() == stored
     asked = asyncio.create_task(http.get(f"{url}/v1/streams/x"))
-    gateway.driver._context.kept.on_adopted()
+    gateway.driver._context.answers.on_adopted()
     assert (await asked).status_code in (404, 503)
     assert (await http.get(f"{url}/v1/streams/x")).status_code == 404
 
 
 def test_a_format_of_another_version_is_none() -> None:
-    assert decoded(b"") is None and decoded(msgspec.msgpack.encode((2, {}))) is None
-    assert decoded(msgspec.msgpack.encode((1, {"metadata": 1}))) is None
+    assert decode_format(b"") is None and decode_format(msgspec.msgpack.encode((2, {}))) is None
+    assert decode_format(msgspec.msgpack.encode((1, {"metadata": 1}))) is None

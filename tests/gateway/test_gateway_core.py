@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, Drain, Leave, Send, Tick, Unsent
+from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, MAX_STALE, Drain, Leave, Send, Tick, Unsent
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.gateway.ledger import (
-    MAX_STALE,
     Backlog,
     Call,
     ClientDisconnected,
@@ -306,8 +305,6 @@ def test_requests_whose_deadlines_came_late_or_early_all_end_in_time() -> None:
     for n in range(MAX_STALE + 10):
         harness.do(Call(str(n), PARAMS, text="x", timeout=100.0))
         harness.do(ClientDisconnected(str(n)))
-    assert len(harness.core._deadlines) > MAX_STALE
-    assert harness.upstream(Tick()) == []
     assert len(harness.core._deadlines) == 3
     for name in ("first", "second", "last"):
         harness.now += 9.9

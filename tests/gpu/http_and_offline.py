@@ -40,7 +40,7 @@ from pipeinfer.bench.dataset import (  # noqa: E402
     TokenRange,
 )
 from pipeinfer.bench.runner import OpenLoop, run_load  # noqa: E402
-from pipeinfer.runtime.local import stop_process, wait_ready  # noqa: E402
+from pipeinfer.runtime.supervisor import stop_process, wait_ready  # noqa: E402
 
 LOADS = {  # requests, tokens in, tokens out
     "many": (256, TokenRange(100, 1024), TokenRange(100, 1024)),
@@ -65,7 +65,9 @@ def works(options: argparse.Namespace) -> Iterator[tuple[str, int, Work]]:
 
 def offline(options: argparse.Namespace, words: list[str]) -> None:
     """In a process of its own: a line of JSON for each of the works."""
-    with LLM(**config.parse_flags(words)) as llm:
+    settings = dict(config.parse_flags(words))
+    settings.pop("gateways", None)  # `LLM` is its own
+    with LLM(**settings) as llm:
         for load, turn, work in works(options):
             found = batch.measure(llm, work, TEMPERATURE)
             if load != "warm":

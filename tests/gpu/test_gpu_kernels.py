@@ -15,7 +15,6 @@ pytest.register_assert_rewrite(
     "kernels.moe_cases",
     "kernels.moe_fp8_cases",
     "kernels.logits_cases",
-    "kernels.lora_cases",
     "kernels.gemm_cases",
     "kernels.triton_cases",
 )
@@ -29,7 +28,6 @@ from kernels.elementwise_cases import *  # noqa: E402, F403
 from kernels.exact_cases import *  # noqa: E402, F403
 from kernels.gemm_cases import *  # noqa: E402, F403
 from kernels.logits_cases import *  # noqa: E402, F403
-from kernels.lora_cases import *  # noqa: E402, F403
 from kernels.moe_cases import *  # noqa: E402, F403
 from kernels.moe_fp8_cases import *  # noqa: E402, F403
 from kernels.prepare_inputs_cases import *  # noqa: E402, F403

@@ -32,7 +32,7 @@ from pipeinfer.bench.runner import (  # noqa: E402
     poisson_arrivals,
     run_load,
 )
-from pipeinfer.runtime.local import stop_process, wait_ready  # noqa: E402
+from pipeinfer.runtime.supervisor import stop_process, wait_ready  # noqa: E402
 
 Load = tuple[RandomDataset, list[float]]  # what is sent, and when
 TARGET = GoodputTarget(0.5, 0.025)

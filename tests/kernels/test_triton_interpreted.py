@@ -27,7 +27,6 @@ AREAS = (
     "gemm",
     "exact",
     "decode_attention",
-    "lora",
 )
 
 

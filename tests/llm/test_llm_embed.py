@@ -22,7 +22,7 @@ from embedding_checkpoints import (
 from pipeinfer import LLM, PoolingParams
 from pipeinfer.cli.main import main
 from pipeinfer.llm import ConfigurationError, RequestError
-from pipeinfer.runtime.local import check_model
+from pipeinfer.runtime.supervisor import check_model
 from pipeinfer.settings import Settings
 
 

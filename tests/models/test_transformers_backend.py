@@ -30,7 +30,7 @@ from pipeinfer.models.transformers_backend import (
     inspect_model,
     load_model,
     register_attention,
-    run_trial,
+    run_probe,
 )
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step import AttentionShape
@@ -178,7 +178,7 @@ def test_a_model_whose_tokens_depend_on_their_neighbours_is_refused_when_it_is_t
     shapes = [AttentionShape(4, 2, 16, 0.25)]
     outline = ModelOutline("Lfm2ForCausalLM", 264, 256, "float32")
     with pytest.raises(ConfigurationError, match="depend on those beside them"):
-        run_trial(model, shapes, outline, 256)
+        run_probe(model, shapes, outline, 256)
 
 
 def test_a_model_whose_positions_are_counted_in_the_row_is_refused_when_it_is_tried() -> None:
@@ -190,7 +190,7 @@ def test_a_model_whose_positions_are_counted_in_the_row_is_refused_when_it_is_tr
     shapes = [AttentionShape(4, 2, 16, 0.25)] * 2
     outline = ModelOutline("LlamaForCausalLM", 264, 256, "float32")
     with pytest.raises(ConfigurationError, match="positions that are counted"):
-        run_trial(model, shapes, outline, 256)
+        run_probe(model, shapes, outline, 256)
 
 
 # ------------------------------------------------------------------------------------- attention

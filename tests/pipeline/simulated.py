@@ -40,10 +40,10 @@ from pipeinfer.messages import (
     Ended,
     GroupFault,
     Heartbeat,
-    Kept,
     Message,
     Open,
     RankStatus,
+    Retention,
     Text,
     TokenRow,
     Tokens,
@@ -54,8 +54,7 @@ from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import EncodeNext, GrammarVerdict, TokenizerCore, ValidateGrammar
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.requests import grammar_digest
-from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter, grammar_digest
 from pipeinfer.wire import pack, unpack
 from scheduler.model_engine import expected_outputs
 
@@ -344,6 +343,13 @@ class Simulation:
             if not down:
                 self._introduce()
 
+    def lose_plans(self, engine: str) -> None:
+        """The connection breaks on which `engine` hears its scheduler: the newest are lost."""
+        for (sender, _, receiver), queue in self.links.items():
+            if receiver == engine and sender.startswith("scheduler"):
+                for _ in range(self.random.randint(0, len(queue))):
+                    queue.pop()
+
     def _tell_of_death(self, stage: str, life: Process) -> None:
         """As a supervisor does, to those who listen to it, sooner or later."""
         name, group = stage.split("-")[:2]
@@ -504,8 +510,8 @@ class Simulation:
         for n in range(made.n):
             client = Client(prompt, made, timeout=timeout, choice=n, kept=kept > 0)
             self.clients[choice_id(name, n)] = client
-        keep = Kept(name, "owner", kept, 0, b"format") if kept else None
-        call = Call(name, made, prompt_ids=pack(prompt), timeout=timeout, kept=keep)
+        retention = Retention(name, "owner", kept, 0, b"format") if kept else None
+        call = Call(name, made, prompt_ids=pack(prompt), timeout=timeout, retention=retention)
         self.feed("gateway-0", call)
         return name
 

@@ -20,7 +20,9 @@ from harmony_tokens import tokenizer
 from servers import Server
 from template_families import HERE
 
-TEMPLATE = (HERE / "published" / "gpt-oss.jinja").read_text()
+TODAY = 'strftime_now("%Y-%m-%d")'
+# A day that stays: what is sampled depends on the prompt.
+TEMPLATE = (HERE / "published" / "gpt-oss.jinja").read_text().replace(TODAY, '"2026-11-30"')
 CITY: Any = {
     "type": "object",
     "properties": {"city": {"enum": ["Wien", "Rom"]}},

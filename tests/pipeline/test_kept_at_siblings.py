@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 from leftovers import left_after
-from test_kept_answers import PROMPT, last_id
 from test_outlived_gateway import begun, data, more, whole
+from test_resumable_answers import PROMPT, last_id
 
 from servers import Server
 

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import pipeinfer.demo
 from child_processes import children_with
 from pipeinfer.demo import copy_task
-from pipeinfer.runtime.holder_process import FOLDER
+from pipeinfer.runtime.memory_holder import FOLDER
 from servers import Server, alive, environment, memfds
 
 HOLDER = "pipeinfer.runtime.memory_holder"

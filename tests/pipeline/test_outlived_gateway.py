@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 from leftovers import left_after, leftovers
 from swaps import swap
-from test_kept_answers import FORMS as PLAIN_FORMS
-from test_kept_answers import PROMPT, last_id
+from test_resumable_answers import FORMS as PLAIN_FORMS
+from test_resumable_answers import PROMPT, last_id
 
 from servers import Server
 

@@ -91,6 +91,11 @@ class Machine(RuleBasedStateMachine):
         some = st.sets(st.sampled_from(self.s.stages[1:]), min_size=1, max_size=4)
         self.s.kill(*sorted(data.draw(some)), down=down)
 
+    @rule(data=st.data())
+    def lose_plans(self, data):
+        engines = [stage for stage in self.s.stages if stage.startswith("engine")]
+        self.s.lose_plans(data.draw(st.sampled_from(engines)))
+
     @rule()
     def start_what_is_down(self):
         self.s.start_all()
@@ -175,6 +180,25 @@ def test_a_request_that_two_groups_run_outlives_the_group_that_opened_it_last():
         s.tick(61.0)
         s.run()
         s.check_ledgers()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_plans_that_are_lost_cost_no_epoch(tp):
+    again = 0.0
+    for seed in range(6):
+        s = Simulation(Random(seed), tp=tp)
+        for n in range(6):
+            s.submit([n, n + 1], max_tokens=25)
+        for _ in range(12):
+            s.lose_plans(f"engine-0-{s.random.randrange(tp)}")
+            for _ in range(s.random.randint(1, 30)):
+                s.deliver()
+        s.run()
+        s.check()
+        stats = s.stats()["scheduler-0"]
+        assert stats["epochs_total"] == 1, "all is mended within the epoch"
+        again += stats["repeated_plans_total"]
+    assert again > 20, "few plans were lost; the seeds show nothing"
 
 
 @pytest.mark.parametrize("groups", [1, 2])

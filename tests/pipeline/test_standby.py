@@ -17,8 +17,7 @@ from swaps import swap, topology_of
 
 from child_processes import children_with
 from pipeinfer.cli.main import main
-from pipeinfer.runtime.child import MAX_DEATHS
-from pipeinfer.runtime.standby import STANDBY_FLAG
+from pipeinfer.runtime.child import MAX_DEATHS, STANDBY_FLAG
 from servers import Server, alive, environment
 
 STREAMS, PAGE = 8, 64

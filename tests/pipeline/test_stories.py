@@ -92,7 +92,7 @@ def told_by(story) -> str:
 
 
 class Forgetful(core.Deadlines):
-    def take_over(self, now):
+    def take_due(self, now):
         return iter(())
 
 

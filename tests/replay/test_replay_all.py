@@ -15,9 +15,8 @@ from pipeinfer.core import StepDone
 from pipeinfer.kernels import host
 from pipeinfer.messages import Admit, Plan, Result
 from pipeinfer.params import RequestParams
-from pipeinfer.replay.compare import Difference
 from pipeinfer.replay.run import ReplayCounts
-from pipeinfer.replay.traces import TraceEntry, TraceExchange, load
+from pipeinfer.replay.traces import Difference, TraceEntry, TraceExchange, load
 from pipeinfer.wire import pack
 
 STAGES = ("tokenizer", "scheduler", "engine", "detokenizer")

@@ -13,9 +13,8 @@ from pipeinfer.engine.executor import BackgroundCapture, DeviceDriver, Executor
 from pipeinfer.engine.profiling import Phases
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello
-from pipeinfer.replay.compare import ignored_fields
 from pipeinfer.replay.run import CorePlayer, DevicePlayback, ReplayCounts, ReplayPace
-from pipeinfer.replay.traces import TraceEntry, TraceExchange
+from pipeinfer.replay.traces import TraceEntry, TraceExchange, ignored_fields
 from pipeinfer.trace.format import Record, RecordDecoder
 
 

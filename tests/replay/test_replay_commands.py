@@ -11,9 +11,8 @@ from replay_tool import tool, tool_process
 from pipeinfer.cli.operate import run_replay as main
 from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, Work
 from pipeinfer.params import RequestParams
-from pipeinfer.replay.compare import first_mismatch
 from pipeinfer.replay.run import rebuild
-from pipeinfer.replay.traces import load
+from pipeinfer.replay.traces import first_mismatch, load
 from pipeinfer.step_cost import StepCost
 from pipeinfer.trace.format import MAGIC, End, TraceHeader, pack_header, pack_records
 

@@ -16,9 +16,8 @@ from pipeinfer.gateway.ledger import RequestRecord
 from pipeinfer.kernels import host
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Plan
-from pipeinfer.replay.compare import Difference
 from pipeinfer.replay.run import rebuild
-from pipeinfer.replay.traces import LoadedTrace, load
+from pipeinfer.replay.traces import Difference, LoadedTrace, load
 from pipeinfer.scheduler.policies import StepComposer
 from pipeinfer.tokenizer.prompts import PromptEncoder
 

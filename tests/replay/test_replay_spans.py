@@ -8,8 +8,7 @@ from preemptions import preempting_plans
 from pipeinfer.control import RequestSpan, StepMade
 from pipeinfer.core import Send
 from pipeinfer.observe.observer import LastMinute
-from pipeinfer.observe.spans import Exchange, SpanStore
-from pipeinfer.observe.stages import span_observer
+from pipeinfer.observe.spans import Exchange, SpanStore, span_observer
 from pipeinfer.replay.timeline import RequestTimes, request_times
 from pipeinfer.replay.traces import LoadedTrace, load
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.runtime.holder_process import FOLDER, KeptHolders, kept_holders
-from pipeinfer.runtime.memory_holder import listen
+from pipeinfer.runtime.memory_holder import FOLDER, KeptHolders, kept_holders, listen
 from pipeinfer.settings import ConfigurationError, Settings
 
 KEEPS, NOT = Settings(keep_memory_on_stop=True, kept_memory_timeout=7), Settings()

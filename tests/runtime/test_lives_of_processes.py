@@ -18,9 +18,9 @@ from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import Send
 from pipeinfer.messages import Recover
+from pipeinfer.runtime.child import STANDBY_FLAG
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import INCARNATION_VARIABLE, Stage
-from pipeinfer.runtime.standby import STANDBY_FLAG
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity

@@ -117,7 +117,7 @@ def test_a_standby_is_lent_weights_and_no_pages_while_their_owner_lives(holder):
     link = HolderLink(address, timeout=30)
     for _ in range(2):
         found, [descriptor] = link.borrow()
-        assert [entry.name for entry in found.lent] == ["model"]
+        assert [entry.name for entry in found.shared] == ["model"]
         assert found.others == (Keep("pool", "pages", b"note"),)
         assert os.pread(descriptor, 5, 0) == b"first" and not os.get_inheritable(descriptor)
         os.close(descriptor)

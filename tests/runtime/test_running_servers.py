@@ -15,7 +15,7 @@ from pipeinfer import topology as topologies
 from pipeinfer.cli.main import main
 from pipeinfer.cli.operate import chosen_stage
 from pipeinfer.runtime.servers import (
-    PREFIX,
+    FOLDER_PREFIX,
     TOPOLOGY,
     ServerInfo,
     publish_served_model,
@@ -37,7 +37,7 @@ def temporary(tmp_path, monkeypatch) -> Path:
 
 def server(temporary: Path, name: str) -> Path:
     """What a server leaves in its temporary folder; its topology file."""
-    folder = temporary / (PREFIX + name)
+    folder = temporary / (FOLDER_PREFIX + name)
     folder.mkdir()
     stages = topologies.local(Settings(), f"ipc://{name}/").entries
     file = folder / TOPOLOGY

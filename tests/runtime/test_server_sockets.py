@@ -23,7 +23,7 @@ import pipeinfer.runtime.servers as owners
 from pipeinfer import topology as topologies
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.servers import (
-    PREFIX,
+    FOLDER_PREFIX,
     TOPOLOGY,
     WAIT_FLAG,
     InheritedSockets,
@@ -235,7 +235,7 @@ def test_a_process_that_cannot_be_seen_is_said_to_be_there(tmp_path, monkeypatch
 
 def test_a_server_of_ours_is_named_with_its_model_even_before_it_listens(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    file = tmp_path / f"{PREFIX}one" / TOPOLOGY
+    file = tmp_path / f"{FOLDER_PREFIX}one" / TOPOLOGY
     file.parent.mkdir()
     file.write_text(topologies.local(Settings(), "ipc://one/").to_toml())
     with socket.create_server(("127.0.0.1", 0)) as ours, record_running(file):

@@ -10,7 +10,7 @@ import pytest
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.runtime.entry import stage_settings
-from pipeinfer.runtime.local import prepare_settings
+from pipeinfer.runtime.supervisor import prepare_settings
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Topology
 

@@ -8,8 +8,15 @@ from contextlib import suppress
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.runtime.child import FAILED, MAX_DEATHS, MISCONFIGURED, Child, Command
-from pipeinfer.runtime.standby import SETTLED_SECONDS, Standbys
+from pipeinfer.runtime.child import (
+    FAILED,
+    MAX_DEATHS,
+    MISCONFIGURED,
+    SETTLED_SECONDS,
+    Child,
+    Command,
+    Standbys,
+)
 from pipeinfer.topology import Identity
 
 

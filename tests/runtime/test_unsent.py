@@ -18,8 +18,7 @@ from pipeinfer.gateway.health import expected_stages
 from pipeinfer.gateway.ledger import Call, Failed
 from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
 from pipeinfer.params import RequestParams
-from pipeinfer.replay.compare import first_difference, ignored_fields
-from pipeinfer.replay.traces import load
+from pipeinfer.replay.traces import first_difference, ignored_fields, load
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, builder
 from pipeinfer.settings import Settings

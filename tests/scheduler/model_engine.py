@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
+from pipeinfer.core import PlanFilter
 from pipeinfer.messages import (
     PROTOCOL,
     Admit,
@@ -22,6 +23,7 @@ from pipeinfer.messages import (
     Extend,
     Hello,
     Message,
+    MissedPlan,
     Plan,
     Prepare,
     Prepared,
@@ -138,7 +140,7 @@ class ModelEngine:
         self._forget(0)
 
     def _forget(self, epoch: int) -> None:
-        self.epoch, self.expected = epoch, 0
+        self.epoch, self.plans = epoch, PlanFilter()
         self.slots: dict[int, Slot] = {}
         self.done: tuple[list[int], list[int]] = [], []  # prompts, by the two plans before
         self.cache: dict[tuple[int, ...], int] = {}  # prefix up to a page's end -> locks
@@ -188,7 +190,11 @@ class ModelEngine:
             self._grammars.add(message.spec)
             self.outbox.append(Prepared(0, self.incarnation, message.request_id))
         elif isinstance(message, Plan) and message.epoch == self.epoch:
-            self._apply(message)
+            order = self.plans.take(message.number)
+            if order == "next":
+                self._apply(message)
+            elif order == "gap":
+                self.outbox.append(MissedPlan(self.epoch, 0, self.plans.expected))
 
     @property
     def free(self) -> int:
@@ -200,9 +206,6 @@ class ModelEngine:
         return sum(locks == 0 for locks in self.cache.values())
 
     def _apply(self, plan: Plan) -> None:
-        if plan.number != self.expected:
-            raise Panic(f"plan {plan.number} came, {self.expected} was expected")
-        self.expected += 1
         self._kept.clear()
         if plan.reset:
             for prefix in [one for one, locks in self.cache.items() if locks == 0]:

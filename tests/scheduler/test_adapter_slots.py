@@ -73,7 +73,7 @@ class Slots(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.1, 1.0)))
     def ask(self, seconds: float) -> None:
         self.now += seconds
-        for load in self.slots.take_due(1, self.now):
+        for load in self.slots.take_due(1, 0, self.now):
             users = [one for one in self.running.values() if one.adapter_slot == load.slot]
             assert not users, "somebody runs with what is in the slot"
             self.asked += [(rank, load) for rank in range(TP)]
@@ -177,6 +177,13 @@ def test_a_request_is_admitted_when_its_adapter_is_loaded_and_not_before() -> No
     sent = [send.message for send in made.core.handle(answer(made), 1.0)]
     (admit,) = [one for plan in sent if isinstance(plan, Plan) for one in plan.admits]
     assert (admit.request_id, admit.adapter_slot) == ("r", 1)
+
+
+def test_an_adapter_is_loaded_behind_the_plans_that_were_published_before() -> None:
+    made = started(1)
+    made.submit([1, 2, 3], 5)
+    (load,) = [s.message for s in made.feed(work()) if isinstance(s.message, LoadAdapter)]
+    assert load.next_plan == made.core.counts["plans"] == 2
 
 
 def test_what_engines_cannot_load_is_an_error_for_who_asked() -> None:

@@ -76,7 +76,7 @@ def test_a_deadline_goes_by_the_clock_on_the_wall():
     p = running()
     p.clients["r0"].cut = 0
     p.core._live["r0"].deadline = p.now + 30
-    p.core._live._deadlines.add(p.core._live["r0"])
+    p.core._live._deadlines.set("r0", p.now + 30)
     p.now += 31
     [send] = [s for s in p.core.handle(Tick(), p.now) if s.channel == "tokens"]
     assert send.message.rows[0].finish == "abort"

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from test_scheduler_core import pipeline
 
 from pipeinfer.scheduler.engine_state import PageAllowance, PageCredits
-
-POLICIES = ["mixed", "throughput", "prefill-first", "decode-first"]
+from pipeinfer.settings import POLICIES
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from([*POLICIES]),
     depth=st.integers(1, 3),
     pages=st.sampled_from([14, 20, 30]),
     budget=st.sampled_from([5, 16, 64]),
@@ -38,7 +37,7 @@ def test_nothing_is_deferred_where_no_two_prompts_begin_alike(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from([*POLICIES]),
     depth=st.integers(1, 3),
     common=st.sampled_from([1, 64]),
     chance=st.randoms(use_true_random=False),

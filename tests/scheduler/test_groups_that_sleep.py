@@ -221,13 +221,13 @@ def test_an_answer_of_another_process_counts_for_nothing():
     assert state(made) == "asleep"
 
 
-def test_a_request_that_ends_while_it_is_held_is_forgotten():
+def test_a_request_that_ends_while_it_is_deferred_is_forgotten():
     made, before = streaming()
     made.feed(SetSleep(1))
     made.submit(PROMPT, 5)
     held = next(reversed(made.clients))
     made.core.handle(Work(held, 2, 0, 0, pack(PROMPT), RequestParams(max_tokens=5), 0), made.now)
-    assert list(made.core._sleep.held) == [held], "its second attempt alone"
+    assert list(made.core._sleep.deferred) == [held], "its second attempt alone"
     deliver_all(made)
     assert state(made) == "asleep" and made.clients[before].finish is not None
 

@@ -1,16 +1,20 @@
-"""Plans and results that are lost on their way, between processes that live on, cost seconds."""
+"""Plans and results that are lost on their way, between processes that live on, cost seconds; and
+plans that are lost cost no epoch, as long as they are kept."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from model_engine import Panic
+from hypothesis import given
+from hypothesis import strategies as st
 from test_scheduler_core import pipeline
 
 from pipeinfer.core import Tick
-from pipeinfer.messages import Fault, Plan
-from pipeinfer.scheduler.engine_state import LATE_SECONDS
+from pipeinfer.messages import Digests, MissedPlan, Plan, Result
+from pipeinfer.scheduler.engine_state import LATE_SECONDS, EngineState
 from pipeinfer.wire import pack
 
 
@@ -37,7 +41,7 @@ def plans(p, seconds: float) -> list[tuple[float, Plan]]:
     return found
 
 
-def test_an_engine_that_missed_the_last_plans_hears_of_it_and_nobody_is_blamed():
+def test_an_engine_that_missed_the_last_plans_hears_of_it_and_gets_them_again():
     p = running()
     hears, p.engine.receive = p.engine.receive, lambda plan: None
     while p.deliver():  # all results come; what is published meanwhile is lost
@@ -46,12 +50,52 @@ def test_an_engine_that_missed_the_last_plans_hears_of_it_and_nobody_is_blamed()
     [(late, probe)] = plans(p, LATE_SECONDS + 0.5)
     assert late >= LATE_SECONDS
     assert not (probe.releases or probe.admits or probe.slots)
-    with pytest.raises(Panic, match="was expected"):
-        p.engine.receive(probe)
-    p.feed(Fault(p.engine.epoch, 0, "a gap", orderly=True))
+    lost = list(range(p.engine.plans.expected, probe.number))
+    p.engine.receive(probe)
+    assert len(lost) == 2 and p.engine.outbox == deque([MissedPlan(1, 0, lost[0])])
     p.settle()
-    assert p.core.counts["epochs"] == 2
-    assert p.core._planner.quarantined == 0
+    assert p.core.counts["epochs"] == 1 and p.core.counts["repeated_plans"] == 3
+
+
+def test_a_plan_that_is_not_kept_ends_the_epoch_and_nobody_is_blamed():
+    for missing in (0, 99):  # its result has come, or it was never made
+        p = running()
+        while p.engine.plans.expected < 4:
+            p.deliver()
+        p.feed(MissedPlan(1, 0, missing))
+        assert p.core.state() == ("waiting", p.core._epochs.reason)
+        assert f"rank 0: plan {missing} is missing and is not kept" in p.core.state()[1]
+        p.feed(MissedPlan(1, 0, missing))  # of an epoch that is over
+        p.settle()
+        assert p.core.counts["epochs"] == 2 and p.core._planner.quarantined == 0
+
+
+@given(tp=st.integers(1, 3), said=st.lists(st.integers(0, 3), max_size=60), size=st.integers(1, 4))
+def test_plans_are_kept_until_all_ranks_have_applied_them_and_no_longer(tp, said, size):
+    """3: a plan is published; else that rank says of some plans, or of a result, that they are
+    applied."""
+    state, applied, published = EngineState(tp), [0] * tp, 0
+    for rank in said:
+        if rank == 3:
+            plan = Plan(1, published, (), (), b"", b"")
+            state.in_flight.add(published, [], 0.0)
+            state.published.add(plan)
+            published += 1
+        elif rank == 0 and applied[0] < published:
+            empty = Result(1, applied[0], *[b""] * 6, free=0, evictable=0, digest=5)
+            assert list(state.process_result(empty)) == []
+            applied[0] += 1
+        elif 0 < rank < tp:
+            some = min(size, published - applied[rank])
+            state.on_digests(Digests(1, rank, applied[rank], np.full(some, 5, "<u8").tobytes()))
+            applied[rank] += some
+        kept = list(range(min(applied), published))
+        assert len(state.published) == len(kept)
+        for number in range(published + 2):
+            again = [plan.number for plan in state.published.since(number)]
+            assert again == ([one for one in kept if one >= number] if number in kept else [])
+    state.on_epoch_lost()
+    assert state.published.since(0) == ()
 
 
 def test_a_lost_result_ends_the_epoch_when_the_next_one_comes_and_nobody_is_blamed():

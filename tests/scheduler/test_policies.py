@@ -7,7 +7,7 @@ from test_memory_runs_short import SIZE, running, work
 
 from pipeinfer import settings
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
-from pipeinfer.scheduler.policies import MAX_JUMPS, POLICIES, StepComposer
+from pipeinfer.scheduler.policies import MAX_JUMPS, StepComposer, create
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.step_cost import PrefillBudget, Prompt
@@ -280,5 +280,6 @@ def test_nobody_counts_on_the_pages_of_who_gives_way_in_the_same_step():
     assert step._known_cache_hit(follower) == 0
 
 
-def test_the_settings_know_all_policies():
-    assert set(settings.POLICIES) == set(POLICIES)
+@pytest.mark.parametrize("name", settings.POLICIES)
+def test_every_policy_of_the_settings_can_be_made(name):
+    assert callable(create(name).compose)

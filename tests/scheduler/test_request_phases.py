@@ -178,7 +178,7 @@ def adapters_are_waited_for() -> None:
     waiting, seconds = queue.WaitingQueue(1, max_loras=1), itertools.count()
 
     def loaded(process: int) -> None:
-        for load in list(waiting.adapters.take_due(1, float(next(seconds)))):
+        for load in list(waiting.adapters.take_due(1, 0, float(next(seconds)))):
             waiting.adapters.on_loaded(AdapterLoaded(0, process, 1, load.number))
         for request in waiting.adapters.take_ready():
             waiting.push(request)

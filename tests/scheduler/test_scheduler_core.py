@@ -273,12 +273,12 @@ def test_depth_two_publishes_the_next_step_before_the_result():
     p.deliver()  # hello
     p.deliver()  # ready
     p.submit([1, 2, 3], 10)
-    assert p.engine.expected == 2
+    assert p.engine.plans.expected == 2
     one = pipeline(depth=1)
     one.deliver()
     one.deliver()
     one.submit([1, 2, 3], 10)
-    assert one.engine.expected == 1
+    assert one.engine.plans.expected == 1
 
 
 def test_preempted_request_resumes_with_same_tokens():
@@ -298,10 +298,10 @@ def test_mixed_never_lets_a_stream_wait_for_somebody_elses_prompt():
         assert p.deliver()
     for i in range(6):
         p.submit([40 + i] * 100, 2)
-    before, plans = len(client.outputs), p.engine.expected
+    before, plans = len(client.outputs), p.engine.plans.expected
     while client.finish is None and len(client.outputs) < before + 5:
         assert p.deliver()
-    assert client.finish or p.engine.expected - plans <= 5 + 2
+    assert client.finish or p.engine.plans.expected - plans <= 5 + 2
 
 
 def test_prefill_first_computes_prompts_alone():

@@ -16,7 +16,7 @@ from pipeinfer.messages import Abort, Accepted, Message, Refused, Submit, Work
 from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.settings import Settings
 from pipeinfer.text import grammar_setup
-from pipeinfer.tokenizer import requests
+from pipeinfer.tokenizer import routing
 from pipeinfer.tokenizer.core import (
     ENCODE_AT_ONCE_BYTES,
     ENCODE_HERE_BYTES,
@@ -26,7 +26,7 @@ from pipeinfer.tokenizer.core import (
     TokenizerCore,
     ValidateGrammar,
 )
-from pipeinfer.tokenizer.requests import MAX_REFUSAL_LETTERS, grammar_digest
+from pipeinfer.tokenizer.routing import MAX_REFUSAL_LETTERS, grammar_digest
 from pipeinfer.tokenizer.stage import make_core
 from pipeinfer.tokenizer.workers import FAST_PROCESSES, GrammarValidation
 
@@ -184,7 +184,7 @@ def test_a_thousand_new_grammars_push_no_verdict_out(core) -> None:
 
 
 def test_verdicts_are_remembered_up_to_a_number_and_a_length(core, monkeypatch) -> None:
-    monkeypatch.setattr(requests, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(routing, "MAX_VERDICTS", 2)
     for regex in ("a", "b", "c"):
         sent(core, asking(regex, regex))
         sent(core, tried(regex, regex))

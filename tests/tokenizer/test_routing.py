@@ -1,4 +1,4 @@
-"""The router and the monitor of groups: prefixes, load, and groups that are silent or down."""
+"""The router and the monitor of groups: prefixes, load, silence; and requests that were sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.messages import Ended, GroupReadiness, GroupStatus
+from pipeinfer.core import block_hashes
+from pipeinfer.messages import Ended, GroupReadiness, GroupStatus, Work
+from pipeinfer.params import RequestParams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.routing import (
     BLOCK_TOKENS,
@@ -17,8 +19,10 @@ from pipeinfer.tokenizer.routing import (
     GroupMonitor,
     GroupReport,
     GroupRouter,
-    block_hashes,
+    RoutedRequest,
+    RoutedRequests,
 )
+from pipeinfer.wire import pack
 
 
 def prompt(seed: int, length: int, prefix: np.ndarray | None = None) -> np.ndarray:
@@ -66,7 +70,7 @@ def test_no_other_group_would_have_had_less_to_do():
     )
     for number in range(400):
         ids = prompt(1000 + number, int(source.integers(1, 200)), heads[source.integers(20)])
-        keys, known = block_hashes(ids, ""), router._groups
+        keys, known = block_hashes(pack(ids), BLOCK_TOKENS, ""), router._groups
         costs = [
             PREFILL_WEIGHT * (len(ids) - known.caches[group].matched_tokens(keys)) + load
             for group, load in enumerate(router.loads())
@@ -204,7 +208,7 @@ def test_prefixes_are_those_of_a_plain_list(prompts, capacity):
     prefixes, model = ApproximateCache(), Model()
     for words, rest in prompts:
         ids = [word for word in words for _ in range(BLOCK_TOKENS)] + [9] * rest
-        keys = block_hashes(np.array(ids, dtype=np.int32), "")
+        keys = block_hashes(pack(ids), BLOCK_TOKENS, "")
         assert prefixes.matched_tokens(keys) == model.matched(ids)
         prefixes.add(keys, capacity * BLOCK_TOKENS)
         model.add(ids, capacity * BLOCK_TOKENS)
@@ -324,3 +328,57 @@ def test_what_is_up_and_deserted_is_what_the_last_words_say(done):
             g for g in sorted(last) if last[g][0] == "deserted" and g not in lost
         ]
         assert router.up == sum(report.up for report in router._groups.reports)
+
+
+ALL_GROUPS = (0, 1, 2)
+
+
+def work(name: str, attempt: int = 1, gateway: int = 0) -> Work:
+    return Work(name, attempt, gateway, 0, pack([1]), RequestParams(), 0)
+
+
+def ledger(*entries: RoutedRequest) -> RoutedRequests:
+    made = RoutedRequests(ALL_GROUPS)
+    for entry in entries:
+        made.put(entry)
+    return made
+
+
+def test_earlier_attempts_are_known_and_later_ones_are_not():
+    known = ledger(RoutedRequest(work("r", 2), 1))
+    assert known.has("r", 1) and known.has("r", 2)
+    assert not known.has("r", 3) and not known.has("s", 1)
+
+
+def test_a_new_attempt_counts_as_new():
+    one, other = work("r"), work("s")
+    again = work("r", 2)
+    known = ledger(RoutedRequest(one, 1), RoutedRequest(other, 1), RoutedRequest(again, 1))
+    assert list(known.of_group(1)) == [other, again] and len(known) == 2
+
+
+def test_the_end_goes_to_all_groups_that_may_have_something_of_it():
+    known = ledger(*(RoutedRequest(work(name), 1) for name in "abc"))
+    assert known.remove("a") == (1,)
+    assert known.remove("a") is None and known.get("a") is None
+    assert known.move("b", 2, 5) == work("b", 5)
+    assert list(known.of_group(2)) == [work("b", 5)] and known.remove("b") == ALL_GROUPS
+    assert known.mark_leaving(1) == [work("c")] and known.remove("c") == ALL_GROUPS
+    assert len(known) == 0
+
+
+def test_a_scheduler_is_told_of_what_it_may_have():
+    sure, unsure = (
+        RoutedRequest(work("sure"), 1),
+        RoutedRequest(work("unsure"), 2, group_certain=False),
+    )
+    known = ledger(sure, unsure)
+    assert list(known.of_group(1)) == [sure.work, unsure.work]
+    assert list(known.of_group(0)) == [unsure.work]
+    assert known.mark_leaving(1) == [sure.work]
+    assert known.get("unsure") == unsure, "nobody asked another group to hand it over"
+
+
+def test_what_one_gateway_sent():
+    known = ledger(RoutedRequest(work("a"), 0), RoutedRequest(work("b", gateway=1), 0))
+    assert known.of_gateway(1) == [work("b", gateway=1)]

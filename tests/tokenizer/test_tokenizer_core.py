@@ -28,12 +28,12 @@ from pipeinfer.messages import (
     Done,
     GroupStatus,
     HandOver,
-    Kept,
     Message,
     Reattached,
     Recover,
     Recovered,
     Refused,
+    Retention,
     StopHit,
     Submit,
     Work,
@@ -45,13 +45,14 @@ from pipeinfer.text import HARMONY_TOKENS
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import Encoded, TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.requests import (
+from pipeinfer.tokenizer.routing import (
     MAX_ORIGIN_BYTES,
+    GroupMonitor,
+    GroupRouter,
     PendingPrompt,
     PendingPrompts,
     first_choice,
 )
-from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.tokenizer.stage import build, make_core
 from pipeinfer.topology import Identity, Topology
 from pipeinfer.wire import pack, unpack
@@ -448,10 +449,10 @@ def test_requests_of_a_gateway_that_was_restarted_are_aborted() -> None:
 def test_kept_requests_are_told_to_their_new_gateway_and_since_when_they_wait() -> None:
     """Asked again, what the new gateway has sent meanwhile is no remainder of the one before."""
     core = two_groups()
-    kept = Kept(stream="s", owner="o", seconds=5.0, format=b"format")
-    both = submit("a", prompt_ids=pack([1]), kept=kept, choices=(0, 1))
+    retention = Retention(stream="s", owner="o", seconds=5.0, format=b"format")
+    both = submit("a", prompt_ids=pack([1]), retention=retention, choices=(0, 1))
     [accepted, *works] = core.handle(both, 0.0)
-    assert [send.message.kept.format for send in works] == [b"", b""]  # type: ignore[union-attr]
+    assert [send.message.retention.format for send in works] == [b"", b""]  # type: ignore[union-attr]
     changes = AdapterChanges((AdapterState("x", 1, 1),))
     core.handle(changes, 0.0)
 
@@ -467,7 +468,7 @@ def test_kept_requests_are_told_to_their_new_gateway_and_since_when_they_wait() 
         accepted=accepted.message,  # type: ignore[arg-type]
     )
     assert told(10.0) == [changes, adopt]
-    origins = [send.message.kept.origin for send in works]  # type: ignore[union-attr]
+    origins = [send.message.retention.origin for send in works]  # type: ignore[union-attr]
     assert msgspec.msgpack.decode(origins[0], type=Adopt) == msgspec.structs.replace(
         adopt, submit=both
     )
@@ -485,9 +486,9 @@ def test_kept_requests_are_told_to_their_new_gateway_and_since_when_they_wait() 
 
 
 def test_a_large_request_does_not_burden_scheduler_and_detokenizer() -> None:
-    kept = Kept(stream="s", owner="o", seconds=5.0, format=bytes(MAX_ORIGIN_BYTES))
-    [_, work] = two_groups().handle(submit("a", prompt_ids=pack([1]), kept=kept), 0.0)
-    assert work.message.kept == msgspec.structs.replace(kept, format=b"")  # type: ignore[union-attr]
+    retention = Retention(stream="s", owner="o", seconds=5.0, format=bytes(MAX_ORIGIN_BYTES))
+    [_, work] = two_groups().handle(submit("a", prompt_ids=pack([1]), retention=retention), 0.0)
+    assert work.message.retention == msgspec.structs.replace(retention, format=b"")  # type: ignore[union-attr]
 
 
 def test_a_tokenizer_that_leaves_leaves_new_requests_to_its_successor() -> None:

@@ -62,20 +62,33 @@ def check_host_cost(metrics: dict) -> None:
 
 
 def test_offline_counts_what_was_asked_for(bench):
-    metrics, printed = bench(
-        "offline", "--requests", "8", "--prompt-tokens", "4:16", "--output-tokens", "3:9",
+    both, printed = bench(
+        "offline", "--requests", "8,3", "--prompt-tokens", "4:16", "--output-tokens", "3:9",
         "--flops", "1e11", "--bandwidth", "1e10", "--threads", "1", "--log-level", "error",
         "--adapters", "2", "--adapter-rank", "4",
     )  # fmt: skip
-    check_parts(metrics)
-    assert metrics["requests"] == 8 and metrics["adapters"] == 2
-    assert 8 * 3 <= metrics["output_tokens"] <= 8 * 9
-    assert metrics["efficiency"] == pytest.approx(metrics["floor_seconds"] / metrics["seconds"])
+    for requests in (8, 3):
+        metrics = both[str(requests)]
+        check_parts(metrics)
+        assert metrics["requests"] == requests and metrics["adapters"] == 2
+        assert requests * 3 <= metrics["output_tokens"] <= requests * 9
+        assert metrics["efficiency"] == pytest.approx(metrics["floor_seconds"] / metrics["seconds"])
     assert "outside the model" in printed
 
 
+def test_vectors_are_measured_beside_one_token_of_each_prompt(bench):
+    metrics, printed = bench(
+        "vectors", "--prompts", "6", "--prompt-tokens", "4:9", "--threads", "1", "--in-process"
+    )
+    assert 6 * 4 <= metrics["prompt_tokens"] <= 6 * 9
+    rates = metrics["embed_prompts_per_s"], metrics["generate_prompts_per_s"]
+    assert metrics["ratio"] == pytest.approx(rates[0] / rates[1]) and "embed" in printed
+
+
 def test_pipeline_counts_the_cpu_of_every_stage(bench):
-    metrics, _ = bench("pipeline", "--streams", "8", "--output-tokens", "64")
+    metrics, _ = bench(
+        "pipeline", "--streams", "8", "--clients", "2", "--dp", "2", "--output-tokens", "64"
+    )
     cost = metrics["cpu_us_per_token"]
     assert metrics["output_tokens"] == 8 * 64
     assert set(cost) == STAGES | {"client"}

@@ -11,15 +11,16 @@ import pytest
 from pipeinfer import core, messages
 from pipeinfer.core import Send, StepDone
 from pipeinfer.messages import Abort, Plan, Result, Text, TextRow, TokenRow, Tokens
-from pipeinfer.replay.compare import (
+from pipeinfer.replay.serve import rewritten
+from pipeinfer.replay.traces import (
     IGNORED_FIELDS,
+    TraceEntry,
+    TraceExchange,
     canonical_changes,
     first_difference,
     first_mismatch,
     ignored_fields,
 )
-from pipeinfer.replay.serve import rewritten
-from pipeinfer.replay.traces import TraceEntry, TraceExchange
 from pipeinfer.wire import pack
 
 

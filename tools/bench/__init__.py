@@ -18,6 +18,7 @@ TOOL = Tool(
         "storm": "time between tokens of running streams while long prompts arrive",
         "startup": "from process start to ready and to the first token",
         "drafts": "one stream with speculative decoding and without, by kind of text",
+        "vectors": "vectors of prompts beside one token of each, in turns",
         "sleep": "seconds to sleep and to wake up beside those of a start, and memory of the GPU",
         "takeover": "engines killed under streams: what is computed again, and how long it takes",
         "lora": "adapters loaded and unloaded under streams: what streams feel, and what stays",

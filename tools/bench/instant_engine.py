@@ -112,9 +112,11 @@ def main() -> int:
     """The exit code, as of any stage."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--topology", required=True)
-    topology = topologies.load(parser.parse_args().topology)
+    parser.add_argument("--group", type=int, default=0)
+    options = parser.parse_args()
+    topology = topologies.load(options.topology)
     settings = stage_settings(topology, {}, os.environ)
-    identity = Identity("engine")
+    identity = Identity("engine", options.group)
     set_up_logging(settings, identity.id)
     return uvloop.run(_run(Shell(settings, topology, identity, zmq.Context.instance(), build)))
 

@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting."""
     add = parser.add_argument
     shapes.add_config(parser)
-    add("--requests", type=int, default=256)
+    text = "several with commas: batches of these sizes, one after the other, in the same engine"
+    add("--requests", type=_counts, default=[256], metavar="N[,N...]", help=text)
     add("--prompt-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
     add("--output-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
     add("--temperature", type=float, default=0.6)
@@ -51,20 +52,46 @@ def _run(
 ) -> dict[str, Any]:
     highest = shapes.highest_id(settings)
     spans = options.prompt_tokens, options.output_tokens
-    work = workload.uniform(options.requests, *spans, highest, options.work_seed)
+    works = [  # each with other prompts, so that none is in the prefix cache
+        workload.uniform(count, *spans, highest, options.work_seed + number)
+        for number, count in enumerate(options.requests)
+    ]
     warm = workload.uniform(
-        min(options.requests, 16), TokenRange(16, 64), TokenRange(4, 8), highest, -1
+        min(max(options.requests), 16), TokenRange(16, 64), TokenRange(4, 8), highest, -1
     )
-    rounds = []
+    rounds: list[list[batch.Measured]] = [[] for _ in works]
     for _ in range(options.rounds):
-        with LLM(**settings) as llm:  # anew each time, so that no prompt is in the prefix cache
+        with LLM(**settings) as llm:
             batch.measure(llm, warm, options.temperature, given)
-            rounds.append(batch.measure(llm, work, options.temperature, given))
-            print(f"{work.output_tokens / rounds[-1].seconds:10.1f} tokens/s", flush=True)
-    metrics = batch.summary(work, rounds) | {"adapters": len(given)}
+            for work, done in zip(works, rounds, strict=True):
+                done.append(batch.measure(llm, work, options.temperature, given))
+                rate = work.output_tokens / done[-1].seconds
+                print(f"{len(work.prompts):6} requests{rate:10.1f} tokens/s", flush=True)
+    found = [
+        _metrics(options, settings, work, done) | {"adapters": len(given)}
+        for work, done in zip(works, rounds, strict=True)
+    ]
+    return found[0] if len(found) == 1 else {str(one["requests"]): one for one in found}
+
+
+def _metrics(
+    options: argparse.Namespace,
+    settings: Mapping[str, Any],
+    work: workload.Work,
+    rounds: list[batch.Measured],
+) -> dict[str, Any]:
+    """Those of one batch's rounds; prints them too."""
+    metrics = batch.summary(work, rounds)
     if settings.get("device") == "cuda":
         metrics["outside_model_share"] = None  # a GPU engine counts launches there, not computing
     if options.flops and options.bandwidth:
         metrics |= floor.efficiency(options, settings, work, metrics["seconds"])
     batch.show(metrics)
     return metrics
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(word) for word in text.split(",")]
+    if min(counts) < 1:
+        raise ValueError(text)
+    return counts

@@ -23,7 +23,7 @@ from pipeinfer.bench.client import (
 )
 from pipeinfer.bench.dataset import RandomDataset, SampleRequest, TokenRange
 from pipeinfer.bench.runner import OpenLoop, load_trace, poisson_arrivals, run_load
-from pipeinfer.runtime.local import LocalServer
+from pipeinfer.runtime.supervisor import LocalServer
 from pipeinfer.settings import ConfigurationError
 
 WARM_UP = 4  # requests before the first rate

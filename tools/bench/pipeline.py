@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +30,8 @@ from pipeinfer.bench.client import Endpoint, RequestTiming, percentiles, stream_
 from pipeinfer.bench.dataset import RandomDataset, TokenRange
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.runtime.local import stop_process, wait_ready
 from pipeinfer.runtime.servers import InheritedSockets
+from pipeinfer.runtime.supervisor import stop_process, wait_ready
 from pipeinfer.topology import NAMES, Identity, Topology
 
 ENGINE = Path(__file__).with_name("instant_engine.py")
@@ -39,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting: its tokenizer is used."""
     add = parser.add_argument
     add("--streams", type=int, default=64, help="requests at the same time")
+    add("--clients", type=int, default=1, help="processes that share the streams")
     add("--prompt-tokens", type=int, default=64)
     add("--output-tokens", type=int, default=512)
     add("--step-ms", type=float, default=0.0, help="how long the engine takes; 0: no time at all")
@@ -53,13 +58,14 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
 
 def measure(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics."""
-    with stages(options, settings) as (url, pids, _, highest):
-        asyncio.run(send(options, url, highest, max(options.output_tokens // 8, 1), 1))
+    with stages(options, settings) as (url, pids, highest), Clients(options, url, highest) as load:
+        pids["client"] = load.pids
+        load.send(max(options.output_tokens // 8, 1))
         idle = _used(pids)
         time.sleep(IDLE)
         before = _used(pids)
         begin = time.perf_counter()
-        lines = asyncio.run(send(options, url, highest, options.output_tokens, 2))
+        lines = load.send(options.output_tokens)
         seconds = time.perf_counter() - begin
         after = _used(pids)
     failed = [line.error for line in lines if not line.success]
@@ -69,6 +75,7 @@ def measure(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[st
     cost = {name: (after[name] - before[name]) / tokens * 1e6 for name in before}
     return {
         "streams": options.streams,
+        "clients": options.clients,
         "output_tokens": tokens,
         "step_ms": options.step_ms,
         "seconds": seconds,
@@ -84,9 +91,9 @@ def measure(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[st
 @contextmanager
 def stages(
     options: argparse.Namespace, given: Mapping[str, Any]
-) -> Iterator[tuple[str, dict[str, list[int]], Topology, int]]:
-    """(url, process ids by the name of their stages, and of this client, topology, highest token id
-    of a prompt) of a pipeline with the instant engine."""
+) -> Iterator[tuple[str, dict[str, list[int]], int]]:
+    """(url, process ids by the name of their stages, highest token id of a prompt) of a pipeline
+    with the instant engine."""
     model = resolve_model(str(given.get("model", "")))
     settings = {**given, "model": str(model)}
     highest = max(read_outline(model).vocab_size - 1 - SPECIAL, 0)
@@ -108,7 +115,7 @@ def stages(
                 running[who] = _start(who, file, environment, sockets)
             url = wait_ready(running[Identity("gateway")])
             pids = {n: [p.pid for who, p in running.items() if who.name == n] for n in NAMES}
-            yield url, pids | {"client": [os.getpid()]}, local, highest
+            yield url, pids, highest
         finally:
             sockets.close()
             for process in running.values():  # gateways first: they end what still runs
@@ -122,23 +129,54 @@ def _start(
         command = [sys.executable, str(ENGINE)]
     else:
         command = [sys.executable, "-m", "pipeinfer.runtime", who.name, "--index", str(who.index)]
-    command += ["--topology", str(topology)]
+    command += ["--topology", str(topology), "--group", str(who.group)]
     inherited = sockets.descriptors if who.name == "gateway" else []
     command += sockets.arguments if who.name == "gateway" else []
     output = subprocess.PIPE if who == Identity("gateway") else None
     return subprocess.Popen(command, env=environment, stdout=output, text=True, pass_fds=inherited)
 
 
-async def send(
-    options: argparse.Namespace, url: str, highest: int, tokens: int, seed: int
-) -> list[RequestTiming]:
-    """Streams of `tokens` each, all at once."""
-    prompt, output = (
-        TokenRange(options.prompt_tokens, options.prompt_tokens),
-        TokenRange(tokens, tokens),
-    )
-    drawn = RandomDataset(prompt, output, seed, highest)
-    return await stream_all(Endpoint(url), [drawn.sample(n) for n in range(options.streams)])
+class Clients:
+    """The processes that ask, as a context manager. pids: theirs."""
+
+    def __init__(self, options: argparse.Namespace, url: str, highest: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._tokens: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+        for number in range(options.clients):
+            here, there = spawn.Pipe()
+            streams = range(options.streams)[number :: options.clients]
+            arguments = (there, url, highest, options.prompt_tokens, streams)
+            self._tokens.append(here)
+            self._processes.append(spawn.Process(target=_client, args=arguments, daemon=True))
+
+    def __enter__(self) -> Clients:
+        for process in self._processes:
+            process.start()
+        self.pids = [process.pid or 0 for process in self._processes]
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for tokens, process in zip(self._tokens, self._processes, strict=True):
+            tokens.close()
+            process.join()
+
+    def send(self, tokens: int) -> list[RequestTiming]:
+        """Streams of `tokens` each, all at once. Raises EOFError if a client has died."""
+        for each in self._tokens:
+            each.send(tokens)
+        return [line for each in self._tokens for line in each.recv()]
+
+
+def _client(asked: Connection, url: str, highest: int, prompt_tokens: int, streams: range) -> None:
+    """Sends streams of as many tokens as it is told, until nobody tells any more. Their prompts are
+    drawn anew each time."""
+    prompt = TokenRange(prompt_tokens, prompt_tokens)
+    with suppress(EOFError):
+        for seed in itertools.count(1):
+            tokens = asked.recv()
+            drawn = RandomDataset(prompt, TokenRange(tokens, tokens), seed, highest)
+            asked.send(asyncio.run(stream_all(Endpoint(url), [drawn.sample(n) for n in streams])))
 
 
 def _used(pids: Mapping[str, list[int]]) -> dict[str, float]:

@@ -18,7 +18,7 @@ import aiohttp
 
 from bench import shapes
 from harness.processes import used_gpu_mib
-from pipeinfer.runtime.local import LocalServer
+from pipeinfer.runtime.supervisor import LocalServer
 
 LEVELS = (1, 2)
 PROMPT = [index % 90 + 2 for index in range(200)]  # ids that every model has

@@ -19,7 +19,7 @@ from typing import Any
 from bench import shapes
 from pipeinfer.bench.client import Endpoint, stream_all
 from pipeinfer.bench.dataset import SampleRequest
-from pipeinfer.runtime.local import LocalServer, ServerNotReady
+from pipeinfer.runtime.supervisor import LocalServer, ServerNotReady
 
 FIRST = SampleRequest(1, prompt_ids=[1, 2, 3, 4, 5, 6, 7, 8])
 

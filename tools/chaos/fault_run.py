@@ -23,6 +23,7 @@ import aiohttp
 import psutil
 
 from chaos.harms import Broken
+from harness.processes import computes
 from harness.server import ServerUnderTest, leftovers, running
 from pipeinfer.demo import copy_task
 
@@ -286,7 +287,7 @@ class FaultRun:
                 self._break(f"left behind: {left}")
             family = psutil.Process(pid).children(recursive=True)
             code = server.stop()
-        alive = [process.pid for process in family if process.is_running()]
+        alive = [process.pid for process in family if computes(process)]
         sockets = str(folder) in Path("/proc/net/unix").read_text()
         if code or alive or folder.exists() or sockets:
             self._break(

@@ -1,9 +1,9 @@
 """Messages that make no sense: to new cores, and between a running scheduler and its engine ranks.
 
 An input is a program: each byte chooses what happens next. Ranks are real cores with their real
-memory; their device gives zeros. Some of what one tells the other is changed on its way: no core
-raises, whatever it is told, and requests end. As long as nobody lies no page is left over that a
-half-computed prompt could have had; where prompts are not alike, nothing is deferred.
+memory; their device gives zeros. Some of what one tells the other is lost or changed on its way: no
+core raises, whatever it is told, and requests end. As long as nobody lies no page is left over that
+a half-computed prompt could have had; where prompts are not alike, nothing is deferred.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pipeinfer.messages import (
     GroupFault,
     Hello,
     Message,
+    MissedPlan,
     Plan,
     Recovered,
     Refused,
@@ -153,6 +154,8 @@ class Group:
             self._ask_anything(program)
         elif kind < 22:
             self._tick(0.05 * program.below(8))
+        elif kind < 23:
+            self._lose(program)
         elif kind < 24:
             self._leaves(program)
         elif kind < 28:
@@ -222,6 +225,12 @@ class Group:
             self._tell(StopHit(name, attempt, program.below(3)))
             self._tell(Done((name,)))
 
+    def _lose(self, program: Program) -> None:
+        """The newest of what was published is lost on its way to one rank."""
+        published = self._ways.get(("plan", program.below(self._tp)), deque())
+        for _ in range(min(1 + program.below(3), len(published))):
+            published.pop()
+
     def _lie(self, program: Program) -> None:
         """Something is changed in the oldest message of a way, on its way."""
         ways = [way for way, messages in self._ways.items() if messages]
@@ -290,8 +299,8 @@ class Group:
             if send.channel == "plan":
                 for rank in range(self._tp):
                     self._ways.setdefault(("plan", rank), deque()).append(send.message)
-                if isinstance(send.message, Plan):
-                    self._check_plan(send.message)
+                if isinstance(send.message, Plan) and not isinstance(message, MissedPlan):
+                    self._check_plan(send.message)  # it was made now
             elif isinstance(send.message, Tokens):
                 for row in send.message.rows:
                     if row.finish is not None and self._open.pop(row.request_id, None):

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 HARNESS = str(Path(__file__).parent)
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -112,3 +114,11 @@ def used_gpu_mib() -> int:
     except FileNotFoundError:
         return 0
     return sum(map(int, said.split()))
+
+
+def computes(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that nobody has waited for yet has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

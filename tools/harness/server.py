@@ -22,7 +22,7 @@ import zmq
 
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.messages import Heartbeat
-from pipeinfer.runtime import local
+from pipeinfer.runtime import supervisor
 from pipeinfer.runtime.servers import RunningServer, running_servers
 
 Stage = tuple[str, int, int]  # name, group and rank of a stage
@@ -39,14 +39,14 @@ class ServerUnderTest:
     def __init__(self, settings: Mapping[str, Any], *words: str) -> None:
         handle, self._log = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".log")
         command = [sys.executable, "-m", "pipeinfer", "serve"]
-        command += [*local.serve_flags({**settings, "port": 0}), *words]
+        command += [*supervisor.serve_flags({**settings, "port": 0}), *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=handle, text=True)
         os.close(handle)
         self.url = ""
 
     def __enter__(self) -> ServerUnderTest:
         try:
-            self.url = local.wait_ready(self.process)
+            self.url = supervisor.wait_ready(self.process)
         except BaseException:
             print(self.log(), file=sys.stderr)
             self.__exit__(None, None, None)
@@ -59,12 +59,12 @@ class ServerUnderTest:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        local.stop_process(self.process)
+        supervisor.stop_process(self.process)
         Path(self._log).unlink()
 
     def stop(self) -> int:
         """Tells it to stop; the exit code."""
-        local.stop_process(self.process)
+        supervisor.stop_process(self.process)
         return self.process.returncode
 
     def log(self) -> str:

@@ -53,7 +53,7 @@ class Area:
 
 RECOVERY = (
     "core.py",
-    "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/requests.py", "gateway/ledger.py",
+    "scheduler/epochs.py", "scheduler/recovery.py", "gateway/ledger.py",
     "runtime/stage.py", "tokenizer/routing.py",
 )  # fmt: skip
 
@@ -103,7 +103,6 @@ AREAS = {
             "tests/scheduler/test_quarantine.py",
             "tests/test_core.py",
             "tests/gateway/test_gateway_ledger.py",
-            "tests/tokenizer/test_routed_requests.py",
             "tests/scheduler/test_scheduler_recovery.py",
             "tests/runtime/test_incarnations.py",
             "tests/distributed/test_ranks_agree.py",

@@ -45,7 +45,9 @@ from pipeinfer.topology import (
     Identity,
     Topology,
     bind_addresses,
+    is_loopback,
     is_tcp,
+    listen_host,
     socket_address,
     split_address,
 )
@@ -53,6 +55,7 @@ from pipeinfer.topology import (
 log = logging.getLogger(__name__)
 
 CONNECT_MS = 3_000  # for a TCP connection; the kernel alone would wait ever longer, up to minutes
+# After how long a connection is tried again, and over a network after ever longer, up to the most.
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
 HANDSHAKE_MS = 10_000
 # (idle, interval, probes) of TCP's keepalive: seconds, seconds, count. A subscriber never says
@@ -148,6 +151,8 @@ class SocketFactory:
             self._keyring.secure_client(socket, stage)
             if self._authenticator is not None:
                 self._authenticator.watch_socket(socket, stage)
+        if is_loopback(listen_host(address)):
+            socket.reconnect_ivl_max = RECONNECT_MS
         socket.connect(socket_address(address, name))
 
     def secure(self, socket: zmq.Socket[bytes], address: str) -> None:

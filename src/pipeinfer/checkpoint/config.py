@@ -770,18 +770,18 @@ def _transformers_outline(fields: Fields, architecture: str) -> ModelOutline:
 
 # From names in config.json to "module:builder"; a builder takes (ModelConfig, Placement).
 ARCHITECTURES = {
-    "Gemma3ForCausalLM": "pipeinfer.models.architectures:build_gemma3",
-    "Glm4ForCausalLM": "pipeinfer.models.architectures:build_glm4",
-    "Glm4MoeForCausalLM": "pipeinfer.models.architectures:build_glm4_moe",
-    "GlmForCausalLM": "pipeinfer.models.architectures:build_glm",
-    "GptOssForCausalLM": "pipeinfer.models.architectures:build_gpt_oss",
-    "LlamaForCausalLM": "pipeinfer.models.architectures:build_llama",
-    "MistralForCausalLM": "pipeinfer.models.architectures:build_mistral",
-    "MixtralForCausalLM": "pipeinfer.models.architectures:build_mixtral",
-    "Qwen2ForCausalLM": "pipeinfer.models.architectures:build_qwen2",
-    "Qwen2MoeForCausalLM": "pipeinfer.models.architectures:build_qwen2_moe",
-    "Qwen3ForCausalLM": "pipeinfer.models.architectures:build_qwen3",
-    "Qwen3MoeForCausalLM": "pipeinfer.models.architectures:build_qwen3_moe",
+    "Gemma3ForCausalLM": "pipeinfer.models.causal_lm:build_gemma3",
+    "Glm4ForCausalLM": "pipeinfer.models.causal_lm:build_glm4",
+    "Glm4MoeForCausalLM": "pipeinfer.models.causal_lm:build_glm4_moe",
+    "GlmForCausalLM": "pipeinfer.models.causal_lm:build_glm",
+    "GptOssForCausalLM": "pipeinfer.models.causal_lm:build_gpt_oss",
+    "LlamaForCausalLM": "pipeinfer.models.causal_lm:build_llama",
+    "MistralForCausalLM": "pipeinfer.models.causal_lm:build_mistral",
+    "MixtralForCausalLM": "pipeinfer.models.causal_lm:build_mixtral",
+    "Qwen2ForCausalLM": "pipeinfer.models.causal_lm:build_qwen2",
+    "Qwen2MoeForCausalLM": "pipeinfer.models.causal_lm:build_qwen2_moe",
+    "Qwen3ForCausalLM": "pipeinfer.models.causal_lm:build_qwen3",
+    "Qwen3MoeForCausalLM": "pipeinfer.models.causal_lm:build_qwen3_moe",
 }
 
 

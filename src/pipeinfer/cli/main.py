@@ -31,7 +31,7 @@ from pipeinfer import topology as topologies
 from pipeinfer.command_line import CommandLine, counted, did_you_mean
 from pipeinfer.runtime import servers
 from pipeinfer.runtime.logs import discard_unread, open_streams
-from pipeinfer.runtime.servers import PREFIX, running_servers
+from pipeinfer.runtime.servers import FOLDER_PREFIX, running_servers
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import Targets, describe_rate
 from pipeinfer.topology import Topology
@@ -171,8 +171,8 @@ def run_serve(arguments: Sequence[str]) -> int:
     import zmq
 
     from pipeinfer.checkpoint.source import local_model
-    from pipeinfer.runtime.local import check_model, check_port, local_stages, prepare_settings
     from pipeinfer.runtime.logs import StatusLine, set_up_logging
+    from pipeinfer.runtime.supervisor import check_model, check_port, local_stages, prepare_settings
 
     def on_settings(settings: config.Settings) -> None:
         set_up_logging(settings, "pipeinfer")
@@ -276,7 +276,7 @@ def _findings(flags: dict[str, object]) -> Iterator[Finding]:
     yield "ok", "pipeinfer", f"{__version__}, Python {platform.python_version()}"
     gpus = yield from _check_devices()
 
-    from pipeinfer.runtime.local import prepare_settings
+    from pipeinfer.runtime.supervisor import prepare_settings
 
     try:
         settings = prepare_settings(flags, lambda text: None)
@@ -431,7 +431,7 @@ def _measured(row: StageStatus) -> bool:
 
 def _check_sockets(settings: Settings) -> Finding:
     """Whether the paths of sockets between the stages are short enough."""
-    folder = Path(tempfile.gettempdir(), f"{PREFIX}12345678")
+    folder = Path(tempfile.gettempdir(), f"{FOLDER_PREFIX}12345678")
     if settings.topology or settings.in_process:
         return "ok", "sockets", "where the topology says" if settings.topology else "none"
     try:

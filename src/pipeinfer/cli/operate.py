@@ -38,7 +38,6 @@ from pipeinfer.command_line import CommandLine, counted
 from pipeinfer.control import RecordingState, StartRecording, StopRecording, Swap, SwapState
 from pipeinfer.gateway import api_keys
 from pipeinfer.messages import Heartbeat, Message
-from pipeinfer.replay.traces import CannotReplay
 from pipeinfer.runtime.servers import running_server, running_topology
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import SUPERVISOR, StageEntry, Topology, deployed_topology, is_tcp
@@ -502,7 +501,7 @@ REPLAY_COMMANDS = {
     "serve": ("pipeinfer.replay.serve", "plays a recorded stage on the bus of a running pipeline"),
     "show": ("pipeinfer.replay.timeline", "the messages of a trace as a table"),
     "stats": ("pipeinfer.replay.timeline", "counts, bytes and latencies of traces"),
-    "diff": ("pipeinfer.replay.compare", "where two traces of the same stage first differ"),
+    "diff": ("pipeinfer.replay.traces", "where two traces of the same stage first differ"),
     "timeline": (
         "pipeinfer.replay.timeline",
         "traces as a timeline: a page for the browser, or a file for Perfetto",
@@ -538,6 +537,8 @@ def run_replay(arguments: Sequence[str]) -> int:
     """The exit code: see replay/traces.py. ConfigurationError for a setting that cannot be."""
     command_line = replay_parser(arguments[:1])
     options, rest = command_line.parse_known_args(arguments)
+    from pipeinfer.replay.traces import CannotReplay  # with numpy, which --help does without
+
     module = importlib.import_module(REPLAY_COMMANDS[options.command][0])
     command = getattr(module, f"replay_{options.command}")
     try:

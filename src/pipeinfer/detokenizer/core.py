@@ -23,12 +23,12 @@ from pipeinfer.core import (
     bracketed_answer,
     stage_number,
 )
-from pipeinfer.detokenizer.kept_outputs import (
+from pipeinfer.detokenizer.retained_outputs import (
     NO_BOUNDS,
-    KeptOutput,
-    KeptOutputs,
     Origins,
     OutputBounds,
+    RetainedOutput,
+    RetainedOutputs,
     single_tokens,
 )
 from pipeinfer.detokenizer.text import (
@@ -105,9 +105,10 @@ class DetokenizerCore:
     `schedulers` are asked at the start for all output of their requests. Messages of a
     scheduler before its answer are dropped.
 
-    A kept request (Kept) has one text row for each token, and one for its end, however many came
-    together. So a gateway that is started again gets the same rows, which are made anew of the ids.
-    Of those that have ended the oldest are dropped beyond `bounds`, and their gateways are told.
+    A request with a `retention` has one text row for each token, and one for its end, however many
+    came together. So a gateway that is started again gets the same rows, which are made anew of the
+    ids. Of those that have ended the oldest are dropped beyond `bounds`, and their gateways are
+    told.
     """
 
     __transient__ = ("_decoders",)  # no part of a snapshot: made of the checkpoint alone
@@ -124,7 +125,7 @@ class DetokenizerCore:
         self._stage = stage
         self._streams: dict[str, RequestStream] = {}
         self._ended: dict[str, tuple[int, Delivered]] = {}  # with the group, until Done
-        self._kept = KeptOutputs(bounds)
+        self._retained = RetainedOutputs(bounds)
         self._roll_call = RollCall(stage, incarnation, schedulers)
         self._draining = False
         self._has_left = False
@@ -151,7 +152,7 @@ class DetokenizerCore:
         return {
             "running": len(self._streams),
             "kept": len(self._ended),
-            "kept_bytes": self._kept.bytes,
+            "kept_bytes": self._retained.bytes,
             **{f"{name}_total": count for name, count in self._counts.items()},
         }
 
@@ -243,7 +244,7 @@ class DetokenizerCore:
         self._counts["finished"] += 1
         self._ended[name] = stream.group, delivered
         hits = self._stop_hits(stream, text, row)
-        if stream.opened.kept is not None:
+        if stream.opened.retention is not None:
             last = row
             if text.finish == "error":  # perhaps of what cannot be decoded, which is in no output
                 last = msgspec.structs.replace(
@@ -251,8 +252,8 @@ class DetokenizerCore:
                 )
             elif stream.stop_len is not None:  # its ids end there, and with no stop token
                 last = msgspec.structs.replace(row, stop_token=None)
-            output = KeptOutput(stream.opened, tuple(stream.prompts), delivered, last)
-            dropped = self._kept.add(output, now)
+            output = RetainedOutput(stream.opened, tuple(stream.prompts), delivered, last)
+            dropped = self._retained.add(output, now)
             self._counts["dropped"] += len(dropped)
             hits += [_dropped(output.opened) for output in dropped]
         return hits
@@ -274,7 +275,7 @@ class DetokenizerCore:
         """The text rows of `row`; the first with `finish` is the last."""
         made: list[TextRow] = []
         try:
-            if stream.opened.kept is None:
+            if stream.opened.retention is None:
                 text = stream.process_row(row)
                 return [] if text is None else [text]
             for piece in single_tokens(row, stream.num_tokens, stream.score_size):
@@ -331,7 +332,7 @@ class DetokenizerCore:
 
     def _forget_ended(self, request_id: str) -> None:
         self._ended.pop(request_id, None)
-        self._kept.remove(request_id)
+        self._retained.remove(request_id)
 
     def _on_done(self, event: Done, _now: float) -> list[Send]:
         for request_id in event.request_ids:
@@ -345,7 +346,7 @@ class DetokenizerCore:
         gateway = stage_number(event.stage, "gateway")
         if gateway is not None:
             # It asks again until schedulers have told what there is.
-            known = self._kept_text(gateway) if self._roll_call.complete else None
+            known = self._retained_text(gateway) if self._roll_call.complete else None
             return [] if known is None else bracketed_answer(self._stage, event, known)
         group = stage_number(event.stage, "scheduler")
         if group is None:
@@ -363,24 +364,24 @@ class DetokenizerCore:
             if its_group == group:
                 yield ended
 
-    def _kept_text(self, gateway: int) -> Iterator[Send]:
-        """All of the text of kept requests of a gateway, behind what it must know of each."""
-        live = (s.output() for s in self._streams.values() if s.opened.kept is not None)
+    def _retained_text(self, gateway: int) -> Iterator[Send]:
+        """All of the text of retained requests of a gateway, behind what it must know of each."""
+        live = (s.output() for s in self._streams.values() if s.opened.retention is not None)
         to = f"gateway-{gateway}"
-        outputs = [one for one in (*live, *self._kept) if one.opened.gateway == gateway]
+        outputs = [one for one in (*live, *self._retained) if one.opened.gateway == gateway]
         origins = Origins(output.opened for output in outputs)
         for output in outputs:
             if (adopt := origins.adopt(output.opened)) is not None:
                 yield Send("recovery", to, adopt)
-            rows = self._text_again(output)
+            rows = self._decode_from_start(output)
             for begin in range(0, len(rows), ROWS_PER_MESSAGE):
                 part = tuple(rows[begin : begin + ROWS_PER_MESSAGE])
                 yield Send("text", to, Text(part))
-        for opened in self._kept.dropped:
+        for opened in self._retained.dropped:
             if opened.gateway == gateway:
                 yield _dropped(opened)
 
-    def _text_again(self, output: KeptOutput) -> list[TextRow]:
+    def _decode_from_start(self, output: RetainedOutput) -> list[TextRow]:
         """The rows that the gateway before was sent."""
         stream = self._stream(output.opened)
         prompts = [stream.process_prompt_logprobs(one) for one in output.prompts]
@@ -441,7 +442,7 @@ class RequestStream:
     the one that completed a stop string, None while there was none. gateway: the number of the
     gateway that sent the request. group: the data-parallel group whose row was the last, or that
     opened the request since. All ids read are kept: a restarted scheduler goes on from them.
-    opened: with what it began. prompts: of a kept request, what came of its prompt's log-probs.
+    opened: with what it began. prompts: of a retained request, what came of its prompt's log-probs.
     """
 
     __slots__ = (
@@ -572,7 +573,7 @@ class RequestStream:
         )
         if shown is None:
             return None
-        if self.opened.kept is not None:
+        if self.opened.retention is not None:
             self.prompts.append(prompt_tokens)
         row = self._row(self.num_tokens, b"", "")
         return msgspec.structs.replace(row, prompt=shown, prompt_offset=prompt_tokens.first + seen)
@@ -587,9 +588,9 @@ class RequestStream:
         """Bytes of the log-probs of an output token."""
         return 0 if self._scores is None else self._scores.output.score_size
 
-    def output(self) -> KeptOutput:
-        """What there is so far of a kept request."""
-        return KeptOutput(self.opened, tuple(self.prompts), self.delivered())
+    def output(self) -> RetainedOutput:
+        """What there is so far of a retained request."""
+        return RetainedOutput(self.opened, tuple(self.prompts), self.delivered())
 
     def fail(self, reason: str) -> TextRow:
         """The request ends with an error that its client sees."""

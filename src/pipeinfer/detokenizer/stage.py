@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.detokenizer.core import DetokenizerCore
-from pipeinfer.detokenizer.kept_outputs import OutputBounds
+from pipeinfer.detokenizer.retained_outputs import OutputBounds
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.text import load_tokenizer, read_tokenizer_config

@@ -378,24 +378,24 @@ class TokenOffsets:
     their U+FFFD.
     """
 
-    __slots__ = ("_letters", "_offsets", "_texts", "_waits")
+    __slots__ = ("_num_chars", "_offsets", "_texts", "_waits")
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
-        self._letters = 0  # of all text so far
+        self._num_chars = 0  # of all text so far
         self._waits = False  # the last token gave no text: it may be part of a character
         self._offsets: list[int] = []  # of tokens since `take`
 
     def add_token(self, token: int, text: str) -> None:
         """The next token, and the text that is certain since it came."""
-        start = self._letters
+        start = self._num_chars
         if self._waits and text:
             raw = self._texts[token]
             characters = raw.decode("utf-8", "ignore")
             if characters.encode() == raw and text.endswith(characters):
                 start += len(text) - len(characters)  # before it stands text of other tokens
         self._offsets.append(start)
-        self._letters += len(text)
+        self._num_chars += len(text)
         self._waits = not text
 
     def take(self, tokens: int) -> bytes:

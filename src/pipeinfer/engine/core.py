@@ -26,6 +26,7 @@ from pipeinfer.core import (
     Leave,
     NewEpoch,
     PagesNote,
+    PlanFilter,
     Send,
     StepDone,
     StepNote,
@@ -47,6 +48,7 @@ from pipeinfer.messages import (
     Hello,
     LoadAdapter,
     Message,
+    MissedPlan,
     Plan,
     Prepare,
     Prepared,
@@ -255,13 +257,13 @@ class _InFlight:
 class _Epoch:
     """An epoch that this rank takes part in.
 
-    number: of the epoch. expected: number of the next plan. in_flight: plans without a result,
-    oldest first. digests: of the latest plans, not sent yet. drafted: by slot, requests that have
-    had drafts.
+    number: of the epoch. plans: those that were applied. in_flight: plans without a result, oldest
+    first. digests: of the latest plans, not sent yet. drafted: by slot, requests that have had
+    drafts.
     """
 
     number: int
-    expected: int = 0
+    plans: PlanFilter = field(default_factory=PlanFilter)
     in_flight: deque[_InFlight] = field(default_factory=deque[_InFlight])
     digests: list[int] = field(default_factory=list[int])
     drafted: dict[int, _Drafted] = field(default_factory=dict[int, _Drafted])
@@ -331,9 +333,9 @@ class EngineCore:
     """One rank. `hello` introduces it to the stage `scheduler` and describes `memory`; ValueError
     if it does not (its `pages` leave out the dummy page, which holds no tokens).
 
-    Every rank sends Hello, Ready and Fault; only rank 0 sends Admitted and Result, the others
-    Digests instead. What comes out does not depend on `span`, which is around the building of each
-    step, nor on `shares`: whether attention reads what decodes begin with in common once.
+    Every rank sends Hello, Ready, MissedPlan and Fault; only rank 0 sends Admitted and Result, the
+    others Digests instead. What comes out does not depend on `span`, which is around the building
+    of each step, nor on `shares`: whether attention reads what decodes begin with in common once.
     """
 
     def __init__(
@@ -397,7 +399,7 @@ class EngineCore:
             case Compiled():
                 return [self._on_compiled(event)]
             case LoadAdapter():
-                return [Send(LOCAL, "", event)]
+                return self._load_adapter(event)
             case AdapterRead():
                 return [self._on_adapter_read(event)]
             case GraphDue():
@@ -476,8 +478,9 @@ class EngineCore:
         if not self._sleep.awake:
             return [Send(LOCAL, "", Resume())] if self._sleep.resume() else []
         epoch = self._epoch
-        if epoch is not None and begin.epoch == epoch.number and epoch.expected > 0:
-            return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
+        if epoch is not None and begin.epoch == epoch.number and epoch.plans.expected > 0:
+            plans = epoch.plans.expected
+            return self._fault(f"epoch {begin.epoch} began again after {plans} plans")
         self._stop("")
         if self.memory.chains is None:
             return self._begin_with(begin.epoch, None)
@@ -613,6 +616,13 @@ class EngineCore:
             )
         )
 
+    def _load_adapter(self, load: LoadAdapter) -> list[Send]:
+        """Not before the plans whose rows still need what is in the slot now: it comes again."""
+        epoch = self._epoch
+        if epoch is None or load.epoch != epoch.number or load.next_plan <= epoch.plans.expected:
+            return [Send(LOCAL, "", load)]
+        return self._missed(epoch)
+
     def _on_adapter_read(self, read: AdapterRead) -> Send:
         hello = self.hello
         return self._to_scheduler(
@@ -632,10 +642,9 @@ class EngineCore:
         if epoch is None or plan.epoch != epoch.number or self._leaving:
             self._totals["plans_dropped_total"] += 1
             return []
-        if plan.number != epoch.expected:
-            gap = f"plan {plan.number} came where {epoch.expected} was expected"
-            return self._fault(gap, orderly=self.hello.tp == 1)  # of several, others went on
-        epoch.expected += 1
+        order = epoch.plans.take(plan.number)
+        if order != "next":
+            return self._missed(epoch) if order == "gap" else []
         self._unchecked = True
         try:
             rows = self.memory.apply(plan)
@@ -666,6 +675,11 @@ class EngineCore:
         # Nothing for the device; the result still waits for those of the plans before.
         epoch.in_flight[-1].done = StepDone(plan.epoch, plan.number, b"", b"")
         return sends + self._finished(epoch)
+
+    def _missed(self, epoch: _Epoch) -> list[Send]:
+        """Other ranks may have had the plan, and wait for this one where they compute together."""
+        missed = MissedPlan(epoch.number, self.hello.rank, epoch.plans.expected)
+        return [self._to_scheduler(missed)]
 
     def _count(self, plan: Plan, rows: Rows) -> int:
         """Adds to the totals; returns the tokens that the plan computes, of prompts and outputs."""
@@ -705,7 +719,7 @@ class EngineCore:
 
     def _send_digests(self, epoch: _Epoch) -> list[Send]:
         values = np.array(epoch.digests, dtype="<u8").tobytes()
-        first = epoch.expected - len(epoch.digests)
+        first = epoch.plans.expected - len(epoch.digests)
         epoch.digests.clear()
         return [
             self._to_scheduler(

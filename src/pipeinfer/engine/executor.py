@@ -54,9 +54,10 @@ if TYPE_CHECKING:  # who drives a device that computes nothing starts without to
     from pipeinfer.engine.runner import LaunchedStep, Runner
     from pipeinfer.engine.sleeping import EngineMemory
 
-# Steps submitted and not yet finished, at most; more are a fault of the loop. The overlap loop has
-# two. Of several ranks, one that is not rank 0 may be behind: the scheduler plans by the results of
-# rank 0, so such a rank gets a third, and the fourth leaves room.
+# Steps of one epoch submitted and not yet finished, at most; more are a fault of the loop. The
+# overlap loop has two. Of several ranks, one that is not rank 0 may be behind: the scheduler plans
+# by the results of rank 0, so such a rank gets a third, and the fourth leaves room. An epoch that
+# ends leaves its steps on the device, and the next one does not wait for them.
 MAX_UNFINISHED = 4
 
 
@@ -123,7 +124,8 @@ class Executor:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
         # What has ended does not count: a loop that takes plan after plan comes to reports late.
         if self.unreported >= MAX_UNFINISHED:
-            unfinished = sum(not event.ready for _, event, _ in self._launched) + len(self._waiting)
+            under_way = [one for one, event, _ in self._launched if not event.ready]
+            unfinished = sum(one.epoch == step.epoch for one in (*under_way, *self._waiting))
             if unfinished >= MAX_UNFINISHED:
                 raise RuntimeError(
                     f"step {step.number} submitted while {unfinished} are unfinished"

@@ -157,7 +157,7 @@ class KeptMemory:
         link, (found, descriptors) = self._ask(HolderLink.borrow)
         link.close()
         self._found.update((entry.name, (entry, None)) for entry in found.others)
-        for entry, descriptor in zip(found.lent, descriptors, strict=True):
+        for entry, descriptor in zip(found.shared, descriptors, strict=True):
             self._found[entry.name] = entry, descriptor
 
     def _ask(self, ask: Callable[[HolderLink], Answer]) -> tuple[HolderLink, Answer]:

@@ -61,8 +61,8 @@ from pipeinfer.models.loading import (
     load_weights,
 )
 from pipeinfer.processes import return_freed_memory
-from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import DETAILS
+from pipeinfer.runtime.memory_holder import keeps_memory
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import (
     MEASURED_TOKENS,

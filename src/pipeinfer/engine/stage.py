@@ -18,8 +18,8 @@ from pipeinfer.engine.start import GIB, Start, preload_torch, process_age
 from pipeinfer.messages import PROTOCOL, Hello, State
 from pipeinfer.processes import return_freed_memory
 from pipeinfer.runtime.entry import on_gpus, usable_cores
-from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import DETAILS
+from pipeinfer.runtime.memory_holder import keeps_memory
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.version import __version__
 from pipeinfer.wire import pack

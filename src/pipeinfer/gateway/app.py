@@ -38,7 +38,6 @@ from pipeinfer.gateway.errors import (
     json_response,
     renamed,
 )
-from pipeinfer.gateway.kept_handlers import KeptHandlers
 from pipeinfer.gateway.lora_handlers import LoraHandlers
 from pipeinfer.gateway.monitor import (
     CachedPrefix,
@@ -71,6 +70,7 @@ from pipeinfer.gateway.response_encoders import (
     ResponseEncoder,
     StreamEncoder,
 )
+from pipeinfer.gateway.response_handlers import ResumableHandlers, TranslationHandlers
 from pipeinfer.gateway.schema import (
     ChatRequest,
     CompletionRequest,
@@ -88,7 +88,6 @@ from pipeinfer.gateway.serving import (
     tokenize_response,
 )
 from pipeinfer.gateway.sessions import CANNOT_SLEEP, RESET_TIMEOUT, SLEEP_TAGS
-from pipeinfer.gateway.translation_handlers import TranslationHandlers
 from pipeinfer.messages import SetSleep, SleepMode
 from pipeinfer.params import Adapter, JsonObject, JsonValue
 from pipeinfer.version import __version__
@@ -135,7 +134,7 @@ class _Handlers:
         self._serving = Serving(context)
         self._translated = TranslationHandlers(self._serving)
         self._lora = LoraHandlers(self._serving)
-        self._kept = KeptHandlers(context)
+        self._resumable = ResumableHandlers(context)
 
     def route(self, router: web.UrlDispatcher) -> None:
         """Registers all routes."""
@@ -160,7 +159,7 @@ class _Handlers:
                 *self._translated.routes().items(),
             ):
                 router.add_post(path(name), handler, expect_handler=_continue_later)
-            self._kept.route(router, path)
+            self._resumable.route(router, path)
         router.add_post("/tokenize", self.tokenize, expect_handler=_continue_later)
         router.add_post("/detokenize", self.detokenize, expect_handler=_continue_later)
         for path, handler in (("/score", self.score), ("/rerank", self.rerank)):
@@ -340,8 +339,8 @@ class _Handlers:
             if parsed.stream
             else FullResponseEncoder(metadata, parsed.choices, _best_of(parsed))
         )
-        keeping = self._serving.keeping(request, parsed, metadata)
-        return await self._serving.respond(request, parsed, encoder, keeping)
+        retention = self._serving.retention(request, parsed, metadata)
+        return await self._serving.respond(request, parsed, encoder, retention)
 
     # -------------------------------------------------------------------------------------- models
 

@@ -19,6 +19,7 @@ from pipeinfer.command_line import counted
 from pipeinfer.core import (
     GIVE_UP_FACTOR,
     LOCAL,
+    Deadlines,
     Drain,
     Leave,
     RollCall,
@@ -42,7 +43,6 @@ from pipeinfer.gateway.ledger import (
     OutputDelta,
     OutputDiverged,
     QueueShare,
-    RequestDeadlines,
     RequestRecord,
     RequestTraces,
     SetAdapters,
@@ -105,7 +105,7 @@ class GatewayCore:
     A request past its timeout fails with status 408 if nothing of it was delivered; else it ends
     with finish "abort" and keeps its text.
 
-    The pipeline keeps a request with `kept` also when it has ended, until the driver feeds
+    The pipeline keeps a request with `retention` also when it has ended, until the driver feeds
     ClientDisconnected. A new core asks for the requests that the one before it has left so
     (Adoption): it has them as its own from Adopt on, and their text from the beginning.
     """
@@ -138,7 +138,7 @@ class GatewayCore:
         self._finished: dict[str, RequestRecord] = {}  # whose answers are kept
         self._backlog = backlog or Backlog()
         self._ended = EndedRequests()
-        self._deadlines = RequestDeadlines(self._records)
+        self._deadlines = Deadlines()
         self._leaves = False
         counts = (
             "requests_total", "late_rows", "stray_rows", "resubmitted", "diverged", "adopted",
@@ -187,7 +187,7 @@ class GatewayCore:
         """True when no request is live. Those that a successor adopts do not count for one that
         leaves."""
         if self._leaves:
-            return all(record.submit.kept is not None for record in self._records.values())
+            return all(record.submit.retention is not None for record in self._records.values())
         return not self._records
 
     def can_serve(self) -> bool:
@@ -211,7 +211,7 @@ class GatewayCore:
             record = RequestRecord(submit, tokenizer, now, size, number)
             self._records[record.request_id] = record
             self._backlog.add(size)
-            self._deadlines.add(record)
+            self._deadlines.set(record.request_id, record.deadline)
         return [Send("requests", tokenizer, submit)]
 
     def refusal(self, requests: int, name: str = "", tokens: int = 0) -> Failed | None:
@@ -411,7 +411,7 @@ class GatewayCore:
                 )
             out.append(Send(LOCAL, "", delta))
         else:
-            if record.submit.kept is None:
+            if record.submit.retention is None:
                 self._complete(record, now)
             else:
                 self._keep(record)
@@ -501,7 +501,7 @@ class GatewayCore:
             and name not in self._finished
             and self._ended.get(name) is None
         ]
-        if not new or submit.kept is None:
+        if not new or submit.retention is None:
             return []
         submit = msgspec.structs.replace(submit, gateway=self._index, choices=tuple(new))
         size = occupied_tokens(submit.params, 0)
@@ -510,7 +510,7 @@ class GatewayCore:
             record.awaited = f"detokenizer-{adopt.submit.detokenizer}"
             self._records[record.request_id] = record
             self._backlog.add(size)
-            self._deadlines.add(record)
+            self._deadlines.set(record.request_id, record.deadline)
         self._counts["adopted"] += len(new)
         out = [local(msgspec.structs.replace(adopt, submit=submit, accepted=None))]
         if adopt.accepted is not None:
@@ -557,8 +557,8 @@ class GatewayCore:
         self.health.mark_lost(now)
         for row in self.health.lost_for_good(now):
             self._fail_requests_of(row, out, now)
-        for record in self._deadlines.expired(now):
-            self._expire(record, out, now)
+        for name in self._deadlines.take_due(now):
+            self._expire(self._records[name], out, now)
         self._publish_status(out)
         return out
 
@@ -636,9 +636,7 @@ class GatewayCore:
 
     def _keep(self, record: RequestRecord) -> None:
         """The request has ended, and the pipeline keeps it until the driver needs it no more."""
-        del self._records[record.request_id]
-        if not record.has_output:
-            self._backlog.remove(record.size)
+        self._remove(record)
         self._finished[record.request_id] = record
 
     def _release(self, record: RequestRecord, now: float) -> None:
@@ -653,11 +651,15 @@ class GatewayCore:
         return Send("requests", record.tokenizer, Abort(record.request_id, record.attempt, reason))
 
     def _end(self, record: RequestRecord, reason: str, now: float) -> None:
-        del self._records[record.request_id]
-        if not record.has_output:
-            self._backlog.remove(record.size)
+        self._remove(record)
         end = EndedRequest(record.tokenizer, record.attempt, reason, now)
         self._ended.add(record.request_id, end)
+
+    def _remove(self, record: RequestRecord) -> None:
+        del self._records[record.request_id]
+        self._deadlines.remove(record.request_id)
+        if not record.has_output:
+            self._backlog.remove(record.size)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
         Text: _on_text,

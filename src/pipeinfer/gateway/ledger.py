@@ -6,8 +6,7 @@
 - token_scores: log-probs as answers show them, from the packed scores that text rows carry.
 - RequestRecord: what was delivered of a request, and what of a row is new.
 - EndedRequests: which ends a restarted tokenizer may have missed.
-- Backlog, RequestDeadlines: whether there is room for more requests, and which are over their
-  timeout.
+- Backlog: whether there is room for more requests.
 - SubmitBuilder, resubmissions: messages to the tokenizer.
 
 Knows no client, no socket, and no HTTP beyond the status numbers of an error.
@@ -16,7 +15,6 @@ Knows no client, no socket, and no HTTP beyond the status numbers of an error.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -31,9 +29,9 @@ from pipeinfer.messages import (
     AdapterChanges,
     Done,
     FinishReason,
-    Kept,
     LogprobTexts,
     Message,
+    Retention,
     Submit,
     TextRow,
 )
@@ -67,7 +65,7 @@ class Call(Message, frozen=True):
         text, its tokens as the vocabulary writes them.
     only_encode: nothing is generated; one OutputDelta ends the request.
     token_offsets: each OutputDelta says where the text of its tokens begins.
-    priority, cache_salt, trace, client, fallback_grammar, adapter, kept: as in Submit.
+    priority, cache_salt, trace, client, fallback_grammar, adapter, retention: as in Submit.
     """
 
     request_id: str
@@ -89,7 +87,7 @@ class Call(Message, frozen=True):
     token_offsets: bool = False
     return_token_strs: bool = False
     adapter: Adapter | None = None
-    kept: Kept | None = None
+    retention: Retention | None = None
 
 
 class ClientDisconnected(Message, frozen=True):
@@ -640,41 +638,6 @@ class EndedRequests:
                 yield Abort(name, end.attempt, end.reason)
 
 
-MAX_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
-
-
-class RequestDeadlines:
-    """A heap of (deadline, id) over the live `records`, which it shares.
-
-    Entries of ended requests go when they come up, or all at once when there are many.
-    """
-
-    def __init__(self, records: dict[str, RequestRecord]) -> None:
-        self._records = records
-        self._heap: list[tuple[float, str]] = []
-
-    def __len__(self) -> int:
-        """Entries, with those of requests that ended."""
-        return len(self._heap)
-
-    def add(self, record: RequestRecord) -> None:
-        """Requests without a timeout are not kept."""
-        if record.timeout > 0:
-            heapq.heappush(self._heap, (record.deadline, record.request_id))
-
-    def expired(self, now: float) -> Iterator[RequestRecord]:
-        """Live requests whose deadline has come, each once."""
-        while self._heap and self._heap[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._heap)
-            record = self._records.get(request_id)
-            if record is not None and record.deadline == deadline:
-                yield record
-        if len(self._heap) > 2 * len(self._records) + MAX_STALE:  # mostly of ended requests
-            timed = (record for record in self._records.values() if record.timeout > 0)
-            self._heap = [(record.deadline, record.request_id) for record in timed]
-            heapq.heapify(self._heap)
-
-
 class SubmitBuilder:
     """Makes Submit messages of gateway number `gateway`. seed: of the seeds of calls without
     one."""
@@ -718,7 +681,7 @@ def _submit(call: Call, gateway: int, detokenizer: int, seed: int, trace: str) -
         return_token_strs=call.return_token_strs,
         adapter=call.adapter,
         detokenizer=detokenizer,
-        kept=call.kept,
+        retention=call.retention,
     )
 
 

@@ -42,7 +42,7 @@ from pipeinfer.core import (
     takeover_seconds,
 )
 from pipeinfer.gateway.health import Health, StageStatus, kv_usage
-from pipeinfer.gateway.kept_streams import KeptBounds, KeptStreams
+from pipeinfer.gateway.retention import ResumableStreams, RetentionBounds
 from pipeinfer.step_cost import NO_TARGETS, Targets
 
 
@@ -217,14 +217,14 @@ class Metrics:
         self.registry.register(_StageCollector(health))
         self.registry.register(_GatewayCollector(ready, targets))
         self.gateways.own.append(_StartCollector())
-        self._kept = _KeptCollector()
-        self.gateways.own.append(self._kept)
+        self._resumable = _ResumableCollector()
+        self.gateways.own.append(self._resumable)
         for outcome in ("stop", "length", "abort", "error", "refused"):
             self._requests.labels(outcome)  # so that rates have a zero to start from
 
-    def register_kept_streams(self, kept: KeptStreams) -> None:
+    def register_resumable_streams(self, streams: ResumableStreams) -> None:
         """Shows these streams from now on as those that outlive their connections."""
-        self._kept.streams = kept
+        self._resumable.streams = streams
 
     def _counter_family(self, name: str, text: str, *labels: str) -> CounterFamily:
         family = CounterFamily(f"pipeinfer_{name}", text, labels)
@@ -345,34 +345,34 @@ class _GatewayCollector(Collector):
         yield target
 
 
-class _KeptCollector(Collector):
+class _ResumableCollector(Collector):
     """The streams that outlive their connections, read at scrape time. streams: none at first."""
 
     def __init__(self) -> None:
-        self.streams = KeptStreams(KeptBounds(0, 0), lambda _: None)
+        self.streams = ResumableStreams(RetentionBounds(0, 0), lambda _: None)
 
     def collect(self) -> Iterator[Metric]:
-        kept = self.streams
+        streams = self.streams
         for name, text, value in (
-            ("kept_streams", "Answers that are kept for clients that come again.", len(kept)),
-            ("kept_bytes", "Bytes that kept answers occupy.", kept.bytes),
+            ("kept_streams", "Answers that are kept for clients that come again.", len(streams)),
+            ("kept_bytes", "Bytes that kept answers occupy.", streams.bytes),
             (
                 "detached_requests",
                 "Kept answers that are being computed while no connection reads them.",
-                kept.num_detached,
+                streams.num_detached,
             ),
         ):
             yield GaugeMetricFamily(f"pipeinfer_{name}", text, value)
         yield CounterMetricFamily(
             "pipeinfer_resumed_streams",
             "Connections that went on with a kept answer behind its first event.",
-            kept.resumed,
+            streams.resumed,
         )
         yield CounterMetricFamily(
             "pipeinfer_dropped_streams",
             "Kept answers that were dropped, or lost their first events, because --kept-mib or "
             "--key-kept-mib was reached.",
-            kept.dropped,
+            streams.dropped,
         )
 
 

@@ -1,4 +1,5 @@
-"""What the gateways of a server tell one another, so that each can answer for all.
+"""The other gateways of a server: what they tell one another, so that each can answer for all, and
+requests for what another one keeps.
 
     LimitShare      one gateway's share of a limit that all hold together: it gives of it what
                     another gateway lacks
@@ -7,23 +8,45 @@
     SharedQueue     the places of the queue, as a limit
     Peers           their messages: adapters that are loaded or unloaded, shares of limits, and at a
                     scrape what each has counted
+    Siblings        passes requests on to the gateways of this host, and to other hosts
 
 A share is a bounded counter (Balegas and others, 2015): all that one gateway has ever given to each
 other one, and taken from it. These numbers only grow, so they may be heard late, twice or not at
 all, and the shares that gateways know of never add up to more than the limit. What a gateway that
 is started again gave and took before, it hears from the others.
 
-Without other gateways nothing is sent, and nothing is waited for. All but Peers are sans-IO. Knows
-no HTTP and no key.
+Without other gateways nothing is sent, and nothing is waited for. All but Peers and Siblings are
+sans-IO.
+
+Gateways of a host share the port, so a client that comes back for its stream, or its response, may
+reach another gateway than the one that has it. The others are asked over sockets of their own, as
+the client has asked, and the answer of the one that has it is passed on as it comes: keys, owners
+and errors are its business.
+Gateways of other hosts are asked in the same way where the topology says `http`; those ask the
+others of their host, and no further ones.
+The sockets are in Linux's abstract namespace: no file is left of a killed gateway, and another
+container does not reach them. What they serve is what the port serves, to processes of the same
+user; whoever else has taken such a name gets no request, since requests have keys.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import os
+import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from typing import NamedTuple, Protocol
+
+import aiohttp
+from aiohttp import web
+from aiohttp.client_proto import ResponseHandler
 
 from pipeinfer.control import (
     CountedMetrics,
@@ -35,13 +58,17 @@ from pipeinfer.control import (
     ShowMetrics,
 )
 from pipeinfer.core import stage_number
+from pipeinfer.gateway.connections import PROBE, Acceptor, Connections
 from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.ledger import QueueShare
 from pipeinfer.gateway.lora import AdapterRegistry
 from pipeinfer.gateway.monitor import PipelineMonitor
+from pipeinfer.gateway.resumable_answers import EVENT_END, write_comment
 from pipeinfer.messages import AdapterChanges, Message
 from pipeinfer.params import Adapter
+from pipeinfer.processes import peer_of
 from pipeinfer.topology import Identity
 
 LOOK_SECONDS = 0.1  # between two looks at who is live, while something is waited for
@@ -80,7 +107,7 @@ class LimitShare:
     """The share of gateway `index` of one limit.
 
     given, taken: units, by index of the other gateway; they only grow.
-    wanted: units that are lacking now. said_free: free units, as the others were told last.
+    wanted: units that are lacking now. published_free: free units, as the others were told last.
     """
 
     def __init__(self, index: int, gateways: int, limit: int = 0) -> None:
@@ -89,7 +116,7 @@ class LimitShare:
         self.given = [0] * gateways
         self.taken = [0] * gateways
         self.wanted = 0
-        self.said_free: int | None = None
+        self.published_free: int | None = None
         self._free_elsewhere: dict[int, int] = {}
 
     @property
@@ -116,7 +143,7 @@ class LimitShare:
         self.given[to] += units
         return units
 
-    def hear(self, sender: int, given: int, taken: int, free: int) -> bool:
+    def merge(self, sender: int, given: int, taken: int, free: int) -> bool:
         """What gateway `sender` says that it has given to this one, taken from it, and left.
         Whether something was given, or taken of the process before this one."""
         self._free_elsewhere[sender] = free
@@ -173,7 +200,7 @@ class SharedLimits:
             given=tuple(share.given),
             taken=tuple(share.taken),
             wanted=share.wanted,
-            free=self._say_free(limit, now),
+            free=self._publish_free(limit, now),
         )
 
     def free_elsewhere(self, limit: LimitName) -> int:
@@ -190,12 +217,12 @@ class SharedLimits:
             free = max(self.free(limit, now), 0)
             if not limit.name:
                 share.wanted = max(share.size // 4, 1) if 4 * free < share.size else 0
-            if share.wanted or free != share.said_free:
+            if share.wanted or free != share.published_free:
                 changed.append(limit)
         return changed
 
-    def _say_free(self, limit: LimitName, now: float) -> int:
-        free = self._shares[limit].said_free = max(self.free(limit, now), 0)
+    def _publish_free(self, limit: LimitName, now: float) -> int:
+        free = self._shares[limit].published_free = max(self.free(limit, now), 0)
         return free
 
     def on_state(self, sender: int, state: ShareState, now: float, gives: bool = True) -> bool:
@@ -208,7 +235,7 @@ class SharedLimits:
         limit = LimitName(state.name, state.kind)
         share = self._share(limit)
         given, taken = state.given[self._index], state.taken[self._index]
-        changed = share.hear(sender, given, taken, state.free)
+        changed = share.merge(sender, given, taken, state.free)
         if changed:
             self._apply(limit, now)
         if gives and share.give(sender, state.wanted, self.free(limit, now)):
@@ -257,7 +284,7 @@ class StateExchange:
         self._changed[item] = self.number
         return self.number
 
-    def hear(self, state: GatewayState) -> bool:
+    def merge(self, state: GatewayState) -> bool:
         """Whether there is news in what another gateway says, which must be answered then."""
         peer = self._peers.get(state.stage)
         if peer is None or state.incarnation < peer.incarnation:
@@ -400,7 +427,7 @@ class Peers:
         wanted = self.limits.free(limit, time.monotonic()) + units
         self.limits.lacks(limit, units)
         number = self._exchange.change((LIMIT, *limit))
-        self._tell(self._live())
+        self._publish(self._live())
 
         def settled() -> bool:
             heard = all(self._exchange.has_heard(stage, number) for stage in self._live())
@@ -417,7 +444,7 @@ class Peers:
         False if one of them has not heard of it within SPREAD_SECONDS; it will."""
         self._adapters.change(name, adapter, stage_number(self._stage, "gateway") or 0)
         number = self._exchange.change((ADAPTERS,))
-        self._tell(self._live())
+        self._publish(self._live())
         return await self._until(
             lambda: all(self._exchange.has_heard(stage, number) for stage in self._live()),
             SPREAD_SECONDS,
@@ -455,17 +482,17 @@ class Peers:
         return all(self._exchange.heard_of(stage)[1] for stage in self._live())
 
     def _on_state(self, state: GatewayState) -> None:
-        if self._exchange.hear(state):
+        if self._exchange.merge(state):
             now, sender = time.monotonic(), stage_number(state.stage, "gateway") or 0
             for share in state.shares:
                 if self.limits.on_state(sender, share, now, gives=self._has_met_all()):
                     self._exchange.change((LIMIT, share.name, share.kind))
             if self._adapters.adopt(AdapterChanges(state.adapters, state.forgotten_adapters)):
                 self._exchange.change((ADAPTERS,))
-            self._tell([state.stage])
+            self._publish([state.stage])
         self._wake()
 
-    def _tell(self, stages: Sequence[str]) -> None:
+    def _publish(self, stages: Sequence[str]) -> None:
         now = time.monotonic()
         for stage in stages:
             items = list(self._exchange.news_for(stage))
@@ -492,7 +519,7 @@ class Peers:
             for limit in self.limits.refresh(time.monotonic()):
                 self._exchange.change((LIMIT, *limit))
             number = self._exchange.number
-            self._tell([s for s in self._live() if not self._exchange.has_heard(s, number)])
+            self._publish([s for s in self._live() if not self._exchange.has_heard(s, number)])
             await asyncio.sleep(REPEAT_SECONDS)
 
     def _post(self, stage: str, message: Message) -> None:
@@ -515,3 +542,259 @@ class Peers:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._next_state.wait(), min(left, LOOK_SECONDS))
         return True
+
+
+log = logging.getLogger(__name__)
+
+FORWARDED = "x-pipeinfer-forwarded"  # of a request that another gateway passes on: the gateway's id
+FROM_HOST = "x-pipeinfer-from-host"  # the same, of a gateway of another host
+RETRY_SECONDS = 0.5  # until the socket of a gateway that is about to end is tried again
+ANSWER_SECONDS = 30.0  # until an answer begins; a gateway that hangs counts as lost before that
+BACKLOG = 128  # connections that wait to be accepted
+# Answers from which it does not follow that the gateway lacks the stream: 503 while it starts, 401
+# before it has read the keys again, of which the asking gateway knows the client's already.
+DOES_NOT_SAY = (401, 503)
+# Gateways of another host may have other keys and other rules, or a proxy before them.
+HOST_DOES_NOT_SAY = (502, 503, 504)
+HOST_LACKS = (401, 403, 404)
+# Seconds after which a silent host is asked whether it is there, then between questions; how many.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+# Headers of a request that the handlers and what is before them read.
+ASKED_WITH = ("host", "origin", "authorization", "x-api-key", "last-event-id", "x-request-id")
+# Headers of an answer that concern one connection, and those that this gateway adds itself.
+NOT_PASSED_ON = frozenset(
+    ("connection", "keep-alive", "transfer-encoding", "content-length", "date", "server")
+)
+
+
+def socket_name(address: str) -> str:
+    """The name of the socket of the gateway whose stage has that address: one in the abstract
+    namespace, as different as the addresses of the stages of a host are."""
+    return "\0pipeinfer-" + blake2b(address.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a gateway is asked, or any of those that share a port.
+
+    stages: their ids. url: without a path. connect: makes connections to it. mark: the header that
+    says who passes a request on. lacks: statuses of who does not have what is asked for. unsure:
+    statuses from which that does not follow.
+    """
+
+    stages: Sequence[str]
+    url: str
+    connect: Callable[[], aiohttp.BaseConnector]
+    mark: str
+    lacks: Sequence[int]
+    unsure: Sequence[int]
+
+
+class Siblings:
+    """The other gateways of this host, and those of other hosts that can be asked.
+
+    stage, address: of this one. others: addresses by id. health: who is there. first: whether this
+    one is the first of the gateways, which says for all that the server is ready. elsewhere: ids of
+    gateways of other hosts, by their URL.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        address: str,
+        others: Mapping[str, str],
+        health: Health,
+        *,
+        first: bool,
+        elsewhere: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self._stage, self._address = stage, address
+        self._others, self._health = others, health
+        self.first = first
+        self._here: list[_Place] = []
+        for other, at in others.items():
+            connect = partial(_AbstractConnector, socket_name(at))
+            place = _Place([other], "http://gateway", connect, FORWARDED, (404,), DOES_NOT_SAY)
+            self._here.append(place)
+        self._elsewhere = [
+            _Place(ids, url, _connector, FROM_HOST, HOST_LACKS, HOST_DOES_NOT_SAY)
+            for url, ids in (elsewhere or {}).items()
+        ]
+        self._acceptor: Acceptor | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    def listen(self, connections: Connections) -> None:
+        """Serves the other gateways from now on, if there are any."""
+        if self._others:
+            self._listening = asyncio.create_task(self._listen(connections))
+
+    def close(self) -> None:
+        """Serves them no more."""
+        if self._listening is not None:
+            self._listening.cancel()
+        if self._acceptor is not None:
+            self._acceptor.close()
+            self._acceptor = None
+
+    def connections(self) -> list[float]:
+        """How many the others that are ready had each, as they said last."""
+        rows = [self._health.stages[stage] for stage in self._others]
+        return [row.stats.get("connections", 0.0) for row in rows if row.state == "ready"]
+
+    async def forward(self, request: web.Request) -> web.StreamResponse | None:
+        """The answer of the gateway that has what `request` asks for; None if none has. Its body,
+        which such requests do not need, is not passed on. All are asked at once, so one that hangs
+        or is being started delays no other. Raises ApiError 503 if none has it and one of them does
+        not say."""
+        if is_forwarded(request):
+            return None
+        places = [*self._here, *(() if FROM_HOST in request.headers else self._elsewhere)]
+        asked = [place for place in places if not self._is_lost(place)]
+        silent = len(places) - len(asked)
+        async with AsyncExitStack() as stack:
+            asks: list[asyncio.Task[tuple[_Place, aiohttp.ClientResponse | None]]] = []
+            for place in asked:
+                timeout = aiohttp.ClientTimeout(total=None)
+                session = aiohttp.ClientSession(connector=place.connect(), timeout=timeout)
+                await stack.enter_async_context(session)
+                asks.append(asyncio.create_task(self._ask(request, place, session)))
+            stack.push_async_callback(_drop, asks)
+            for ask in asyncio.as_completed(asks):
+                place, answer = await ask
+                if answer is None or answer.status in place.unsure:
+                    silent += 1
+                elif answer.status not in place.lacks:
+                    await _drop(asks, answer)
+                    return await _pass_on(request, answer)
+        if silent:
+            message = "a gateway that may have it does not answer"
+            raise ApiError(503, message, code="starting", retry_after=1)
+        return None
+
+    def _is_lost(self, place: _Place) -> bool:
+        return all(self._health.stages[stage].state == "lost" for stage in place.stages)
+
+    async def _ask(
+        self, request: web.Request, place: _Place, session: aiohttp.ClientSession
+    ) -> tuple[_Place, aiohttp.ClientResponse | None]:
+        """What a gateway there says; None if it was killed, or hangs."""
+        given = {header: request.headers.get(header, "") for header in ASKED_WITH}
+        # Bytes that are no UTF-8 cannot be passed on, and must not be left out: they are wrong.
+        headers = {h: v.encode(errors="replace").decode() for h, v in given.items() if v}
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answer = await session.request(
+                    request.method,
+                    f"{place.url}{request.rel_url.raw_path_qs}",
+                    headers=headers | {place.mark: self._stage},
+                    allow_redirects=False,
+                )
+        except (aiohttp.ClientError, TimeoutError):
+            return place, None
+        return place, answer
+
+    async def _listen(self, connections: Connections) -> None:
+        def accepted(link: socket.socket) -> None:
+            if peer_of(link)[1] == os.geteuid():
+                connections.accept(link, None)
+            else:
+                link.close()
+
+        listener, name = socket.socket(socket.AF_UNIX), socket_name(self._address)
+        listener.setblocking(False)
+        try:
+            while True:
+                try:
+                    listener.bind(name)
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        log.error("other gateways cannot ask this one: %s", error)
+                        return
+                    await asyncio.sleep(RETRY_SECONDS)  # the process before this one has it still
+            listener.listen(BACKLOG)
+            self._acceptor = Acceptor(listener, accepted)
+        finally:
+            if self._acceptor is None:
+                listener.close()
+
+
+class _AbstractConnector(aiohttp.UnixConnector):
+    """uvloop connects to no name of the abstract namespace, but takes a socket that has."""
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: object, timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        found = socket.socket(socket.AF_UNIX)
+        found.setblocking(False)
+        try:
+            found.connect(self.path)
+            if peer_of(found)[1] != os.geteuid():
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "another user's process")
+            _, protocol = await self._loop.create_unix_connection(self._factory, sock=found)
+        except OSError:  # aiohttp makes a ClientOSError of it
+            found.close()
+            raise
+        return protocol
+
+
+def _connector() -> aiohttp.TCPConnector:
+    """Of connections that end when the host at their other end is gone, also where nothing is sent
+    on them."""
+
+    def make(found: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socket:
+        made = socket.socket(*found[:3])
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE.items():
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return made
+
+    return aiohttp.TCPConnector(socket_factory=make)
+
+
+def is_forwarded(request: web.Request) -> bool:
+    """Whether another gateway of this host passes `request` on, which has looked into what they
+    share."""
+    return FORWARDED in request.headers
+
+
+async def _drop(
+    asks: Sequence[asyncio.Task[tuple[_Place, aiohttp.ClientResponse | None]]],
+    but: aiohttp.ClientResponse | None = None,
+) -> None:
+    """Ends all connections but that of one answer, which may be a long one."""
+    for ask in asks:
+        ask.cancel()
+    for found in await asyncio.gather(*asks, return_exceptions=True):
+        if not isinstance(found, BaseException) and found[1] is not None and found[1] is not but:
+            found[1].close()
+
+
+async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status, reason=answer.reason)
+    for name, value in answer.headers.items():
+        if name.lower() not in NOT_PASSED_ON:
+            response.headers.add(name, value)
+    response.content_length = answer.content_length
+    has_events = answer.content_type == "text/event-stream"
+    between = has_events  # two events, as far as they were passed on
+
+    def probe() -> None:
+        if between:
+            write_comment(request)
+
+    with suppress(ConnectionResetError):  # the client has left
+        await response.prepare(request)
+        request[PROBE] = probe
+        try:
+            async for part in answer.content.iter_any():
+                between = False
+                await response.write(part)
+                between = has_events and part.endswith(EVENT_END)
+        except (aiohttp.ClientError, OSError):
+            # No orderly end: the client must see that more was to come.
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        await response.write_eof()
+    return response

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from pipeinfer.gateway.errors import RESPONSES, ApiError, Refusals, required
 from pipeinfer.gateway.response_json import ResponseMetadata
-from pipeinfer.gateway.response_store import StoredResponse
+from pipeinfer.gateway.retention import StoredResponse
 from pipeinfer.gateway.schema import (
     INT32,
     MAX_MESSAGES,

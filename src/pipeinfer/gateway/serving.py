@@ -45,17 +45,6 @@ from pipeinfer.gateway.errors import (
     is_neutral,
     renamed,
 )
-from pipeinfer.gateway.kept_answers import (
-    BACKGROUND_SECONDS,
-    Keeping,
-    KeptAnswer,
-    KeptAnswers,
-    MessagesForm,
-    ResponsesForm,
-    stream_format,
-    wanted_policy,
-)
-from pipeinfer.gateway.kept_streams import KeepPolicy
 from pipeinfer.gateway.ledger import (
     Call,
     Failed,
@@ -67,7 +56,7 @@ from pipeinfer.gateway.ledger import (
 from pipeinfer.gateway.lora import adapted_fingerprint
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.gateway.peers import Peers
+from pipeinfer.gateway.peers import Peers, Siblings
 from pipeinfer.gateway.pooling import PairScorer, TextPairs, VectorSink
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, chat_prompt
 from pipeinfer.gateway.response_encoders import (
@@ -79,7 +68,17 @@ from pipeinfer.gateway.response_encoders import (
     api_error,
 )
 from pipeinfer.gateway.response_json import ResponseMetadata
-from pipeinfer.gateway.response_store import ResponseStore
+from pipeinfer.gateway.resumable_answers import (
+    BACKGROUND_SECONDS,
+    AnswerRetention,
+    MessagesForm,
+    ResponsesForm,
+    ResumableAnswer,
+    ResumableAnswers,
+    retention_policy,
+    stream_format,
+)
+from pipeinfer.gateway.retention import ResponseStore, RetentionPolicy
 from pipeinfer.gateway.schema import (
     SLICE_BYTES,
     Body,
@@ -91,9 +90,8 @@ from pipeinfer.gateway.schema import (
     prescan,
 )
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
-from pipeinfer.gateway.siblings import Siblings
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
-from pipeinfer.messages import Kept
+from pipeinfer.messages import Retention
 from pipeinfer.params import Adapter, JsonObject, JsonValue, RequestParams, choice_ids
 from pipeinfer.wire import pack, unpack
 
@@ -503,7 +501,7 @@ class HandlerContext:
     """What handlers of HTTP requests share.
 
     core: live requests, and health. sessions: where calls go in and deltas come out.
-    metrics, access_log, admission, browsers, kept: see their classes.
+    metrics, access_log, admission, browsers, answers: see their classes.
     model: the served name. defaults: of requests, with limits and parsers.
     max_body_bytes: after decompression. context_length: most tokens of prompt and output, 0:
         unknown.
@@ -522,7 +520,7 @@ class HandlerContext:
     defaults: RequestDefaults
     admission: Admission
     browsers: BrowserGuard
-    kept: KeptAnswers
+    answers: ResumableAnswers
     peers: Peers
     siblings: Siblings
     max_body_bytes: int = 32 * 2**20
@@ -688,12 +686,12 @@ class Serving:
         request: web.Request,
         parsed: ParsedRequest,
         encoder: ResponseEncoder,
-        keeping: Keeping | None = None,
+        retention: AnswerRetention | None = None,
         settle: Settle | None = None,
     ) -> web.StreamResponse:
-        """Runs the calls of the request; `encoder` encodes the answer, by events if it is kept.
-        keeping: None if the request ends with its connection. settle(): awaited before the client
-        gets the end of its answer."""
+        """Runs the calls of the request; `encoder` encodes the answer, by events if `retention`
+        says so. retention: None if the request ends with its connection. settle(): awaited before
+        the client gets the end of its answer."""
         if self.context.pooling is not None:
             made = "scores" if self.context.pooling.scores else "embeddings"
             message = f"this server makes {made}, and generates no texts"
@@ -704,8 +702,8 @@ class Serving:
             _note_ignored_schema(request, constraint.unenforced)
         await self.context.admission.count_choices(request, parsed.prompts, parsed.choices)
         try:
-            if keeping is not None:
-                return await self._respond_kept(request, parsed, encoder, keeping, settle)
+            if retention is not None:
+                return await self._respond_resumable(request, parsed, encoder, retention, settle)
             sink = (
                 EventStream(encoder, self._write_batch, settle)
                 if parsed.stream
@@ -720,38 +718,42 @@ class Serving:
             names = {"structured_outputs": constraint.field} if constraint.field else {}
             raise renamed(error, names) from None
 
-    async def _respond_kept(
+    async def _respond_resumable(
         self,
         request: web.Request,
         parsed: ParsedRequest,
         encoder: ResponseEncoder,
-        keeping: Keeping,
+        retention: AnswerRetention,
         settle: Settle | None,
     ) -> web.StreamResponse:
-        admission, kept = self.context.admission, self.context.kept
-        answer = kept.open(keeping, admission.owner(request), encoder)
-        calls = self._kept_calls(request, parsed.calls, keeping, answer)
+        admission, answers = self.context.admission, self.context.answers
+        answer = answers.open(retention, admission.owner(request), encoder)
+        calls = self._retained_calls(request, parsed.calls, retention, answer)
         session = self._session(request, replace(parsed, calls=calls), answer)
         release = admission.hold_choices(request)
-        return await kept.respond(request, keeping, answer, session, release, settle)
+        return await answers.respond(request, retention, answer, session, release, settle)
 
-    def _kept_calls(
-        self, request: web.Request, calls: Iterable[Call], keeping: Keeping, answer: KeptAnswer
+    def _retained_calls(
+        self,
+        request: web.Request,
+        calls: Iterable[Call],
+        retention: AnswerRetention,
+        answer: ResumableAnswer,
     ) -> Iterator[Call]:
-        """The calls of a kept answer. They outlive this gateway if another one could write it."""
+        """Calls of a resumable answer. They outlive this gateway if another one could write it."""
         owner, first = self.context.admission.owner(request), 0
         for call in calls:
-            kept = None
-            if keeping.format:
+            message = None
+            if retention.format:
                 answer.request_ids += choice_ids(call.request_id, range(call.params.n))
-                kept = Kept(
-                    stream=keeping.name,
+                message = Retention(
+                    stream=retention.name,
                     owner=owner,
-                    seconds=keeping.policy.seconds,
+                    seconds=retention.policy.seconds,
                     first=first,
-                    format=keeping.format,
+                    format=retention.format,
                 )
-            yield replace(call, kept=kept)
+            yield replace(call, retention=message)
             first += call.params.n
 
     def _session(
@@ -764,7 +766,7 @@ class Serving:
         calls = self._with_client(request, parsed.calls)
         return self.context.sessions.open(calls, admission.metered(request, sink))
 
-    def keeping(
+    def retention(
         self,
         request: web.Request,
         parsed: ParsedRequest,
@@ -772,23 +774,23 @@ class Serving:
         *,
         responses: ResponsesForm | None = None,
         messages: MessagesForm | None = None,
-    ) -> Keeping | None:
-        """How the answer is kept; None if it ends with its connection. responses, messages: of
+    ) -> AnswerRetention | None:
+        """How the answer is retained; None if it ends with its connection. responses, messages: of
         these APIs. Raises ApiError 400."""
         background = responses is not None and responses.background
         policy = (
-            KeepPolicy(True, BACKGROUND_SECONDS)
+            RetentionPolicy(True, BACKGROUND_SECONDS)
             if background
-            else wanted_policy(request, parsed.stream, self.context.kept.reattach)
+            else retention_policy(request, parsed.stream, self.context.answers.reattach)
         )
         if policy is None:
             return None
         form = stream_format(parsed, metadata, policy, responses, messages)
-        return Keeping(
+        return AnswerRetention(
             name=metadata.id,
             policy=policy,
             format=form.encoded(),
-            lanes=form.lanes,
+            partitions=form.partitions,
             tail=form.tail,
             answers_at_once=background and not parsed.stream,
         )

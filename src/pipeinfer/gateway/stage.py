@@ -51,20 +51,18 @@ from pipeinfer.gateway.connections import (
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.errors import Handler
 from pipeinfer.gateway.health import Health, expected_stages
-from pipeinfer.gateway.kept_answers import KeptAnswers
-from pipeinfer.gateway.kept_handlers import Adopter
-from pipeinfer.gateway.kept_streams import KeptBounds
 from pipeinfer.gateway.ledger import AdoptionEnded, Backlog, RequestTraces, StatusChanged
 from pipeinfer.gateway.lora import AdapterRegistry
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies, VllmMetrics
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.gateway.peers import Peers, SharedQueue
+from pipeinfer.gateway.peers import Peers, SharedQueue, Siblings, is_forwarded
 from pipeinfer.gateway.pooling import takes_query_and_document
 from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
-from pipeinfer.gateway.response_store import ResponseStore
+from pipeinfer.gateway.response_handlers import Adopter
+from pipeinfer.gateway.resumable_answers import ResumableAnswers
+from pipeinfer.gateway.retention import ResponseStore, RetentionBounds
 from pipeinfer.gateway.serving import HandlerContext
 from pipeinfer.gateway.sessions import RequestSessions
-from pipeinfer.gateway.siblings import Siblings, is_forwarded
 from pipeinfer.gateway.tool_parsers.registry import choose_parsers
 from pipeinfer.messages import AdapterChanges, Adopt, Message
 from pipeinfer.params import JsonObject
@@ -133,16 +131,16 @@ def build(context: StageContext) -> Stage:
         is_loopback(settings.host),
         peers=peers,
     )
-    bounds = KeptBounds(settings.kept_mib * 2**20, settings.key_kept_mib * 2**20)
+    bounds = RetentionBounds(settings.kept_mib * 2**20, settings.key_kept_mib * 2**20)
     sessions = RequestSessions(metrics)
-    kept = KeptAnswers(
+    answers = ResumableAnswers(
         bounds,
         settings.reattach,
         release=sessions.release,
         abandon=sessions.abandon,
         claim=sessions.claim,
     )
-    metrics.register_kept_streams(kept.streams)
+    metrics.register_resumable_streams(answers.streams)
     pooling = read_pooling(folder, settings.task)
     if settings.enable_lora and pooling is not None:
         raise ConfigurationError("--enable-lora: the model makes vectors, adapters are for texts")
@@ -155,7 +153,7 @@ def build(context: StageContext) -> Stage:
         defaults,
         admission,
         _browser_guard(settings, admission),
-        kept,
+        answers,
         peers,
         _siblings(context, core.health),
         settings.max_body_mib * 2**20,
@@ -555,10 +553,10 @@ class HttpDriver:
         quiet_since = clock()
         while clock() < min(quiet_since + QUIET_SECONDS, deadline):
             await asyncio.sleep(LEAVE_POLL)
-            if self._in_flight or self._context.kept.running:
+            if self._in_flight or self._context.answers.running:
                 quiet_since = clock()
         self._context.siblings.close()
-        self._context.kept.leave()
+        self._context.answers.leave()
         self._context.sessions.fail_all(503, "the server is shutting down")
         self._runner.server.pre_shutdown()  # wakes those that wait for a request
         await self._runner.server.shutdown(SHUTDOWN_TIMEOUT)
@@ -574,7 +572,7 @@ class HttpDriver:
             self._connections.stop()
         if self._runner is not None:
             await self._runner.cleanup()
-        self._context.kept.close()
+        self._context.answers.close()
         if self._context.store is not None:
             await asyncio.to_thread(self._context.store.close)
 

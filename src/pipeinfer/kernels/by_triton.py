@@ -341,6 +341,8 @@ def _accept_drafts_kernel(
                     drafts + slot * max_drafts + index, mask=index < count - 1, other=-1
                 )
                 hashed = ((position * 40503 + slot) * 2654435761) & 0xFFFFFFFF
+                hashed = ((hashed ^ (hashed >> 16)) * 73244475) & 0xFFFFFFFF
+                hashed ^= hashed >> 16
                 imposed = (hashed >> 8).to(tl.float32) < acceptance * (1 << 24)
                 accepted = tl.where(acceptance < 0, token == draft, imposed)
                 right = taken * accepted.to(tl.int32)

@@ -656,6 +656,8 @@ def accept_drafts(step: DeviceStep, drawn: torch.Tensor, slot_tables: SlotTables
         if state.acceptance >= 0:
             position = int(lengths[slot]) + 1 + np.arange(size - 1, dtype=np.int64)
             hashed = ((position * 40503 + slot) * 2654435761) & 0xFFFFFFFF
+            hashed = ((hashed ^ (hashed >> 16)) * 73244475) & 0xFFFFFFFF
+            hashed ^= hashed >> 16
             correct = hashed >> 8 < np.float32(state.acceptance) * (1 << 24)
         right = np.append(good[:-1] & correct, False)
         accepted = int(right.argmin())

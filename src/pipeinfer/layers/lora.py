@@ -84,7 +84,7 @@ def low_rank_kernel(device: torch.device) -> AddLowRank:
     """What adds adapters' products on `device`."""
     if device.type != "cuda":
         return add_low_rank_on_host
-    from pipeinfer.kernels.lora import add_low_rank
+    from pipeinfer.kernels.gemm import add_low_rank
 
     return add_low_rank
 

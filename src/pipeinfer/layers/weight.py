@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.kernels.formats import E4M3
-from pipeinfer.kernels.tile_configs import small_m_gemm_config as choose
+from pipeinfer.kernels.tile_configs import exact_swiglu_config, small_m_gemm_config
 from pipeinfer.layers.placement import HALF_DTYPES, PartialSum, Placement, WeightSource
 
 
@@ -126,19 +126,19 @@ class SmallMGemm:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
         """x @ weight.T + bias, [T, width]."""
-        tile = choose("product", x.shape[0], *weight.shape)
+        tile = small_m_gemm_config("product", x.shape[0], *weight.shape)
         return None if tile is None else self._kernels.small_m_gemm(x, weight, tile, bias)
 
     def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """SwiGLU of x @ weight.T, gate first: [T, width / 2]."""
-        tile = choose("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
+        tile = small_m_gemm_config("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
         return None if tile is None else self._kernels.small_m_gemm_swiglu(x, weight, tile)
 
     def split_k(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> PartialSum | None:
         """x @ weight.T + bias, [T, width], as split-K parts that the norm that follows adds up."""
-        tile = choose("split", x.shape[0], *weight.shape)
+        tile = small_m_gemm_config("split", x.shape[0], *weight.shape)
         if tile is None:
             return None
         partial = self._kernels.split_k_gemm(x, weight, tile, bias)
@@ -149,7 +149,7 @@ class SmallMGemm:
     ) -> torch.Tensor | None:
         """The split-K parts, float32 [split_k, T, width], of a weight with few rows, such as a
         router's; their sum over split_k is x @ weight.T + bias."""
-        tile = choose("narrow", x.shape[0], *weight.shape)
+        tile = small_m_gemm_config("narrow", x.shape[0], *weight.shape)
         return None if tile is None else self._kernels.split_k_gemm(x, weight, tile, bias)
 
     def add_norm(
@@ -208,12 +208,12 @@ class ExactGemm:
     """
 
     def __init__(self) -> None:
-        from pipeinfer.kernels.exact import exact_gemm
+        from pipeinfer.kernels.exact import exact_gemm, exact_gemm_swiglu
 
         torch.backends.cuda.preferred_blas_library("cublaslt")  # which alone can be told so
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
-        self._own = exact_gemm
+        self._own, self._swiglu = exact_gemm, exact_gemm_swiglu
         self._same: dict[tuple[object, ...], bool] = {}
 
     def product(
@@ -231,9 +231,11 @@ class ExactGemm:
             begin += rows
         return out
 
-    def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """None: gate and up are rounded before, as they are with more rows."""
-        return
+    def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """SwiGLU of x @ weight.T, gate first, [T, width / 2]; gate and up are rounded before, as
+        they are with more rows."""
+        tile = exact_swiglu_config(x.shape[0], weight.shape[0] // 2, weight.shape[1])
+        return None if tile is None else self._swiglu(x, weight, tile)
 
     def _library_gives_the_same(
         self, rows: int, weight: torch.Tensor, bias: torch.Tensor | None

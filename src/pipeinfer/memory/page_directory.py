@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from pipeinfer.core import HASH_BYTES, block_hash, salt_hash
 from pipeinfer.memory.pages import PageTable, SlotArrays
 from pipeinfer.wire import NO_DRAFTS
 
-DIGEST_BYTES = 16
+DIGEST_BYTES = HASH_BYTES
 NO_PARENT = bytes(DIGEST_BYTES)  # the digest before a chain's first page
 NO_SALT = bytes(DIGEST_BYTES)
 MAGIC = b"pipeinfer pages\x01"
@@ -39,13 +39,12 @@ _ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long a
 
 def salt_digest(salt: str) -> bytes:
     """[16], what the directory keeps of a cache salt; zeros of an empty one."""
-    return blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest() if salt else NO_SALT
+    return salt_hash(salt) if salt else NO_SALT
 
 
 def page_digest(parent: bytes, salt: bytes, ids: np.ndarray) -> bytes:
     """[16], of a page with the token ids `ids` int32 [page_size] behind the page `parent`."""
-    whole = parent + salt + ids.astype("<i4", copy=False).tobytes()
-    return blake2b(whole, digest_size=DIGEST_BYTES).digest()
+    return block_hash(parent + salt, ids.astype("<i4", copy=False).tobytes())
 
 
 # A page, its depth, its digest, that of the page before it, that of the salt; its ids int32.

@@ -119,7 +119,7 @@ def load_model(
         else:
             model = _pretrained(spec, folder, dtype)
     torch.nn.Module.to(model, device).eval().requires_grad_(False)
-    shapes, hidden = run_trial(model, spec.attention.shapes, outline, max_model_len)
+    shapes, hidden = run_probe(model, spec.attention.shapes, outline, max_model_len)
     served = TransformersForCausalLM(model, shapes, outline.vocab_size, head_dim)
     with torch.inference_mode():
         width = served.logits(hidden).shape[-1]
@@ -429,7 +429,7 @@ def trace_attention(
     except _Unsupported as error:
         raise unsupported(architecture, str(error)) from None
     except Exception as error:  # transformers' code was not written to be called like this
-        reason = f"a trial of it failed with {type(error).__name__}: {error}"
+        reason = f"a probe of it failed with {type(error).__name__}: {error}"
         if isinstance(error, KeyError) and TRACING_NAME in str(error):
             reason = "its attention does not go through transformers' interface for it"
         raise unsupported(architecture, reason) from error
@@ -496,10 +496,10 @@ def _visible(sees: MaskFunction, query: int, key: int) -> bool:
     return bool(sees(0, 0, torch.tensor(query), torch.tensor(key)))
 
 
-# ------------------------------------------------------------------------- a trial with the weights
+# ------------------------------------------------------------------------- a probe with the weights
 
 
-class TrialResult(NamedTuple):
+class ProbeResult(NamedTuple):
     """shapes: of each layer, with its sinks. hidden: [n, hidden], hidden states for the head."""
 
     shapes: list[AttentionShape]
@@ -507,12 +507,12 @@ class TrialResult(NamedTuple):
 
 
 @torch.inference_mode()
-def run_trial(
+def run_probe(
     model: PreTrainedModel,
     shapes: Sequence[AttentionShape],
     outline: ModelOutline,
     max_model_len: int,
-) -> TrialResult:
+) -> ProbeResult:
     """Computes a step twice, with its tokens in another order.
 
     A step is one flat row of tokens of many requests, so what is computed of a token may depend on
@@ -548,7 +548,7 @@ def run_trial(
             "its tokens depend on those beside them by more than attention (a convolution, a "
             "recurrence, or positions that are counted)",
         )
-    return TrialResult(found, first)
+    return ProbeResult(found, first)
 
 
 def _hidden_states(

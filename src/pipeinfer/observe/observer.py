@@ -7,7 +7,7 @@
   library, which is imported only when it is used. A collector that is slow or gone costs spans, and
   no request anything.
 
-Knows clocks and the channel `control`; what messages mean is read in stages.py.
+Knows clocks and the channel `control`; what messages mean is read in spans.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ import msgspec
 import numpy as np
 
 from pipeinfer.control import Observed, RequestSpan, StepMade, Watch
-from pipeinfer.core import Send
+from pipeinfer.core import ANY_PLAN, PlanFilter, Send
 from pipeinfer.messages import Begin, Message, Plan, Result
-from pipeinfer.observe.spans import Exchange, SpanObserver, SpanStore, Traceparent, read_traceparent
-from pipeinfer.observe.stages import span_observer
+from pipeinfer.observe.spans import (
+    Exchange,
+    SpanObserver,
+    SpanStore,
+    Traceparent,
+    read_traceparent,
+    span_observer,
+)
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity
 from pipeinfer.version import __version__
@@ -389,9 +395,12 @@ class StepTimer:
         self._known = np.full(256, UNKNOWN, dtype=np.int64)  # by slot
         self._planned: OrderedDict[tuple[int, int], _Planned] = OrderedDict()
         self._result_at = 0.0
+        self._plans = PlanFilter(ANY_PLAN)
 
     def on_plan(self, plan: Plan, at: float) -> None:
         """A plan left."""
+        if self._plans.take(plan.number) != "next":
+            return
         for release in plan.releases:
             self._admit(release.slot, UNKNOWN)
         for admit in plan.admits:
@@ -428,6 +437,7 @@ class StepTimer:
         """An epoch begins: no slot is taken, and no plan is in flight."""
         self._planned.clear()
         self._known[:] = UNKNOWN
+        self._plans = PlanFilter()
 
     def _admit(self, slot: int, known: int) -> None:
         if slot >= len(self._known):

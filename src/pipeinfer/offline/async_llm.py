@@ -47,14 +47,21 @@ from pipeinfer.gguf.header import is_gguf
 from pipeinfer.messages import CacheReset, Message, SetSleep, SleepMode, State
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import (
+    NOT_EMBEDDING,
+    NOT_GENERATING,
+    NOT_SCORING,
+    SCORES_ALONE,
     AnyParams,
     ChatOptions,
     LoRARequest,
     OfflineAdapters,
     Options,
+    PoolingParams,
     Prompt,
     SamplingParams,
+    embedding_batch,
     public,
+    score_batch,
 )
 from pipeinfer.offline.keywords import settings_of
 from pipeinfer.offline.outputs import (
@@ -62,34 +69,24 @@ from pipeinfer.offline.outputs import (
     Collector,
     Delta,
     DeltaStream,
+    EmbeddingRequestOutput,
     OfflineRequest,
     Progress,
     RequestError,
     RequestOutput,
-    output_of,
-)
-from pipeinfer.offline.pooling import (
-    NOT_EMBEDDING,
-    NOT_GENERATING,
-    NOT_SCORING,
-    SCORES_ALONE,
-    EmbeddingRequestOutput,
-    PoolingParams,
     ScoringOutput,
     ScoringRequestOutput,
-    embedding_batch,
-    score_batch,
+    output_of,
     vector_of,
 )
 from pipeinfer.params import JsonObject, JsonValue, choice_ids
 from pipeinfer.runtime import entry
 from pipeinfer.runtime.child import MISCONFIGURED
 from pipeinfer.runtime.entry import InProcess
-from pipeinfer.runtime.local import check_model, local_stages, prepare_settings
 from pipeinfer.runtime.logs import waiting_summary
 from pipeinfer.runtime.shell import ProcessOptions, Shell
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
-from pipeinfer.runtime.supervisor import Supervisor
+from pipeinfer.runtime.supervisor import Supervisor, check_model, local_stages, prepare_settings
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens, template_sources
 from pipeinfer.topology import Identity, Topology

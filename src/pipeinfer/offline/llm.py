@@ -35,6 +35,7 @@ from pipeinfer.offline.calls import (
     LoopThread,
     LoRARequest,
     Message,
+    PoolingParams,
     Prompt,
     SamplingParams,
     StructuredOutputsParams,
@@ -43,13 +44,14 @@ from pipeinfer.offline.keywords import EngineArgs, is_neutral
 from pipeinfer.offline.outputs import (
     CompletionOutput,
     Delta,
+    EmbeddingRequestOutput,
     Logprobs,
     OfflineRequest,
     Progress,
     RequestError,
     RequestOutput,
+    ScoringRequestOutput,
 )
-from pipeinfer.offline.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
 from pipeinfer.other_servers import TEXTS_ONLY
 from pipeinfer.params import JsonObject, JsonValue
 

@@ -411,3 +411,57 @@ class ChoiceStream:
         reason, error = _end_of(failed)
         delta = Delta("", [], self._received, reason, error=error, index=self._index)
         self._stream.put(delta)
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """embedding: the vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers the vector has."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The vector of one text, with the text's ids; num_cached_tokens: as in RequestOutput."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """True: there is no vector before the end."""
+        return True
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """score: how well the second text fits to the first."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """The score of one pair."""
+
+    request_id: str
+    outputs: ScoringOutput
+
+    @property
+    def finished(self) -> bool:
+        """True: there is no score before the end."""
+        return True
+
+
+def vector_of(collector: Collector) -> bytes:
+    """Float32. Raises RequestError if the request ended without it."""
+    if not collector.vector:
+        raise RequestError(str(collector.end.get("error") or "the request was aborted"))
+    return collector.vector

@@ -31,7 +31,7 @@ import msgspec
 from pipeinfer import settings as config
 from pipeinfer.command_line import counted
 from pipeinfer.replay.traces import DIFFERENT, EQUAL, USAGE, CannotReplay
-from pipeinfer.runtime.local import LocalServer
+from pipeinfer.runtime.supervisor import LocalServer
 from pipeinfer.settings import base_url
 
 WORDS = ("count", "from", "pipeline", "engine", "seven", "12", "what is", "copy:", "é", "页", "🙂")

@@ -42,24 +42,22 @@ from pipeinfer.engine.core import (
 )
 from pipeinfer.memory.page_directory import PageChains
 from pipeinfer.messages import Hello, LoadAdapter, Message, Result, State
-from pipeinfer.replay.compare import (
-    Difference,
-    Skips,
-    Subjects,
-    explain,
-    first_difference,
-    first_mismatch,
-    ignored_fields,
-)
 from pipeinfer.replay.traces import (
     CRASHED,
     DIFFERENT,
     EQUAL,
     USAGE,
     CannotReplay,
+    Difference,
     LoadedTrace,
+    Skips,
+    Subjects,
     TraceEntry,
     TraceExchange,
+    explain,
+    first_difference,
+    first_mismatch,
+    ignored_fields,
     load_stage,
     warn_of_tail,
 )
@@ -270,7 +268,7 @@ class ReplayCounts:
     def follow(self, exchange: TraceExchange) -> None:
         """Every exchange that is played, in order: who sits in which slot."""
         if exchange.input.channel == "plan":
-            self._seen.update(self._subjects.of(exchange.input.message))
+            self._seen.update(self._subjects.of(exchange.input))
 
     def step(self, exchange: TraceExchange, report: StepDone) -> None:
         """A step of the device, and the exchange that has what was recorded of it."""
@@ -397,7 +395,7 @@ class DevicePlayback:
         self._loads: asyncio.Queue[AdapterRead] = asyncio.Queue()
         self._asked: set[tuple[int, int]] = set()  # adapters that this device loads
         self._submitted: set[tuple[int, int]] = set()
-        self._held: dict[int, bytes] = {}  # by page, the digest of what this device has there
+        self._digests: dict[int, bytes] = {}  # by page, the digest of what this device has there
         self.steps = 0
 
     def deliver(self, message: Message) -> None:
@@ -406,7 +404,7 @@ class DevicePlayback:
         match message:
             case ClaimPages():
                 for page in message.pages.tolist():
-                    self._held.pop(page, None)
+                    self._digests.pop(page, None)
             case FillPages():
                 self._hold(message.chains)
             case Compute():
@@ -420,7 +418,7 @@ class DevicePlayback:
 
     def _hold(self, chains: PageChains) -> None:
         digests = (digest.tobytes() for digest in chains.digests)
-        self._held |= dict(zip(chains.pages.tolist(), digests, strict=True))
+        self._digests |= dict(zip(chains.pages.tolist(), digests, strict=True))
 
     async def _fill(self, found: FoundPages) -> None:
         """Computes the pages that the recorded engine found, unless this device has filled them."""
@@ -432,7 +430,7 @@ class DevicePlayback:
         missing = {
             page
             for page, digest in zip(chains.pages.tolist(), digests, strict=True)
-            if self._held.get(page) != digest
+            if self._digests.get(page) != digest
         }
         for _, ids, pages in chains.sequences():
             first = next((at for at, page in enumerate(pages.tolist()) if page in missing), None)
@@ -609,7 +607,7 @@ class ReplayRun:
         if header.snapshot is None and not header.broken:
             return exchanges
         incarnation = header.incarnation
-        fresh = list(dropwhile(lambda exchange: not _begins(exchange, incarnation), exchanges))
+        fresh = list(dropwhile(lambda exchange: not _is_begin(exchange, incarnation), exchanges))
         if not fresh and header.broken:
             raise CannotReplay(
                 USAGE, "the recording's beginning did not fit into the flight recorder's memory, "
@@ -692,7 +690,7 @@ def debugger(core: Core, entry: TraceEntry) -> None:
     breakpoint()
 
 
-def _begins(exchange: TraceExchange, incarnation: int) -> bool:
+def _is_begin(exchange: TraceExchange, incarnation: int) -> bool:
     """True for the Begin of an epoch that this engine takes part in."""
     incarnations = getattr(exchange.input.message, "incarnations", ())
     return exchange.input.kind == "Begin" and incarnation in incarnations

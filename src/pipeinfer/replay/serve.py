@@ -22,28 +22,31 @@ import zmq
 from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import FrameHeader
-from pipeinfer.core import EVERYONE, Send
+from pipeinfer.core import EVERYONE, PlanFilter, Send
 from pipeinfer.messages import (
     Admitted,
     Begin,
     GroupStatus,
     Hello,
     Message,
+    MissedPlan,
     Plan,
     Ready,
     Recover,
     Recovered,
     Result,
 )
-from pipeinfer.replay.compare import NumberedIds, first_mismatch, rewritten
 from pipeinfer.replay.traces import (
     DIFFERENT,
     EQUAL,
     USAGE,
     CannotReplay,
     LoadedTrace,
+    NumberedIds,
     TraceEntry,
+    first_mismatch,
     load_stage,
+    rewritten,
     warn_of_tail,
 )
 from pipeinfer.runtime.stage import heartbeat, rank_status
@@ -100,7 +103,7 @@ class EngineRole:
         begun = [one for one in messages if isinstance(one, Ready) and one.epoch in recorded]
         self._kept_pages = begun[-1].kept_pages if begun else 0  # by which the scheduler plans
         self._epoch: int | None = None
-        self._next = 0
+        self._plans = PlanFilter()
         self.finished = False
 
     def take(self, channel: str, message: Message) -> list[TimedSend]:
@@ -117,7 +120,7 @@ class EngineRole:
         if self._hello.incarnation not in begin.incarnations:
             self._epoch = None
             return []
-        self._epoch, self._next = begin.epoch, 0
+        self._epoch, self._plans = begin.epoch, PlanFilter()
         self._recorded_ids, self._live_ids = NumberedIds("r"), NumberedIds("r")
         return [
             self._say(
@@ -132,12 +135,15 @@ class EngineRole:
         ]
 
     def _plan(self, plan: Plan) -> list[TimedSend]:
-        if self.finished:
+        order = self._plans.take(plan.number)
+        if order == "gap":
+            missed = MissedPlan(plan.epoch, self._hello.rank, self._plans.expected)
+            return [self._say(0.0, missed)]
+        if self.finished or order == "repeated":
             return []
-        answers = self._answers[self._next]
+        answers = self._answers[plan.number]
         _same(answers.plan, plan, self._recorded_ids, self._live_ids)
-        self._next += 1
-        self.finished = self._next == len(self._answers)
+        self.finished = self._plans.expected == len(self._answers)
         epoch = plan.epoch
         return [
             self._say(entry.time - answers.at, _replaced(entry.message, epoch=epoch))
@@ -173,6 +179,8 @@ class SchedulerRole:
                 return self._plans()
             case Admitted() | Result() if message.epoch == self._epoch:
                 return self._answer(message)
+            case MissedPlan() if message.epoch == self._epoch:
+                return [self._plan(0.0, one) for one in self._answers[message.number : self._sent]]
         if type(message).__name__ == "Fault":
             raise ReplayDiverged(f"the engine ended the epoch: {message.reason}")  # type: ignore[attr-defined]
         return _recovered(channel, message, "scheduler")
@@ -202,10 +210,13 @@ class SchedulerRole:
         first = self._answers[self._sent].at if self._sent < len(self._answers) else 0.0
         while self._sent < len(self._answers) and self._sent < self._landed + AHEAD:
             answers = self._answers[self._sent]
-            plan = _replaced(answers.plan, epoch=self._epoch)
-            out.append(TimedSend(answers.at - first, Send("plan", EVERYONE, plan)))
+            out.append(self._plan(answers.at - first, answers))
             self._sent += 1
         return out
+
+    def _plan(self, after: float, answers: RecordedAnswers) -> TimedSend:
+        plan = _replaced(answers.plan, epoch=self._epoch)
+        return TimedSend(after, Send("plan", EVERYONE, plan))
 
     def _answer(self, message: Admitted | Result) -> list[TimedSend]:
         kind = type(message).__name__
@@ -273,7 +284,7 @@ def _longest_epoch(recording: LoadedTrace) -> list[RecordedAnswers]:
     epochs: dict[int, dict[int, RecordedAnswers]] = {}
     for entry in recording.entries:
         message = entry.message
-        if isinstance(message, Plan):
+        if isinstance(message, Plan) and entry.counts:
             epochs.setdefault(message.epoch, {})[message.number] = RecordedAnswers(
                 message, entry.time
             )

@@ -19,14 +19,16 @@ from pathlib import Path
 from pipeinfer.command_line import counted
 from pipeinfer.core import LOCAL
 from pipeinfer.params import JsonObject
-from pipeinfer.replay.compare import Subjects, arrow, line
 from pipeinfer.replay.traces import (
     EQUAL,
     USAGE,
     CannotReplay,
     LoadedTrace,
+    Subjects,
     TraceEntry,
     TraceExchange,
+    arrow,
+    line,
     load,
     load_merged,
     warn_of_tail,
@@ -74,7 +76,7 @@ def chosen(
     subjects = Subjects()
     begin = entries[0].time if entries else 0.0
     for entry in entries:
-        ids = subjects.of(entry.message)
+        ids = subjects.of(entry)
         if (
             (options.request is None or options.request in ids)
             and options.channel in (None, entry.channel)
@@ -194,6 +196,8 @@ def _marks(stage: str, entry: TraceEntry) -> Marks:
     """(request id, point, how it ended if it did) for each request that the entry moved on."""
     key = (stage, entry.direction, entry.kind)
     message = entry.message
+    if not entry.counts:
+        return []
     if key in _SINGLE:
         return [(message.request_id, _SINGLE[key], "")]
     if key == ("scheduler", "out", "Plan"):
@@ -354,7 +358,7 @@ def build_timeline(
         spans = list(_spans(recording, zero))
         for row in ROWS:
             mine = [span for span in spans if span.row == row]
-            placed = _in_turn(mine) if row == "forward" else _apart(mine)
+            placed = _in_turn(mine) if row == "forward" else _without_overlap(mine)
             shown = [
                 span
                 for span in placed  # as they are drawn: apart, they may end before they did
@@ -379,9 +383,9 @@ def _spans(recording: LoadedTrace, zero: float) -> Iterator[TimelineSpan]:
     steps = StepSpans(recording.stage, subjects, zero)
     for exchange in recording.exchanges():
         entry, outputs = exchange.input, exchange.outputs
-        requests = dict.fromkeys(subjects.of(entry.message))
+        requests = dict.fromkeys(subjects.of(entry))
         for output in outputs:
-            requests |= dict.fromkeys(subjects.of(output.message))
+            requests |= dict.fromkeys(subjects.of(output))
         yield from steps.of(exchange)
         if entry.kind in SILENT and not outputs:
             continue
@@ -396,7 +400,7 @@ def _spans(recording: LoadedTrace, zero: float) -> Iterator[TimelineSpan]:
         )  # fmt: skip
 
 
-def _apart(spans: list[TimelineSpan]) -> list[TimelineSpan]:
+def _without_overlap(spans: list[TimelineSpan]) -> list[TimelineSpan]:
     """Spans of one row, none of which reaches into the next: times are those of handling, and a
     report may be handled after the next thing has begun."""
     spans = sorted(spans, key=lambda span: span.start)
@@ -449,7 +453,7 @@ class StepSpans:
                 row = f"in flight {step[1] % 2}"
                 yield self._span(row, sent, entry.time, step, seq, text)
         for output in exchange.outputs:
-            if output.kind == "Plan":
+            if output.kind == "Plan" and output.counts:
                 step = (output.message.epoch, output.message.number)
                 self._begun[step] = (output.time, output.seq, line(output.message))
 

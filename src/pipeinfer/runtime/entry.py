@@ -51,11 +51,15 @@ from pipeinfer.runtime.child import (
     FAILED,
     MISCONFIGURED,
     ORDERLY,
+    STANDBY_FLAG,
     ParentWatch,
+    StandbyBuild,
     StatusWriter,
     inherited_status_writer,
+    log_report,
+    no_report,
+    read_promotion,
 )
-from pipeinfer.runtime.holder_process import keeps_memory
 from pipeinfer.runtime.logs import (
     StatusLine,
     open_streams,
@@ -63,7 +67,12 @@ from pipeinfer.runtime.logs import (
     set_up_logging,
     show_until_ready,
 )
-from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, claimed_address, wait_for_holder
+from pipeinfer.runtime.memory_holder import (
+    HOLDER_VARIABLE,
+    claimed_address,
+    keeps_memory,
+    wait_for_holder,
+)
 from pipeinfer.runtime.servers import WAIT_FLAG, port_owner, wait_until_listening
 from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import (
@@ -74,13 +83,6 @@ from pipeinfer.runtime.stage import (
     builder,
     incarnation_after,
     own_incarnation,
-)
-from pipeinfer.runtime.standby import (
-    STANDBY_FLAG,
-    StandbyBuild,
-    log_report,
-    no_report,
-    read_promotion,
 )
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity, Topology, deployed_topology

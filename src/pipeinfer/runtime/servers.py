@@ -36,7 +36,10 @@ from pipeinfer import topology as topologies
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import Topology
 
-PREFIX, TOPOLOGY, PID_FILE, SERVED = "pipeinfer-", "pipeinfer.toml", "pid", "served.json"
+FOLDER_PREFIX = "pipeinfer-"  # of a server's folder, in that for temporary files; it has:
+TOPOLOGY = "pipeinfer.toml"
+PID_FILE = "pid"  # locked as long as the server lives
+SERVED = "served.json"  # where it listens for HTTP, and what it serves
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -99,7 +102,7 @@ def url_from_here(host: str, port: int, secure: bool) -> str:
 def running_servers() -> list[RunningServer]:
     """All servers of this user whose temporary folder is found, oldest first."""
     found: list[tuple[float, RunningServer]] = []
-    for mark in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{PID_FILE}"):
+    for mark in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{PID_FILE}"):
         try:
             status = mark.lstat()
             owners = {status.st_uid, mark.parent.lstat().st_uid}

@@ -75,7 +75,7 @@ class StageContext:
     settings, topology, identity, incarnation: of the stage.
     report_status: `report(state, reason)` shows progress before there is a core.
     listen_fds: sockets for HTTP that the parent process opened; none: open your own.
-    promotion: of a standby (runtime/standby.py): waits until it is to serve, and returns the
+    promotion: of a standby (runtime/child.py): waits until it is to serve, and returns the
         context of the stage that it is then; None: the process serves from its start.
     """
 

@@ -147,13 +147,17 @@ class AdapterSlots:
         ready, self._ready = self._ready, []
         return [one for one in ready if one.phase == "waiting_for_adapter"]
 
-    def take_due(self, epoch: int, now: float) -> Iterator[LoadAdapter]:
-        """What engines are to be asked now, in `epoch`."""
+    def take_due(self, epoch: int, next_plan: int, now: float) -> Iterator[LoadAdapter]:
+        """What engines are to be asked now, in `epoch`, before its plan `next_plan`."""
         for one in self._adapters.values():
             if one.waiting and not one.loaded and now - one.sent >= LOAD_RETRY_SECONDS:
                 one.sent = now
                 yield LoadAdapter(
-                    epoch=epoch, number=one.number, slot=one.slot, adapter=one.adapter
+                    epoch=epoch,
+                    number=one.number,
+                    slot=one.slot,
+                    adapter=one.adapter,
+                    next_plan=next_plan,
                 )
 
     def on_loaded(self, loaded: AdapterLoaded) -> list[Request]:

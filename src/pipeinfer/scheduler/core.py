@@ -7,7 +7,6 @@ what tokenizers and detokenizers send it. Knows no pages (only counts of them), 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import ClassVar, Literal, get_args
@@ -17,6 +16,7 @@ import msgspec
 from pipeinfer.core import (
     EVERYONE,
     FORGET_FACTOR,
+    Deadlines,
     Drain,
     Histogram,
     Leave,
@@ -44,6 +44,8 @@ from pipeinfer.messages import (
     HandOver,
     Hello,
     Message,
+    MissedPlan,
+    Plan,
     Prepared,
     PromptLogprobs,
     RankStatus,
@@ -117,7 +119,9 @@ class SchedulerCore:
         self._outbox = Outbox(group)
         self._takeover = TakeoverTimes()
         self._prefill_times = Histogram()
-        self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(FINISH_KINDS, 0))
+        self.counts.update(
+            epochs=0, repeated_plans=0, bad_logits=0, **dict.fromkeys(FINISH_KINDS, 0)
+        )
 
     @property
     def group(self) -> int:
@@ -249,7 +253,7 @@ class SchedulerCore:
         if is_new and self._sleep.refuses:
             self._refuse(request, 503, "the server sleeps", None, "asleep")
         elif is_new and self._sleep.falls:
-            self._sleep.held[request.id] = request
+            self._sleep.deferred[request.id] = request
         else:
             self._planner.enqueue(request, -1 if delivered is None else delivered.crashes)
 
@@ -278,24 +282,24 @@ class SchedulerCore:
         if not asked.level:
             if self._epochs.sleep_level:
                 self._epochs.wake_up()
-            self._enqueue_held(self._sleep.wake_up())
+            self._enqueue_deferred(self._sleep.wake_up())
             self._begin(now)
             return
         self._sleep.ask(asked)
         if self._sleep.falls and asked.mode == "abort":
-            for request in [one for one in self._live if one.id not in self._sleep.held]:
+            for request in [one for one in self._live if one.id not in self._sleep.deferred]:
                 self._abort(request, "the server falls asleep")
 
     def _fall_asleep(self, now: float) -> None:
         """Requests that hold slots go on at waking, with the tokens that they have."""
-        self._enqueue_held(self._sleep.begin())
+        self._enqueue_deferred(self._sleep.begin())
         self._epochs.sleep(self._sleep.level, self._sleep.refuses, now)
         lost, in_flight = self._engine.on_epoch_lost()
         self._planner.on_epoch_lost(lost, in_flight, blameless=True)
         self._begin(now)
 
-    def _enqueue_held(self, held: list[Request]) -> None:
-        for request in held:
+    def _enqueue_deferred(self, deferred: list[Request]) -> None:
+        for request in deferred:
             self._planner.enqueue(request)
 
     def _on_asleep(self, asleep: Asleep, _now: float) -> None:
@@ -367,7 +371,7 @@ class SchedulerCore:
     def _drop(self, request: Request, kind: FinishKind) -> None:
         """It is over; its slot is released with the next plan."""
         self.counts[kind] += 1
-        self._sleep.held.pop(request.id, None)
+        self._sleep.deferred.pop(request.id, None)
         self._live.remove(request)
         self._planner.drop(request)
         self._takeover.on_finished(request, self._clock_time)
@@ -468,6 +472,18 @@ class SchedulerCore:
             self._on_epoch_lost(blameless=True)
         else:
             self._end_epoch(reason, now)
+
+    def _on_missed_plan(self, missed: MissedPlan, now: float) -> None:
+        """All ranks hear what one has missed; those that have applied it pass it over."""
+        if not self._epochs.running or missed.epoch != self._epochs.epoch:
+            return
+        plans = self._engine.published.since(missed.number)
+        if not plans:
+            reason = f"rank {missed.rank}: plan {missed.number} is missing and is not kept"
+            self._end_epoch(reason, now, blameless=True)
+        for plan in plans:
+            self._outbox.send("plan", EVERYONE, plan)
+        self.counts["repeated_plans"] += len(plans)
 
     def _on_rank(self, status: RankStatus, now: float) -> None:
         if status.group == self.group:
@@ -614,7 +630,7 @@ class SchedulerCore:
             self._end_epoch(reason, now, blameless=True)  # another group may go on
         self._begin(now)
         if self._epochs.running and (probe := self._planner.probe(self._epochs.epoch, now)):
-            self._outbox.send("plan", EVERYONE, probe)
+            self._publish(probe)
         for request in self._live.take_overdue(self._now):
             self._fail(request, "abort", "the request's timeout is over")
         try:
@@ -639,12 +655,16 @@ class SchedulerCore:
     def _publish_plans(self, now: float) -> None:
         """Publishes steps until enough are in flight or nothing is left to do."""
         while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
-            self._outbox.send("plan", EVERYONE, plan)
+            self._publish(plan)
         if self._epochs.running:  # a plan may have found a request whose grammar is not there
             for prepare in self._planner.grammars_to_prepare(now):
                 self._outbox.send("plan", EVERYONE, prepare)
             for load in self._planner.adapters_to_load(self._epochs.epoch, now):
                 self._outbox.send("plan", EVERYONE, load)
+
+    def _publish(self, plan: Plan) -> None:
+        self._engine.published.add(plan)
+        self._outbox.send("plan", EVERYONE, plan)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., None]]] = {
         Work: _on_work,
@@ -664,6 +684,7 @@ class SchedulerCore:
         Result: _on_result,
         Digests: _on_digests,
         Fault: _on_fault,
+        MissedPlan: _on_missed_plan,
         RankStatus: _on_rank,
         Ended: _on_ended,
         Delivered: _on_delivered,
@@ -707,54 +728,16 @@ class LiveRequests:
     def add(self, request: Request) -> None:
         """It is live from now on."""
         self._requests[request.id] = request
-        self._deadlines.add(request)
+        self._deadlines.set(request.id, request.deadline)
 
     def remove(self, request: Request) -> None:
         """It is over, by whatever; one that is refused as it comes never was here."""
         self._requests.pop(request.id, None)
-        self._deadlines.remove(request)
+        self._deadlines.remove(request.id)
 
     def take_overdue(self, now: float) -> Iterator[Request]:
         """Those whose deadline has come, each once."""
-        return self._deadlines.take_over(now)
-
-
-MAX_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
-
-
-class Deadlines:
-    """When requests with a timeout have to be over.
-
-    A heap of (deadline, id), and the live requests by id: one that ended is let go at once, its
-    entry when it comes up, or with many.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, str]] = []
-        self._live: dict[str, Request] = {}
-
-    def add(self, request: Request) -> None:
-        """Requests without a deadline are not kept."""
-        if request.deadline < float("inf"):
-            self._live[request.id] = request
-            heapq.heappush(self._heap, (request.deadline, request.id))
-
-    def remove(self, request: Request) -> None:
-        """`request` is over, by whatever."""
-        if self._live.get(request.id) is request:
-            del self._live[request.id]
-            if len(self._heap) > 2 * len(self._live) + MAX_STALE:
-                self._heap = [(one.deadline, name) for name, one in self._live.items()]
-                heapq.heapify(self._heap)
-
-    def take_over(self, now: float) -> Iterator[Request]:
-        """Live requests whose deadline has come, each once."""
-        while self._heap and self._heap[0][0] <= now:
-            deadline, name = heapq.heappop(self._heap)
-            request = self._live.get(name)
-            if request is not None and request.deadline == deadline:
-                del self._live[name]
-                yield request
+        return (self._requests[name] for name in self._deadlines.take_due(now))
 
 
 FinishKind = Literal[

@@ -10,11 +10,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 
 import numpy as np
 
-from pipeinfer.messages import Admit, Admitted, Digests, Extend, PromptLogprobs, Release, Result
+from pipeinfer.messages import (
+    Admit,
+    Admitted,
+    Digests,
+    Extend,
+    Plan,
+    PromptLogprobs,
+    Release,
+    Result,
+)
 from pipeinfer.scheduler.drafting import DraftCounts
 from pipeinfer.scheduler.request import Request
 from pipeinfer.wire import pack, unpack
@@ -27,12 +37,14 @@ RowInFlight = tuple[Request, int]  # of a published step: the request, and its `
 class EngineState:
     """What the scheduler knows of the engine of one group of `tp` ranks.
 
-    slots: who holds one. in_flight: the steps that have no result yet.
+    slots: who holds one. in_flight: the steps that have no result yet. published: plans that some
+    rank may not have had.
     """
 
     def __init__(self, tp: int) -> None:
         self.slots = Slots()
         self.in_flight = StepsInFlight()
+        self.published = PublishedPlans()
         self._agreement = DigestAgreement(tp)
 
     @property
@@ -61,6 +73,7 @@ class EngineState:
         yield from self.in_flight.process_result(result)
         self.slots.on_page_counts(result)
         self._agreement.on_result(result.digest)
+        self.published.forget(self._agreement.applied)
 
     def _check_pages(self, counts: Admitted | Result) -> None:
         pages = self.slots.credits.pages
@@ -78,10 +91,42 @@ class EngineState:
     def on_digests(self, digests: Digests) -> None:
         """Another rank's digests. Raises RanksDisagree."""
         self._agreement.on_digests(digests)
+        self.published.forget(self._agreement.applied)
 
     def on_epoch_lost(self) -> tuple[list[Request], list[Request]]:
         """The epoch is over: (requests that held slots, those that were in flight)."""
+        self.published.clear()
         return self.slots.on_epoch_lost(), self.in_flight.on_epoch_lost()
+
+
+class PublishedPlans:
+    """Plans of one epoch, until all ranks have said that they have applied them: rank 0 by its
+    result, the others by their digests. What a rank misses is published again."""
+
+    def __init__(self) -> None:
+        self._plans: deque[Plan] = deque()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def add(self, plan: Plan) -> None:
+        """`plan` is published, behind all others."""
+        self._plans.append(plan)
+
+    def forget(self, number: int) -> None:
+        """All ranks have applied the plans before `number`."""
+        while self._plans and self._plans[0].number < number:
+            self._plans.popleft()
+
+    def clear(self) -> None:
+        """The epoch is over."""
+        self._plans.clear()
+
+    def since(self, number: int) -> tuple[Plan, ...]:
+        """Plan `number` and all behind it; none if that plan is not kept."""
+        if not self._plans or number < self._plans[0].number:
+            return ()
+        return tuple(islice(self._plans, number - self._plans[0].number, None))
 
 
 class PageCredits:
@@ -580,21 +625,29 @@ class _Rank:
 
 class DigestAgreement:
     """Of one epoch of a group of `tp` ranks. `compared`: plans with the same decisions on all
-    ranks."""
+    ranks. `applied`: plans that all ranks have said to have applied; a single one by its results.
+    """
 
     def __init__(self, tp: int) -> None:
         self._ranks = {rank: _Rank() for rank in range(1, tp)}
+        self._results = 0
 
     @property
     def compared(self) -> int:
         return min((rank.number for rank in self._ranks.values()), default=0)
 
+    @property
+    def applied(self) -> int:
+        return self.compared if self._ranks else self._results
+
     def begin(self) -> None:
         """A new epoch: all memories are empty."""
         self._ranks = {rank: _Rank() for rank in self._ranks}
+        self._results = 0
 
     def on_result(self, digest: int) -> None:
         """Rank 0's digest of its next plan. Raises RanksDisagree."""
+        self._results += 1
         for number, rank in self._ranks.items():
             rank.first.append(digest)
             self._compare(number, rank)

@@ -379,17 +379,17 @@ class GroupAnnouncer:
 class SleepRequest:
     """What was asked for last.
 
-    level: see SetSleep; 0: to be awake. held: by id, requests that have come since, while those
+    level: see SetSleep; 0: to be awake. deferred: by id, requests that have come since, while those
     before are answered. settled: what holds is known, so no engine's word of earlier times counts.
     """
 
     def __init__(self) -> None:
         self.level = 0
-        self.held: dict[str, Request] = {}
+        self.deferred: dict[str, Request] = {}
         self.settled = False
         self._refuses = False
         self._mode: SleepMode = "wait"
-        self._told: tuple[int, bool] = (0, False)  # level and refusals that ranks were told of
+        self._announced: tuple[int, bool] = (0, False)  # level and refusals that ranks know of
 
     @property
     def refuses(self) -> bool:
@@ -399,7 +399,7 @@ class SleepRequest:
     @property
     def falls(self) -> bool:
         """Whether the group is awake, and is to sleep."""
-        return self.level > 0 and not self._told[0]
+        return self.level > 0 and not self._announced[0]
 
     def ask(self, asked: SetSleep) -> None:
         """It is to sleep. Who asks again may hurry, or want a deeper sleep, but no lighter one."""
@@ -408,22 +408,22 @@ class SleepRequest:
         self._mode, self._refuses = asked.mode, asked.refuses
 
     def due(self, live: int) -> bool:
-        """Whether ranks are to be told now. live: requests that the group has, with `held`."""
-        if not self.level or self._told == (self.level, self._refuses):
+        """Whether ranks are to be told now. live: requests that the group has, with `deferred`."""
+        if not self.level or self._announced == (self.level, self._refuses):
             return False
-        return not self.falls or self._mode == "keep" or live == len(self.held)
+        return not self.falls or self._mode == "keep" or live == len(self.deferred)
 
     def begin(self) -> list[Request]:
-        """Ranks are told; returns those that were held, which now wait as for any engine."""
-        self._told = self.level, self._refuses
-        return self._take_held()
+        """Ranks are to sleep; returns what was deferred, which now waits as for any engine."""
+        self._announced = self.level, self._refuses
+        return self._take_deferred()
 
     def wake_up(self) -> list[Request]:
-        """It is to be awake; returns those that were held."""
+        """It is to be awake; returns what was deferred."""
         self.settled = True
-        self.level, self._told = 0, (0, False)
-        return self._take_held()
+        self.level, self._announced = 0, (0, False)
+        return self._take_deferred()
 
-    def _take_held(self) -> list[Request]:
-        held, self.held = list(self.held.values()), {}
-        return held
+    def _take_deferred(self) -> list[Request]:
+        deferred, self.deferred = list(self.deferred.values()), {}
+        return deferred

@@ -190,7 +190,7 @@ class Planner:
 
     def adapters_to_load(self, epoch: int, now: float) -> Iterator[LoadAdapter]:
         """Adapters that engines are to be asked for now, in `epoch`."""
-        return self._queue.adapters.take_due(epoch, now)
+        return self._queue.adapters.take_due(epoch, self._number, now)
 
     def on_adapter_loaded(self, loaded: AdapterLoaded) -> list[Request]:
         """What a rank says of an adapter. Those that waited for it go on with the next plan; if it
@@ -275,8 +275,9 @@ class Planner:
         return self._write(composer, epoch, now)
 
     def probe(self, epoch: int, now: float) -> Plan | None:
-        """An empty plan where results are late. An engine that missed one sees a gap before it; if
-        a result was lost, the gap is before that of the empty plan. Else nothing comes of it."""
+        """An empty plan where results are late. A rank that missed the plans before sees that, and
+        asks for them; if a result was lost, that of the empty plan comes in its place, which ends
+        the epoch. Else nothing comes of it."""
         if not self._steps_in_flight.take_probe_due(now):
             return None
         number = self.take_number()

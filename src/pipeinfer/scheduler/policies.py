@@ -15,7 +15,7 @@ from pipeinfer.scheduler.drafting import Drafter
 from pipeinfer.scheduler.engine_state import PageAllowance, PlannedRow, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.settings import ConfigurationError
+from pipeinfer.settings import POLICIES, ConfigurationError
 from pipeinfer.step_cost import PrefillBudget, Prompt
 
 # Rows of a step that jump, each over several tokens: graphs have room for so many. Where prompts
@@ -321,14 +321,6 @@ class StepComposer:
 
 def _preemption_order(request: Request) -> tuple[int, int]:
     return request.work.priority, request.arrival
-
-
-POLICIES = {
-    "mixed": "pipeinfer.scheduler.policies:Mixed",
-    "prefill-first": "pipeinfer.scheduler.policies:PrefillFirst",
-    "decode-first": "pipeinfer.scheduler.policies:DecodeFirst",
-    "throughput": "pipeinfer.scheduler.policies:Throughput",
-}
 
 
 class Policy(Protocol):

@@ -20,9 +20,8 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
-from pipeinfer.core import FairQueue
+from pipeinfer.core import FairQueue, block_hashes
 from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS
 from pipeinfer.messages import Prepare, Prepared
 from pipeinfer.params import StructuredOutputs
@@ -258,7 +257,6 @@ class SamplingGroups:
         return ready
 
 
-KEY_BYTES = 8
 COMING = ("waiting", "running", "waiting_for_prefix")
 
 
@@ -280,7 +278,7 @@ class PrefixesInProgress:
         self._block_size = 0  # tokens: whole pages
         self._leaders: dict[bytes, Request] = {}  # by the key of a beginning
         # Keys of all beginnings of a request, by its id, shortest first.
-        self._keys: dict[str, tuple[bytes, ...]] = {}
+        self._keys: dict[str, list[bytes]] = {}
         # By id: a request that leads, and the numbers of its blocks that it leads in.
         self._blocks_led: dict[str, tuple[Request, list[int]]] = {}
         self._waiting: dict[str, tuple[Request, list[Request]]] = {}  # by the lead's id
@@ -377,21 +375,15 @@ class PrefixesInProgress:
                 self._leaders.update(dict.fromkeys([keys[at] for at in blocks], request))
         return self._leaders
 
-    def _prefix_keys(self, request: Request) -> tuple[bytes, ...]:
+    def _prefix_keys(self, request: Request) -> list[bytes]:
         """A key for each beginning of whole blocks that a cache may give its prompt: all but the
         last token."""
         keys = self._keys.get(request.id)
         if keys is None:
-            keys = self._keys[request.id] = tuple(self._hashed(request))
+            ids, work = TOKEN_BYTES * (request.prompt_len - 1), request.work
+            keys = block_hashes(work.prompt_ids[:ids], self._block_size, work.cache_salt)
+            self._keys[request.id] = keys
         return keys
-
-    def _hashed(self, request: Request) -> Iterator[bytes]:
-        prompt, size = request.work.prompt_ids, self._block_size * TOKEN_BYTES
-        key = blake2b(request.work.cache_salt.encode(), digest_size=KEY_BYTES).digest()
-        for at in range(0, (request.prompt_len - 1) // self._block_size * size, size):
-            block = prompt[at : at + size]
-            key = blake2b(block, key=key, digest_size=KEY_BYTES).digest()
-            yield key
 
 
 def _provides(lead: Request, tokens: int) -> bool:

@@ -210,18 +210,18 @@ class RecoveryRecords:
         """The request is over for good, up to this `attempt`; returns the detokenizers that may
         know it."""
         self._ended_attempts.put(request_id, max(attempt, self._ended(request_id)), now)
-        told: set[str] = set()
+        receivers: set[str] = set()
         waiting = self._delivered.get(request_id)
         if waiting is not None and waiting[0].attempt <= attempt:
             del self._delivered[request_id]
-            told.update(self.detokenizers)
+            receivers.update(self.detokenizers)
         request, _ = self.finished.get(request_id, (None, None))
         if request is not None and request.work.attempt <= attempt:
             del self.finished[request_id]
-            told.add(detokenizer_of(request))
+            receivers.add(detokenizer_of(request))
         if (moved := self._handed_over.pop(request_id, None)) is not None:
-            told.add(moved)
-        return tuple(sorted(told))
+            receivers.add(moved)
+        return tuple(sorted(receivers))
 
     def on_recovered(self, now: float) -> None:
         """All neighbours have sent what they have: what is missing now may be lost."""
@@ -249,7 +249,7 @@ class RecoveryRecords:
         aged = [
             request
             for name, (request, _) in self.finished.items()
-            if now >= self._swept[name] + self._retention_seconds + kept_seconds(request.work)
+            if now >= self._swept[name] + self._retention_seconds + answer_retention(request.work)
         ]
         self._sweep_at = now + self._retention_seconds
         return [
@@ -257,9 +257,9 @@ class RecoveryRecords:
         ]
 
 
-def kept_seconds(work: Work) -> float:
+def answer_retention(work: Work) -> float:
     """For which a finished request is kept though its client may have all of it."""
-    return 0.0 if work.kept is None else work.kept.seconds
+    return 0.0 if work.retention is None else work.retention.seconds
 
 
 class TakeoverTimes:
@@ -365,7 +365,7 @@ class Outbox:
             trace=work.trace,
             group=self._group,
             token_offsets=work.token_offsets,
-            kept=work.kept,
+            retention=work.retention,
         )
         return Send("tokens", detokenizer_of(request), opened)
 

@@ -1,7 +1,7 @@
 """The tokenizer without its I/O: requests in, token ids out to the chosen data-parallel group.
 
 Every unfinished request is kept with the group that it was sent to, so that aborts follow it and a
-restarted scheduler gets it again (requests.py). Short prompts are encoded here, long ones and
+restarted scheduler gets it again (routing.py). Short prompts are encoded here, long ones and
 grammars by worker processes (workers.py), to which the local events below go. Knows no transport
 and no clock; of the model only its vocabulary and its context length.
 """
@@ -53,7 +53,10 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import Thoughts, ThoughtState, choice_id, choice_ids, choice_seed
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, TokenizedPrompt
-from pipeinfer.tokenizer.requests import (
+from pipeinfer.tokenizer.routing import (
+    GroupMonitor,
+    GroupReport,
+    GroupRouter,
     Origin,
     PendingPrompt,
     PendingPrompts,
@@ -65,7 +68,6 @@ from pipeinfer.tokenizer.requests import (
     with_origin,
     without_choice,
 )
-from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, GroupRouter
 from pipeinfer.wire import unpack
 
 # Bytes of text up to which a prompt is encoded on arrival.
@@ -394,7 +396,7 @@ class TokenizerCore:
         self._counts["accepted"] += len(names)
         works = self._works(event, prompt)
         accepted = self._accepted(pending, prompt, group)
-        origin = None if event.kept is None else Origin(event, accepted)
+        origin = None if event.retention is None else Origin(event, accepted)
         if origin is not None:
             works[0] = with_origin(works[0], origin, self._roll_call.stage)
         for work in works:
@@ -460,7 +462,9 @@ class TokenizerCore:
             thoughts=prompt.thoughts,
             token_offsets=event.token_offsets,
             adapter=event.adapter,
-            kept=None if event.kept is None else msgspec.structs.replace(event.kept, format=b""),
+            retention=None
+            if event.retention is None
+            else msgspec.structs.replace(event.retention, format=b""),
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
@@ -525,24 +529,24 @@ class TokenizerCore:
         if gateway is None:
             return out
         if not event.again:  # what came since is the new gateway's own
-            self._pending.discard_unkept(gateway)
+            self._pending.discard_unretained(gateway)
             for work in self._routed.of_gateway(gateway):
-                if work.kept is None:
+                if work.retention is None:
                     abort = Abort(work.request_id, work.attempt, "its gateway was restarted")
                     out += self._on_abort(abort, now)
         stage = self._roll_call.stage
-        told: list[Message] = [self._adapters] * (self._adapters != AdapterChanges())
-        told += [Adopt(stage=stage, submit=submit) for submit in self._pending.kept(gateway)]
-        told += [
+        known: list[Message] = [self._adapters] * (self._adapters != AdapterChanges())
+        known += [Adopt(stage=stage, submit=submit) for submit in self._pending.retained(gateway)]
+        known += [
             Adopt(
                 stage=stage,
                 submit=origin.submit,
                 accepted=origin.accepted,
                 waited=origin.waited,
             )
-            for origin in self._routed.kept(gateway, now)
+            for origin in self._routed.retained(gateway, now)
         ]
-        sends = (Send("recovery", event.stage, one) for one in told)
+        sends = (Send("recovery", event.stage, one) for one in known)
         return [*out, *bracketed_answer(stage, event, sends)]
 
     def _on_adapters(self, event: AdapterChanges, _now: float) -> list[Send]:
@@ -599,10 +603,10 @@ class TokenizerCore:
         attempt, and its old group is to abort it. A request that has ended is aborted."""
         if event.ended:
             abort = Abort(event.request_id, event.attempt, "nobody has taken its end")
-            entry, told = self._routed.get(event.request_id), list[Send]()
-            if entry is not None and entry.work.kept is not None:
-                told.append(Send("recovery", f"gateway-{entry.work.gateway}", abort))
-            return [*told, *self._on_abort(abort, now)]
+            entry, out = self._routed.get(event.request_id), list[Send]()
+            if entry is not None and entry.work.retention is not None:
+                out.append(Send("recovery", f"gateway-{entry.work.gateway}", abort))
+            return [*out, *self._on_abort(abort, now)]
         entry = self._routed.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, and all groups got its Abort or Done

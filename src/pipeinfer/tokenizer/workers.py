@@ -38,7 +38,7 @@ from pipeinfer.processes import incoming_frames, read_frame, start_child, write_
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import Encode, Encoded, EncodeNext, GrammarVerdict, ValidateGrammar
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, load_encoder
-from pipeinfer.tokenizer.requests import grammar_digest
+from pipeinfer.tokenizer.routing import grammar_digest
 
 log = logging.getLogger(__name__)
 

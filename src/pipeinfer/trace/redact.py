@@ -161,14 +161,14 @@ def _node(
 REDACTED_FIELDS: dict[str, dict[str, str]] = {
     "Submit": {"params": "params", "text": "text", "prompt_ids": "ids", "chat": "list",
                "template_arguments": "dict", "cache_salt": "salt", "fallback_grammar": "struct",
-               "kept": "struct"},
+               "retention": "struct"},
     "Call": {"params": "params", "text": "text", "prompt_ids": "ids", "chat": "list",
              "template_arguments": "dict", "cache_salt": "salt", "fallback_grammar": "struct",
-             "kept": "struct"},
-    "Kept": {"owner": "salt", "format": "bytes", "origin": "bytes"},
+             "retention": "struct"},
+    "Retention": {"owner": "salt", "format": "bytes", "origin": "bytes"},
     "Adopt": {"submit": "struct", "accepted": "struct"},
     "Work": {"params": "params", "prompt_ids": "ids", "eos_ids": "some", "cache_salt": "salt",
-             "bad_word_ids": "each some", "thoughts": "struct", "kept": "struct"},
+             "bad_word_ids": "each some", "thoughts": "struct", "retention": "struct"},
     "Plan": {"releases": "nested", "admits": "nested", "extends": "nested"},
     "Extend": {"ids": "ids"},
     "Prepare": {"spec": "struct"},
@@ -187,7 +187,7 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
     "FoundPages": {"ids": "ids", "digests": "zeros", "parents": "zeros", "salts": "zeros"},
     "StepDone": {"token_ids": "ids", "logprobs": "zeros", "prompt_logprobs": "all zeros",
                  "refused": "each why"},
-    "Open": {"params": "params", "context_ids": "ids", "kept": "struct"},
+    "Open": {"params": "params", "context_ids": "ids", "retention": "struct"},
     "Tokens": {"rows": "nested"},
     "TokenRow": {"ids": "ids", "stop_token": "one", "logprobs": "zeros", "error": "error"},
     "PromptTokens": {"ids": "ids", "logprobs": "zeros"},
@@ -209,7 +209,7 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 # Names, numbers and what stages say of themselves: nothing of a client's but its request's id.
 UNCHANGED_MESSAGES = {
-    "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault",
+    "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "MissedPlan",
     "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",

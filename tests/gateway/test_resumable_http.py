@@ -18,9 +18,8 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient, post
 
-from pipeinfer.gateway.kept_answers import WRITE_BYTES
-from pipeinfer.gateway.kept_streams import MAX_READERS
-from pipeinfer.gateway.response_store import StoredResponse
+from pipeinfer.gateway.resumable_answers import WRITE_BYTES
+from pipeinfer.gateway.retention import MAX_READERS, StoredResponse
 from pipeinfer.messages import TextRow
 from pipeinfer.wire import pack
 from waiting import until
@@ -135,7 +134,7 @@ async def test_a_request_that_breaks_tells_whoever_resumes(gateway: Gateway) -> 
     assert (await resume(gateway, name)).text == answer.text
     client = gateway.client()
     made = await client.responses.create(model="test", input="break x y", background=True)
-    await until(lambda: gateway.driver._context.kept.running is False)
+    await until(lambda: gateway.driver._context.answers.running is False)
     found = await client.responses.retrieve(made.id)
     assert found.status == "failed" and found.error is not None
     assert "on fire" in found.error.message
@@ -177,7 +176,7 @@ async def test_who_leaves_before_the_prompt_was_accepted_ends_even_a_detached_re
     await until(lambda: len(gateway.pipeline.submits) == 1)
     await client.close()
     await asyncio.wait_for(gateway.pipeline.aborts.get(), 10)
-    assert len(gateway.driver._context.kept.streams) == 0
+    assert len(gateway.driver._context.answers.streams) == 0
 
 
 async def test_a_detached_client_gets_the_head_before_any_output(gateway: Gateway) -> None:
@@ -187,7 +186,7 @@ async def test_a_detached_client_gets_the_head_before_any_output(gateway: Gatewa
     name = head.lower().partition(b"x-pipeinfer-stream: ")[2].partition(b"\r\n")[0].decode()
     assert name.startswith("cmpl-") and b" 200 " in head
     await client.close()
-    await until(lambda: gateway.driver._context.kept.streams.num_detached == 1)
+    await until(lambda: gateway.driver._context.answers.streams.num_detached == 1)
     assert gateway.pipeline.aborts.empty()
 
 
@@ -211,7 +210,7 @@ async def test_a_slow_reader_costs_a_bounded_buffer_and_the_kept_answer_goes_on(
 ) -> None:
     """Of 6 MB of output 1 MiB is kept: a reader that reads nothing is cut off."""
     gateway = await start_gateway(kept_mib=1, key_kept_mib=1)
-    kept = gateway.driver._context.kept
+    kept = gateway.driver._context.answers
     small = socket.socket()
     small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     host, port = gateway.url.partition("://")[2].rsplit(":", 1)
@@ -249,7 +248,7 @@ async def test_thousands_of_gets_of_one_stream_cost_little(gateway: Gateway) -> 
     readers = [await RawClient.connect(gateway) for _ in range(200)]
     for one in readers:
         one.send(asked)
-    [stream] = gateway.driver._context.kept.streams._streams.values()
+    [stream] = gateway.driver._context.answers.streams._streams.values()
 
     async def ended(one: RawClient) -> bool:
         return bool(await one.all(60.0))
@@ -327,11 +326,11 @@ async def test_a_response_larger_than_all_that_may_be_kept_is_gone(
     gateway = await start_gateway(kept_mib=1, key_kept_mib=1)
     gateway.pipeline.cut = lambda _: ["w" * 600_000, "x" * 600_000]
     made = await gateway.client().responses.create(model="test", input="x", background=True)
-    await until(lambda: not gateway.driver._context.kept.running)
+    await until(lambda: not gateway.driver._context.answers.running)
     for path in (f"/v1/responses/{made.id}", f"/v1/streams/{made.id}"):
         answer = await gateway.http().get(gateway.url + path)
         assert code(answer) == (410, "stream_gone")
-    assert gateway.driver._context.kept.streams.bytes < 2**20
+    assert gateway.driver._context.answers.streams.bytes < 2**20
 
 
 async def test_a_server_that_stops_ends_its_kept_answers(gateway: Gateway) -> None:
@@ -343,7 +342,7 @@ async def test_a_server_that_stops_ends_its_kept_answers(gateway: Gateway) -> No
     seen = await asyncio.wait_for(reading, 20)
     await stopping
     assert seen[-1].type == "response.failed"
-    assert not gateway.driver._context.kept.running
+    assert not gateway.driver._context.answers.running
 
 
 async def collect(events: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from detokenizer.conftest import byte_level
 from pipeinfer.core import Send
 from pipeinfer.detokenizer.core import DetokenizerCore
-from pipeinfer.detokenizer.kept_outputs import OUTPUT_BYTES, OutputBounds
+from pipeinfer.detokenizer.retained_outputs import OUTPUT_BYTES, OutputBounds
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.messages import (
     Abort,
@@ -22,11 +22,11 @@ from pipeinfer.messages import (
     Adopt,
     Delivered,
     Done,
-    Kept,
     Open,
     PromptTokens,
     Recover,
     Recovered,
+    Retention,
     StopHit,
     Submit,
     Text,
@@ -37,16 +37,16 @@ from pipeinfer.messages import (
 from pipeinfer.params import RequestParams, choice_ids
 from pipeinfer.wire import pack, score_bytes
 
-KEPT = Kept(stream="s", owner="alice", seconds=30.0)
+KEPT = Retention(stream="s", owner="alice", seconds=30.0)
 TOKENIZER = byte_level()
 DECODERS = DecoderFactory(TOKENIZER)
 WORDS = TOKENIZER.encode("hello world é 你 🙂 stop the quick end", add_special_tokens=False).ids
 
 
 def opened(name: str = "r", gateway: int = 0, owner: str = "alice", **params: Any) -> Open:
-    kept = Kept(stream=name, owner=owner, seconds=30.0)
+    retention = Retention(stream=name, owner=owner, seconds=30.0)
     context = pack([1, 2, 3])
-    return Open(name, 1, gateway, RequestParams(**params), context, kept=kept)  # type: ignore[call-arg]
+    return Open(name, 1, gateway, RequestParams(**params), context, retention=retention)  # type: ignore[call-arg]
 
 
 def rows_of(sends: list[Send], gateway: int = 0) -> list[TextRow]:
@@ -140,8 +140,10 @@ def test_a_gateway_hears_what_a_tokenizer_knew_of_each_choice_before_its_text() 
     for name, origin, attempt, group in (
         ("r", msgspec.msgpack.encode(adopt), 1, 0), ("r/1", b"", 2, 1), ("x", b"no Adopt", 1, 0),
     ):  # fmt: skip
-        kept = Kept(stream="s", owner="alice", seconds=30.0, origin=origin)
-        again = msgspec.structs.replace(opened(name), kept=kept, attempt=attempt, group=group)
+        retention = Retention(stream="s", owner="alice", seconds=30.0, origin=origin)
+        again = msgspec.structs.replace(
+            opened(name), retention=retention, attempt=attempt, group=group
+        )
         core.handle(again, 0.0)
         row = TokenRow(name, 0, pack(WORDS[:3]), "length" if name == "r" else None)
         core.handle(Tokens((row,), group), 0.0)

@@ -1,12 +1,15 @@
-"""What each stage's observer makes of messages that a recorded session seldom has."""
+"""Request spans: what each stage's observer makes of messages that a recorded session seldom has;
+the store, in order and bounded whatever comes; which part of a span is the stage's latency."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pipeinfer.control import RequestSpan, StepMade
+from pipeinfer.control import RequestSpan, StepMade, TimedEvent
 from pipeinfer.core import LOCAL, Send, StepDone
 from pipeinfer.gateway.ledger import Call, ClientDisconnected, Failed, OutputDelta
 from pipeinfer.messages import (
@@ -18,6 +21,7 @@ from pipeinfer.messages import (
     Delivered,
     Done,
     Fault,
+    MissedPlan,
     Open,
     Plan,
     Refused,
@@ -32,8 +36,16 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.observe.observer import LastMinute
-from pipeinfer.observe.spans import Exchange, SpanStore
-from pipeinfer.observe.stages import OBSERVERS, span_observer
+from pipeinfer.observe.spans import (
+    MAX_DURATIONS,
+    MAX_EVENTS,
+    MINUTE,
+    OBSERVERS,
+    Exchange,
+    SpanStore,
+    StageDurations,
+    span_observer,
+)
 from pipeinfer.params import RequestParams
 from pipeinfer.runtime.stage import BUILDERS
 from pipeinfer.tokenizer.core import Encode
@@ -282,6 +294,18 @@ def test_a_step_is_what_its_plan_and_its_result_say():
     ]
 
 
+def test_plans_that_are_published_again_are_the_same_steps():
+    one = Watched("scheduler")
+    plans = [plan(0, {0: 3}, [admit(0, "a", 3)]), plan(1, {1: 3}, [admit(1, "b", 3)])]
+    for name, sent in zip("ab", plans, strict=True):
+        one.queued(work(request_id=name), ("", sent))
+    one.saw(MissedPlan(1, 1, 0), *[("", sent) for sent in plans], ("", plan(2, {1: 1})))
+    for number, rows in enumerate([{0: (0, 3)}, {1: (0, 3)}, {1: (3, 1)}]):
+        one.saw(result(number, rows))
+    assert names(one.open["a"]) == names(one.open["b"]) == ["queued", "admitted"]
+    assert [step.at for step in one.steps] == [100.5, 101.5, 102.5]
+
+
 def test_a_minute_of_sums_of_steps_is_kept_by_half_seconds():
     steps: list[StepMade] = []
     minute = LastMinute(0.02, steps.append)
@@ -327,6 +351,20 @@ def test_a_request_passes_an_engine_from_admit_to_release():
     one.saw(Begin(2, (7,)))
     one.saw(plan(0, {3: 1}, [admit(3, "e", 1)], epoch=2))
     assert "e" in one.open
+
+
+def test_an_engine_takes_no_plan_behind_a_missing_one_and_none_twice():
+    one = Watched("engine")
+    one.saw(Begin(1, (7,)))
+    plans = [plan(0, {0: 4}, [admit(0, "a", 4)]), plan(1, {}, [], [Release(0, True)])]
+    plans.append(plan(2, {0: 4}, [admit(0, "b", 4)]))
+    one.saw(plans[0])
+    one.saw(plans[2], ("s", MissedPlan(1, 0, 1)))
+    assert names(one.open["a"]) == ["admitted"] and "b" not in one.open
+    for sent in (*plans[1:], *plans):
+        one.saw(sent)
+    assert [p.request_id for p in one.ended] == ["a"]
+    assert list(one.open) == ["b"] and names(one.open["b"]) == ["admitted"]
 
 
 def test_a_rank_that_sends_no_results_knows_its_first_rows_from_the_device():
@@ -382,3 +420,141 @@ def test_an_attempt_that_comes_again_is_opened_anew():
     one.saw(opened("a", attempt=2))
     one.saw(Tokens(()), ("g", Text((text("a", 2),))))
     assert names(one.open["a"]) == ["opened", "first_text", "opened", "first_text"]
+
+
+def book(ended: list[RequestSpan], most: int = 100) -> SpanStore:
+    return SpanStore("engine-0-0", ended.append, most)
+
+
+def test_a_passage_is_told_while_it_goes_on_and_once_when_it_is_over():
+    ended: list[RequestSpan] = []
+    one = book(ended)
+    assert one.begin("a", 1.0, "00-t-s-01", 1) and not one.begin("a", 9.0)
+    one.mark("a", 2.0, "admitted", slot=3)
+    one.amend("a", "admitted", cached_tokens=7)
+    one.amend("a", "never", x=1)
+    (told,) = one.changes(10)
+    assert (told.began, told.ended, told.trace) == (1.0, 0.0, "00-t-s-01")
+    assert told.moments[0].values == {"slot": 3, "cached_tokens": 7}
+    assert one.changes(10) == []
+    one.mark("a", 3.0, "released")
+    one.end("a", 4.0, "stop")
+    one.end("a", 5.0, "abort")
+    one.mark("a", 6.0, "late")
+    assert one.changes(10) == [] and len(ended) == 1
+    assert (ended[0].ended, ended[0].outcome) == (4.0, "stop")
+    assert [moment.name for moment in ended[0].moments] == ["admitted", "released"]
+    assert told.moments[0].name == "admitted" and len(told.moments) == 1, "what was told stays"
+
+
+def test_only_the_first_output_and_the_last_are_worth_a_look():
+    one = book([])
+    assert one.needing_mark("a", "stop") is None, "it has no passage"
+    one.begin("a", 1.0)
+    assert one.needing_mark("a", None) is one.get("a")
+    one.mark_first_output("a", 2.0, "first_text", tokens=1)
+    one.mark_first_output("a", 3.0, "first_text", tokens=1)
+    one.mark_first_output("b", 3.0, "first_text")
+    assert one.needing_mark("a", None) is None
+    assert one.needing_mark("a", "stop") is one.get("a")
+    (told,) = one.changes(10)
+    assert [(moment.at, moment.name) for moment in told.moments] == [(2.0, "first_text")]
+
+
+def test_of_too_many_moments_the_first_and_the_latest_stay():
+    ended: list[RequestSpan] = []
+    one = book(ended)
+    one.begin("a", 0.0)
+    for at in range(3 * MAX_EVENTS):
+        one.mark("a", float(at), "again")
+    one.end("a", 999.0)
+    times = [moment.at for moment in ended[0].moments]
+    assert times == [*range(MAX_EVENTS - 1), 3 * MAX_EVENTS - 1]
+
+
+NAMES = st.sampled_from([f"r{n}" for n in range(12)])
+ACTIONS = st.lists(st.tuples(st.sampled_from(("begin", "mark", "end", "tell")), NAMES), max_size=80)
+
+
+@given(ACTIONS)
+def test_every_span_ends_at_most_once_and_none_is_kept_beyond_the_bound(actions):
+    """Beside a model without bounds: the book has the newest five of its open requests at most."""
+    ended: list[RequestSpan] = []
+    one = book(ended, most=5)
+    began: dict[str, int] = {}
+    for at, (action, name) in enumerate(actions):
+        match action:
+            case "begin":
+                if one.begin(name, float(at)):
+                    began.pop(name, None)
+                    began[name] = at
+                while len(began) > 5:
+                    del began[next(iter(began))]
+            case "mark":
+                one.mark(name, float(at), "something")
+            case "end":
+                one.end(name, float(at))
+                if name in began:
+                    assert ended[-1].request_id == name and ended[-1].began == began.pop(name)
+                    assert ended[-1].ended == at
+            case "tell":
+                told = one.changes(3)
+                assert len(told) <= 3 and {p.request_id for p in told} <= began.keys()
+        assert {name for name in began if name in one} == began.keys() and len(one) == len(began)
+    assert len({(passage.request_id, passage.began) for passage in ended}) == len(ended)
+    for passage in ended:
+        times = [passage.began, *(moment.at for moment in passage.moments), passage.ended]
+        assert times == sorted(times)
+
+
+NOW = 1_000.0
+BEGAN = NOW - 30
+MOMENTS = (
+    TimedEvent(BEGAN + 2, "admitted"),
+    TimedEvent(BEGAN + 4, "first_text", {"seconds": 0.25}),
+)
+
+
+def passage(
+    stage: str, ended: float = NOW, moments: tuple[TimedEvent, ...] = MOMENTS
+) -> RequestSpan:
+    return RequestSpan(stage, "r", BEGAN, ended, "", "", moments)
+
+
+@pytest.mark.parametrize(
+    ("stage", "seconds"),
+    [
+        ("tokenizer-0", 30.0),
+        ("scheduler-1", 2.0),
+        ("detokenizer-0", 0.25),
+        ("engine-0-0", None),
+        ("gateway-0", None),
+    ],
+)
+def test_each_kind_of_stage_has_its_own_part(stage, seconds):
+    durations = StageDurations(lambda: NOW)
+    durations.on_span(passage(stage))
+    assert durations.median(stage) == seconds
+
+
+@pytest.mark.parametrize("stage", ["scheduler-0", "detokenizer-0"])
+def test_a_passage_without_that_part_says_nothing(stage):
+    durations = StageDurations(lambda: NOW)
+    durations.on_span(passage(stage, moments=()))
+    durations.on_span(passage(stage, ended=0.0))
+    assert durations.median(stage) is None
+
+
+def test_only_the_latest_of_the_last_minute_count():
+    now = NOW
+    durations = StageDurations(lambda: now)
+    for ended in (NOW + 100, NOW):
+        for _ in range(MAX_DURATIONS):
+            durations.on_span(passage("tokenizer-0", ended=ended))
+    assert durations.median("tokenizer-0") == NOW - BEGAN
+    now = NOW + MINUTE + 1
+    assert durations.median("tokenizer-0") is None
+    durations.on_span(passage("tokenizer-0", ended=now))
+    assert durations.median("tokenizer-0") == now - BEGAN
+    durations.clear()
+    assert durations.median("tokenizer-0") is None

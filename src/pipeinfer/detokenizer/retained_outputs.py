@@ -1,7 +1,7 @@
-"""The outputs of kept requests: what their text can be made of again, within bounds of bytes.
+"""The outputs of retained requests: what their text can be made of again, within bounds of bytes.
 
 - single_tokens: cuts a row so that its pieces are the same however tokens came.
-- KeptOutput, KeptOutputs: outputs of requests that have ended, until nobody needs them.
+- RetainedOutput, RetainedOutputs: outputs of requests that have ended, until nobody needs them.
 - Origins: what else their gateways need, if their tokenizers have died as well.
 
 Knows no decoder, and nothing of who asks.
@@ -26,7 +26,8 @@ MAX_DROPPED = 10_000  # dropped requests that are remembered
 
 
 class OutputBounds(NamedTuple):
-    """Bytes of the outputs of kept requests that have ended: of all, and of those of one owner."""
+    """Bytes of the outputs of retained requests that have ended: of all, and of those of one
+    owner."""
 
     total: int
     per_owner: int
@@ -61,8 +62,8 @@ def single_tokens(row: TokenRow, begin: int, score_size: int) -> Iterator[TokenR
         )
 
 
-class KeptOutput(NamedTuple):
-    """The output of a kept request, of which its text can be made again.
+class RetainedOutput(NamedTuple):
+    """The output of a retained request, of which its text can be made again.
 
     last: the row with which it ended; None if it goes on. prompts: log-probs of its prompt.
     """
@@ -76,8 +77,8 @@ class KeptOutput(NamedTuple):
     def bytes(self) -> int:
         """That it occupies, about."""
         prompts = sum(len(one.ids) + len(one.logprobs) for one in self.prompts)
-        delivered, kept = self.delivered, self.opened.kept
-        origin = 0 if kept is None else len(kept.origin)
+        delivered, retention = self.delivered, self.opened.retention
+        origin = 0 if retention is None else len(retention.origin)
         return OUTPUT_BYTES + origin + prompts + len(delivered.ids) + len(delivered.logprobs)
 
     def row(self) -> TokenRow:
@@ -90,17 +91,17 @@ class KeptOutput(NamedTuple):
 
 
 class Origins:
-    """What gateways that are started again must know of requests: see Kept.origin."""
+    """What gateways that are started again must know of requests: see Retention.origin."""
 
     def __init__(self, opened: Iterable[Open]) -> None:
         self._of_choices: dict[str, tuple[Adopt, int]] = {}
-        for kept in (one.kept for one in opened):
-            if kept is None or not kept.origin:
+        for retention in (one.retention for one in opened):
+            if retention is None or not retention.origin:
                 continue
             try:
-                adopt = msgspec.msgpack.decode(kept.origin, type=Adopt)
+                adopt = msgspec.msgpack.decode(retention.origin, type=Adopt)
             except msgspec.MsgspecError as error:  # a peer may say anything
-                log.error("what came with %s is no Adopt: %s", kept.stream, error)
+                log.error("what came with %s is no Adopt: %s", retention.stream, error)
                 continue
             choices = adopt.submit.choices
             for name, number in zip(
@@ -119,31 +120,31 @@ class Origins:
         return msgspec.structs.replace(adopt, submit=submit, accepted=accepted)
 
 
-OUTPUT_BYTES = 1024  # bytes, about, of a kept request beside its ids and log-probs
+OUTPUT_BYTES = 1024  # bytes, about, of a retained request beside its ids and log-probs
 
 
-class KeptOutputs:
-    """Outputs of kept requests that have ended, oldest first, within bounds.
+class RetainedOutputs:
+    """Outputs of retained requests that have ended, oldest first, within bounds.
 
     bytes: of all. dropped: what was opened for those that went for their bytes.
     """
 
     def __init__(self, bounds: OutputBounds) -> None:
         self._bounds = bounds
-        self._outputs: dict[str, KeptOutput] = {}
+        self._outputs: dict[str, RetainedOutput] = {}
         self._owners: dict[str, dict[str, int]] = {}  # by owner, bytes by request
         self._owned_bytes: dict[str, int] = {}  # of them, by owner
         self._dropped = RecentTable[Open](DROPPED_SECONDS, MAX_DROPPED)
         self.bytes = 0
 
-    def __iter__(self) -> Iterator[KeptOutput]:
+    def __iter__(self) -> Iterator[RetainedOutput]:
         return iter(self._outputs.values())
 
     @property
     def dropped(self) -> Iterator[Open]:
         return (opened for _, opened in self._dropped.items())
 
-    def add(self, output: KeptOutput, now: float) -> list[KeptOutput]:
+    def add(self, output: RetainedOutput, now: float) -> list[RetainedOutput]:
         """One more; returns those that are dropped, perhaps this one."""
         name, owner = output.opened.request_id, _owner(output)
         self._outputs[name] = output
@@ -151,7 +152,7 @@ class KeptOutputs:
         owned[name] = output.bytes
         self._owned_bytes[owner] = self._owned_bytes.get(owner, 0) + output.bytes
         self.bytes += output.bytes
-        gone: list[KeptOutput] = []
+        gone: list[RetainedOutput] = []
         while self._owned_bytes.get(owner, 0) > self._bounds.per_owner:
             gone.append(self._drop(next(iter(owned)), now))
         while self.bytes > self._bounds.total:
@@ -171,13 +172,13 @@ class KeptOutputs:
         if not owned:
             del self._owners[owner], self._owned_bytes[owner]
 
-    def _drop(self, name: str, now: float) -> KeptOutput:
+    def _drop(self, name: str, now: float) -> RetainedOutput:
         output = self._outputs[name]
         self._dropped.put(name, output.opened, now)
         self.remove(name)
         return output
 
 
-def _owner(output: KeptOutput) -> str:
-    assert output.opened.kept is not None
-    return output.opened.kept.owner
+def _owner(output: RetainedOutput) -> str:
+    assert output.opened.retention is not None
+    return output.opened.retention.owner

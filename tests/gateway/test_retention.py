@@ -1,41 +1,52 @@
-"""Kept streams against a model that forgets nothing: each event once, owners alone, bounds hold."""
+"""Resumable streams against a model: each event once, owners alone, bounds hold. And the file of
+responses.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pipeinfer.gateway.kept_streams import (
+from pipeinfer.gateway.retention import (
     EVENT_BYTES,
     GONE_SECONDS,
     MAX_READERS,
+    STORED_SECONDS,
     STREAM_BYTES,
-    KeepPolicy,
-    KeptBounds,
-    KeptStream,
-    KeptStreams,
+    ConversationBroken,
+    ConversationTooLarge,
+    ResponseStore,
+    ResumableStream,
+    ResumableStreams,
+    RetentionBounds,
+    RetentionPolicy,
+    StoredResponse,
     StreamGone,
     StreamReader,
+    StreamsFull,
     StreamUnknown,
-    TooMuchKept,
-    events_had,
+    parse_event_id,
 )
+from pipeinfer.settings import ConfigurationError
 
-BOUNDS = KeptBounds(total=12_000, per_owner=8_000)
-ATTACHED, DETACHED = KeepPolicy(False, 5.0), KeepPolicy(True, 5.0)
+BOUNDS = RetentionBounds(total=12_000, per_owner=8_000)
+ATTACHED, DETACHED = RetentionPolicy(False, 5.0), RetentionPolicy(True, 5.0)
 
 
 @dataclass
 class Written:
     """What a stream was given, and since when nobody need have read it."""
 
-    stream: KeptStream
+    stream: ResumableStream
     events: list[bytes] = field(default_factory=list)
     alone_since: float = 0.0
 
@@ -57,7 +68,7 @@ class Machine(RuleBasedStateMachine):
         self.now = 0.0
         self.dropped: set[str] = set()
         self.forgotten: set[str] = set()
-        self.streams = KeptStreams(BOUNDS, self.dropped.add)
+        self.streams = ResumableStreams(BOUNDS, self.dropped.add)
         self.written: dict[str, Written] = {}
         self.readings: list[Reading] = []
 
@@ -80,12 +91,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from("ab"), policy=st.sampled_from([ATTACHED, DETACHED]),
           size=st.sampled_from([0, 0, 0, 5_000]))  # fmt: skip
-    def open(self, owner: str, policy: KeepPolicy, size: int) -> None:
+    def open(self, owner: str, policy: RetentionPolicy, size: int) -> None:
         name = f"s{len(self.written)}"
         try:
             with self.making_room():
                 stream = self.streams.open(name, owner, policy, size, self.now)
-        except TooMuchKept:
+        except StreamsFull:
             self.dropped.discard(name)
             left = [self.written[n].stream for n in self.live()]
             assert sum(s.bytes for s in left) + size + STREAM_BYTES > BOUNDS.per_owner
@@ -213,13 +224,13 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)  # type: ignore[attr-defined]
 
 
-def kept(bounds: KeptBounds = BOUNDS) -> tuple[KeptStreams, list[str]]:
+def kept(bounds: RetentionBounds = BOUNDS) -> tuple[ResumableStreams, list[str]]:
     dropped: list[str] = []
-    return KeptStreams(bounds, dropped.append), dropped
+    return ResumableStreams(bounds, dropped.append), dropped
 
 
 def test_of_the_ended_the_delivered_go_first_then_the_oldest() -> None:
-    streams, dropped = kept(KeptBounds(20_000, 4_000))
+    streams, dropped = kept(RetentionBounds(20_000, 4_000))
     for name in ("old", "delivered", "new"):
         stream = streams.open(name, "a", DETACHED, 0, 0.0)
         streams.append(stream, [b"x"], 0.0)
@@ -237,7 +248,7 @@ def test_of_the_ended_the_delivered_go_first_then_the_oldest() -> None:
 
 
 def test_one_owner_does_not_cost_another_his_streams() -> None:
-    streams, dropped = kept(KeptBounds(10_000, 9_000))
+    streams, dropped = kept(RetentionBounds(10_000, 9_000))
     mine = streams.open("mine", "a", DETACHED, 0, 0.0)
     streams.append(mine, [b"x" * 500], 0.0)
     streams.end(mine, 0.0)
@@ -249,7 +260,7 @@ def test_one_owner_does_not_cost_another_his_streams() -> None:
 
 
 def test_a_long_running_stream_loses_its_beginning_and_says_from_where_it_goes_on() -> None:
-    streams, dropped = kept(KeptBounds(4_000, 4_000))
+    streams, dropped = kept(RetentionBounds(4_000, 4_000))
     stream = streams.open("s", "a", ATTACHED, 0, 0.0)
     behind, tip = (streams.attach(stream, (), lambda: None) for _ in range(2))
     got: list[bytes] = []
@@ -312,37 +323,38 @@ def test_events_count_with_what_they_occupy() -> None:
     assert streams.bytes == STREAM_BYTES + 100 + 4 + 2 * EVENT_BYTES
 
 
-class Lanes(RuleBasedStateMachine):
-    """A stream of several lanes, which gateways write anew in another order, and clients that come
-    back with the id that they had: each gets each event once, those of a lane in their order."""
+class Partitions(RuleBasedStateMachine):
+    """A stream of several partitions, which gateways write anew in another order, and clients that
+    come back with the id that they had: each gets each event once, those of a partition in their
+    order."""
 
-    LANES = 3
+    PARTITIONS = 3
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = [0] * self.LANES  # events that were written so far, by any gateway
+        self.total = [0] * self.PARTITIONS  # events that were written so far, by any gateway
         self.clients: list[Resuming] = [Resuming() for _ in range(3)]
         self.begin()
 
     def begin(self) -> None:
         """A gateway with an empty stream."""
-        self.streams = KeptStreams(KeptBounds(10**6, 10**6), lambda _: None)
-        self.stream = self.streams.open("s", "a", DETACHED, 0, 0.0, self.LANES)
+        self.streams = ResumableStreams(RetentionBounds(10**6, 10**6), lambda _: None)
+        self.stream = self.streams.open("s", "a", DETACHED, 0, 0.0, self.PARTITIONS)
         for client in self.clients:
             client.reader = None
 
-    @rule(lane=st.integers(0, LANES - 1), count=st.integers(1, 3))
-    def write(self, lane: int, count: int) -> None:
-        begin = self.stream.counts[lane]
-        events = [b"%d/%d" % (lane, begin + n) for n in range(count)]
-        self.streams.append(self.stream, events, 0.0, lane)
-        self.total[lane] = max(self.total[lane], begin + count)
+    @rule(partition=st.integers(0, PARTITIONS - 1), count=st.integers(1, 3))
+    def write(self, partition: int, count: int) -> None:
+        begin = self.stream.counts[partition]
+        events = [b"%d/%d" % (partition, begin + n) for n in range(count)]
+        self.streams.append(self.stream, events, 0.0, partition)
+        self.total[partition] = max(self.total[partition], begin + count)
 
     @rule(client=st.integers(0, 2), size=st.sampled_from([1, 6, 1000]))
     def read(self, client: int, size: int) -> None:
         reading = self.clients[client]
         if reading.reader is None:
-            had = events_had(reading.event) if reading.event else ()
+            had = parse_event_id(reading.event) if reading.event else ()
             assert had is not None
             reading.reader = self.streams.attach(self.stream, had, lambda: None)
         for event, text in self.stream.take(reading.reader, size):
@@ -361,23 +373,23 @@ class Lanes(RuleBasedStateMachine):
         """Another gateway writes what it has heard so far; the rest comes later."""
         self.begin()
         self.stream.rewritten = True
-        order = [lane for lane, total in enumerate(self.total) for _ in range(total)]
+        order = [partition for partition, total in enumerate(self.total) for _ in range(total)]
         shuffled = data.draw(st.permutations(order))
         heard = data.draw(st.integers(0, len(order)))
-        for lane in shuffled[:heard]:
-            self.write(lane, 1)
+        for partition in shuffled[:heard]:
+            self.write(partition, 1)
 
     @invariant()
     def each_event_came_once_and_those_of_a_lane_in_order(self) -> None:
         for reading in self.clients:
-            for lane in range(self.LANES):
-                mine = [text for text in reading.got if text.startswith(b"%d/" % lane)]
-                assert mine == [b"%d/%d" % (lane, n) for n in range(len(mine))]
+            for partition in range(self.PARTITIONS):
+                mine = [text for text in reading.got if text.startswith(b"%d/" % partition)]
+                assert mine == [b"%d/%d" % (partition, n) for n in range(len(mine))]
 
     def teardown(self) -> None:
-        for lane, total in enumerate(self.total):
-            while self.stream.counts[lane] < total:
-                self.write(lane, 1)
+        for partition, total in enumerate(self.total):
+            while self.stream.counts[partition] < total:
+                self.write(partition, 1)
         for client in range(3):
             self.read(client, 10**6)
             assert len(self.clients[client].got) == sum(self.total)
@@ -392,8 +404,8 @@ class Resuming:
     reader: StreamReader | None = None
 
 
-TestLanes = Lanes.TestCase
-TestLanes.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)  # type: ignore[attr-defined]
+TestPartitions = Partitions.TestCase
+TestPartitions.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)  # type: ignore[attr-defined]
 
 
 def test_ids_of_several_lanes_are_no_ids_of_one() -> None:
@@ -406,5 +418,119 @@ def test_ids_of_several_lanes_are_no_ids_of_one() -> None:
     reader = streams.attach(stream, (0, 1), lambda: None)
     assert stream.take(reader, 10) == []
     for text in ("", "a", "1.", ".1", "1..2", "-1", "1" * 16, ".".join("1" * 66)):
-        assert events_had(text) is None
-    assert events_had(".".join("1" * 65)) == (1,) * 65
+        assert parse_event_id(text) is None
+    assert parse_event_id(".".join("1" * 65)) == (1,) * 65
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "responses.db"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[ResponseStore]:
+    made = ResponseStore(str(path))
+    yield made
+    made.close()
+
+
+def response(number: int, owner: str = "a", previous: str = "") -> StoredResponse:
+    return StoredResponse(f"r{number}", owner, previous, b'{"n": %d}' % number, b"[]")
+
+
+async def test_what_was_put_is_there_for_its_owner_alone(store: ResponseStore) -> None:
+    await store.put(response(1))
+    assert await store.get("r1", "a") == response(1)
+    assert await store.get("r1", "b") is None and await store.get("r2", "a") is None
+    assert not await store.delete("r1", "b") and await store.get("r1", "a") is not None
+    assert await store.delete("r1", "a") and not await store.delete("r1", "a")
+
+
+async def test_a_conversation_is_its_chain_of_one_owner(store: ResponseStore) -> None:
+    chain = [response(n, previous=f"r{n - 1}" if n else "") for n in range(5)]
+    for one in chain:
+        await store.put(one)
+    await store.put(response(9, owner="b", previous="r4"))
+    assert await store.conversation("r3", "a", 10, 1000) == chain[:4]
+    for last, owner, missing in (("r9", "b", "r4"), ("r4", "b", "r4"), ("r7", "a", "r7")):
+        with pytest.raises(ConversationBroken) as broken:
+            await store.conversation(last, owner, 10, 1000)
+        assert broken.value.id == missing
+    for bounds in ((4, 1000), (10, 40)):
+        with pytest.raises(ConversationTooLarge):
+            await store.conversation("r4", "a", *bounds)
+    await store.delete("r2", "a")
+    with pytest.raises(ConversationBroken):
+        await store.conversation("r4", "a", 10, 1000)
+    await store.put(response(6, previous="r6"))
+    with pytest.raises(ConversationTooLarge):
+        await store.conversation("r6", "a", 10, 1000)
+
+
+async def test_many_that_end_together_are_all_on_the_disk(path: Path, store: ResponseStore) -> None:
+    await asyncio.gather(*(store.put(response(n)) for n in range(500)))
+    other = sqlite3.connect(path)
+    assert other.execute("SELECT count(*) FROM responses").fetchone() == (500,)
+    assert other.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    other.close()
+
+
+async def test_what_waits_is_done_before_it_closes(path: Path) -> None:
+    store = ResponseStore(str(path))
+    waiting = [asyncio.ensure_future(store.put(response(n))) for n in range(50)]
+    await asyncio.sleep(0)
+    await asyncio.to_thread(store.close)
+    await asyncio.gather(*waiting)
+    again = ResponseStore(str(path))
+    assert [await again.get(f"r{n}", "a") for n in range(50)] == [response(n) for n in range(50)]
+    again.close()
+
+
+async def test_a_failed_write_is_the_error_of_each_who_waits(
+    path: Path, store: ResponseStore
+) -> None:
+    other = sqlite3.connect(path)
+    other.execute("DROP TABLE responses")
+    other.commit()
+    outcomes = await asyncio.gather(*(store.put(response(n)) for n in range(3)),
+                                    return_exceptions=True)  # fmt: skip
+    assert all(isinstance(one, sqlite3.Error) for one in outcomes)
+    with pytest.raises(sqlite3.Error):
+        await store.get("r1", "a")
+    other.close()
+
+
+async def test_a_response_is_stored_for_thirty_days(path: Path) -> None:
+    now = [1000.0]
+    store = ResponseStore(str(path), lambda: now[0])
+    await store.put(response(1))
+    now[0] += STORED_SECONDS - 1
+    await store.put(response(2))
+    assert await store.get("r1", "a") is not None
+    now[0] += 2
+    await store.put(response(3))
+    assert await store.get("r1", "a") is None and await store.get("r2", "a") is not None
+    store.close()
+
+
+def test_only_the_servers_user_may_read_it(path: Path) -> None:
+    ResponseStore(str(path)).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
+    text, later = tmp_path / "text", tmp_path / "later"
+    text.write_text("no database at all " * 100)
+    connection = sqlite3.connect(later)
+    connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    for path, reason in (
+        (text, "not a database"),
+        (tmp_path / "none" / "x", "No such file"),
+        (tmp_path, "directory"),
+        (later, "version 2"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"--store {path}: .*{reason}"):
+            ResponseStore(str(path))
+    assert text.read_text().startswith("no database"), "it is left as it was"

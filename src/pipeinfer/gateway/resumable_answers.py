@@ -1,17 +1,17 @@
-"""Answers that are computed and kept apart from the connection that asked for them.
+"""Answers that go on without the connection that asked for them.
 
-- KeptAnswer: a sink that puts an answer's events into a kept stream.
-- KeptAnswers: runs the requests of kept answers as tasks of their own, and writes streams to the
-  connections that read them.
-- StreamFormat: how the events of a kept stream are written, as plain data. It travels with each
-  request of the stream (Kept.format) and comes back from tokenizers, or from detokenizers where the
-  tokenizer died too. All other stages do not look into it. So another gateway writes the same
-  events of the same tokens. It holds no key, and of prompts the input items of /v1/responses alone,
-  which that API gives back.
-- written: the encoder of a format.
+- ResumableAnswer: a sink that puts an answer's events into a resumable stream.
+- ResumableAnswers: runs the requests of resumable answers as tasks of their own, and writes streams
+  to the connections that read them.
+- StreamFormat: how the events of a resumable stream are written, as plain data. It travels with
+  each request of the stream (Retention.format) and comes back from tokenizers, or from detokenizers
+  where the tokenizer died too. All other stages do not look into it. So another gateway writes the
+  same events of the same tokens. It holds no key, and of prompts the input items of /v1/responses
+  alone, which that API gives back.
+- encoder_for: the encoder of a format.
 
 A stream waits for its readers, never the other way round: what a slow client has not read stays
-here, within the bounds of KeptStreams, and once only however many read it.
+here, within the bounds of ResumableStreams, and once only however many read it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,6 @@ from msgspec.structs import replace
 from pipeinfer.gateway.anthropic import MessagesFormatter
 from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, json_response
-from pipeinfer.gateway.kept_streams import (
-    MAX_LANES,
-    KeepPolicy,
-    KeptBounds,
-    KeptStream,
-    KeptStreams,
-    StreamGone,
-    StreamReader,
-    StreamUnknown,
-    TooMuchKept,
-)
 from pipeinfer.gateway.ledger import Failed, OutputDelta, Started
 from pipeinfer.gateway.requests import ParsedRequest
 from pipeinfer.gateway.response_encoders import (
@@ -54,6 +43,17 @@ from pipeinfer.gateway.response_encoders import (
 )
 from pipeinfer.gateway.response_json import ResponseMetadata
 from pipeinfer.gateway.responses_api import InputItem, ResponsesFormatter
+from pipeinfer.gateway.retention import (
+    MAX_PARTITIONS,
+    ResumableStream,
+    ResumableStreams,
+    RetentionBounds,
+    RetentionPolicy,
+    StreamGone,
+    StreamReader,
+    StreamsFull,
+    StreamUnknown,
+)
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers, ParserOptions
 from pipeinfer.gateway.translation import TranslatedEncoder, server_sent_event
 from pipeinfer.params import JsonObject
@@ -63,8 +63,8 @@ log = logging.getLogger(__name__)
 DETACHED = "x-pipeinfer-detached"  # header of requests: seconds for which the answer is kept
 # Header of requests: seconds for which the answer waits for its client, in place of --reattach.
 REATTACH = "x-pipeinfer-reattach"
-STREAM_ID = "x-pipeinfer-stream"  # header of kept streams: their id
-MAX_KEPT_SECONDS = 86_400.0
+STREAM_ID = "x-pipeinfer-stream"  # header of resumable streams: their id
+MAX_RETENTION_SECONDS = 86_400.0
 BACKGROUND_SECONDS = 600.0  # seconds for which a background response is kept after its end
 WRITE_BYTES = 64 * 2**10  # bytes, about, that are written to a connection at once
 # Seconds that a client waits, at most, for answers of the gateway before this one to be known.
@@ -77,8 +77,8 @@ FULL = "other answers that are kept leave no room for this one"
 
 
 @dataclass(frozen=True)
-class KeptResponse:
-    """What else is kept of a response of /v1/responses.
+class RetainedResponse:
+    """What else is retained of a response of /v1/responses.
 
     formatter: knows how far it is. background: it was asked for without a connection.
     input: of the request's body.
@@ -90,21 +90,21 @@ class KeptResponse:
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """How the answer to a request is kept.
+class AnswerRetention:
+    """How the answer to a request is retained.
 
     name: id of the stream. policy: how long. response: None for other APIs.
     answers_at_once: the client gets the response as it is when its prompt was accepted.
     format: how another gateway writes it (an encoded StreamFormat); empty: none can.
-    lanes: of its events. tail: events that come behind all choices.
+    partitions: of its events. tail: events that come behind all choices.
     """
 
     name: str
-    policy: KeepPolicy
-    response: KeptResponse | None = None
+    policy: RetentionPolicy
+    response: RetainedResponse | None = None
     answers_at_once: bool = False
     format: bytes = b""
-    lanes: int = 1
+    partitions: int = 1
     tail: int = 1
 
     @property
@@ -114,7 +114,9 @@ class Keeping:
         return given + len(self.format)
 
 
-def wanted_policy(request: web.Request, streams: bool, reattach: float) -> KeepPolicy | None:
+def retention_policy(
+    request: web.Request, streams: bool, reattach: float
+) -> RetentionPolicy | None:
     """How long a stream of this request is kept without a connection; None: not at all.
 
     Raises ApiError 400 for a malformed header, and for one on a request that does not stream.
@@ -122,15 +124,15 @@ def wanted_policy(request: web.Request, streams: bool, reattach: float) -> KeepP
     name = DETACHED if DETACHED in request.headers else REATTACH
     given = request.headers.get(name)
     if given is None:
-        return KeepPolicy(False, reattach) if streams and reattach else None
+        return RetentionPolicy(False, reattach) if streams and reattach else None
     seconds = _seconds(given)
-    if not 0 < seconds <= MAX_KEPT_SECONDS:
-        message = f"{name} must be a number of seconds, at most {MAX_KEPT_SECONDS:.0f}"
+    if not 0 < seconds <= MAX_RETENTION_SECONDS:
+        message = f"{name} must be a number of seconds, at most {MAX_RETENTION_SECONDS:.0f}"
         raise ApiError(400, message, name, "invalid_value")
     if not streams:
         message = f"{name} is for streams: set stream to true"
         raise ApiError(400, message, name, "invalid_value")
-    return KeepPolicy(name == DETACHED, seconds)
+    return RetentionPolicy(name == DETACHED, seconds)
 
 
 def _seconds(text: str) -> float:
@@ -141,7 +143,7 @@ def _seconds(text: str) -> float:
         return math.nan
 
 
-class KeptAnswer:
+class ResumableAnswer:
     """Encodes an answer into events of `stream`.
 
     accepted: done when the client may have the head of its answer: with None, or with the error
@@ -154,9 +156,9 @@ class KeptAnswer:
     def __init__(
         self,
         encoder: ResponseEncoder,
-        streams: KeptStreams,
-        stream: KeptStream,
-        keeping: Keeping,
+        streams: ResumableStreams,
+        stream: ResumableStream,
+        retention: AnswerRetention,
         clock: Callable[[], float],
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -164,12 +166,12 @@ class KeptAnswer:
         self.request_ids: list[str] = []
         self.accepted: asyncio.Future[ApiError | None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.kept_response = keeping.response
-        self._tail = keeping.tail
+        self.retained_response = retention.response
+        self._tail = retention.tail
         self._encoder: ResponseEncoder | None = encoder
         self._streams = streams
         self._clock = clock
-        self._last: list[tuple[int, list[bytes]]] = []  # lanes, and their events
+        self._last: list[tuple[int, list[bytes]]] = []  # partitions, and their events
 
     # --------------------------------------------------------------------------- as a ResponseSink
 
@@ -177,7 +179,7 @@ class KeptAnswer:
         if self._encoder is None:
             return
         self._encoder.started(index, started)
-        response = self.kept_response
+        response = self.retained_response
         if response is not None and response.background:
             queued = b"".join(map(server_sent_event, response.formatter.queued_events()))
             self._append(0, _events(queued))
@@ -189,15 +191,15 @@ class KeptAnswer:
         if encoder is None:
             return
         events = _events(encoder.delta(index, delta))
-        lane, behind = self._lanes(index)
+        partition, behind = self._partitions(index)
         if delta.finish is None or not encoder.ended:
-            self._append(lane, events)
+            self._append(partition, events)
             if events:
                 self._accept(None)
-        elif lane == behind:
-            self._end((lane, events))
+        elif partition == behind:
+            self._end((partition, events))
         else:
-            self._end((lane, events[: -self._tail]), (behind, events[-self._tail :]))
+            self._end((partition, events[: -self._tail]), (behind, events[-self._tail :]))
 
     def failed(self, index: int, failed: Failed) -> None:
         self.fail(api_error(failed))
@@ -209,15 +211,15 @@ class KeptAnswer:
         if self._encoder is None:
             return
         if self.accepted.done():
-            self._end((self._lanes(0)[1], _events(self._encoder.error(error))))
+            self._end((self._partitions(0)[1], _events(self._encoder.error(error))))
         else:
             self._accept(error)
             self._end()
 
     def cancel(self) -> None:
         """Ends a response as its client wishes; one that has ended stays as it is."""
-        if self._encoder is not None and self.kept_response is not None:
-            event = self.kept_response.formatter.cancelled_event()
+        if self._encoder is not None and self.retained_response is not None:
+            event = self.retained_response.formatter.cancelled_event()
             self._end((0, [server_sent_event(event)]))
 
     def accept(self) -> None:
@@ -226,24 +228,24 @@ class KeptAnswer:
 
     def finish(self) -> None:
         """Gives the readers the last events."""
-        for lane, events in self._last:
-            self._append(lane, events)
+        for partition, events in self._last:
+            self._append(partition, events)
         self._streams.end(self.stream, self._clock())
         self._last = []
-        if self.kept_response is not None:
-            self.kept_response.formatter.clear()
+        if self.retained_response is not None:
+            self.retained_response.formatter.clear()
         self._accept(None)
 
     @property
     def is_background(self) -> bool:
         """Whether clients ask for it by its id, more than once."""
-        return self.kept_response is not None and self.kept_response.background
+        return self.retained_response is not None and self.retained_response.background
 
     def response(self) -> JsonObject:
         """The response as far as it is. Raises ApiError 410 for one that is too large."""
-        assert self.kept_response is not None
+        assert self.retained_response is not None
         if not self.stream.ended:
-            return self.kept_response.formatter.snapshot()
+            return self.retained_response.formatter.snapshot()
         _, _, data = self.stream.last_event.partition(b"data: ")
         if not data:
             raise gone(self.stream.name, StreamGone("it is larger than what may be kept"))
@@ -253,13 +255,13 @@ class KeptAnswer:
         self._encoder, self._last = None, [*last]
         self.ended.set_result(None)
 
-    def _lanes(self, index: int) -> tuple[int, int]:
-        """The lane of a choice's events, and that of the events behind all choices."""
+    def _partitions(self, index: int) -> tuple[int, int]:
+        """The partition of a choice's events, and that of the events behind all choices."""
         behind = len(self.stream.counts) - 1
         return min(index, behind), behind
 
-    def _append(self, lane: int, events: list[bytes]) -> None:
-        self._streams.append(self.stream, events, self._clock(), lane)
+    def _append(self, partition: int, events: list[bytes]) -> None:
+        self._streams.append(self.stream, events, self._clock(), partition)
 
     def _accept(self, error: ApiError | None) -> None:
         if not self.accepted.done():
@@ -273,8 +275,8 @@ def _events(data: bytes) -> list[bytes]:
 Session = AbstractAsyncContextManager[None]
 
 
-class KeptAnswers:
-    """The kept answers of a gateway.
+class ResumableAnswers:
+    """The resumable answers of a gateway.
 
     reattach: seconds for which other streams than detached ones wait for their client.
     release(): called with ids of requests that the pipeline need not keep any more. abandon(): with
@@ -284,7 +286,7 @@ class KeptAnswers:
 
     def __init__(
         self,
-        bounds: KeptBounds,
+        bounds: RetentionBounds,
         reattach: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         release: Callable[[list[str]], None] = lambda _: None,
@@ -296,27 +298,29 @@ class KeptAnswers:
         self._abandon = abandon
         self._claim = claim
         self._adopted = asyncio.Event()  # all answers of the gateway before this one
-        self.streams = KeptStreams(bounds, self._on_drop)
+        self.streams = ResumableStreams(bounds, self._on_drop)
         self._clock = clock
-        self._answers: dict[str, KeptAnswer] = {}
+        self._answers: dict[str, ResumableAnswer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
 
     @property
     def running(self) -> bool:
-        """Whether a kept answer is being computed that would end with this gateway."""
+        """Whether a resumable answer is being computed that would end with this gateway."""
         return any(not self._answers[name].request_ids for name in self._tasks)
 
-    def open(self, keeping: Keeping, owner: str, encoder: ResponseEncoder) -> KeptAnswer:
+    def open(
+        self, retention: AnswerRetention, owner: str, encoder: ResponseEncoder
+    ) -> ResumableAnswer:
         """A sink for the answer, which is `owner`'s. Raises ApiError 429."""
-        name, now = keeping.name, self._clock()
+        name, now = retention.name, self._clock()
         try:
             stream = self.streams.open(
-                name, owner, keeping.policy, keeping.size, now, keeping.lanes
+                name, owner, retention.policy, retention.size, now, retention.partitions
             )
-        except TooMuchKept:
+        except StreamsFull:
             raise ApiError(429, FULL, code="too_much_kept", retry_after=1) from None
-        answer = KeptAnswer(encoder, self.streams, stream, keeping, self._clock)
+        answer = ResumableAnswer(encoder, self.streams, stream, retention, self._clock)
         self._answers[name] = answer
         if self._sweeper is None:
             self._sweep()
@@ -324,7 +328,7 @@ class KeptAnswers:
 
     def run(
         self,
-        answer: KeptAnswer,
+        answer: ResumableAnswer,
         session: Session,
         release: Callable[[], None],
         settle: Settle | None = None,
@@ -341,8 +345,8 @@ class KeptAnswers:
     async def respond(
         self,
         request: web.Request,
-        keeping: Keeping,
-        answer: KeptAnswer,
+        retention: AnswerRetention,
+        answer: ResumableAnswer,
         session: Session,
         release: Callable[[], None],
         settle: Settle | None = None,
@@ -352,9 +356,9 @@ class KeptAnswers:
         Raises ApiError if there is no answer. Whoever leaves before the answer was accepted knows
         no id, and ends the request.
         """
-        name, changed = keeping.name, asyncio.Event()
+        name, changed = retention.name, asyncio.Event()
         reader = None
-        if not keeping.answers_at_once:
+        if not retention.answers_at_once:
             reader = self.streams.attach(answer.stream, (), changed.set)
         self.run(answer, session, release, settle)
         error: ApiError | None = ApiError(503, "the request was dropped")
@@ -370,9 +374,9 @@ class KeptAnswers:
         return await self._write(request, answer.stream, reader, changed)
 
     async def stream(
-        self, request: web.Request, stream: KeptStream, had: Sequence[int]
+        self, request: web.Request, stream: ResumableStream, had: Sequence[int]
     ) -> web.StreamResponse:
-        """Writes the events that come after `had` so many of each lane. Raises ApiError 400 or
+        """Writes the events that come after `had` so many of each partition. Raises ApiError 400 or
         410."""
         changed = asyncio.Event()
         try:
@@ -390,7 +394,7 @@ class KeptAnswers:
         """All answers of the gateway before this one are known."""
         self._adopted.set()
 
-    async def answer(self, name: str, owner: str) -> KeptAnswer:
+    async def answer(self, name: str, owner: str) -> ResumableAnswer:
         """Raises StreamUnknown or StreamGone; ApiError 503 if it may still have to be adopted."""
         try:
             async with asyncio.timeout(ADOPTION_SECONDS):
@@ -404,7 +408,7 @@ class KeptAnswers:
             await asyncio.wait({task})  # it had ended before, and clients may have seen that
         return answer
 
-    async def find(self, name: str, owner: str) -> KeptAnswer:
+    async def find(self, name: str, owner: str) -> ResumableAnswer:
         """Raises ApiError 404, 410 or 503."""
         try:
             return await self.answer(name, owner)
@@ -413,14 +417,14 @@ class KeptAnswers:
         except StreamUnknown:
             raise ApiError(404, f"there is no {name[:200]!r}", code="stream_not_found") from None
 
-    async def cancel(self, answer: KeptAnswer) -> None:
+    async def cancel(self, answer: ResumableAnswer) -> None:
         """Ends a response that runs; returns when it has its last event."""
         task = self._tasks.get(answer.stream.name)
         answer.cancel()
         if task is not None:
             await asyncio.wait({task})
 
-    async def delete(self, answer: KeptAnswer) -> None:
+    async def delete(self, answer: ResumableAnswer) -> None:
         """Forgets an answer; returns when it runs no more."""
         task = self._tasks.get(answer.stream.name)
         self.streams.drop(answer.stream.name)
@@ -443,7 +447,11 @@ class KeptAnswers:
             self.streams.drop(name)
 
     async def _write(
-        self, request: web.Request, stream: KeptStream, reader: StreamReader, changed: asyncio.Event
+        self,
+        request: web.Request,
+        stream: ResumableStream,
+        reader: StreamReader,
+        changed: asyncio.Event,
     ) -> web.StreamResponse:
         def on_change() -> None:
             changed.set()
@@ -478,7 +486,7 @@ class KeptAnswers:
         if answer is not None:
             self._release_requests(answer)
 
-    def _release_requests(self, answer: KeptAnswer) -> None:
+    def _release_requests(self, answer: ResumableAnswer) -> None:
         """The pipeline need not keep them any more: the client has them, or they are dropped."""
         request_ids, answer.request_ids = answer.request_ids, []
         self._release(request_ids)
@@ -500,7 +508,7 @@ def gone(name: str, why: Exception) -> ApiError:
 
 
 async def _run(
-    answer: KeptAnswer,
+    answer: ResumableAnswer,
     session: Session,
     release: Callable[[], None],
     settle: Settle | None,
@@ -521,7 +529,10 @@ async def _run(
 
 
 async def _write_events(
-    response: web.StreamResponse, stream: KeptStream, reader: StreamReader, changed: asyncio.Event
+    response: web.StreamResponse,
+    stream: ResumableStream,
+    reader: StreamReader,
+    changed: asyncio.Event,
 ) -> None:
     """Returns at the stream's end, or when the reader is lost."""
     name = stream.name.encode()
@@ -582,7 +593,7 @@ class StreamFormat(msgspec.Struct, frozen=True):
     Attributes:
     - metadata: without its parser factory, which `parser` makes
     - choices: of all prompts
-    - detached: see KeepPolicy
+    - detached: see RetentionPolicy
     - include_usage, continuous_usage: see StreamEncoder
     - responses, messages: of these APIs; without both the stream is OpenAI's
     """
@@ -597,14 +608,15 @@ class StreamFormat(msgspec.Struct, frozen=True):
     messages: MessagesForm | None = None
 
     @property
-    def lanes(self) -> int:
-        """Of the stream's events: a lane for each choice, and one for what comes behind them."""
-        return self.choices + 1 if 1 < self.choices < MAX_LANES else 1
+    def partitions(self) -> int:
+        """Of the stream's events: a partition for each choice, and one for what comes behind
+        them."""
+        return self.choices + 1 if 1 < self.choices < MAX_PARTITIONS else 1
 
     def encoded(self) -> bytes:
         """The version, and the rest; empty if it is too large, or if the stream has more choices
         than ids of events can name."""
-        if self.choices >= MAX_LANES:
+        if self.choices >= MAX_PARTITIONS:
             return b""
         data = _encoder.encode((FORMAT_VERSION, self))
         return data if len(data) <= MAX_FORMAT_BYTES else b""
@@ -620,7 +632,7 @@ _version = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 _decoder = msgspec.msgpack.Decoder(StreamFormat)
 
 
-def decoded(data: bytes) -> StreamFormat | None:
+def decode_format(data: bytes) -> StreamFormat | None:
     """The format; None if another version has written it."""
     try:
         version, rest = _version.decode(data)
@@ -632,7 +644,7 @@ def decoded(data: bytes) -> StreamFormat | None:
 def stream_format(
     parsed: ParsedRequest,
     metadata: ResponseMetadata,
-    policy: KeepPolicy,
+    policy: RetentionPolicy,
     responses: ResponsesForm | None = None,
     messages: MessagesForm | None = None,
 ) -> StreamFormat:
@@ -649,15 +661,15 @@ def stream_format(
     )
 
 
-def written(
+def encoder_for(
     form: StreamFormat, parsers: OutputParsers
-) -> tuple[ResponseEncoder, KeptResponse | None]:
-    """The encoder of the stream's events, and what else is kept of a response."""
+) -> tuple[ResponseEncoder, RetainedResponse | None]:
+    """The encoder of the stream's events, and what else is retained of a response."""
     factory = parsers.factory_for(form.parser)
     metadata = replace(form.metadata, parser_factory=factory)
     if form.responses is not None:
         formatter = ResponsesFormatter(form.responses.fields, metadata)
-        response = KeptResponse(formatter, form.responses.background, form.responses.input)
+        response = RetainedResponse(formatter, form.responses.background, form.responses.input)
         return TranslatedEncoder(metadata, formatter, streams=True), response
     if form.messages is not None:
         messages = MessagesFormatter(
