@@ -413,10 +413,10 @@ def test_the_key_follows_from_files_and_choices(tmp_path):
     small, large = tmp_path / "config.json", tmp_path / "model.safetensors"
     small.write_text("{}")
     large.write_bytes(bytes(3 << 20))
-    key = model_key([small, large], ["bfloat16"])
-    assert key == model_key([large, small], ["bfloat16"]) and len(key) == 32
-    assert key != model_key([small, large], ["float32"])
+    key = model_key([[small, large]], ["bfloat16"])
+    assert key == model_key([[large, small]], ["bfloat16"]) and len(key) == 32
+    assert key != model_key([[small, large]], ["float32"])
     large.write_bytes(bytes(3 << 20)[:-1] + b"\1")
-    assert key != model_key([small, large], ["bfloat16"])
+    assert key != model_key([[small, large]], ["bfloat16"])
     small.write_text("{ }")
-    assert key != model_key([small], ["bfloat16"])
+    assert key != model_key([[small]], ["bfloat16"])

@@ -60,23 +60,28 @@ class PoolNote(msgspec.Struct, frozen=True):
     sized_by: str
 
 
-def model_key(files: Iterable[Path], choices: Sequence[object]) -> bytes:
-    """[32], a digest of all that keys and values depend on beside their token ids: the `files` of
-    configuration and weights, and `choices` of number formats, layout and ranks.
+def model_key(checkpoints: Sequence[Iterable[Path]], choices: Sequence[object]) -> bytes:
+    """[32], a digest of all that keys, values and weights depend on beside token ids: the files of
+    configuration and weights of each of `checkpoints`, the model's and then its draft model's, and
+    `choices` of number formats, layout and ranks.
 
-    Of files over a megabyte it reads samples: another fine-tune has other numbers everywhere.
+    Of files over a megabyte it reads samples, since another fine-tune has other numbers everywhere,
+    and the time when they were written, since a part of one may have been replaced.
     """
     whole = blake2b(repr((__version__, *choices)).encode(), digest_size=32)
-    for file in sorted(files):
-        size = file.stat().st_size
-        whole.update(f"{file.name}:{size}:".encode())
-        with file.open("rb") as source:
-            if size <= 1 << 20:
-                whole.update(source.read())
-                continue
-            for at in np.linspace(0, size - SAMPLE_BYTES, SAMPLES, dtype=np.int64).tolist():
-                source.seek(at)
-                whole.update(source.read(SAMPLE_BYTES))
+    for number, files in enumerate(checkpoints):
+        for file in sorted(files):
+            about = file.stat()
+            whole.update(f"{number}:{file.name}:{about.st_size}:".encode())
+            with file.open("rb") as source:
+                if about.st_size <= 1 << 20:
+                    whole.update(source.read())
+                    continue
+                whole.update(f"{about.st_mtime_ns}:".encode())
+                last = about.st_size - SAMPLE_BYTES
+                for at in np.linspace(0, last, SAMPLES, dtype=np.int64).tolist():
+                    source.seek(at)
+                    whole.update(source.read(SAMPLE_BYTES))
     return whole.digest()
 
 
@@ -173,9 +178,19 @@ class KeptMemory:
         raise AssertionError("the last one was asked")
 
     def begin(self, key: bytes) -> None:
-        """What this process finds and leaves belongs to `key` (see model_key)."""
+        """What this process finds and leaves belongs to `key` (see model_key). That an engine is to
+        sleep holds for any model."""
         self.key = key
-        self.discard(*(name for name, (entry, _) in self._found.items() if entry.key != key))
+        found = [entry for entry, _ in self._found.values() if entry.kind != "sleep"]
+        self.discard(*(entry.name for entry in found if entry.key != key))
+
+    def belong_to(self, key: bytes) -> None:
+        """What it keeps and will keep belongs to `key` from now on."""
+        if key != self.key:
+            self.key = key
+            for name, (entry, descriptor) in self._kept.items():
+                self._kept[name] = Keep(name, entry.kind, entry.note, key), descriptor
+                self._send(name)
 
     @property
     def is_standby(self) -> bool:

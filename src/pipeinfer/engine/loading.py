@@ -50,6 +50,7 @@ from pipeinfer.engine.sleeping import (
 )
 from pipeinfer.engine.start import Start
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
+from pipeinfer.layers.experts import resolve_backend
 from pipeinfer.layers.lora import AdapterBank
 from pipeinfer.layers.placement import AllocateParameter
 from pipeinfer.memory.page_directory import PageChains
@@ -142,15 +143,13 @@ def load_engine(
     A standby's is promoted when this returns.
 
     Raises ConfigurationError before any weight is read if something does not fit, RuntimeError if
-    the files of a model with standbys are others once weights were read: what is kept would belong
-    to the model before. What it changes of the process stands in the machines' docstrings.
+    the files are others once weights were read and something is kept: it would belong to the model
+    before. What it changes of the process stands in the machines' docstrings.
     """
     choices, start = choices or choose_engine(settings, folder, rank), start or Start()
     with start.phase("weights"):
         chosen = machine(choices.device, settings, choices.ordinal)
-    key = b""
-    if keeps_memory(settings) or settings.standby:
-        key = _memory_key(settings, folder, choices)
+    files = ModelFiles(settings, folder, choices)
 
     @cache
     def taken() -> KeptMemory | None:
@@ -160,7 +159,7 @@ def load_engine(
             memory.promote()  # and a standby has none to wait with
             return None
         if memory is not None:
-            memory.begin(key)
+            memory.begin(files.key)
         return memory
 
     if choices.device == "cuda":  # weights may have been left, or room is made for them
@@ -173,7 +172,7 @@ def load_engine(
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
             bank = _adapter_bank(settings, choices)
-            model, weights = _model(settings, folder, choices, collectives, progress, taken, bank)
+            model, weights = _model(files, collectives, progress, taken, bank)
             draft = _draft_model(settings, choices, collectives)
             # Else the allocator puts small things that stay into what loading has freed, all of
             # which then stays.
@@ -181,9 +180,8 @@ def load_engine(
             memory = taken() if choices.device == "cuda" else None
             left = memory is not None and WEIGHTS in memory.taken
             lent = left and memory is not None and memory.is_standby
-            # A standby may have waited for long since it looked at the files.
-            if settings.standby and not left and _memory_key(settings, folder, choices) != key:
-                raise RuntimeError("the model's files have changed since they were looked at")
+            if not left:  # and a standby may have waited for long since it looked at them
+                files.check()
         with start.phase("attention"):
             kernels.join()
         shape = EngineShape(
@@ -207,21 +205,50 @@ def load_engine(
     loaded = _loaded(choices, settings.max_running, runner, memory)
     if memory is None or weights is None:
         return loaded
-    return replace(loaded, memory=EngineMemory(memory, weights, chosen.device.run))
+    return replace(loaded, memory=EngineMemory(memory, weights, chosen.device.run, files))
 
 
-def _memory_key(settings: Settings, folder: Path, choices: EngineChoices) -> bytes:
-    """Of pages and weights that another engine may use: see `model_key`."""
-    files = _model_files(settings, folder)
-    if choices.draft is not None:  # its keys and values lie in the same pages
-        files += _model_files(settings, choices.draft.folder)
-    numbers = choices.dtype, choices.kv_dtype, settings.quantization, choices.attention
-    if settings.exact:  # other libraries may round otherwise
-        numbers = *numbers, "exact", torch.__version__
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    where = choices.device, visible, choices.ordinal, choices.shard
-    dummy = settings.seed if settings.load_format == "dummy" else None
-    return model_key(files, [*map(str, (*numbers, *where)), dummy, settings.model_impl])
+class ModelFiles:
+    """See WeightFiles. The files of a model, and of its draft model if it has one.
+
+    choices: what settings and files come to, as of the last look. key: of pages and weights that
+    another engine may use; b"" where none are kept.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, choices: EngineChoices) -> None:
+        """folder: or a GGUF file."""
+        self.settings, self.folder, self.choices = settings, folder, choices
+        keeps = keeps_memory(settings) or settings.standby
+        self.key = self._key_now() if keeps else b""
+
+    def look(self) -> None:
+        key, shard = self._key_now(), self.choices.shard
+        if key == self.key:
+            return
+        found = choose_engine(self.settings, self.folder, shard.rank, self.choices.ordinal)
+        # Draft models are not read anew; configurations that transformers reads never are equal.
+        alike = replace(found, stored=None) == replace(self.choices, stored=None)
+        if found.draft is not None or not alike:
+            raise RuntimeError("the model's files are another model's, which needs a new engine")
+        self.choices, self.key = found, key
+
+    def check(self) -> None:
+        if self.key and self._key_now() != self.key:
+            raise RuntimeError("the model's files have changed since they were looked at")
+
+    def _key_now(self) -> bytes:
+        settings, choices = self.settings, self.choices
+        checkpoints = [_model_files(settings, self.folder)]
+        if choices.draft is not None:  # its keys and values lie in the same pages
+            checkpoints.append(_model_files(settings, choices.draft.folder))
+        numbers = choices.dtype, choices.kv_dtype, settings.quantization, choices.attention
+        numbers = *numbers, settings.exact, torch.__version__  # which rounds and lays out
+        if choices.transformers_spec is None:  # each lays experts out in its own way
+            numbers = *numbers, resolve_backend(settings.moe_backend, choices.device)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        where = choices.device, visible, choices.ordinal, choices.shard
+        dummy = settings.seed if settings.load_format == "dummy" else None
+        return model_key(checkpoints, [*map(str, (*numbers, *where)), dummy, settings.model_impl])
 
 
 def _model_files(settings: Settings, folder: Path) -> list[Path]:
@@ -257,9 +284,7 @@ def _loaded(
 
 
 def _model(
-    settings: Settings,
-    folder: Path,
-    choices: EngineChoices,
+    files: ModelFiles,
     collectives: TorchCollectives | None,
     progress: Callable[[int, int], None] | None,
     kept: TakeMemory,
@@ -267,6 +292,7 @@ def _model(
 ) -> tuple[LanguageModel, SleepingWeights | None]:
     """With its weights; None: they stay where they are as long as the process lives. bank: for the
     adapters of its linear layers."""
+    settings, choices = files.settings, files.choices
     spec = choices.transformers_spec
 
     def build(allocate: AllocateParameter | None = None) -> CausalLM:
@@ -284,7 +310,9 @@ def _model(
             bank,
         )
 
-    fill = partial(_fill, settings, folder, choices.stored, progress)
+    def fill(model: CausalLM) -> None:
+        _fill(settings, files.folder, files.choices.stored, progress, model)
+
     plain = spec is None and choices.config.quantization is None
     on_gpu = choices.device == "cuda"
     if on_gpu and (memory := kept()) is not None:
@@ -294,7 +322,7 @@ def _model(
 
     def load() -> LanguageModel:
         if spec is not None:
-            return _transformers_model(spec, settings, folder, choices, progress, bank)
+            return _transformers_model(spec, settings, files.folder, choices, progress, bank)
         model = build()
         fill(model)
         return model

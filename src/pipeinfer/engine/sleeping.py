@@ -44,6 +44,11 @@ class SleepingWeights(Protocol):
         """Their memory that a memory holder has, by name."""
         ...
 
+    @property
+    def notes(self) -> dict[str, bytes]:
+        """What its memory holder is to hand over with each of `memories`."""
+        ...
+
     def check(self) -> None:
         """Raises RuntimeError if they are not as they were when this process had them first."""
         ...
@@ -53,12 +58,32 @@ class SleepingWeights(Protocol):
         ...
 
     def take_back(self) -> None:
-        """They are as before, at the same addresses."""
+        """They are as before, or as files are by now, at the same addresses."""
+        ...
+
+
+class WeightFiles(Protocol):
+    """The files that weights are read from."""
+
+    @property
+    def key(self) -> bytes:
+        """Of the files as of the last `look`, see model_key."""
+        ...
+
+    def look(self) -> None:
+        """Before weights are read anew. Raises RuntimeError for files of which another engine would
+        be made."""
+        ...
+
+    def check(self) -> None:
+        """When they were read. Raises RuntimeError if the files are others than at the last
+        `look`."""
         ...
 
 
 class EngineMemory:
-    """Pool and weights of one rank, whose pool is `kept` (KeptMemory.opened).
+    """Pool and weights of one rank, whose pool is `kept` (KeptMemory.opened). Where weights are
+    read anew, from `files` that are others by now, what is kept belongs to those afterwards.
 
     To sleep: `withdraw`, then `give_back`. To wake: `take_back`, then `keep`. give_back and
     take_back take long, and may be called on any thread; `run` calls what they do where steps are
@@ -66,12 +91,17 @@ class EngineMemory:
     """
 
     def __init__(
-        self, kept: KeptMemory, weights: SleepingWeights, run: Callable[[Callable[[], None]], None]
+        self,
+        kept: KeptMemory,
+        weights: SleepingWeights,
+        run: Callable[[Callable[[], None]], None],
+        files: WeightFiles,
     ) -> None:
         assert kept.opened is not None
         self._kept = kept
         self._pool, self._directory = kept.opened.memory, kept.opened.directory
-        self._weights = weights
+        self._weights, self._files = weights, files
+        self._reads_files = False  # when it wakes
         self._run = run
         self._withdrawn: list[Keep] = []
         self._has_pool = True
@@ -90,6 +120,7 @@ class EngineMemory:
         if self._has_pool:
             self._has_pool = False
             self._pool.give_back()
+        self._reads_files = self._reads_files or level >= WITHOUT_WEIGHTS
         self._weights.give_back(level)
         gc.collect()
 
@@ -98,15 +129,22 @@ class EngineMemory:
         self._run(self._take_back)
 
     def _take_back(self) -> None:
+        if self._reads_files:
+            self._files.look()
         self._weights.take_back()
+        if self._reads_files:
+            self._files.check()
+            self._reads_files = False
         self._pool.take_back()
         self._has_pool = True
 
     def keep(self) -> None:
         """The memory holder has all again. On the event loop."""
-        memory = {POOL: self._pool, **self._weights.memories}
+        self._kept.belong_to(self._files.key)
+        memory, notes = {POOL: self._pool, **self._weights.memories}, self._weights.notes
         for entry in self._withdrawn:
-            self._kept.keep(entry.name, entry.kind, entry.note, memory[entry.name].descriptor)
+            note = notes.get(entry.name, entry.note)
+            self._kept.keep(entry.name, entry.kind, note, memory[entry.name].descriptor)
         self._withdrawn.clear()
 
 
@@ -122,6 +160,7 @@ class ReloadableModel:
         self.vocab_shard: VocabShard = self._model.vocab_shard
         self.capture_may_fail = self._model.capture_may_fail
         self.memories: dict[str, DeviceMemory] = {}
+        self.notes: dict[str, bytes] = {}
 
     def __call__(
         self,
@@ -221,8 +260,8 @@ def build_with_weights(
         found = found or _found_model(kept, sizes.size, build)
     if found is not None:
         kept.weight_bytes = sizes.size
-        model, memory, checksum = found
-        return model, GpuWeights(memory, fill_again, checksum)
+        model, memory = found
+        return model, GpuWeights(memory, fill_again)
     memory = CudaMemory(sizes.size)
     model = build(WeightMemory(memory.data).allocate)
     before = torch.cuda.memory_allocated()
@@ -233,10 +272,10 @@ def build_with_weights(
         kept.weight_bytes = torch.cuda.memory_allocated() + sizes.size
         return model, None
     memory.protect(writable=False)
-    note = WeightsNote(sizes.size, _checksum(memory.data))
-    kept.keep(WEIGHTS, "weights", msgspec.msgpack.encode(note), memory.descriptor)
+    weights = GpuWeights(memory, fill_again)
+    kept.keep(WEIGHTS, "weights", weights.notes[WEIGHTS], memory.descriptor)
     kept.weight_bytes = sizes.size
-    return model, GpuWeights(memory, fill_again, note.checksum)
+    return model, weights
 
 
 class ProtectedMemory(DeviceMemory, Protocol):
@@ -261,16 +300,19 @@ class GpuWeights:
         self,
         memory: ProtectedMemory,
         fill: Callable[[torch.Tensor], None],
-        checksum: int,
         copy: Callable[[torch.Tensor], WeightsCopy] = HostCopy,
     ) -> None:
-        """memory: has them, read-only. fill: loads them into `memory.data`. checksum: see
-        WeightsNote."""
+        """memory: has them, read-only. fill: loads them into `memory.data`."""
         self._memory, self._fill, self._copied = memory, fill, copy
-        self._checksum = checksum
+        self._checksum = _checksum(memory.data)
         self._there = True
         self._copy: WeightsCopy | None = None
         self.memories: dict[str, DeviceMemory] = {WEIGHTS: memory}
+
+    @property
+    def notes(self) -> dict[str, bytes]:
+        note = WeightsNote(self._memory.data.numel(), self._checksum)
+        return {WEIGHTS: msgspec.msgpack.encode(note)}
 
     def check(self) -> None:
         if _checksum(self._memory.data) != self._checksum:
@@ -293,6 +335,7 @@ class GpuWeights:
         self._there = True
         if self._copy is None:
             self._fill(self._memory.data)
+            self._checksum = _checksum(self._memory.data)
             gc.collect()
         else:
             self._memory.data.copy_(self._copy.data)
@@ -307,9 +350,9 @@ class GpuWeights:
 
 def _found_model(
     kept: KeptMemory, size: int, build: Callable[[AllocateParameter], CausalLM]
-) -> tuple[CausalLM, CudaMemory, int] | None:
-    """The model over the weights that an engine before has left, their memory and their checksum;
-    None: there are none of `size` bytes, or they have changed. What is not of use is given back."""
+) -> tuple[CausalLM, CudaMemory] | None:
+    """The model over the weights that an engine before has left, and their memory; None: there are
+    none of `size` bytes, or they have changed. What is not of use is given back."""
     raw = kept.note(WEIGHTS)
     if raw is None:
         return None
@@ -323,7 +366,7 @@ def _found_model(
     torch.cuda.synchronize()
     memory.map(kept.take(WEIGHTS), writable=False)
     if _checksum(memory.data) == note.checksum:
-        return model, memory, note.checksum
+        return model, memory
     log.warning("the weights in memory have changed since they were read: they are read again")
     kept.withdraw(WEIGHTS)
     memory.unmap()

@@ -31,6 +31,7 @@ from pipeinfer.layers.weight import (
     ActivationQuantizer,
     Activations,
     DequantizedWeight,
+    QuantizedTensor,
     UnquantizedWeight,
     Weight,
 )
@@ -354,6 +355,7 @@ class PerExpertWeights:
         self._on_host = placement.device.type == "cpu"
         self._dtype = placement.dtype
         self._stacked: torch.Tensor | None = None
+        self._quantized: list[QuantizedTensor] = []
         self.scale: torch.Tensor | None = None
         self.weights: Sequence[Weight]
         if form is None:
@@ -375,8 +377,10 @@ class PerExpertWeights:
         return self._stacked
 
     def pack(self) -> None:
-        """To be called when the weights are final. On the host each matrix is packed by itself."""
+        """To be called when the weights are final. On the host each matrix is packed by itself, and
+        has all that is left of it."""
         if self._on_host:
+            self._stacked, self._quantized = None, []
             for matrix in self.weights:
                 matrix.pack()
         elif self._stacked is None:
