@@ -37,7 +37,7 @@ def test_weights_come_back_where_they_were_and_graphs_read_them(level):
     with torch.cuda.graph(graph):
         total.copy_(numbers.sum())
     memory.protect(writable=False)
-    weights = GpuWeights(memory, fill)
+    weights = GpuWeights("weights", memory, fill)
     for _ in range(2):
         before = torch.cuda.mem_get_info()[0]
         weights.give_back(level)

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POOL, DIRECTORY, WEIGHTS, SLEEP = "pool", "directory", "weights", "sleep"
+POOL, DIRECTORY, SLEEP = "pool", "directory", "sleep"
+WEIGHTS, DRAFT_WEIGHTS = "weights", "draft weights"
 KEY_CENTERS, GRAPH_SIZES, STEP_COST = "key centers", "graph sizes", "step cost"  # found once
 HOLDER_TIMEOUT = 60.0  # seconds that the process before may take to end
 HOLDERS_TRIED = 3  # one after the other, where they end before they answer
@@ -112,7 +113,7 @@ class KeptMemory:
     key: what this process finds and leaves belongs to it (see model_key); b"" before `begin`.
     taken: names of what an engine before has left, and this one uses.
     opened: the pool of this process, once it is there.
-    weight_bytes: of this process's weights on a GPU, which a standby is lent, or loads when it is
+    weight_bytes: of this process's weights, which a standby is lent, or on a GPU loads when it is
         promoted.
     """
 
@@ -212,13 +213,15 @@ class KeptMemory:
         self._attach()
         self.begin(self.key)
         for name, (entry, descriptor) in mine.items():
-            there = self._let_go(name)
-            if there is None and entry.kind in dropped_after(self.losses):
+            there, lent = self._let_go(name), name in self.taken
+            if lent and there is None and entry.kind in dropped_after(self.losses):
                 self._refuse(f"{name}: dropped after {self.losses} losses")
-            if there is not None and there != entry:
+            if lent and there is not None and there != entry:
                 self._refuse(f"{name}: replaced since this standby was lent it")
             self._kept[name] = entry, descriptor
-            if there is None:  # the holder was another one
+            if (
+                there is None or not lent
+            ):  # the holder was another one, or this is the standby's own
                 self._send(name)
 
     def _refuse(self, why: str) -> NoReturn:
@@ -419,8 +422,9 @@ class KeptMemory:
             self.watch(loop)
 
     def _send(self, name: str) -> None:
-        """To the holder; when that has ended, the next one gets it."""
-        if self._link is None:
+        """To the holder; when that has ended, the next one gets it. Of a standby, which has no link
+        yet, `promote` does."""
+        if self._link is None or self.is_standby:
             return
         try:
             self._link.keep(*self._kept[name])

@@ -1,14 +1,11 @@
 """What an engine gives back while it sleeps, and has again when it wakes: pages and weights.
 
-    EngineMemory         a rank's pool and weights, and what its memory holder has of them
-    ReloadableModel      a model of a host, which can be dropped and loaded anew
-    build_with_weights   a model of a GPU whose parameters lie one behind the other in one piece of
-                         memory, which is filled unless an engine before has left it filled
-    GpuWeights           gives that memory back, and has it again where it was
+    EngineMemory      a rank's pool and weights, and what its memory holder has of them
+    GpuWeights, HostWeights   weights in one piece of memory (weight_memory.py), which is given
+                      back, and there again where it was
+    ReloadableModel   any other model of a host, which can be dropped and loaded anew
 
-Weights in one piece outlive their engine: a successor builds the same model, so each parameter has
-the same place again. What is not kept: quantized weights, which are laid out anew when they are
-loaded, and weights on a CPU, which oneDNN packs into memory of its own. Knows no plan.
+Knows no plan.
 """
 
 from __future__ import annotations
@@ -16,23 +13,20 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Protocol
 
 import msgspec
 import torch
 
-from pipeinfer.engine.device_memory import CudaMemory, DeviceMemory, HostCopy
-from pipeinfer.engine.kept_memory import POOL, WEIGHTS, KeptMemory
+from pipeinfer.engine.device_memory import DeviceMemory, HostCopy, SealedMemory
+from pipeinfer.engine.kept_memory import POOL, KeptMemory
 from pipeinfer.layers.attention import Attend
-from pipeinfer.layers.placement import AllocateParameter
-from pipeinfer.models.causal_lm import CausalLM, LanguageModel, VocabShard
+from pipeinfer.models.causal_lm import LanguageModel, VocabShard
 from pipeinfer.runtime.memory_holder import Keep
 from pipeinfer.step import AttentionShape
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 512  # bytes, as torch's own allocator has it
 WITHOUT_WEIGHTS = 2  # the level of sleep from which on weights are loaded anew
 
 
@@ -82,7 +76,7 @@ class WeightFiles(Protocol):
 
 
 class EngineMemory:
-    """Pool and weights of one rank, whose pool is `kept` (KeptMemory.opened). Where weights are
+    """Pool and weights of one rank, whose pool is in `kept` (KeptMemory.opened). Where weights are
     read anew, from `files` that are others by now, what is kept belongs to those afterwards.
 
     To sleep: `withdraw`, then `give_back`. To wake: `take_back`, then `keep`. give_back and
@@ -93,7 +87,7 @@ class EngineMemory:
     def __init__(
         self,
         kept: KeptMemory,
-        weights: SleepingWeights,
+        weights: Sequence[SleepingWeights],
         run: Callable[[Callable[[], None]], None],
         files: WeightFiles,
     ) -> None:
@@ -110,7 +104,8 @@ class EngineMemory:
         """Nobody believes the pages any more, and the memory holder has no memory of this rank that
         it would keep from others. On the event loop."""
         self._directory.make_unusable()
-        self._withdrawn += self._kept.withdraw(POOL, *self._weights.memories)
+        names = [name for one in self._weights for name in one.memories]
+        self._withdrawn += self._kept.withdraw(POOL, *names)
 
     def give_back(self, level: int) -> None:
         """Memory that others may use; `level`: of SetSleep."""
@@ -121,7 +116,8 @@ class EngineMemory:
             self._has_pool = False
             self._pool.give_back()
         self._reads_files = self._reads_files or level >= WITHOUT_WEIGHTS
-        self._weights.give_back(level)
+        for one in self._weights:
+            one.give_back(level)
         gc.collect()
 
     def take_back(self) -> None:
@@ -131,7 +127,8 @@ class EngineMemory:
     def _take_back(self) -> None:
         if self._reads_files:
             self._files.look()
-        self._weights.take_back()
+        for one in self._weights:
+            one.take_back()
         if self._reads_files:
             self._files.check()
             self._reads_files = False
@@ -141,7 +138,11 @@ class EngineMemory:
     def keep(self) -> None:
         """The memory holder has all again. On the event loop."""
         self._kept.belong_to(self._files.key)
-        memory, notes = {POOL: self._pool, **self._weights.memories}, self._weights.notes
+        memory: dict[str, DeviceMemory] = {POOL: self._pool}
+        notes: dict[str, bytes] = {}
+        for one in self._weights:
+            memory |= one.memories
+            notes |= one.notes
         for entry in self._withdrawn:
             note = notes.get(entry.name, entry.note)
             self._kept.keep(entry.name, entry.kind, note, memory[entry.name].descriptor)
@@ -202,80 +203,46 @@ class ReloadableModel:
 
 
 class WeightsNote(msgspec.Struct, frozen=True):
-    """size: bytes of all parameters. checksum: their sum as int64, modulo 2^64."""
+    """size: bytes of all parameters. checksum: their sum as int64, modulo 2^64; 0 where they are
+    sealed. table: bytes at the end of the memory, the PackedMatrices (weight_memory.py)."""
 
     size: int
     checksum: int
+    table: int = 0
 
 
-class ParameterSizes:
-    """size: bytes of the parameters that `allocate` was asked for; they get no memory."""
+class HostWeights:
+    """See SleepingWeights. They are in memory of the host already, so at level 1 they stay."""
 
-    def __init__(self) -> None:
-        self.size = 0
+    def __init__(
+        self,
+        name: str,
+        memory: SealedMemory,
+        note: WeightsNote,
+        read: Callable[[], WeightsNote],
+    ) -> None:
+        """name: that they are kept under. memory: has them, sealed. read: makes them anew in
+        `memory` that was given back."""
+        self._name, self._memory, self._note, self._read = name, memory, note, read
+        self._there = True
+        self.memories: dict[str, DeviceMemory] = {name: memory}
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the device "meta"."""
-        self.size += _aligned(shape, dtype)
-        return torch.empty(shape, dtype=dtype, device="meta")
+    @property
+    def notes(self) -> dict[str, bytes]:
+        return {self._name: msgspec.msgpack.encode(self._note)}
 
+    def check(self) -> None:
+        """They are sealed."""
 
-class WeightMemory:
-    """Parameters within `data` uint8 [size], from its begin on."""
+    def give_back(self, level: int) -> None:
+        if level >= WITHOUT_WEIGHTS and self._there:
+            self._there = False
+            self._memory.give_back()
 
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data
-        self._used = 0
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next one."""
-        begin, self._used = self._used, self._used + _aligned(shape, dtype)
-        part = self._data[begin : begin + prod(shape) * dtype.itemsize]
-        return part.view(dtype).view(shape)
-
-
-def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-
-def build_with_weights(
-    kept: KeptMemory,
-    build: Callable[[AllocateParameter], CausalLM],
-    fill: Callable[[CausalLM], None],
-    least: Callable[[int], int],
-) -> tuple[CausalLM, GpuWeights | None]:
-    """A model whose weights are final, and those; None: they are not in one piece. build: makes it
-    with parameters from what it is given. fill: loads its weights and packs them. least: from a
-    number of this rank to the least of all ranks, which all call it."""
-    sizes = ParameterSizes()
-    build(sizes.allocate)
-
-    def fill_again(data: torch.Tensor) -> None:
-        """By another model with the same places, which is packed once, as the first was."""
-        fill(build(WeightMemory(data).allocate))
-
-    found = _found_model(kept, sizes.size, build)
-    if not least(found is not None or not kept.is_standby):
-        kept.promote()  # there is no room for weights beside others
-        found = found or _found_model(kept, sizes.size, build)
-    if found is not None:
-        kept.weight_bytes = sizes.size
-        model, memory = found
-        return model, GpuWeights(memory, fill_again)
-    memory = CudaMemory(sizes.size)
-    model = build(WeightMemory(memory.data).allocate)
-    before = torch.cuda.memory_allocated()
-    fill(model)
-    gc.collect()
-    if torch.cuda.memory_allocated() > before:
-        log.debug("weights are not kept: some were laid out anew when they were loaded")
-        kept.weight_bytes = torch.cuda.memory_allocated() + sizes.size
-        return model, None
-    memory.protect(writable=False)
-    weights = GpuWeights(memory, fill_again)
-    kept.keep(WEIGHTS, "weights", weights.notes[WEIGHTS], memory.descriptor)
-    kept.weight_bytes = sizes.size
-    return model, weights
+    def take_back(self) -> None:
+        if not self._there:
+            self._note = self._read()
+            self._there = True
 
 
 class ProtectedMemory(DeviceMemory, Protocol):
@@ -298,24 +265,27 @@ class GpuWeights:
 
     def __init__(
         self,
+        name: str,
         memory: ProtectedMemory,
         fill: Callable[[torch.Tensor], None],
         copy: Callable[[torch.Tensor], WeightsCopy] = HostCopy,
     ) -> None:
-        """memory: has them, read-only. fill: loads them into `memory.data`."""
+        """name: that they are kept under. memory: has them, read-only. fill: loads them into
+        `memory.data`."""
+        self._name = name
         self._memory, self._fill, self._copied = memory, fill, copy
-        self._checksum = _checksum(memory.data)
+        self._checksum = checksum_of(memory.data)
         self._there = True
         self._copy: WeightsCopy | None = None
-        self.memories: dict[str, DeviceMemory] = {WEIGHTS: memory}
+        self.memories: dict[str, DeviceMemory] = {name: memory}
 
     @property
     def notes(self) -> dict[str, bytes]:
         note = WeightsNote(self._memory.data.numel(), self._checksum)
-        return {WEIGHTS: msgspec.msgpack.encode(note)}
+        return {self._name: msgspec.msgpack.encode(note)}
 
     def check(self) -> None:
-        if _checksum(self._memory.data) != self._checksum:
+        if checksum_of(self._memory.data) != self._checksum:
             raise RuntimeError("the weights in memory have changed since they were read")
 
     def give_back(self, level: int) -> None:
@@ -335,7 +305,7 @@ class GpuWeights:
         self._there = True
         if self._copy is None:
             self._fill(self._memory.data)
-            self._checksum = _checksum(self._memory.data)
+            self._checksum = checksum_of(self._memory.data)
             gc.collect()
         else:
             self._memory.data.copy_(self._copy.data)
@@ -348,30 +318,6 @@ class GpuWeights:
             copy.close()
 
 
-def _found_model(
-    kept: KeptMemory, size: int, build: Callable[[AllocateParameter], CausalLM]
-) -> tuple[CausalLM, CudaMemory] | None:
-    """The model over the weights that an engine before has left, and their memory; None: there are
-    none of `size` bytes, or they have changed. What is not of use is given back."""
-    raw = kept.note(WEIGHTS)
-    if raw is None:
-        return None
-    note = msgspec.msgpack.decode(raw, type=WeightsNote)
-    if note.size != size:
-        kept.discard(WEIGHTS)
-        return None
-    memory = CudaMemory(size, scratch=True)
-    model = build(WeightMemory(memory.data).allocate)
-    model.pack()  # what it writes is there already
-    torch.cuda.synchronize()
-    memory.map(kept.take(WEIGHTS), writable=False)
-    if _checksum(memory.data) == note.checksum:
-        return model, memory
-    log.warning("the weights in memory have changed since they were read: they are read again")
-    kept.withdraw(WEIGHTS)
-    memory.unmap()
-    return None
-
-
-def _checksum(data: torch.Tensor) -> int:
+def checksum_of(data: torch.Tensor) -> int:
+    """See WeightsNote."""
     return int(data.view(torch.int64).sum())
