@@ -219,9 +219,7 @@ class KeptMemory:
             if lent and there is not None and there != entry:
                 self._refuse(f"{name}: replaced since this standby was lent it")
             self._kept[name] = entry, descriptor
-            if (
-                there is None or not lent
-            ):  # the holder was another one, or this is the standby's own
+            if there is None or not lent:  # of another holder, or the standby's own
                 self._send(name)
 
     def _refuse(self, why: str) -> NoReturn:

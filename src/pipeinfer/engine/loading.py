@@ -50,7 +50,13 @@ from pipeinfer.engine.sleeping import (
     SleepingWeights,
 )
 from pipeinfer.engine.start import Start
-from pipeinfer.engine.weight_memory import Build, Fill, build_on_gpu, build_on_host
+from pipeinfer.engine.weight_memory import (
+    Build,
+    Fill,
+    build_on_gpu,
+    build_on_host,
+    no_room_for_weights,
+)
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.experts import resolve_backend
 from pipeinfer.layers.lora import AdapterBank
@@ -164,9 +170,9 @@ def load_engine(
             memory.begin(files.key)
         return memory
 
-    keeps = choices.device == "cuda" or keeps_memory(settings)
-    if keeps:  # weights may have been left, or room is made for them
-        taken()
+    memory = None
+    if choices.device == "cuda" or keeps_memory(settings):
+        memory = taken()  # weights may have been left, or room is made for them
     kernels = registry.import_packages(choices.attention)  # while weights are read
 
     def build() -> tuple[Runner, list[SleepingWeights]]:
@@ -175,7 +181,6 @@ def load_engine(
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
             bank = _adapter_bank(settings, choices)
-            memory = taken() if keeps else None
             models = Models(files, collectives, memory)
             model = models.target(progress, bank)
             draft = models.draft()
@@ -390,9 +395,11 @@ class Models:
         return self._loaded(load)
 
     def _host_obstacle(self) -> str:
-        """Why a host's packed matrices cannot be kept, or ""."""
+        """Why a host's weights cannot be kept, or ""."""
         dtype = self._files.choices.dtype
-        found = obstacle(dtype) if packs_matrices(torch.device("cpu"), dtype) else ""
+        found = no_room_for_weights()
+        if not found and packs_matrices(torch.device("cpu"), dtype):
+            found = obstacle(dtype)
         if found:
             details.info("weights are read by each engine anew: %s", found)
         return found

@@ -255,6 +255,16 @@ def _read(
     return model, WeightsNote(parameters, 0, len(raw))
 
 
+def no_room_for_weights() -> str:
+    """Why a host gives no addresses for them, as with strict accounting of memory; "" where it
+    does."""
+    try:
+        SealedMemory(2 * _host_bytes())
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 def _host_bytes() -> int:
     """What packed matrices cannot take more than: they are no larger by much than what they are
     made of, but by how much oneDNN alone knows."""
