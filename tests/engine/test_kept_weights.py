@@ -94,7 +94,7 @@ class Sleeper:
         link = HolderLink(self.address, 30)
         found = link.borrow()[0]
         link.close()
-        return {entry.key for entry in (*found.lent, *found.others)}
+        return {entry.key for entry in (*found.shared, *found.others)}
 
     def key_now(self):
         return ModelFiles(self.settings, self.folder, choose_engine(self.settings, self.folder)).key
