@@ -370,26 +370,28 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "largest decode step that is a CUDA graph; 0: none",
         "With the backend `hybrid`, steps with prompts are graphs, too. No effect on a CPU.")] = 256
     no_keep_memory: Annotated[bool, about("",
-        "let pages of keys and values, and a GPU's weights, end with their engine",
+        "let pages of keys and values, and weights, end with their engine",
         "Without this flag they outlive an engine that is killed or swapped: its successor "
-        "computes again what the last steps computed, and nothing else. Quantized weights do not "
-        "outlive it yet. Prompts stay in memory as long as the server runs either way.",
+        "computes again what the last steps computed, and nothing else. Weights that are "
+        "dequantized as they are loaded, on a GPU, and those of models that transformers builds "
+        "are read anew. Prompts stay in memory as long as the server runs either way.",
         unset="pages and weights outlive their engine")] = False
     keep_memory_on_stop: Annotated[bool, about("",
         "let them outlive the server too, for the next one at the same --port",
         "[The next server](operations.md#restart-a-server-and-keep-its-memory) with the same "
-        "`--host`, `--port` and `--topology` finds pages, and a GPU's weights, if the model and "
-        "what decides on its numbers are the same. Prompts and the GPU's memory stay as long, "
-        "however the server ends.", unset="they end with the server")] = False
+        "`--host`, `--port` and `--topology` finds pages and weights, if the model and what "
+        "decides on its numbers are the same. Prompts and the memory stay as long, however the "
+        "server ends.", unset="they end with the server")] = False
     kept_memory_timeout: Annotated[NonNegative, about("SECONDS",
         "how long they wait for the next server",
         "With `--keep-memory-on-stop`.")] = 600
     standby: Annotated[bool, about("",
         "a second process of each engine, ready to go on where one ends",
         "It has the weights, waits in silence, and goes on with the pages of an engine that is "
-        "killed or swapped, without a start. Then the next one is started. On a GPU it shares the "
-        "weights; quantized ones it loads when it is promoted. The pool leaves as much memory free "
-        "as the engine takes without pages, and on a GPU without weights. Of engines that a "
+        "killed or swapped, without a start. Then the next one is started. It shares the weights "
+        "that [outlive an engine](architecture.md#pages-that-outlive-their-engine); others it "
+        "loads itself, on a GPU when it is promoted. The pool leaves as much memory free as the "
+        "engine takes without pages and shared weights. Of engines that a "
         "supervisor starts; with several ranks if all are on its host. "
         "Of containers, one that finds all engines running is a standby.",
         unset="an engine that ends is started anew")] = False

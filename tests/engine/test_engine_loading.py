@@ -11,7 +11,6 @@ import pytest
 import torch
 from single_steps import Row, build_step
 
-from checkpoints import make_checkpoint
 from kept_logits import logits_of
 from pipeinfer.engine import choices, machine
 from pipeinfer.engine.calibrate import allow_all, largest_step
@@ -128,19 +127,6 @@ def test_more_requests_than_graphs_have_room_for_is_said(folder, monkeypatch, ca
     load_engine(Settings(kv_pages=8, max_running=16, cuda_graph_max_batch=most), folder)
     found = [line.message for line in caplog.records if "cuda-graph-max-batch" in line.message]
     assert [line.endswith(said) for line in found] == ([True] if said else [])
-
-
-def test_files_that_change_before_a_standby_has_read_its_weights_are_not_served(tmp_path):
-    """It would take pages of the model before for its own; on a GPU it may wait for days."""
-    make_checkpoint(tmp_path, "Qwen3ForCausalLM")
-    settings = Settings(kv_pages=8, max_running=2, standby=True)
-    load_engine(settings, tmp_path)
-
-    def change(_done, _total):
-        (tmp_path / "generation_config.json").write_text('{"another": 1}')
-
-    with pytest.raises(RuntimeError, match="files have changed"):
-        load_engine(settings, tmp_path, change)
 
 
 def test_pages_follow_free_memory_and_are_capped(folder, monkeypatch):

@@ -313,7 +313,7 @@ def test_weights_of_a_gpu_are_as_they_were_after_any_sleep(naps):
         filled.append(True)
 
     Copied.open = 0
-    weights = GpuWeights(memory, fill, 0, Copied)
+    weights = GpuWeights("weights", memory, fill, Copied)
     for levels in naps:
         filled.clear()
         for level in levels:

@@ -9,6 +9,7 @@ import torch
 
 from draws import seeded
 from pipeinfer.checkpoint.quantization import Fp8, Int4, Mxfp4, Quantization
+from pipeinfer.engine.weight_memory import ParameterSizes, WeightMemory
 from pipeinfer.layers.elementwise import GATED_ACTIVATIONS, RMSNorm
 from pipeinfer.layers.experts import ClampedExperts, GatedExperts
 from pipeinfer.layers.linear import GatedMLP, create_weight
@@ -64,6 +65,27 @@ def mixture(at, inter):
     fill(made.sources(""))
     made.pack()
     return made
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@torch.inference_mode()
+def test_a_matrix_is_there_where_another_one_was_packed(form):
+    at, every = placement(FORMATS[form]), slice(0, WIDTH)
+
+    def created(memory):
+        return create_weight(replace(at, memory=memory), ["m"], (WIDTH, DEPTH), None)
+
+    created(sizes := ParameterSizes())
+    data = torch.zeros(sizes.size, dtype=torch.uint8, device="cuda")
+    first = created(places := WeightMemory(data))
+    fill(first.sources("m", every, (WIDTH, DEPTH), (every, slice(0, DEPTH))))
+    first.pack(places)
+    assert places.complete and places.used == sizes.size
+    second = created(final := WeightMemory(data, final=True))
+    second.pack(final)
+    for rows in (1, 100):
+        x = torch.randn(rows, DEPTH, device="cuda").bfloat16()
+        assert torch.allclose(first(x).float(), second(x).float(), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -16,11 +16,13 @@ import torch
 from greedy_answers import ask, settings_of_small_model  # which puts tools on the path
 
 from harness.server import ServerUnderTest
+from kept_engines import two_lives
 from memory_holders import running_holder
 from pipeinfer.attention.interface import KVPool
 from pipeinfer.engine.device_memory import GRANULARITY, CudaMemory
 from pipeinfer.runtime.memory_holder import HolderLink, Keep
 from pipeinfer.step import AttentionShape
+from quantized_checkpoints import quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -179,6 +181,41 @@ def test_pages_of_a_pool_are_zeroed_in_its_memory():
         zero = [not bool(page.isnan().any()) for page in part]
         assert zero == [page in (1, 2, 5) for page in range(9)]
     memory.unmap()
+
+
+@pytest.mark.parametrize("form", ["fp8 rows", "awq", "gptq", "4 bits"])
+def test_a_successor_has_weights_that_stay_quantized(gpu_checkpoints, tmp_path, form):
+    folder = quantize(gpu_checkpoints("Qwen3ForCausalLM"), tmp_path, form)[0]
+    [first], [second] = two_lives([(folder, {"device": "cuda", "no_cuda_graph": True})])
+    assert (first.left, second.left) == ([], ["weights"])
+    assert first.reads > 0 == second.reads
+    assert second.numbers == pytest.approx(first.numbers, rel=1e-3, abs=1e-3)
+
+
+def test_a_successor_has_experts_in_mxfp4_or_turned_for_their_backend_and_a_draft_model(
+    gpu_checkpoints, tmp_path
+):
+    how = {"device": "cuda", "no_cuda_graph": True}
+    mxfp4 = quantize(gpu_checkpoints("GptOssForCausalLM"), tmp_path, "mxfp4")[0]
+    plain, experts = gpu_checkpoints("Qwen3ForCausalLM"), gpu_checkpoints("Qwen3MoeForCausalLM")
+    models = [
+        (mxfp4, how),
+        (mxfp4, how | {"quantization": "none"}),  # dequantized into memory that stays
+        (experts, how),
+        (experts, how | {"moe_backend": "torch"}),
+        (plain, how | {"speculate": str(plain)}),
+    ]
+    for (folder, more), first, second in zip(models, *two_lives(models), strict=True):
+        names = ["draft weights", "weights"] if "speculate" in more else ["weights"]
+        assert (first.left, second.left) == ([], names), more
+        assert second.numbers == pytest.approx(first.numbers, rel=1e-3, abs=1e-3), (folder, more)
+
+
+def test_matrices_that_are_dequantized_as_they_are_loaded_are_read_again(gpu_checkpoints, tmp_path):
+    folder = quantize(gpu_checkpoints("Qwen3ForCausalLM"), tmp_path, "fp8 rows")[0]
+    how = {"device": "cuda", "no_cuda_graph": True, "quantization": "none"}
+    [first], [second] = two_lives([(folder, how)])
+    assert first.left == second.left == [] and first.reads == second.reads > 0
 
 
 async def test_a_killed_engine_leaves_its_weights_and_pages_to_the_next_one(

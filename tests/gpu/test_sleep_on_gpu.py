@@ -12,8 +12,13 @@ import torch
 from greedy_answers import ask, settings_of_small_model  # which puts tools on the path
 
 from harness.server import ServerUnderTest
+from memory_holders import running_holder
 from pipeinfer.engine.device_memory import CudaMemory, HostCopy
+from pipeinfer.engine.kept_memory import KeptMemory
+from pipeinfer.engine.loading import load_engine
 from pipeinfer.engine.sleeping import GpuWeights
+from pipeinfer.settings import Settings
+from quantized_checkpoints import quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +42,7 @@ def test_weights_come_back_where_they_were_and_graphs_read_them(level):
     with torch.cuda.graph(graph):
         total.copy_(numbers.sum())
     memory.protect(writable=False)
-    weights = GpuWeights(memory, fill, int(wanted.view(torch.int64).sum()))
+    weights = GpuWeights("weights", memory, fill)
     for _ in range(2):
         before = torch.cuda.mem_get_info()[0]
         weights.give_back(level)
@@ -61,6 +66,28 @@ def test_a_copy_on_the_host_is_pinned_and_let_go():
     copy.close()
     copy.close()
     assert not copy.data.is_pinned()
+
+
+@pytest.mark.parametrize("form", ["fp8 rows", "awq"])
+def test_quantized_weights_sleep_and_come_back(gpu_checkpoints, tmp_path, form):
+    folder = quantize(gpu_checkpoints("Qwen3ForCausalLM"), tmp_path, form)[0]
+    settings = Settings(device="cuda", kv_pages=64, max_running=2, no_cuda_graph=True)
+    hidden = torch.ones(2, 512, dtype=torch.bfloat16, device="cuda")
+    with running_holder() as address:
+        kept = KeptMemory(address)
+        engine = load_engine(settings, folder, kept=lambda: kept)
+        model = engine.runner._model
+        block = model.layers[0].mlp
+        before = model.logits(hidden).clone(), block.unreduced(hidden).clone()
+        for level in (1, 2):
+            engine.memory.withdraw()
+            engine.memory.give_back(level)
+            engine.memory.take_back()
+            engine.memory.keep()
+            assert torch.equal(model.logits(hidden), before[0])
+            found = block.unreduced(hidden)
+            assert torch.allclose(found.float(), before[1].float(), rtol=1e-2, atol=1e-3)
+        kept.close()
 
 
 def free_gib() -> float:

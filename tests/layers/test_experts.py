@@ -65,7 +65,7 @@ def test_exponents_of_a_row_are_filled_up_to_whole_words_with_ones() -> None:
     values = Mxfp4Tensor.empty((2, 4, 160), ALONE)
     values.values.random_()
     values.exponents.fill_(120)
-    bytes_, exponents = values.padded_for_kernels()
+    bytes_, exponents = values.for_kernels
     assert bytes_.shape == (2, 4, 80) and exponents.shape == (2, 4, 8)
     assert exponents.is_contiguous() and torch.equal(bytes_, values.values.flatten(2))
     assert exponents[0, 0].tolist() == [120] * 5 + [127] * 3

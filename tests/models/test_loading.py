@@ -24,6 +24,7 @@ from checkpoints import CheckpointCache
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.files import weight_files
+from pipeinfer.layers.placement import ParameterMemory
 from pipeinfer.layers.weight import UnquantizedWeight
 from pipeinfer.models import loading as module
 from pipeinfer.models.loading import (
@@ -201,9 +202,9 @@ def test_plain_weights_are_given_back_one_by_one_while_packing(
     freed: list[bool] = []
     pack = UnquantizedWeight.pack
 
-    def watched(matrix: UnquantizedWeight) -> None:
+    def watched(matrix: UnquantizedWeight, memory: ParameterMemory) -> None:
         plain = weakref.ref(matrix.weight)
-        pack(matrix)
+        pack(matrix, memory)
         freed.append(plain() is None)
 
     monkeypatch.setattr(UnquantizedWeight, "pack", watched)

@@ -117,13 +117,14 @@ def test_asleep_there_is_no_standby(server):
 
 
 def test_a_standby_that_dies_is_started_again_and_nobody_notices(server, undisturbed):
-    """The last test of this server."""
+    """The last test of this server. One more death of its engine could be the third in a minute,
+    after which a standby's weights are kept no more."""
     engine, first = server.pid("engine"), ready_standby(server)
 
     def disturb() -> None:
         os.kill(first, signal.SIGKILL)
-        second = ready_standby(server, but=first)
-        assert server.pid("engine") == engine and kill(server) == second
+        ready_standby(server, but=first)
+        assert server.pid("engine") == engine
 
     assert streams(server, disturb) == undisturbed
     for _ in range(MAX_DEATHS + 1):

@@ -86,6 +86,11 @@ class EngineChoices:
         assert self.outline.config is not None, "the model is transformers'"
         return self.outline.config
 
+    def without_files(self) -> EngineChoices:
+        """What an engine is built for, whichever weights it has."""
+        draft = None if self.draft is None else replace(self.draft, stored=None)
+        return replace(self, stored=None, draft=draft)
+
     @property
     def kv_dtype(self) -> str:
         """As Hello has it."""

@@ -2,6 +2,7 @@
 
     DeviceMemory   protocol: bytes as a tensor, and their descriptor
     HostMemory     a memfd
+    SealedMemory   a memfd that nobody writes any more
     CudaMemory     of the driver's virtual memory calls (cuMemCreate), at an address that stays the
                    same when the memory behind it is given back and made anew
     HostCopy       of memory of a GPU
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import logging
 import mmap
@@ -36,7 +38,9 @@ TOUCHING_THREADS = 8  # that make memory of the host together
 TOUCHED_BYTES = 64 << 20  # by one of them at once: a multiple of a huge page
 
 # Linux's; the mmap module has no mapping at a given address.
-MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
+MAP_FIXED, MAP_NORESERVE, MAP_POPULATE = 0x10, 0x4000, 0x8000
+WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -116,11 +120,7 @@ class HostMemory:
 
     def map(self, descriptor: int) -> None:
         """Once: what was scratch is memory then."""
-        address, writable = self.array.ctypes.data, mmap.PROT_READ | mmap.PROT_WRITE
-        flags = mmap.MAP_SHARED | MAP_FIXED
-        found = _libc.mmap(address, len(self.array), writable, flags, descriptor, 0)
-        if found != address:
-            raise OSError(ctypes.get_errno(), "memory cannot be mapped where it is to be")
+        _map_at(self.array, len(self.array), mmap.MAP_SHARED, WRITABLE, descriptor)
         self.descriptor = descriptor
 
     def zero(self, begin: int, end: int) -> None:
@@ -135,10 +135,77 @@ class HostMemory:
         self._mapped.madvise(mmap.MADV_REMOVE, first, last - first)
 
 
-def _new_memfd(size: int) -> int:
-    descriptor = os.memfd_create("pipeinfer")
+def _new_memfd(size: int, flags: int = os.MFD_CLOEXEC) -> int:
+    descriptor = os.memfd_create("pipeinfer", flags)
     os.ftruncate(descriptor, size)
     return descriptor
+
+
+def _map_at(array: np.ndarray, size: int, flags: int, access: int, descriptor: int = -1) -> None:
+    """Puts memory behind the first `size` bytes of `array`."""
+    address = array.ctypes.data
+    if size and _libc.mmap(address, size, access, flags | MAP_FIXED, descriptor, 0) != address:
+        raise OSError(ctypes.get_errno(), "memory cannot be mapped where it is to be")
+
+
+class SealedMemory:
+    """See DeviceMemory. It is written once, and then sealed: no process can write it any more, this
+    one included, so whoever has a descriptor has what was there then."""
+
+    def __init__(self, size: int) -> None:
+        """size: addresses, of which memory takes those that are written. They are scratch until
+        `map` or `take_back`."""
+        self.descriptor = -1
+        self._mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
+        self.array = np.frombuffer(self._mapped, np.uint8)
+
+    @property
+    def data(self) -> torch.Tensor:
+        from pipeinfer.kernels.interface import tensor_of
+
+        return tensor_of(self.array)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are there."""
+        return 0 if self.descriptor < 0 else os.fstat(self.descriptor).st_size
+
+    def zero_pages(self, pool: KVPool, pages: np.ndarray) -> None:
+        raise TypeError("no pages are in sealed memory")
+
+    def take_back(self) -> None:
+        """It can be written until `seal`."""
+        self.descriptor = _new_memfd(len(self.array), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        _map_at(self.array, len(self.array), mmap.MAP_SHARED, WRITABLE, self.descriptor)
+
+    def seal(self, size: int, more: bytes) -> None:
+        """It has its first `size` bytes and, where no address is, `more` behind them."""
+        descriptor, self.descriptor = self.descriptor, -1
+        self._let_go()
+        os.ftruncate(descriptor, size)
+        os.pwrite(descriptor, more, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        self._map(descriptor, size)
+
+    def map(self, descriptor: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise RuntimeError("memory that is to be read is not sealed")
+        self._map(descriptor, min(os.fstat(descriptor).st_size, len(self.array)))
+
+    def give_back(self) -> None:
+        self._let_go()
+        os.close(self.descriptor)
+        self.descriptor = -1
+
+    def _map(self, descriptor: int, size: int) -> None:
+        # Private, since older kernels map no sealed memory as shared; nobody writes it. All at
+        # once, so that it counts as this process's, and no step waits for it.
+        _map_at(self.array, size, mmap.MAP_PRIVATE | MAP_POPULATE, mmap.PROT_READ, descriptor)
+        self.descriptor = descriptor
+
+    def _let_go(self) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        _map_at(self.array, len(self.array), flags, WRITABLE)
 
 
 class CudaMemory:

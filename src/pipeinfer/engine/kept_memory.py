@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POOL, DIRECTORY, WEIGHTS, SLEEP = "pool", "directory", "weights", "sleep"
+POOL, DIRECTORY, SLEEP = "pool", "directory", "sleep"
+WEIGHTS, DRAFT_WEIGHTS = "weights", "draft weights"
 KEY_CENTERS, GRAPH_SIZES, STEP_COST = "key centers", "graph sizes", "step cost"  # found once
 HOLDER_TIMEOUT = 60.0  # seconds that the process before may take to end
 HOLDERS_TRIED = 3  # one after the other, where they end before they answer
@@ -60,23 +61,28 @@ class PoolNote(msgspec.Struct, frozen=True):
     sized_by: str
 
 
-def model_key(files: Iterable[Path], choices: Sequence[object]) -> bytes:
-    """[32], a digest of all that keys and values depend on beside their token ids: the `files` of
-    configuration and weights, and `choices` of number formats, layout and ranks.
+def model_key(checkpoints: Sequence[Iterable[Path]], choices: Sequence[object]) -> bytes:
+    """[32], a digest of all that keys, values and weights depend on beside token ids: the files of
+    configuration and weights of each of `checkpoints`, the model's and then its draft model's, and
+    `choices` of number formats, layout and ranks.
 
-    Of files over a megabyte it reads samples: another fine-tune has other numbers everywhere.
+    Of files over a megabyte it reads samples, since another fine-tune has other numbers everywhere,
+    and the time when they were written, since a part of one may have been replaced.
     """
     whole = blake2b(repr((__version__, *choices)).encode(), digest_size=32)
-    for file in sorted(files):
-        size = file.stat().st_size
-        whole.update(f"{file.name}:{size}:".encode())
-        with file.open("rb") as source:
-            if size <= 1 << 20:
-                whole.update(source.read())
-                continue
-            for at in np.linspace(0, size - SAMPLE_BYTES, SAMPLES, dtype=np.int64).tolist():
-                source.seek(at)
-                whole.update(source.read(SAMPLE_BYTES))
+    for number, files in enumerate(checkpoints):
+        for file in sorted(files):
+            about = file.stat()
+            whole.update(f"{number}:{file.name}:{about.st_size}:".encode())
+            with file.open("rb") as source:
+                if about.st_size <= 1 << 20:
+                    whole.update(source.read())
+                    continue
+                whole.update(f"{about.st_mtime_ns}:".encode())
+                last = about.st_size - SAMPLE_BYTES
+                for at in np.linspace(0, last, SAMPLES, dtype=np.int64).tolist():
+                    source.seek(at)
+                    whole.update(source.read(SAMPLE_BYTES))
     return whole.digest()
 
 
@@ -107,7 +113,7 @@ class KeptMemory:
     key: what this process finds and leaves belongs to it (see model_key); b"" before `begin`.
     taken: names of what an engine before has left, and this one uses.
     opened: the pool of this process, once it is there.
-    weight_bytes: of this process's weights on a GPU, which a standby is lent, or loads when it is
+    weight_bytes: of this process's weights, which a standby is lent, or on a GPU loads when it is
         promoted.
     """
 
@@ -173,9 +179,19 @@ class KeptMemory:
         raise AssertionError("the last one was asked")
 
     def begin(self, key: bytes) -> None:
-        """What this process finds and leaves belongs to `key` (see model_key)."""
+        """What this process finds and leaves belongs to `key` (see model_key). That an engine is to
+        sleep holds for any model."""
         self.key = key
-        self.discard(*(name for name, (entry, _) in self._found.items() if entry.key != key))
+        found = [entry for entry, _ in self._found.values() if entry.kind != "sleep"]
+        self.discard(*(entry.name for entry in found if entry.key != key))
+
+    def belong_to(self, key: bytes) -> None:
+        """What it keeps and will keep belongs to `key` from now on."""
+        if key != self.key:
+            self.key = key
+            for name, (entry, descriptor) in self._kept.items():
+                self._kept[name] = Keep(name, entry.kind, entry.note, key), descriptor
+                self._send(name)
 
     @property
     def is_standby(self) -> bool:
@@ -197,13 +213,13 @@ class KeptMemory:
         self._attach()
         self.begin(self.key)
         for name, (entry, descriptor) in mine.items():
-            there = self._let_go(name)
-            if there is None and entry.kind in dropped_after(self.losses):
+            there, lent = self._let_go(name), name in self.taken
+            if lent and there is None and entry.kind in dropped_after(self.losses):
                 self._refuse(f"{name}: dropped after {self.losses} losses")
-            if there is not None and there != entry:
+            if lent and there is not None and there != entry:
                 self._refuse(f"{name}: replaced since this standby was lent it")
             self._kept[name] = entry, descriptor
-            if there is None:  # the holder was another one
+            if there is None or not lent:  # of another holder, or the standby's own
                 self._send(name)
 
     def _refuse(self, why: str) -> NoReturn:
@@ -404,8 +420,9 @@ class KeptMemory:
             self.watch(loop)
 
     def _send(self, name: str) -> None:
-        """To the holder; when that has ended, the next one gets it."""
-        if self._link is None:
+        """To the holder; when that has ended, the next one gets it. Of a standby, which has no link
+        yet, `promote` does."""
+        if self._link is None or self.is_standby:
             return
         try:
             self._link.keep(*self._kept[name])

@@ -19,6 +19,7 @@ import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.interface import KeyCenter, KVPool
+from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.lora import read_lora_modules
 from pipeinfer.collectives import TorchCollectives
@@ -27,6 +28,7 @@ from pipeinfer.engine.device_memory import DeviceMemory, cuda_obstacle
 from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.kept_memory import (
     DIRECTORY,
+    DRAFT_WEIGHTS,
     GRAPH_SIZES,
     KEY_CENTERS,
     POOL,
@@ -46,12 +48,20 @@ from pipeinfer.engine.sleeping import (
     EngineMemory,
     ReloadableModel,
     SleepingWeights,
-    build_with_weights,
 )
 from pipeinfer.engine.start import Start
+from pipeinfer.engine.weight_memory import (
+    Build,
+    Fill,
+    build_on_gpu,
+    build_on_host,
+    no_room_for_weights,
+)
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
+from pipeinfer.layers.experts import resolve_backend
 from pipeinfer.layers.lora import AdapterBank
-from pipeinfer.layers.placement import AllocateParameter
+from pipeinfer.layers.packed_matrix import obstacle
+from pipeinfer.layers.placement import IN_TORCH, ParameterMemory, packs_matrices
 from pipeinfer.memory.page_directory import PageChains
 from pipeinfer.models.causal_lm import CausalLM, LanguageModel
 from pipeinfer.models.loading import (
@@ -138,19 +148,16 @@ def load_engine(
     """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `start` the seconds.
     `collectives`: how several ranks compute together; all of them must be loading. `choices`: what
     `choose_engine` gave for this rank; it is asked here if they are not given. `kept`: gives memory
-    that is to outlive this process; it is called once, on a CPU when all is done that needs none.
-    A standby's is promoted when this returns.
+    that is to outlive this process; it is called once. A standby's is promoted when this returns.
 
     Raises ConfigurationError before any weight is read if something does not fit, RuntimeError if
-    the files of a model with standbys are others once weights were read: what is kept would belong
-    to the model before. What it changes of the process stands in the machines' docstrings.
+    the files are others once weights were read and something is kept: it would belong to the model
+    before. What it changes of the process stands in the machines' docstrings.
     """
     choices, start = choices or choose_engine(settings, folder, rank), start or Start()
     with start.phase("weights"):
         chosen = machine(choices.device, settings, choices.ordinal)
-    key = b""
-    if keeps_memory(settings) or settings.standby:
-        key = _memory_key(settings, folder, choices)
+    files = ModelFiles(settings, folder, choices)
 
     @cache
     def taken() -> KeptMemory | None:
@@ -160,30 +167,30 @@ def load_engine(
             memory.promote()  # and a standby has none to wait with
             return None
         if memory is not None:
-            memory.begin(key)
+            memory.begin(files.key)
         return memory
 
-    if choices.device == "cuda":  # weights may have been left, or room is made for them
-        taken()
+    memory = None
+    if choices.device == "cuda" or keeps_memory(settings):
+        memory = taken()  # weights may have been left, or room is made for them
     kernels = registry.import_packages(choices.attention)  # while weights are read
 
-    def build() -> tuple[Runner, SleepingWeights | None]:
+    def build() -> tuple[Runner, list[SleepingWeights]]:
         if collectives is not None:
             with start.phase("ranks"):
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
             bank = _adapter_bank(settings, choices)
-            model, weights = _model(settings, folder, choices, collectives, progress, taken, bank)
-            draft = _draft_model(settings, choices, collectives)
+            models = Models(files, collectives, memory)
+            model = models.target(progress, bank)
+            draft = models.draft()
             # Else the allocator puts small things that stay into what loading has freed, all of
             # which then stays.
             chosen.trim()
-            memory = taken() if choices.device == "cuda" else None
             left = memory is not None and WEIGHTS in memory.taken
             lent = left and memory is not None and memory.is_standby
-            # A standby may have waited for long since it looked at the files.
-            if settings.standby and not left and _memory_key(settings, folder, choices) != key:
-                raise RuntimeError("the model's files have changed since they were looked at")
+            if not left:  # and a standby may have waited for long since it looked at them
+                files.check()
         with start.phase("attention"):
             kernels.join()
         shape = EngineShape(
@@ -196,32 +203,64 @@ def load_engine(
         )
         _check_lora_modules(settings, bank)
         runner = build_runner(model, settings, shape, chosen, collectives, start, taken, draft)
-        if lent and weights is not None:
-            weights.check()
-        return runner, weights
+        for one in models.weights if lent else ():
+            one.check()
+        return runner, models.weights
 
     runner, weights = chosen.build(build)
     memory = taken()
     if memory is not None and memory.taken:
         details.info("an engine before has left: %s", ", ".join(memory.taken))
     loaded = _loaded(choices, settings.max_running, runner, memory)
-    if memory is None or weights is None:
+    if memory is None or not weights:
         return loaded
-    return replace(loaded, memory=EngineMemory(memory, weights, chosen.device.run))
+    return replace(loaded, memory=EngineMemory(memory, weights, chosen.device.run, files))
 
 
-def _memory_key(settings: Settings, folder: Path, choices: EngineChoices) -> bytes:
-    """Of pages and weights that another engine may use: see `model_key`."""
-    files = _model_files(settings, folder)
-    if choices.draft is not None:  # its keys and values lie in the same pages
-        files += _model_files(settings, choices.draft.folder)
-    numbers = choices.dtype, choices.kv_dtype, settings.quantization, choices.attention
-    if settings.exact:  # other libraries may round otherwise
-        numbers = *numbers, "exact", torch.__version__
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    where = choices.device, visible, choices.ordinal, choices.shard
-    dummy = settings.seed if settings.load_format == "dummy" else None
-    return model_key(files, [*map(str, (*numbers, *where)), dummy, settings.model_impl])
+class ModelFiles:
+    """See WeightFiles. The files of a model, and of its draft model if it has one.
+
+    choices: what settings and files come to, as of the last look. key: of pages and weights that
+    another engine may use; b"" where none are kept. reads_draft: where weights are read anew, those
+    of the draft model are, too.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, choices: EngineChoices) -> None:
+        """folder: or a GGUF file."""
+        self.settings, self.folder, self.choices = settings, folder, choices
+        self.reads_draft = False
+        keeps = keeps_memory(settings) or settings.standby
+        self.key = self._key_now() if keeps else b""
+
+    def look(self) -> None:
+        key, shard = self._key_now(), self.choices.shard
+        if key == self.key:
+            return
+        found = choose_engine(self.settings, self.folder, shard.rank, self.choices.ordinal)
+        # Configurations that transformers has read are never equal.
+        alike = found.without_files() == self.choices.without_files()
+        if not alike or (found.draft is not None and not self.reads_draft):
+            raise RuntimeError("the model's files are another model's, which needs a new engine")
+        self.choices, self.key = found, key
+
+    def check(self) -> None:
+        if self.key and self._key_now() != self.key:
+            raise RuntimeError("the model's files have changed since they were looked at")
+
+    def _key_now(self) -> bytes:
+        settings, choices = self.settings, self.choices
+        checkpoints = [_model_files(settings, self.folder)]
+        if choices.draft is not None:  # its keys and values lie in the same pages
+            checkpoints.append(_model_files(settings, choices.draft.folder))
+        numbers = choices.dtype, choices.kv_dtype, settings.quantization, choices.attention
+        numbers = *numbers, settings.exact  # and what rounds and lays out
+        numbers = *numbers, torch.__version__, torch.backends.cpu.get_cpu_capability()
+        if choices.transformers_spec is None:  # each lays experts out in its own way
+            numbers = *numbers, resolve_backend(settings.moe_backend, choices.device)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        where = choices.device, visible, choices.ordinal, choices.shard
+        dummy = settings.seed if settings.load_format == "dummy" else None
+        return model_key(checkpoints, [*map(str, (*numbers, *where)), dummy, settings.model_impl])
 
 
 def _model_files(settings: Settings, folder: Path) -> list[Path]:
@@ -256,77 +295,122 @@ def _loaded(
     )
 
 
-def _model(
-    settings: Settings,
-    folder: Path,
-    choices: EngineChoices,
-    collectives: TorchCollectives | None,
-    progress: Callable[[int, int], None] | None,
-    kept: TakeMemory,
-    bank: AdapterBank | None,
-) -> tuple[LanguageModel, SleepingWeights | None]:
-    """With its weights; None: they stay where they are as long as the process lives. bank: for the
-    adapters of its linear layers."""
-    spec = choices.transformers_spec
+class Models:
+    """The model of `files`, and its draft model, as they are built.
 
-    def build(allocate: AllocateParameter | None = None) -> CausalLM:
+    weights: of those whose memory can be given back; none if the first one's cannot.
+    """
+
+    def __init__(
+        self, files: ModelFiles, collectives: TorchCollectives | None, kept: KeptMemory | None
+    ) -> None:
+        """kept: where weights are kept; None: nowhere."""
+        self._files, self._collectives, self._kept = files, collectives, kept
+        self._on_gpu = files.choices.device == "cuda"
+        self.weights: list[SleepingWeights] = []
+
+    def target(
+        self, progress: Callable[[int, int], None] | None, bank: AdapterBank | None
+    ) -> LanguageModel:
+        """With its weights. bank: for the adapters of its linear layers."""
+        files, settings = self._files, self._files.settings
+        spec = files.choices.transformers_spec
+        if spec is not None:
+            if self._on_gpu and self._kept is not None:
+                self._kept.promote()  # there is no room for weights beside others
+            model = self._loaded(
+                lambda: _transformers_model(
+                    spec, settings, files.folder, files.choices, progress, bank
+                )
+            )
+            if self._on_gpu and self._kept is not None:
+                self._kept.weight_bytes = torch.cuda.memory_allocated()
+            return model
+
+        def fill(model: CausalLM) -> None:
+            _fill(settings, files.folder, files.choices.stored, progress, model)
+
+        build = partial(self._build, files.choices.config, settings.compile, bank)
+        return self._with_weights(WEIGHTS, build, fill)
+
+    def draft(self) -> LanguageModel | None:
+        """With its weights; None: there is none."""
+        files, first = self._files, self._files.choices.draft
+        if first is None:
+            return None
+
+        def fill(model: CausalLM) -> None:
+            draft = files.choices.draft
+            assert draft is not None
+            _fill(files.settings, draft.folder, draft.stored, None, model)
+
+        target = list(self.weights)
+        model = self._with_weights(
+            DRAFT_WEIGHTS, partial(self._build, first.config, False, None), fill
+        )
+        files.reads_draft = len(self.weights) > len(target)
+        if not target:
+            self.weights.clear()
+        return model
+
+    def _build(
+        self,
+        config: ModelConfig,
+        compiled: bool,
+        bank: AdapterBank | None,
+        memory: ParameterMemory = IN_TORCH,
+    ) -> CausalLM:
+        settings, choices = self._files.settings, self._files.choices
+        collectives = self._collectives
         return build_model(
-            choices.config,
+            config,
             choices.shard,
             choices.dtype,
             choices.device,
             collectives,
-            settings.compile,
+            compiled,
             collectives.fusion if collectives else None,
             settings.moe_backend,
-            allocate,
+            memory,
             settings.exact,
             bank,
         )
 
-    fill = partial(_fill, settings, folder, choices.stored, progress)
-    plain = spec is None and choices.config.quantization is None
-    on_gpu = choices.device == "cuda"
-    if on_gpu and (memory := kept()) is not None:
-        if plain:
-            return build_with_weights(memory, build, fill, _least(collectives))
-        memory.promote()  # there is no room for weights beside others
+    def _with_weights(self, name: str, build: Build, fill: Fill) -> LanguageModel:
+        kept = self._kept
+        if kept is not None and self._on_gpu:
+            model, weights = build_on_gpu(kept, name, build, fill, _least(self._collectives))
+            self.weights += [] if weights is None else [weights]
+            return model
+        if kept is not None and not self._host_obstacle():
+            model, weights = build_on_host(kept, name, build, fill)
+            self.weights.append(weights)
+            return model
 
-    def load() -> LanguageModel:
-        if spec is not None:
-            return _transformers_model(spec, settings, folder, choices, progress, bank)
-        model = build()
-        fill(model)
+        def load() -> LanguageModel:
+            model = build(IN_TORCH)
+            fill(model)
+            return model
+
+        return self._loaded(load)
+
+    def _host_obstacle(self) -> str:
+        """Why a host's weights cannot be kept, or ""."""
+        dtype = self._files.choices.dtype
+        found = no_room_for_weights()
+        if not found and packs_matrices(torch.device("cpu"), dtype):
+            found = obstacle(dtype)
+        if found:
+            details.info("weights are read by each engine anew: %s", found)
+        return found
+
+    def _loaded(self, load: Callable[[], LanguageModel]) -> LanguageModel:
+        """What `load` gives, where weights are not kept."""
+        if self._on_gpu or not keeps_memory(self._files.settings):
+            return load()
+        model = ReloadableModel(load, return_freed_memory)
+        self.weights.append(model)
         return model
-
-    if on_gpu or not keeps_memory(settings):
-        model = load()
-        if on_gpu and (memory := kept()) is not None:
-            memory.weight_bytes = torch.cuda.memory_allocated()
-        return model, None
-    model = ReloadableModel(load, return_freed_memory)
-    return model, model
-
-
-def _draft_model(
-    settings: Settings, choices: EngineChoices, collectives: TorchCollectives | None
-) -> CausalLM | None:
-    """With its weights, which stay where they are as long as the process lives."""
-    draft = choices.draft
-    if draft is None:
-        return None
-    model = build_model(
-        draft.config,
-        choices.shard,
-        choices.dtype,
-        choices.device,
-        collectives,
-        fusion=collectives.fusion if collectives else None,
-        moe_backend=settings.moe_backend,
-        exact=settings.exact,
-    )
-    _fill(settings, draft.folder, draft.stored, None, model)
-    return model
 
 
 def _fill(

@@ -21,7 +21,13 @@ from torch.nn import functional
 from pipeinfer.checkpoint.config import RopeConfig
 from pipeinfer.layers.elementwise import HeadNorm, NormKind
 from pipeinfer.layers.linear import RowParallelLinear, is_adapted, merged_qkv
-from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
+from pipeinfer.layers.placement import (
+    IN_TORCH,
+    ParameterMemory,
+    PartialSum,
+    Placement,
+    WeightSource,
+)
 from pipeinfer.layers.weight import ActivationQuantizer, Activations
 
 
@@ -321,22 +327,25 @@ class SelfAttention:
         out = attend(self.layer, heads).flatten(1)
         return self.output(out if rows is None else out[rows])
 
-    def pack(self) -> None:
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
         """To be called when the weights are final."""
         if self._permutation is not None:
-            self._permute(self._permutation)
+            self._permute(self._permutation, memory.final)
             self._permutation = None
-        self.qkv.weight.pack()
-        self.output.weight.pack()
+        self.qkv.weight.pack(memory)
+        self.output.weight.pack(memory)
 
-    def _permute(self, permutation: list[int]) -> None:
-        """Of queries and keys, which are the first heads of the product."""
+    def _permute(self, permutation: list[int], permuted: bool) -> None:
+        """Of queries and keys, which are the first heads of the product. permuted: the weights are,
+        but no adapters."""
         keyed = (self.num_heads + self.num_kv_heads) * self.head_dim
         rows = torch.arange(keyed).unflatten(0, (-1, self.head_dim))[:, permutation].flatten()
-        matrix = self.qkv.weight
-        matrix.permute(rows)
         if self.qkv.adapters is not None:
             self.qkv.adapters.permutation = rows
+        if permuted:
+            return
+        matrix = self.qkv.weight
+        matrix.permute(rows)
         if matrix.bias is not None:
             matrix.bias[:keyed] = matrix.bias[rows]
         if self.norm is not None:

@@ -25,12 +25,19 @@ from pipeinfer.command_line import did_you_mean
 from pipeinfer.kernels.formats import E4M3, SCALE_BLOCK
 from pipeinfer.layers.elementwise import silu_and_mul
 from pipeinfer.layers.linear import empty_quantized, empty_stacked_fp8
-from pipeinfer.layers.placement import Placement, Shard, WeightSource
+from pipeinfer.layers.placement import (
+    IN_TORCH,
+    ParameterMemory,
+    Placement,
+    Shard,
+    WeightSource,
+)
 from pipeinfer.layers.quantized import Mxfp4Tensor, small_m_gemm_8bit
 from pipeinfer.layers.weight import (
     ActivationQuantizer,
     Activations,
     DequantizedWeight,
+    QuantizedTensor,
     UnquantizedWeight,
     Weight,
 )
@@ -351,17 +358,19 @@ class PerExpertWeights:
         """names: of the modules within placement's that they are made of; ConfigurationError
         unless all are stored alike. size: experts, out, in."""
         form = placement.format(names)
-        self._on_host = placement.device.type == "cpu"
         self._dtype = placement.dtype
         self._stacked: torch.Tensor | None = None
+        self._quantized: list[QuantizedTensor] = []
         self.scale: torch.Tensor | None = None
         self.weights: Sequence[Weight]
         if form is None:
-            self._stacked = placement.empty(*size)
+            self._stacked = placement.matrix(*size)
             self.weights = [UnquantizedWeight(weight) for weight in self._stacked]
             return
         fp8 = empty_stacked_fp8(form, size, placement)
-        quantized = empty_quantized(form, size, placement) if fp8 is None else fp8
+        quantized = fp8
+        if quantized is None:
+            quantized = empty_quantized(form, size, placement.temporaries())
         if fp8 is not None:
             self._stacked, self.scale = fp8.weight, fp8.scale
         self._quantized = [quantized[index] for index in range(size[0])]
@@ -374,13 +383,18 @@ class PerExpertWeights:
             raise RuntimeError("these matrices are not one tensor")
         return self._stacked
 
-    def pack(self) -> None:
-        """To be called when the weights are final. On the host each matrix is packed by itself."""
-        if self._on_host:
+    def pack(self, memory: ParameterMemory = IN_TORCH, one_tensor: bool = False) -> None:
+        """To be called when the weights are final. one_tensor: they are to be one; else each matrix
+        is packed by itself, and has all that is left of it."""
+        if not one_tensor:
+            self._stacked, self._quantized = None, []
             for matrix in self.weights:
-                matrix.pack()
+                matrix.pack(memory)
         elif self._stacked is None:
-            self._stacked = torch.stack([one.dequantized(self._dtype) for one in self._quantized])
+            each, dtype = self._quantized, self._dtype
+            self._stacked = memory.packed(
+                lambda: torch.stack([one.dequantized(dtype) for one in each])
+            )
             self.weights = [UnquantizedWeight(weight) for weight in self._stacked]
             self._quantized = []
 
@@ -409,10 +423,11 @@ class MergedExpertWeights:
             raise ConfigurationError(
                 "experts with bounds are stored plain or in mxfp4, not in another number format"
             )
-        self._stored = None if form is None else Mxfp4Tensor.empty(size, placement)
         kept = form is not None and not placement.dequantizes
         stays = kept and small_m_gemm_8bit(placement) is not None
-        self.unquantized = None if stays else placement.empty(*size)
+        stored_in = placement if stays else placement.temporaries()
+        self._stored = None if form is None else Mxfp4Tensor.empty(size, stored_in)
+        self.unquantized = None if stays else placement.matrix(*size)
         self._interleaved = interleaved
         self._packed: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
@@ -423,19 +438,19 @@ class MergedExpertWeights:
             raise RuntimeError("these matrices are not final yet")
         return self._packed
 
-    def pack(self) -> None:
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
         """To be called once, when the weights are final."""
         unquantized, stored, self._stored = self.unquantized, self._stored, None
-        if self._interleaved:
+        if self._interleaved and not memory.final:
             for part in (unquantized,) if stored is None else (stored.values, stored.exponents):
                 if part is not None:
                     deinterleave(part)
         if unquantized is not None:
-            if stored is not None:
+            if stored is not None and not memory.final:
                 stored.dequantize_into(unquantized)
             self._packed = unquantized, None
         elif stored is not None:
-            self._packed = stored.padded_for_kernels()
+            self._packed = stored.for_kernels
 
     def sources(
         self, name: str, shape: tuple[int, int, int], held: tuple[slice, slice, slice]
@@ -524,7 +539,7 @@ class LocalExperts(Protocol):
         """x [pairs, hidden], ordered by expert, `counts` of each, to outputs in the same order."""
         ...
 
-    def pack(self) -> None: ...
+    def pack(self, memory: ParameterMemory = IN_TORCH, /) -> None: ...
 
     def sources(self, prefix: str) -> Iterator[WeightSource]: ...
 
@@ -552,15 +567,15 @@ class _FusedByBackend(ABC):
     _backend: type[MoEBackend] | None
     _num_experts: int
 
-    def pack(self) -> None:
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
         """To be called once, when the weights are final; ConfigurationError if the backend cannot
         compute them."""
-        self._pack_weights()
+        self._pack_weights(memory)
         if self._backend is None:
             return
         stack = self._stacked()
         backend = self._backend(stack)
-        if backend.up_first:
+        if backend.up_first and not memory.final:
             swap_halves(stack.gate_up[0])
             if stack.bounded is not None:
                 swap_halves(stack.bounded.gate_up_bias)
@@ -569,7 +584,7 @@ class _FusedByBackend(ABC):
             self.unsummed = backend.unsummed
 
     @abstractmethod
-    def _pack_weights(self) -> None: ...
+    def _pack_weights(self, memory: ParameterMemory) -> None: ...
 
     @abstractmethod
     def _stacked(self) -> StackedExperts:
@@ -613,9 +628,9 @@ class GatedExperts(_FusedByBackend):
         gate_up, down = self.gate_up.weights[index], self.down.weights[index]
         return lambda rows: down(silu_and_mul(gate_up(rows)))
 
-    def _pack_weights(self) -> None:
-        self.gate_up.pack()
-        self.down.pack()
+    def _pack_weights(self, memory: ParameterMemory) -> None:
+        for one in (self.gate_up, self.down):
+            one.pack(memory, one_tensor=self._backend is not None)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the mixture, with its dot. On disk each expert is by itself."""
@@ -699,16 +714,17 @@ class ClampedExperts(_FusedByBackend):
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         return up.add_(1.0).mul_(gate.mul(slope).sigmoid_().mul_(gate))
 
-    def _pack_weights(self) -> None:
-        self.gate_up.pack()
-        self.down.pack()
-        deinterleave(self._gate_up_biases)
+    def _pack_weights(self, memory: ParameterMemory) -> None:
+        self.gate_up.pack(memory)
+        self.down.pack(memory)
+        if not memory.final:
+            deinterleave(self._gate_up_biases)
         if self._backend is not None:
             return
         del self.gate_up, self.down
         for matrices in self._experts:
             for matrix in matrices:
-                matrix.pack()
+                matrix.pack(memory)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the mixture, with its dot."""

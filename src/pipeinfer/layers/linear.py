@@ -24,7 +24,13 @@ from torch.nn import functional
 from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Int4Blocks, Int8, Mxfp4
 from pipeinfer.layers.elementwise import GatedActivation
 from pipeinfer.layers.lora import AdaptedLinear, AdaptedModule
-from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
+from pipeinfer.layers.placement import (
+    IN_TORCH,
+    ParameterMemory,
+    PartialSum,
+    Placement,
+    WeightSource,
+)
 from pipeinfer.layers.quantized import (
     Fp8Tensor,
     Int4BlocksTensor,
@@ -104,18 +110,18 @@ def create_weight(
     if form is None or form == Mxfp4():  # which is for experts alone
         exact = exact_gemm_for(placement)
         if exact is not None:
-            return UnquantizedWeight(placement.empty(*size), bias, exact)
+            return UnquantizedWeight(placement.matrix(*size), bias, exact)
         gemm = small_m_gemm_for(placement.device, placement.dtype)
         return UnquantizedWeight(
-            placement.empty(*size), bias, gemm if small_m else None, gemm if split_k else None
+            placement.matrix(*size), bias, gemm if small_m else None, gemm if split_k else None
         )
     if form == Int4Blocks() and int4_blocks_gemm(Int4Blocks(), size, placement) is None:
         form = Int8()  # rounded from the file's values
-    tensor = empty_quantized(form, size, placement)
     gemm = None if placement.dequantizes else GEMMS[type(form)](form, size, placement)
     if gemm is None:
+        tensor = empty_quantized(form, size, placement.temporaries())
         return DequantizedWeight(tensor, bias, placement)
-    return QuantizedWeight(tensor, bias, gemm, split_k)
+    return QuantizedWeight(empty_quantized(form, size, placement), bias, gemm, split_k)
 
 
 def empty_quantized(form: Format, size: tuple[int, ...], placement: Placement) -> StackedTensor:
@@ -334,7 +340,15 @@ class VocabParallelWeight:
     weight: for products.
     """
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        placement: Placement,
+        looked_up: bool = True,
+    ) -> None:
+        """looked_up: `lookup` will be called."""
         shard = placement.shard
         share = -(-vocab_size // shard.size)
         self._name = name
@@ -348,12 +362,14 @@ class VocabParallelWeight:
         products = int8_gemm(form, size, placement) if stays else None
         self._values = None if products is None else Int8Tensor.empty(size, form, placement)
         if products is None or self._values is None:
-            self._plain = UnquantizedWeight(placement.empty(*size), None, exact_gemm_for(placement))
-            self._plain.weight[used:].zero_()
+            plain = placement.empty(*size) if looked_up else placement.matrix(*size)
+            self._plain = UnquantizedWeight(plain, None, exact_gemm_for(placement))
             self.weight: Weight = self._plain
-            return
-        self.weight = QuantizedWeight(self._values, None, products, split_k=False)
-        for part in (self._values.weight, self._values.scale):
+            parts = (plain,)
+        else:
+            self.weight = QuantizedWeight(self._values, None, products, split_k=False)
+            parts = self._values.weight, self._values.scale
+        for part in () if placement.memory.final else parts:
             part[used:].zero_()
 
     def lookup(self) -> Lookup:
@@ -459,10 +475,10 @@ class GatedMLP:
         activate = self._activate if quantizer is None else quantizer.swiglu
         return activate(self.gate_up(x))
 
-    def pack(self) -> None:
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
         """To be called when the weights are final."""
-        self.gate_up.weight.pack()
-        self.down.weight.pack()
+        self.gate_up.weight.pack(memory)
+        self.down.weight.pack(memory)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of this module, with its dot."""

@@ -16,7 +16,14 @@ import torch
 
 from pipeinfer.layers.experts import LocalExperts
 from pipeinfer.layers.linear import GatedMLP
-from pipeinfer.layers.placement import PartialSum, Placement, WeightSource, full_slices
+from pipeinfer.layers.placement import (
+    IN_TORCH,
+    ParameterMemory,
+    PartialSum,
+    Placement,
+    WeightSource,
+    full_slices,
+)
 from pipeinfer.layers.weight import (
     ActivationQuantizer,
     Activations,
@@ -37,7 +44,7 @@ class TopKRouter(Protocol):
         [T, top_k]."""
         ...
 
-    def pack(self) -> None: ...
+    def pack(self, memory: ParameterMemory = IN_TORCH, /) -> None: ...
 
     def sources(self, prefix: str) -> Iterator[WeightSource]: ...
 
@@ -63,7 +70,7 @@ class SoftmaxRouter:
         self._name = name
         exact = exact_gemm_for(placement)
         self.weight = UnquantizedWeight(
-            placement.empty(num_experts, hidden_size),
+            placement.matrix(num_experts, hidden_size),
             placement.empty(num_experts) if bias else None,
             exact,
         )
@@ -85,9 +92,9 @@ class SoftmaxRouter:
                 return partial
         return self.weight(x)
 
-    def pack(self) -> None:
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
         """To be called when the weights are final."""
-        self.weight.pack()
+        self.weight.pack(memory)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the mixture, with its dot."""
@@ -127,17 +134,18 @@ class SigmoidLinear:
     def __init__(self, size: int, hidden_size: int, placement: Placement) -> None:
         # The last row is padding. Sigmoid takes whole vectors of values that lie side by side, and
         # the rest in another way: what a token gets would depend on how many tokens there are.
-        weight = placement.empty(size + 1, hidden_size)
-        weight[size:].zero_()
+        weight = placement.matrix(size + 1, hidden_size)
+        if not placement.memory.final:
+            weight[size:].zero_()
         self._weight = UnquantizedWeight(weight, None, exact_gemm_for(placement))
         self._size = size
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._weight(x)[:, : self._size].sigmoid()
 
-    def pack(self) -> None:
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
         """To be called when the weights are final."""
-        self._weight.pack()
+        self._weight.pack(memory)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of this module, with its dot."""
@@ -200,9 +208,9 @@ class SigmoidRouter:
         others = others.scatter_(1, best, False)
         return grouped.masked_fill(others[..., None], float("-inf")).flatten(1)
 
-    def pack(self) -> None:
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
         """To be called when the weights are final."""
-        self._scores.pack()
+        self._scores.pack(memory)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the mixture, with its dot."""
@@ -227,11 +235,11 @@ class SharedExpert:
         out = self._mlp.unreduced(x)
         return out if self._gate is None else out.mul_(self._gate(x))
 
-    def pack(self) -> None:
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
         """To be called when the weights are final."""
-        self._mlp.pack()
+        self._mlp.pack(memory)
         if self._gate is not None:
-            self._gate.pack()
+            self._gate.pack(memory)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the mixture, with its dot."""
@@ -292,12 +300,12 @@ class SparseMoeBlock:
         # Summed per token in the router's order: not a matter of which other tokens there are.
         return by_pair.view(*weights.shape, -1).mul_(weights[..., None]).sum(dim=1)
 
-    def pack(self) -> None:
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
         """To be called when the weights are final."""
-        self._router.pack()
-        self._experts.pack()
+        self._router.pack(memory)
+        self._experts.pack(memory)
         if self._shared is not None:
-            self._shared.pack()
+            self._shared.pack(memory)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of this module, with its dot."""

@@ -119,8 +119,85 @@ class Collectives(Protocol):
         ...
 
 
-# From a shape and a dtype to a parameter, not yet filled.
-AllocateParameter = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+class ParameterMemory(Protocol):
+    """Where a model's parameters are. A layer says which of them stay and which are gone once it is
+    packed; what else it has when it is packed follows from those that stay.
+
+    final: all that stays is there already, as it was when the model was packed first. Nothing is to
+    be filled, and `pack` computes nothing of the values.
+    """
+
+    @property
+    def final(self) -> bool: ...
+
+    def stays(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, /
+    ) -> torch.Tensor:
+        """A parameter, not yet filled."""
+        ...
+
+    def temporary(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, /
+    ) -> torch.Tensor:
+        """A parameter that is gone once it is packed, not yet filled. Where all is final it takes
+        no memory, and cannot be filled."""
+        ...
+
+    def packed(self, make: Callable[[], torch.Tensor], /) -> torch.Tensor:
+        """What `make` makes of values that were read, when these are final; it stays, too. Where
+        all is final, `make` is not called."""
+        ...
+
+
+class TorchMemory:
+    """A ParameterMemory of torch's own."""
+
+    final = False
+
+    def stays(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    temporary = stays
+
+    def packed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return make()
+
+
+IN_TORCH = TorchMemory()
+
+
+@dataclass(frozen=True)
+class _Temporaries:
+    """A ParameterMemory: of `memory`, what is gone once it is packed."""
+
+    memory: ParameterMemory
+
+    @property
+    def final(self) -> bool:
+        return self.memory.final
+
+    def stays(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self.memory.temporary(shape, dtype, device)
+
+    temporary = stays
+
+    def packed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return self.memory.packed(make)
+
+
+def packs_matrices(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN has a packed layout for matrices there."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype == torch.float32
 
 
 @dataclass(frozen=True)
@@ -139,7 +216,7 @@ class Placement:
         quantization: how matrices are stored on disk; None: in a dtype of their own.
         path: of the module on disk, with its dot.
         moe_backend: what computes mixtures of experts on a GPU (experts.py).
-        allocate: makes parameters that are not quantized; None: torch does.
+        memory: of parameters.
         exact: what a token gets may not depend on the others of its step.
         adapters: memory for low-rank adapters of the linear layers (lora.py); None: they have none.
     """
@@ -154,7 +231,7 @@ class Placement:
     quantization: Quantization | None = None
     path: str = ""
     moe_backend: str = "triton"
-    allocate: AllocateParameter | None = None
+    memory: ParameterMemory = IN_TORCH
     exact: bool = False
     adapters: AdapterBank | None = None
 
@@ -182,11 +259,18 @@ class Placement:
         """Whether quantized weights are dequantized as they are loaded."""
         return self.quantization is None or self.quantization.dequantize_at_load
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        """A parameter, not yet filled."""
-        if self.allocate is not None:
-            return self.allocate(shape, self.dtype)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A parameter that stays, not yet filled; by default in the model's dtype."""
+        return self.memory.stays(shape, dtype or self.dtype, self.device)
+
+    def matrix(self, *shape: int) -> torch.Tensor:
+        """As `empty`, for UnquantizedWeight, whose `pack` may put another one in its place."""
+        packs = packs_matrices(self.device, self.dtype)
+        return (self.temporaries() if packs else self).empty(*shape)
+
+    def temporaries(self) -> Placement:
+        """For parameters that are gone once they are packed."""
+        return replace(self, memory=_Temporaries(self.memory))
 
     @property
     def single_rank(self) -> bool:

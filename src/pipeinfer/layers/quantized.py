@@ -92,8 +92,8 @@ class Fp8Tensor:
         high, wide = form.block if form.scale_scope == "block" else (1, columns)
         scales = (*stack, -(-rows // high), -(-columns // wide))
         return cls(
-            torch.empty(size, dtype=E4M3, device=placement.device),
-            torch.empty(scales, dtype=torch.float32, device=placement.device),
+            placement.empty(*size, dtype=E4M3),
+            placement.empty(*scales, dtype=torch.float32),
             form,
         )
 
@@ -325,11 +325,17 @@ class Mxfp4Tensor:
 
     Attributes:
         values: uint8 [experts, out, in / 32, 16], two values a byte, the first in the lower bits.
-        exponents: uint8 [experts, out, in / 32].
+        exponents: uint8 [experts, out, in / 32], views of `padded`.
+        padded: uint8 [experts, out, blocks]: the exponents of a row are filled up to a multiple of
+            MXFP4_SCALE_MULTIPLE with some that stand for 1, as kernels/moe.py takes them.
     """
 
     values: torch.Tensor
-    exponents: torch.Tensor
+    padded: torch.Tensor
+
+    @property
+    def exponents(self) -> torch.Tensor:
+        return self.padded[..., : self.values.shape[2]]
 
     @classmethod
     def empty(cls, size: tuple[int, int, int], placement: Placement) -> Mxfp4Tensor:
@@ -341,12 +347,13 @@ class Mxfp4Tensor:
                 f"quantization_config: a rank's {columns} columns are not whole blocks of "
                 f"{MXFP4_BLOCK}, as mxfp4 has them"
             )
-        blocks = (experts, rows, columns // MXFP4_BLOCK)
-        device = placement.device
-        return cls(
-            torch.empty((*blocks, MXFP4_BLOCK // 2), dtype=torch.uint8, device=device),
-            torch.empty(blocks, dtype=torch.uint8, device=device),
-        )
+        blocks = columns // MXFP4_BLOCK
+        filled = -(-blocks // MXFP4_SCALE_MULTIPLE) * MXFP4_SCALE_MULTIPLE
+        values = placement.empty(experts, rows, blocks, MXFP4_BLOCK // 2, dtype=torch.uint8)
+        padded = placement.empty(experts, rows, filled, dtype=torch.uint8)
+        if not placement.memory.final:
+            padded[..., blocks:] = EXPONENT_OF_ONE
+        return cls(values, padded)
 
     def dequantize_into(self, into: torch.Tensor) -> None:
         """Fills [experts, out, in], one expert at a time."""
@@ -358,13 +365,10 @@ class Mxfp4Tensor:
             powers = exponents.int() - EXPONENT_OF_ONE
             expert.copy_(torch.ldexp(table[both], powers[..., None]).flatten(1))
 
-    def padded_for_kernels(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values uint8 [experts, out, in / 2], exponents uint8 [experts, out, blocks]) as
-        kernels/moe.py takes them: the blocks of a row are filled up to a multiple of
-        MXFP4_SCALE_MULTIPLE with exponents that stand for 1."""
-        more = -self.exponents.shape[2] % MXFP4_SCALE_MULTIPLE
-        filled = functional.pad(self.exponents, (0, more), value=EXPONENT_OF_ONE)
-        return self.values.flatten(2), filled
+    @property
+    def for_kernels(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values uint8 [experts, out, in / 2], `padded`) as kernels/moe.py takes them."""
+        return self.values.flatten(2), self.padded
 
     def sources(
         self, name: str, shape: tuple[int, int, int], held: tuple[slice, slice, slice]
@@ -442,15 +446,13 @@ class Int4Tensor:
                 f"quantization_config: a rank's {rows} x {columns} weights do not divide into "
                 f"groups of {group} columns and words of {INT4_PER_WORD} numbers"
             )
-        device = placement.device
-        groups = (*stack, columns // group, rows, 2)
         run = int4_tile_k(columns)
         words = (*stack, columns // run, rows, run // INT4_PER_WORD)
-        return cls(
-            torch.empty(words, dtype=torch.int32, device=device),
-            torch.full(groups, INT4_DUMMY_ZERO, dtype=placement.dtype, device=device),
-            form,
-        )
+        qweight = placement.empty(*words, dtype=torch.int32)
+        scales_and_zeros = placement.empty(*stack, columns // group, rows, 2)
+        if not placement.memory.final:
+            scales_and_zeros.fill_(INT4_DUMMY_ZERO)
+        return cls(qweight, scales_and_zeros, form)
 
     def __getitem__(self, index: int) -> Int4Tensor:
         """One of a stack."""
@@ -621,8 +623,7 @@ class Int8Tensor:
     @classmethod
     def empty(cls, size: tuple[int, ...], form: Int8, placement: Placement) -> Int8Tensor:
         """Not yet filled; `size` is rows and columns, before which a stack may have others."""
-        weight = torch.empty(size, dtype=torch.int8, device=placement.device)
-        return cls(weight, placement.empty(*size[:-1]))
+        return cls(placement.empty(*size, dtype=torch.int8), placement.empty(*size[:-1]))
 
     def __getitem__(self, index: int) -> Int8Tensor:
         """One of a stack."""
@@ -744,7 +745,7 @@ class Int4BlocksTensor:
     ) -> Int4BlocksTensor:
         """Not yet filled; `size`: rows and columns, which divide into blocks."""
         rows, columns = size
-        numbers = torch.empty((rows, columns // 2), dtype=torch.uint8, device=placement.device)
+        numbers = placement.empty(rows, columns // 2, dtype=torch.uint8)
         return cls(numbers, placement.empty(columns // Int4Blocks.group, rows, 2))
 
     def __getitem__(self, index: int) -> Int4BlocksTensor:

@@ -22,7 +22,15 @@ from torch.nn import functional
 
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.kernels.tile_configs import exact_swiglu_config, small_m_gemm_config
-from pipeinfer.layers.placement import HALF_DTYPES, PartialSum, Placement, WeightSource
+from pipeinfer.layers.placement import (
+    HALF_DTYPES,
+    IN_TORCH,
+    ParameterMemory,
+    PartialSum,
+    Placement,
+    WeightSource,
+    packs_matrices,
+)
 
 
 @dataclass(frozen=True)
@@ -343,8 +351,9 @@ class Weight(Protocol):
         returned."""
         ...
 
-    def pack(self) -> None:
-        """To be called when the values are final: lays them out as products want them."""
+    def pack(self, memory: ParameterMemory = IN_TORCH, /) -> None:
+        """To be called when the values are final: lays them out as products want them. memory: of
+        the parameters."""
         ...
 
     def permute(self, rows: torch.Tensor, /) -> None:
@@ -370,16 +379,18 @@ class UnquantizedWeight:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None = None,
         gemm: Gemm | None = None,
         split_k: SmallMGemm | None = None,
+        packed: torch.Tensor | None = None,
     ) -> None:
         """weight: [out, in]. gemm: computes the products that it does not leave to the library;
-        split_k: those that a norm adds up; None: the library computes them."""
+        split_k: those that a norm adds up; None: the library computes them. packed: as `reordered`
+        makes it, in place of `weight`."""
         self.bias = bias
-        self._weight: torch.Tensor | None = weight
-        self._packed: torch.Tensor | None = None
+        self._weight = weight
+        self._packed = packed
         self._gemm, self._split_k = gemm, split_k
 
     @property
@@ -421,12 +432,11 @@ class UnquantizedWeight:
     def _packed_product(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
-    def pack(self) -> None:
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
         """Replaces the weight by its packed form, where this CPU has one for its dtype."""
-        if self._packed is None and _packable(self.weight):
-            weight = self.weight.detach()
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_HINT_ROWS)
-            self._weight = None
+        if self._packed is None and packs_matrices(self.weight.device, self.weight.dtype):
+            weight, self._weight = self.weight, None
+            self._packed = memory.packed(lambda: reordered(weight))
 
     def permute(self, rows: torch.Tensor) -> None:
         self.weight[: len(rows)] = self.weight[rows]
@@ -437,14 +447,9 @@ class UnquantizedWeight:
         yield WeightSource(f"{name}.weight", shape, slices, self.weight[rows])
 
 
-def _packable(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if weight.dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return weight.dtype == torch.float32
+def reordered(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix [out, in] as oneDNN packs it, opaque to all but its products."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKING_HINT_ROWS)
 
 
 class QuantizedTensor(Protocol):
@@ -477,6 +482,7 @@ class DequantizedWeight:
         self.bias = bias
         self._quantized: QuantizedTensor | None = quantized
         self._dtype, self._gemm = placement.dtype, exact_gemm_for(placement)
+        self._packs = packs_matrices(placement.device, placement.dtype)
         self._dequantized: UnquantizedWeight | None = None
 
     @property
@@ -500,13 +506,16 @@ class DequantizedWeight:
     ) -> torch.Tensor:
         return self.dequantized.into(out, x, bias)
 
-    def pack(self) -> None:
-        if self._dequantized is None:
-            self._dequantized = UnquantizedWeight(
-                self._unpacked().dequantized(self._dtype), self.bias, self._gemm
-            )
-            self._quantized = None
-            self._dequantized.pack()
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
+        if self._dequantized is not None:
+            return
+        (quantized, self._quantized), dtype = (self._unpacked(), None), self._dtype
+        if self._packs:
+            packed = memory.packed(lambda: reordered(quantized.dequantized(dtype)))
+            self._dequantized = UnquantizedWeight(None, self.bias, self._gemm, packed=packed)
+        else:
+            plain = memory.packed(lambda: quantized.dequantized(dtype))
+            self._dequantized = UnquantizedWeight(plain, self.bias, self._gemm)
 
     def permute(self, rows: torch.Tensor) -> None:
         self._unpacked().permute(rows)
@@ -586,8 +595,9 @@ class QuantizedWeight(Generic[TensorKind]):
     ) -> torch.Tensor:
         return out.copy_(self._gemm.product(x, self._quantized, bias))
 
-    def pack(self) -> None:
-        self._gemm.pack(self._quantized)
+    def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
+        if not memory.final:
+            self._gemm.pack(self._quantized)
 
     def permute(self, rows: torch.Tensor) -> None:
         self._quantized.permute(rows)

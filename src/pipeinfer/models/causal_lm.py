@@ -60,7 +60,13 @@ from pipeinfer.layers.moe import (
     SparseMoeBlock,
     TopKRouter,
 )
-from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
+from pipeinfer.layers.placement import (
+    IN_TORCH,
+    ParameterMemory,
+    PartialSum,
+    Placement,
+    WeightSource,
+)
 from pipeinfer.layers.weight import ActivationQuantizer, Activations
 from pipeinfer.step import AttentionShape
 
@@ -134,7 +140,7 @@ class FeedForward(Protocol):
 
     def __call__(self, x: Activations) -> torch.Tensor | PartialSum: ...
 
-    def pack(self) -> None: ...
+    def pack(self, memory: ParameterMemory = IN_TORCH, /) -> None: ...
 
     def sources(self, prefix: str) -> Iterator[WeightSource]: ...
 
@@ -234,7 +240,8 @@ class CausalLM:
         self.embedding = embed(rows, placement)
         tied = config.tie_word_embeddings
         self.head = LMHead(
-            rows if tied else VocabParallelWeight("lm_head", *size, placement), placement
+            rows if tied else VocabParallelWeight("lm_head", *size, placement, looked_up=False),
+            placement,
         )
         self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, placement, norm_kind)
         different = list(dict.fromkeys(config.ropes))
@@ -243,7 +250,7 @@ class CausalLM:
             for rope in different
         ]
         self._rope_of_layer = [different.index(rope) for rope in config.ropes]
-        self._adapters = placement.adapters
+        self._adapters, self._memory = placement.adapters, placement.memory
 
     def __call__(
         self,
@@ -298,9 +305,9 @@ class CausalLM:
         A tied embedding stays beside the head's packed copy of it.
         """
         for layer in self.layers:
-            layer.attention.pack()
-            layer.mlp.pack()
-        self.head.rows.weight.pack()
+            layer.attention.pack(self._memory)
+            layer.mlp.pack(self._memory)
+        self.head.rows.weight.pack(self._memory)
 
     def sources(self) -> Iterator[WeightSource]:
         """Every parameter, with the tensor of the checkpoint that fills it."""

@@ -42,9 +42,10 @@ from pipeinfer.layers.attention import inverse_frequencies
 from pipeinfer.layers.elementwise import GATED_ACTIVATIONS, fused_ops
 from pipeinfer.layers.lora import AdapterBank
 from pipeinfer.layers.placement import (
-    AllocateParameter,
+    IN_TORCH,
     AllReduceFusion,
     Collectives,
+    ParameterMemory,
     Placement,
     Shard,
     WeightSource,
@@ -65,7 +66,7 @@ def build_model(
     compiled: bool = False,
     fusion: AllReduceFusion | None = None,
     moe_backend: str = "auto",
-    allocate: AllocateParameter | None = None,
+    memory: ParameterMemory = IN_TORCH,
     exact: bool = False,
     adapters: AdapterBank | None = None,
 ) -> CausalLM:
@@ -77,7 +78,7 @@ def build_model(
     compiled: norms and activations by torch.compile, see layers/elementwise.py.
     fusion: of sums over ranks with the norm that follows, see layers/placement.py.
     moe_backend: a name of layers/experts.py.
-    allocate: makes parameters that are not quantized; None: torch does, on `device`.
+    memory: of parameters.
     exact, adapters: see Placement; the former without `fusion`.
 
     Raises ConfigurationError if heads or MLP do not divide by the ranks, if what is to be compiled
@@ -94,7 +95,7 @@ def build_model(
         fusion,
         quantization=config.quantization,
         moe_backend=experts.resolve_backend(moe_backend, where.type),
-        allocate=allocate,
+        memory=memory,
         exact=exact,
         adapters=adapters,
     )
