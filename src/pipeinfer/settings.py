@@ -398,7 +398,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     exact: Annotated[bool, about("",
         "tokens depend on the request alone, bit by bit, not on what else is computed",
         "[Exact mode](exact.md): on a GPU with kernels of its own, for Hopper, in bfloat16 or "
-        "float16, with plain weights or FP8; on a CPU in float32. Where something cannot keep it, "
+        "float16, and unquantized weights; on a CPU in float32. Where something cannot keep it, "
         "the start is refused.",
         unset="speed comes first: near ties may fall otherwise")] = False
     no_cuda_graph: Annotated[bool, about("", "launch every step kernel by kernel",

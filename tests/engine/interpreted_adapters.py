@@ -60,7 +60,7 @@ if __name__ == "__main__":
     folder, *adapters = sys.argv[1:]
     from pipeinfer.kernels.gemm import add_low_rank
 
-    lora.low_rank_kernel = lambda device: add_low_rank
+    lora.low_rank_kernel = lambda device, exact: add_low_rank
     found = {
         "graphs": served(Path(folder), adapters),
         "no graphs": served(Path(folder), adapters, no_cuda_graph=True),

@@ -6,7 +6,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.engine.calibrate import SLOWER, interpolated, padded, priced, slow, without_outliers
+from pipeinfer.engine.calibrate import (
+    SLOWER,
+    PageGeometry,
+    interpolated,
+    measured,
+    padded,
+    priced,
+    slow,
+    without_outliers,
+)
+from pipeinfer.engine.device import HostDevice
+from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.loading import all_find
 from pipeinfer.step_cost import MEASURED_TOKENS, Prompt, StepCost, Targets, prefill_budget
 
@@ -144,3 +155,14 @@ def test_steps_between_those_that_were_measured_lie_on_a_curve(
         else:  # nobody knows what pairs cost
             times = sorted(step(end)[1] for end in (low, high))
             assert times[0] - 2 <= size[1] <= times[1] + 2
+
+
+@given(rows=st.integers(1, 6), pages=st.integers(2, 40), tokens=st.integers(1, 9000))
+def test_no_step_is_measured_with_more_rows_or_longer_ones_than_there_may_be(rows, pages, tokens):
+    def run(step) -> float:
+        assert len(step.counts) <= rows
+        assert (step.starts + step.counts).max() <= pages * 64
+        return 1e-3
+
+    frame, graphs = PageGeometry(pages, 64), Graphs(HostDevice())
+    measured(graphs, (rows, max(tokens, rows)), frame, 10_000, lambda _shape, step: run(step), run)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kernels.exact_cases import Steps
-from kernels.gemm_cases import in_fp8
 from kernels.triton_cases import HALVES, TOLERANCE, randn, randn_on_device, relative_error
 from pipeinfer.kernels.elementwise import swiglu
 from pipeinfer.kernels.exact import exact_gemm, exact_gemm_swiglu
@@ -54,29 +53,6 @@ def test_swiglu_within_an_exact_gemm_gives_the_same_bits_as_behind_it(half, dept
         tile = exact_swiglu_config(rows, half, depth)
         assert tile is not None
         assert torch.equal(exact_gemm_swiglu(x[:rows], weight, tile), expected[:rows]), rows
-
-
-FP8_TILES = [
-    ExactGemmConfig(16, 32, 128, 4, 4, swap_ab=True),
-    ExactGemmConfig(32, 64, 128, 4, 4, swap_ab=True),
-    ExactGemmConfig(64, 64, 128, 4, 3),
-    ExactGemmConfig(128, 128, 128, 8, 2),
-    ExactGemmConfig(128, 128, 128, 8, 3, swap_ab=True),
-]
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize(("width", "depth"), [(1024, 3072), (7168, 1024)])
-def test_rows_of_an_exact_gemm_in_fp8_are_the_same_bits_by_every_tile_and_beside_any_rows(
-    width, depth, blocks
-):
-    x = randn_on_device(0, 300, depth, dtype=torch.bfloat16)
-    weight, scale, _ = in_fp8(width, blocks, depth)
-    expected = exact_gemm(x, weight, scale=scale)
-    for tile in FP8_TILES:
-        assert torch.equal(exact_gemm(x, weight, config=tile, scale=scale), expected), tile
-    for rows in (1, 2, 16, 17, 33, 64, 65, 130, 257):
-        assert torch.equal(exact_gemm(x[-rows:], weight, scale=scale), expected[-rows:]), rows
 
 
 @pytest.mark.parametrize("dtype", HALVES)

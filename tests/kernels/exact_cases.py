@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from draws import seeded
-from kernels.gemm_cases import in_fp8
 from kernels.triton_cases import (
     DEVICE,
     HALVES,
@@ -48,20 +47,7 @@ def test_exact_gemm_is_that_of_the_reference(width, depth, rows, dtype):
     assert relative_error(exact_gemm(x, weight, bias), expected) < bound
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize("rows", [1, 40, 130])
-@pytest.mark.parametrize(
-    ("width", "depth", "blocks"), [(256, 256, True), (256, 256, False), (80, 144, False)]
-)
-def test_exact_gemm_takes_weights_in_fp8(width, depth, blocks, rows, dtype):
-    x, bias = randn(0, rows, depth, dtype=dtype), randn(2, width).to(dtype)
-    weight, scale, plain = in_fp8(width, blocks, depth)
-    expected = gemm_reference(x.float(), plain, bias.float())
-    got = exact_gemm(x, weight, bias, scale=scale)
-    assert got.dtype == dtype and relative_error(got, expected) < 4 * TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("rows", "half"), [(1, 1024), (32, 40), (17, 3072)])
 def test_exact_gemm_with_swiglu_is_both_after_each_other(rows, half, dtype):
     x, weight = randn(0, rows, 256, dtype=dtype), randn(1, 2 * half, 256, dtype=dtype) / 8

@@ -102,9 +102,9 @@ def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
 SQUARE = GemmConfig(block_m=16, block_n=32, block_k=64, split_k=1, num_warps=4, num_stages=3)
 
 
-def in_fp8(width, blocks, depth=DEPTH):
+def in_fp8(width, blocks):
     """(e4m3 weights, their scales, the same as float32)."""
-    plain = randn(3, width, depth) / 8
+    plain = randn(3, width, DEPTH) / 8
     if not blocks:
         weight, scale = quantize_rows(plain)
         return weight, scale, weight.float() * scale
@@ -237,9 +237,9 @@ def test_what_a_token_gets_does_not_depend_on_the_others():
     x, y = randn_on_device(0, 270, 96), randn_on_device(3, 270, 64)
     a, b = randn_on_device(1, SLOTS, 8, 96), randn_on_device(2, SLOTS, 64, 8)
     token_adapters, whole = slots_of("mixed", 270), y.clone()
-    add_low_rank(x, a, b, (slice(0, 64),), token_adapters, whole)
+    add_low_rank(x, a, b, (slice(0, 64),), token_adapters, whole, by_adapter=False)
     for token in (0, 17, 32, 269):
         alone = y[token : token + 1].clone()
         one = slice(token, token + 1)
-        add_low_rank(x[one], a, b, (slice(0, 64),), token_adapters[one], alone)
+        add_low_rank(x[one], a, b, (slice(0, 64),), token_adapters[one], alone, False)
         assert relative_error(alone[0], whole[token]) <= (1e-6 if INTERPRETED else 0)

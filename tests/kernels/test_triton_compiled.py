@@ -24,7 +24,6 @@ from pipeinfer.kernels import (
     by_triton,
     decode_attention,
     elementwise,
-    exact,
     gemm,
     lora,
     moe,
@@ -38,7 +37,6 @@ from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_W16,
     MoeConfig,
     MoeGemmConfig,
-    exact_fp8_gemm_config,
 )
 from pipeinfer.params import MAX_BAD_WORD_IDS
 
@@ -510,18 +508,3 @@ def test_drafts_are_made_and_accepted() -> None:
     wide = dict.fromkeys(("sample_positions", "drawn", "last_token"), INT64S)
     types |= wide | {"logits_rows": INT32S, "acceptance": "fp32"}
     compiled(by_triton._accept_drafts_kernel, types, {}, num_warps=1)
-
-
-@pytest.mark.parametrize("rows", [1, 64, 2048])
-def test_exact_gemms_of_weights_in_8_bits_multiply_by_warp_groups(rows: int) -> None:
-    tile = exact_fp8_gemm_config(rows, 17_408)
-    types = {"x": HALF, "weight": EIGHTH, "scale": "*fp32", "out": HALF}
-    types |= dict.fromkeys(("rows", "N", "K", "x_stride"), "i32")
-    constants = {
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m, "SWAP_AB": tile.swap_ab, "WHOLE_N": True, "WHOLE_K": True,
-        "SCALES": exact.BLOCK_SCALES.value, "bias": None, "HAS_BIAS": False, "USE_PDL": True,
-    }  # fmt: skip
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    made = compiled(exact._exact_gemm_kernel, types, constants, **options)
-    assert "wgmma" in made.asm["ptx"] and made.metadata.shared <= 227 * 1024

@@ -59,6 +59,7 @@ def measured(
     kernel.
     """
     max_rows, max_tokens = largest
+    max_tokens = min(max_tokens, max_rows * (frame.pages - 1) * frame.page_size)  # all of all rows
     decode_rows = tuple(sorted({*(rows for rows in ROWS if rows < max_rows), max_rows}))
 
     def seconds(shape: StepShape, step: Step) -> float:

@@ -15,7 +15,7 @@ import torch
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
 from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
-from pipeinfer.checkpoint.quantization import Fp8, Quantization, choose_quantization
+from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.gguf.config import int4_modules, is_low_bit
 from pipeinfer.gguf.header import is_gguf, read_header
@@ -195,9 +195,9 @@ def _choose_draft(
             f"{max_model_len:,}; try --max-model-len {found.context_length}"
         )
     how = choose_quantization(found.config.quantization, "auto")
-    if attention == registry.EXACT and not _exact_products(how):
+    if how is not None and not how.dequantize_at_load and attention == registry.EXACT:
         raise ConfigurationError(
-            f"{named}: --exact has no products with weights in this format, of draft models either"
+            f"{named}: --exact has no products with quantized weights, of draft models either"
         )
     config = replace(found.config, quantization=how)
     check_shard(config, shard.size, shard.expert_parallel)
@@ -244,20 +244,15 @@ def _check_exact(
             f"--exact: {outline.architecture} is computed by transformers' layers on a GPU, whose "
             "products depend on the number of rows"
         )
-    if not _exact_products(config.quantization):
+    if config.quantization is not None and not config.quantization.dequantize_at_load:
         raise ConfigurationError(
-            "--exact: there are such products with plain weights and with FP8 alone; "
-            "--quantization none makes these weights plain as they are loaded"
+            "--exact: there are no such products with quantized weights; --quantization none "
+            "makes them plain as they are loaded"
         )
     if settings.moe_backend not in ("auto", "triton"):
         raise ConfigurationError(
             f"--exact: not with --moe-backend {settings.moe_backend}; triton keeps it"
         )
-
-
-def _exact_products(how: Quantization | None) -> bool:
-    """Whether exact mode has products with such weights on a GPU."""
-    return how is None or how.dequantize_at_load or type(how.format) is Fp8
 
 
 def _in_format(outline: ModelOutline, requested: str, in_int4: frozenset[str]) -> ModelOutline:

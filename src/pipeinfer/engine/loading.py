@@ -432,7 +432,8 @@ def _adapter_bank(settings: Settings, choices: EngineChoices) -> AdapterBank | N
     if not settings.enable_lora:
         return None
     where = torch.device(choices.device)
-    return AdapterBank(settings.max_loras, settings.max_lora_rank, choices.dtype, where)
+    slots, rank = settings.max_loras, settings.max_lora_rank
+    return AdapterBank(slots, rank, choices.dtype, where, exact=settings.exact)
 
 
 def _check_lora_modules(settings: Settings, bank: AdapterBank | None) -> None:

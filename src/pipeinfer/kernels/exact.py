@@ -2,8 +2,6 @@
 
 GEMM: each element of x @ weight.T is one float32 accumulator of a tensor core, to which products
 are added in steps of 16 along the depth, from the first to the last, however many rows there are.
-Weights in FP8 become x's dtype in registers, which is exact, and have the same chain; with scales
-of blocks each block has a chain of its own, which is scaled and added to those before it.
 On a Hopper the bits are those of any tile, of operands that are swapped, of mma.sync and wgmma
 alike, and of a library's GEMM without split-K (tests/gpu/test_exact_kernels.py compares them).
 
@@ -34,18 +32,9 @@ from pipeinfer.kernels.decode_attention import (
     load_pages,
     token_offsets,
 )
-from pipeinfer.kernels.tile_configs import (
-    ExactGemmConfig,
-    exact_fp8_gemm_config,
-    exact_gemm_config,
-)
+from pipeinfer.kernels.tile_configs import ExactGemmConfig, exact_gemm_config
 from pipeinfer.kernels.triton_support import (
-    BLOCK_SCALES,
     L2_LINE_ELEMENTS,
-    NO_SCALES,
-    ROW_SCALES,
-    SCALE_BLOCK_CE,
-    dequantizing_dot,
     dot_a_bt,
     pdl_options,
     prefetch_l2,
@@ -425,10 +414,10 @@ def exact_attention_reference(
 
 @triton.jit(do_not_specialize=["rows"])
 def _exact_gemm_kernel(
-    x, weight, scale, bias, out, rows, N, K, x_stride, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr,
-    SWAP_AB: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr, PREFETCH: tl.constexpr,
-    SCALES: tl.constexpr, SWIGLU: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+    x, weight, bias, out, rows, N, K, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr, SWAP_AB: tl.constexpr,
+    WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr, PREFETCH: tl.constexpr, SWIGLU: tl.constexpr,
+    HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [rows, N]. Row blocks of one band share columns of the weight in the cache.
 
@@ -437,8 +426,6 @@ def _exact_gemm_kernel(
     WHOLE_N, WHOLE_K: tiles divide the shape of the weight [N, K], and none is masked.
     PREFETCH: columns of the weight that are prefetched before the rows are there.
     SWIGLU: weight is [2 N, K], and out = silu(x @ first.T) * (x @ second.T), of rounded products.
-    SCALES: ROW_SCALES: scale [N] of a weight in FP8. BLOCK_SCALES: scale [N / 128, K / 128], and
-        BLOCK_K is 128.
     """
     program = tl.program_id(0)
     row_blocks = tl.cdiv(rows, BLOCK_M)
@@ -476,11 +463,7 @@ def _exact_gemm_kernel(
             inside = (begin + depth < K)[None, :]
             a = tl.load(left + begin, mask=real & inside, other=0.0)
             w = tl.load(right + begin, mask=there & inside, other=0.0)
-        if SCALES == NO_SCALES:
-            total = dot_a_bt(a, w, total, SWAP_AB)
-        else:
-            of_block = scale + (tl.min(column) // SCALE_BLOCK_CE * K + begin) // SCALE_BLOCK_CE
-            total = dequantizing_dot(a, w, total, of_block, SWAP_AB, SCALES)
+        total = dot_a_bt(a, w, total, SWAP_AB)
         if SWIGLU:
             w = tl.load(right + N.to(tl.int64) * K + begin, mask=there, other=0.0)
             up = dot_a_bt(a, w, up, SWAP_AB)
@@ -489,8 +472,6 @@ def _exact_gemm_kernel(
         total = gate * tl.sigmoid(gate) * up.to(x.dtype.element_ty).to(tl.float32)
     if SWAP_AB:
         total = tl.trans(total)
-    if SCALES == ROW_SCALES:
-        total = total * tl.load(scale + column, mask=column < N, other=0.0)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     at = out + row.to(tl.int64)[:, None] * N + column[None, :]
@@ -503,27 +484,20 @@ def exact_gemm(
     bias: torch.Tensor | None = None,
     config: ExactGemmConfig | None = None,
     out: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias, [T, width]: float32 inside, rounded once, the same bits for every T.
 
     x: [T, depth]; rows may be strided, all else is contiguous.
-    weight: [width, depth], of x's dtype, or e4m3 with `scale`.
+    weight: [width, depth], of x's dtype.
     bias: [width], added before the result is rounded.
     config: the tile, which bits do not depend on; None: that of tile_configs.py.
     out: [T, width], contiguous; None: it is made, of x's dtype.
-    scale: float32 [width, 1], or [width / 128, depth / 128] of blocks, which must be whole.
     """
     rows, width = x.shape[0], weight.shape[0]
     if out is None:
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
-        if scale is None:
-            tile, scales = config or exact_gemm_config(rows, width), NO_SCALES
-        else:
-            tile = config or exact_fp8_gemm_config(rows, width)
-            scales = ROW_SCALES if len(scale) == width else BLOCK_SCALES
-        _launch(tile, x, weight, out, scales, scale=scale, bias=bias)
+        _launch(config or exact_gemm_config(rows, width), x, weight, out, bias=bias)
     return out
 
 
@@ -537,7 +511,7 @@ def exact_gemm_swiglu(
     """
     out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     if len(x):
-        _launch(config, x, weight, out, NO_SCALES, swiglu=True)
+        _launch(config, x, weight, out, swiglu=True)
     return out
 
 
@@ -546,8 +520,6 @@ def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    scales: tl.constexpr,
-    scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     swiglu: bool = False,
 ) -> None:
@@ -555,10 +527,10 @@ def _launch(
     whole = width % columns == 0 and columns == tile.block_n, depth % tile.block_k == 0
     prefetch = max(tile.prefetch, tile.block_k)
     _exact_gemm_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(width, columns),)](
-        x, weight, scale, bias, out, rows, width, depth, x.stride(0), BLOCK_M=tile.block_m,
+        x, weight, bias, out, rows, width, depth, x.stride(0), BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, COLUMNS=columns, GROUP_M=tile.group_m,
         SWAP_AB=tile.swap_ab, WHOLE_N=whole[0], WHOLE_K=whole[1],
-        PREFETCH=prefetch if prefetch <= depth else 0, SCALES=scales.value, SWIGLU=swiglu,
+        PREFETCH=prefetch if prefetch <= depth else 0, SWIGLU=swiglu,
         HAS_BIAS=bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
         **pdl_options(x.device),
     )  # fmt: skip

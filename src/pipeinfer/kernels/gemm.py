@@ -734,11 +734,14 @@ def add_low_rank(
     parts: tuple[slice, ...],
     token_adapters: torch.Tensor,
     y: torch.Tensor,
+    by_adapter: bool = True,
 ) -> None:
     """Adds to y [T, out] what the tokens' adapters make of x [T, in]; rows may be strided.
 
     a: [adapter slots, modules * rank, in]. b: [adapter slots, out, rank]. parts: where each
     module's rows are in the product. token_adapters: int32 [T], adapter slots from 1 on; 0: none.
+    by_adapter: programs for few tokens are adapter by adapter; False: a token's sums are the same
+    bits however many tokens there are.
     """
     (tokens, depth), (adapter_slots, width, rank), modules = x.shape, b.shape, len(parts)
     if not tokens:
@@ -746,7 +749,7 @@ def add_low_rank(
     splits = min(triton.cdiv(depth, SPLIT_DEPTH), MAX_SPLITS)
     low = torch.empty(splits, tokens, modules * rank, dtype=torch.float32, device=x.device)
     blocks, block_r = triton.cdiv(tokens, BLOCK_TOKENS), max(triton.next_power_of_2(rank), MIN_RANK)
-    few = next((most for most in FEW_TOKENS if tokens <= most), 0)
+    few = next((most for most in FEW_TOKENS if by_adapter and tokens <= most), 0)
     programs = blocks * adapter_slots if few else blocks
     block_k, block_n = block_sizes(rank)
     shared = {

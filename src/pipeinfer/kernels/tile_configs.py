@@ -406,16 +406,3 @@ def _few_rows_config(rows: int, width: int, most: int) -> ExactGemmConfig:
     return ExactGemmConfig(
         block_m, block_n, EXACT_BLOCK_K, 4, 6, True, columns=columns, prefetch=EXACT_FETCH
     )
-
-
-@lru_cache(maxsize=1024)
-def exact_fp8_gemm_config(rows: int, width: int) -> ExactGemmConfig:
-    """The same with weights in FP8. Weights are the first operand, which tensor cores take from
-    registers, where they are dequantized; a step is as deep as a block of a scale."""
-    if rows <= 32:
-        block_n = 64 if width >= 6144 else 32
-        block_m = 16 if rows <= 16 else 32
-        return ExactGemmConfig(block_m, block_n, 128, 4, 6, True, prefetch=EXACT_FETCH)
-    if rows <= 64:
-        return ExactGemmConfig(64, 64, 128, 4, 4, swap_ab=True)
-    return ExactGemmConfig(128, 64 if width <= 8192 else 128, 128, 8, 3, swap_ab=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -80,13 +81,13 @@ def add_low_rank_on_host(
         y[tokens] += torch.cat(added, dim=1)
 
 
-def low_rank_kernel(device: torch.device) -> AddLowRank:
-    """What adds adapters' products on `device`."""
+def low_rank_kernel(device: torch.device, exact: bool = False) -> AddLowRank:
+    """What adds adapters' products on `device`. exact: as in Placement."""
     if device.type != "cuda":
         return add_low_rank_on_host
     from pipeinfer.kernels.gemm import add_low_rank
 
-    return add_low_rank
+    return partial(add_low_rank, by_adapter=not exact)
 
 
 class AdaptedLinear:
@@ -153,6 +154,7 @@ class AdapterBank:
         adapter_slots: how many adapters there is room for.
         rank: of an adapter at most.
         dtype, device: of the matrices.
+        exact: what a token gets may not depend on the others of its step.
         active: whether some token of the step that is queued now has an adapter.
         token_adapters: int32 [tokens], the adapter slot of each token of the step, 0 of those
             without; `reserve` makes it.
@@ -163,6 +165,7 @@ class AdapterBank:
     rank: int
     dtype: torch.dtype
     device: torch.device
+    exact: bool = False
     active: bool = False
     token_adapters: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
     layers: dict[tuple[str, ...], AdaptedLinear] = field(
@@ -170,7 +173,7 @@ class AdapterBank:
     )
 
     def __post_init__(self) -> None:
-        self.add_low_rank = low_rank_kernel(self.device)
+        self.add_low_rank = low_rank_kernel(self.device, self.exact)
 
     def linear(self, modules: Iterable[AdaptedModule]) -> AdaptedLinear:
         """The adapters of a layer. A model that is built again gets those that it had."""

@@ -172,20 +172,16 @@ LargeMGemm = Callable[
 ]
 
 
-def fp8_gemm(
-    form: Fp8, size: tuple[int, int], placement: Placement
-) -> Fp8Gemm | ExactFp8Gemm | None:
+def fp8_gemm(form: Fp8, size: tuple[int, int], placement: Placement) -> Fp8Gemm | None:
     """None where a matrix of `size` has to be dequantized: on this device, or of this size."""
     small_m = _gemm_for(form, size, placement)
-    if small_m is None:
-        return None
-    return ExactFp8Gemm() if placement.exact else Fp8Gemm(small_m, form.scale_scope == "block")
+    return None if small_m is None else Fp8Gemm(small_m, form.scale_scope == "block")
 
 
 def stacked_fp8(form: Fp8, size: tuple[int, int, int], placement: Placement) -> Fp8Tensor | None:
     """Not yet filled, for matrices [count, out, in] that stay in FP8; None where each would have to
-    be dequantized, as it has in exact mode."""
-    gemm = None if placement.exact else _gemm_for(form, size[1:], placement)
+    be dequantized."""
+    gemm = _gemm_for(form, size[1:], placement)
     return None if gemm is None else Fp8Tensor.empty(size, form, placement)
 
 
@@ -246,26 +242,6 @@ class Fp8Gemm:
 
     def _quantized(self, x: Activations) -> QuantizedActivations:
         return x if x.dtype == E4M3 else self.input_quantizer.quantize(x)
-
-
-class ExactFp8Gemm:
-    """A QuantizedGemm of bfloat16 with weights in FP8, for exact mode."""
-
-    input_quantizer = None
-
-    def __init__(self) -> None:
-        from pipeinfer.kernels.exact import exact_gemm
-
-        self._gemm = exact_gemm
-
-    def pack(self, values: Fp8Tensor) -> None:
-        """They lie as they are multiplied."""
-
-    def product(self, x: Activations, values: Fp8Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._gemm(x, values.weight, bias, scale=values.scale)
-
-    def split_k(self, x: Activations, values: Fp8Tensor, bias: torch.Tensor | None) -> None:
-        """None: the depth is one chain."""
 
 
 def _block_gemm() -> LargeMGemm:
