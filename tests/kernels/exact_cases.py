@@ -19,17 +19,14 @@ from kernels.triton_cases import (
     relative_error,
 )
 from pipeinfer.kernels import exact
-from pipeinfer.kernels.elementwise import swiglu
 from pipeinfer.kernels.exact import (
     SEGMENT,
     ExactRows,
     ExactWorkspace,
     exact_attention_reference,
     exact_gemm,
-    exact_gemm_swiglu,
 )
 from pipeinfer.kernels.gemm import gemm_reference
-from pipeinfer.kernels.tile_configs import exact_swiglu_config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
@@ -45,16 +42,6 @@ def test_exact_gemm_is_that_of_the_reference(width, depth, rows, dtype):
     assert relative_error(exact_gemm(x, weight), gemm_reference(x, weight)) < bound
     expected = gemm_reference(x, weight, bias)
     assert relative_error(exact_gemm(x, weight, bias), expected) < bound
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("rows", "half"), [(1, 1024), (32, 40), (17, 3072)])
-def test_exact_gemm_with_swiglu_is_both_after_each_other(rows, half, dtype):
-    x, weight = randn(0, rows, 256, dtype=dtype), randn(1, 2 * half, 256, dtype=dtype) / 8
-    tile = exact_swiglu_config(rows, half, 256)
-    assert tile is not None and exact_swiglu_config(33, half, 256) is None
-    expected = swiglu(exact_gemm(x, weight))
-    assert relative_error(exact_gemm_swiglu(x, weight, tile), expected) < 4 * TOLERANCE[dtype]
 
 
 class Steps:

@@ -415,43 +415,34 @@ def exact_attention_reference(
 @triton.jit(do_not_specialize=["rows"])
 def _exact_gemm_kernel(
     x, weight, bias, out, rows, N, K, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr, SWAP_AB: tl.constexpr,
-    WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr, PREFETCH: tl.constexpr, SWIGLU: tl.constexpr,
-    HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SWAP_AB: tl.constexpr, WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [rows, N]. Row blocks of one band share columns of the weight in the cache.
 
-    COLUMNS: that a tile has; the rest of its BLOCK_N is masked.
     SWAP_AB: weights are the first operand, of which tensor cores take 64 rows at full speed.
-    WHOLE_N, WHOLE_K: tiles divide the shape of the weight [N, K], and none is masked.
-    PREFETCH: columns of the weight that are prefetched before the rows are there.
-    SWIGLU: weight is [2 N, K], and out = silu(x @ first.T) * (x @ second.T), of rounded products.
+    WHOLE_N, WHOLE_K: tiles divide the shape of the weight [N, K].
     """
     program = tl.program_id(0)
     row_blocks = tl.cdiv(rows, BLOCK_M)
-    column_blocks = tl.cdiv(N, COLUMNS)
+    column_blocks = tl.cdiv(N, BLOCK_N)
     band = program // (GROUP_M * column_blocks)
     height = tl.minimum(row_blocks - band * GROUP_M, GROUP_M)
     within = program % (GROUP_M * column_blocks)
     row = (band * GROUP_M + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = within // height * COLUMNS + tl.arange(0, BLOCK_N)
+    column = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     right = weight + column.to(tl.int64)[:, None] * K + depth[None, :]
-    inside_tile = (tl.arange(0, BLOCK_N) < COLUMNS) & (column < N)
-    real, there = (row < rows)[:, None], inside_tile[:, None]
+    real, there = (row < rows)[:, None], (column < N)[:, None]
     if USE_PDL:
-        if PREFETCH:
-            lines = tl.arange(0, (PREFETCH + L2_LINE_ELEMENTS - 1) // L2_LINE_ELEMENTS)
-            first = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K
-            first += (lines * L2_LINE_ELEMENTS)[None, :]
-            prefetch_l2(first)
-            if SWIGLU:
-                prefetch_l2(first + N.to(tl.int64) * K)
+        if WHOLE_N and WHOLE_K:
+            lines = tl.arange(0, (BLOCK_K + L2_LINE_ELEMENTS - 1) // L2_LINE_ELEMENTS)
+            first = weight + column.to(tl.int64)[:, None] * K
+            prefetch_l2(first + (lines * L2_LINE_ELEMENTS)[None, :])
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     left = x + row.to(tl.int64)[:, None] * x_stride + depth[None, :]
     total = zeros_accumulator(BLOCK_M, BLOCK_N, SWAP_AB)
-    up = zeros_accumulator(BLOCK_M, BLOCK_N, SWAP_AB)
     for begin in range(0, K, BLOCK_K):
         if WHOLE_K:
             a = tl.load(left + begin, mask=real, other=0.0)
@@ -464,18 +455,12 @@ def _exact_gemm_kernel(
             a = tl.load(left + begin, mask=real & inside, other=0.0)
             w = tl.load(right + begin, mask=there & inside, other=0.0)
         total = dot_a_bt(a, w, total, SWAP_AB)
-        if SWIGLU:
-            w = tl.load(right + N.to(tl.int64) * K + begin, mask=there, other=0.0)
-            up = dot_a_bt(a, w, up, SWAP_AB)
-    if SWIGLU:
-        gate = total.to(x.dtype.element_ty).to(tl.float32)
-        total = gate * tl.sigmoid(gate) * up.to(x.dtype.element_ty).to(tl.float32)
     if SWAP_AB:
         total = tl.trans(total)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     at = out + row.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(at, total, mask=real & inside_tile[None, :])
+    tl.store(at, total, mask=real & (column < N)[None, :])
 
 
 def exact_gemm(
@@ -493,44 +478,17 @@ def exact_gemm(
     config: the tile, which bits do not depend on; None: that of tile_configs.py.
     out: [T, width], contiguous; None: it is made, of x's dtype.
     """
-    rows, width = x.shape[0], weight.shape[0]
+    (rows, depth), width = x.shape, weight.shape[0]
     if out is None:
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
-        _launch(config or exact_gemm_config(rows, width), x, weight, out, bias=bias)
+        tile = config or exact_gemm_config(rows, width, depth)
+        grid = triton.cdiv(rows, tile.block_m) * triton.cdiv(width, tile.block_n)
+        _exact_gemm_kernel[(grid,)](
+            x, weight, bias, out, rows, width, depth, x.stride(0), BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, SWAP_AB=tile.swap_ab,
+            WHOLE_N=width % tile.block_n == 0, WHOLE_K=depth % tile.block_k == 0,
+            HAS_BIAS=bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            **pdl_options(x.device),
+        )  # fmt: skip
     return out
-
-
-def exact_gemm_swiglu(
-    x: torch.Tensor, weight: torch.Tensor, config: ExactGemmConfig
-) -> torch.Tensor:
-    """SwiGLU of x @ weight.T, gate first: [T, width / 2], the bits of a SwiGLU of `exact_gemm`.
-
-    x: [T, depth]; rows may be strided. weight: [width, depth], of x's dtype; config's block_k
-    divides the depth.
-    """
-    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-    if len(x):
-        _launch(config, x, weight, out, swiglu=True)
-    return out
-
-
-def _launch(
-    tile: ExactGemmConfig,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    swiglu: bool = False,
-) -> None:
-    (rows, depth), width, columns = x.shape, out.shape[1], tile.columns or tile.block_n
-    whole = width % columns == 0 and columns == tile.block_n, depth % tile.block_k == 0
-    prefetch = max(tile.prefetch, tile.block_k)
-    _exact_gemm_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(width, columns),)](
-        x, weight, bias, out, rows, width, depth, x.stride(0), BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, COLUMNS=columns, GROUP_M=tile.group_m,
-        SWAP_AB=tile.swap_ab, WHOLE_N=whole[0], WHOLE_K=whole[1],
-        PREFETCH=prefetch if prefetch <= depth else 0, SWIGLU=swiglu,
-        HAS_BIAS=bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **pdl_options(x.device),
-    )  # fmt: skip

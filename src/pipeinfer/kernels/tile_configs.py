@@ -349,10 +349,6 @@ class DecodeConfig:
         return self.prefix_queries // queries_per_kv_head
 
 
-EXACT_BLOCK_K = 128  # depth of a step of GEMMs of exact mode with few rows
-EXACT_FETCH = 512  # columns of a weight that those prefetch before the rows are there
-
-
 @dataclass(frozen=True)
 class ExactGemmConfig:
     """The tile of one program of a GEMM whose bits do not depend on the tile.
@@ -362,8 +358,6 @@ class ExactGemmConfig:
     num_warps, num_stages: Triton's.
     swap_ab: weights are the first operand.
     group_m: row blocks that share columns of the weight in the L2 cache.
-    columns: that the tile has of its block_n; 0: all.
-    prefetch: columns of the weight that are prefetched before the rows are there, at least block_k.
     """
 
     block_m: int
@@ -373,36 +367,16 @@ class ExactGemmConfig:
     num_stages: int
     swap_ab: bool = False
     group_m: int = 8
-    columns: int = 0
-    prefetch: int = 0
 
 
 @lru_cache(maxsize=1024)
-def exact_gemm_config(rows: int, width: int) -> ExactGemmConfig:
+def exact_gemm_config(rows: int, width: int, depth: int) -> ExactGemmConfig:
     """For x [rows, depth] @ weight [width, depth].T, each sum one chain: the depth is not split."""
     if rows <= 32:
-        return _few_rows_config(rows, width, 64)
+        block_m = 16 if rows <= 16 else 32
+        if width <= 2048:
+            return ExactGemmConfig(block_m, 16, 256, 2, 5, swap_ab=True)
+        return ExactGemmConfig(block_m, 64 if width >= 6144 else 32, 128, 4, 6, swap_ab=True)
     if rows <= 64:
         return ExactGemmConfig(64, 32 if width <= 4096 else 64, 128, 4, 4)
     return ExactGemmConfig(128, 64 if width <= 8192 else 128, 64, 8, 4)
-
-
-def exact_swiglu_config(rows: int, width: int, depth: int) -> ExactGemmConfig | None:
-    """For the SwiGLU of two matrices [width, depth]; None: the product and then SwiGLU are the
-    faster, or no tile divides the depth."""
-    if rows > 32 or depth % EXACT_BLOCK_K:
-        return None
-    return _few_rows_config(rows, width, 32)
-
-
-def _few_rows_config(rows: int, width: int, most: int) -> ExactGemmConfig:
-    """most: columns of a tile."""
-    block_m = 16 if rows <= 16 else 32
-    # So few columns that each multiprocessor has a tile, in steps of 8.
-    columns = min(-(-width // (8 * NUM_SMS)) * 8, most)
-    if columns <= 16:
-        return ExactGemmConfig(block_m, 16, 256, 2, 5, True, columns=columns, prefetch=EXACT_FETCH)
-    block_n = 32 if columns <= 32 else 64
-    return ExactGemmConfig(
-        block_m, block_n, EXACT_BLOCK_K, 4, 6, True, columns=columns, prefetch=EXACT_FETCH
-    )

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.kernels.formats import E4M3
-from pipeinfer.kernels.tile_configs import exact_swiglu_config, small_m_gemm_config
+from pipeinfer.kernels.tile_configs import small_m_gemm_config
 from pipeinfer.layers.placement import (
     HALF_DTYPES,
     IN_TORCH,
@@ -216,12 +216,12 @@ class ExactGemm:
     """
 
     def __init__(self) -> None:
-        from pipeinfer.kernels.exact import exact_gemm, exact_gemm_swiglu
+        from pipeinfer.kernels.exact import exact_gemm
 
         torch.backends.cuda.preferred_blas_library("cublaslt")  # which alone can be told so
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
-        self._own, self._swiglu = exact_gemm, exact_gemm_swiglu
+        self._own = exact_gemm
         self._same: dict[tuple[object, ...], bool] = {}
 
     def product(
@@ -239,11 +239,9 @@ class ExactGemm:
             begin += rows
         return out
 
-    def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """SwiGLU of x @ weight.T, gate first, [T, width / 2]; gate and up are rounded before, as
-        they are with more rows."""
-        tile = exact_swiglu_config(x.shape[0], weight.shape[0] // 2, weight.shape[1])
-        return None if tile is None else self._swiglu(x, weight, tile)
+    def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """None: gate and up are rounded before, as they are with more rows."""
+        return
 
     def _library_gives_the_same(
         self, rows: int, weight: torch.Tensor, bias: torch.Tensor | None
