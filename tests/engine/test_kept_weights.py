@@ -20,7 +20,7 @@ from pipeinfer.engine import loading
 from pipeinfer.engine.choices import choose_engine
 from pipeinfer.engine.kept_memory import KeptMemory, model_key
 from pipeinfer.engine.loading import ModelFiles, load_engine
-from pipeinfer.layers.packed_matrix import obstacle
+from pipeinfer.layers.weight import obstacle
 from pipeinfer.models.loading import build_model, load_weights
 from pipeinfer.runtime.memory_holder import HolderLink
 from pipeinfer.settings import Settings

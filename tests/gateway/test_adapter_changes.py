@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.lora import AdapterRegistry
+from pipeinfer.gateway.requests import AdapterRegistry
 from pipeinfer.messages import REMEMBERED_UNLOADED, AdapterChanges
 from pipeinfer.params import Adapter
 

@@ -31,7 +31,7 @@ from pipeinfer.gateway.errors import (
     Refusals,
 )
 from pipeinfer.gateway.health import ExpectedStage, Health
-from pipeinfer.gateway.lora_handlers import LoadAdapterRequest
+from pipeinfer.gateway.lora import LoadAdapterRequest
 from pipeinfer.gateway.metrics import Metrics, VllmMetrics
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS, EndpointDoc
 from pipeinfer.gateway.pooling import EmbeddingRequest, RerankRequest, ScoreRequest

@@ -60,8 +60,8 @@ from pipeinfer.engine.weight_memory import (
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.experts import resolve_backend
 from pipeinfer.layers.lora import AdapterBank
-from pipeinfer.layers.packed_matrix import obstacle
 from pipeinfer.layers.placement import IN_TORCH, ParameterMemory, packs_matrices
+from pipeinfer.layers.weight import obstacle
 from pipeinfer.memory.page_directory import PageChains
 from pipeinfer.models.causal_lm import CausalLM, LanguageModel
 from pipeinfer.models.loading import (

@@ -30,7 +30,6 @@ import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
-from pipeinfer.control_group import memory_left
 from pipeinfer.engine.calibrate import (
     LARGE_TOP_K,
     alike_decodes,
@@ -47,7 +46,7 @@ from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.layers.quantized import FP8_MIN_CAPABILITY
 from pipeinfer.layers.weight import MIN_SHARED_MEMORY_BYTES
-from pipeinfer.processes import resident_bytes
+from pipeinfer.processes import memory_left, resident_bytes
 
 log = logging.getLogger(__name__)
 

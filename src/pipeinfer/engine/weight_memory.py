@@ -23,8 +23,8 @@ import torch
 from pipeinfer.engine.device_memory import CudaMemory, SealedMemory
 from pipeinfer.engine.kept_memory import KeptMemory
 from pipeinfer.engine.sleeping import GpuWeights, HostWeights, WeightsNote, checksum_of
-from pipeinfer.layers.packed_matrix import layout_of, packed_bytes, packed_over
 from pipeinfer.layers.placement import ParameterMemory
+from pipeinfer.layers.weight import layout_of, packed_bytes, packed_over
 from pipeinfer.models.causal_lm import CausalLM
 
 log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from pipeinfer.gateway.errors import (
     json_response,
     renamed,
 )
-from pipeinfer.gateway.lora_handlers import LoraHandlers
+from pipeinfer.gateway.lora import LoraHandlers
 from pipeinfer.gateway.monitor import (
     CachedPrefix,
     CachedPrefixes,

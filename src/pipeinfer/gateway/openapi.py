@@ -16,7 +16,7 @@ import msgspec
 
 from pipeinfer.gateway import monitor, response_types
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
-from pipeinfer.gateway.lora_handlers import LoadAdapterRequest, UnloadAdapterRequest
+from pipeinfer.gateway.lora import LoadAdapterRequest, UnloadAdapterRequest
 from pipeinfer.gateway.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from pipeinfer.gateway.responses_api import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (

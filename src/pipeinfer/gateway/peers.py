@@ -63,8 +63,8 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.ledger import QueueShare
-from pipeinfer.gateway.lora import AdapterRegistry
 from pipeinfer.gateway.monitor import PipelineMonitor
+from pipeinfer.gateway.requests import AdapterRegistry
 from pipeinfer.gateway.resumable_answers import EVENT_END, write_comment
 from pipeinfer.messages import AdapterChanges, Message
 from pipeinfer.params import Adapter

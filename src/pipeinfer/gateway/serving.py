@@ -53,12 +53,16 @@ from pipeinfer.gateway.ledger import (
     Started,
     client_traceparent,
 )
-from pipeinfer.gateway.lora import adapted_fingerprint
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.gateway.peers import Peers, Siblings
 from pipeinfer.gateway.pooling import PairScorer, TextPairs, VectorSink
-from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, chat_prompt
+from pipeinfer.gateway.requests import (
+    ParsedRequest,
+    RequestDefaults,
+    adapted_fingerprint,
+    chat_prompt,
+)
 from pipeinfer.gateway.response_encoders import (
     EventStream,
     FullResponse,

@@ -52,12 +52,11 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.errors import Handler
 from pipeinfer.gateway.health import Health, expected_stages
 from pipeinfer.gateway.ledger import AdoptionEnded, Backlog, RequestTraces, StatusChanged
-from pipeinfer.gateway.lora import AdapterRegistry
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies, VllmMetrics
 from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.gateway.peers import Peers, SharedQueue, Siblings, is_forwarded
 from pipeinfer.gateway.pooling import takes_query_and_document
-from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
+from pipeinfer.gateway.requests import AdapterRegistry, RequestDefaults, sampling_defaults
 from pipeinfer.gateway.response_handlers import Adopter
 from pipeinfer.gateway.resumable_answers import ResumableAnswers
 from pipeinfer.gateway.retention import ResponseStore, RetentionBounds

@@ -43,10 +43,9 @@ from pipeinfer.bus.bus import AddressTaken, Listener, raise_socket_limits
 from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.command_line import CommandLine
-from pipeinfer.control_group import cpu_quota
 from pipeinfer.gguf.header import only_gguf
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
-from pipeinfer.processes import map_large_allocations
+from pipeinfer.processes import cpu_quota, map_large_allocations
 from pipeinfer.runtime.child import (
     FAILED,
     MISCONFIGURED,
