@@ -25,7 +25,6 @@ from pipeinfer.kernels import (
     decode_attention,
     elementwise,
     gemm,
-    lora,
     moe,
     moe_fp8,
     rotate_and_store,
@@ -445,27 +444,27 @@ def test_sums_of_a_tokens_pairs():
     ).asm["ptx"]
 
 
-@pytest.mark.parametrize("few", [0, *lora.FEW_TOKENS])
+@pytest.mark.parametrize("few", [0, *gemm.FEW_TOKENS])
 @pytest.mark.parametrize(("kind", "rank"), [("*bf16", 16), ("*fp32", 512)])
 def test_adapters_products_compile_with_room_to_spare(kind: str, rank: int, few: int) -> None:
     sizes = {"RANK": rank, "MODULES": 3, "ADAPTER_SLOTS": 8, "SPLITS": 5}
     sizes |= {"FEW": few, "USE_PDL": True}
-    sizes["BLOCK_T"] = lora.BLOCK_TOKENS
-    sizes["BLOCK_R"] = max(rank, lora.MIN_RANK)
-    block_k, block_n = lora.block_sizes(rank)
-    stages = 2 if rank > lora.LARGE_RANK else 3
+    sizes["BLOCK_T"] = gemm.BLOCK_TOKENS
+    sizes["BLOCK_R"] = max(rank, gemm.MIN_RANK)
+    block_k, block_n = gemm.block_sizes(rank)
+    stages = 2 if rank > gemm.LARGE_RANK else 3
     shrink = compiled(
-        lora._shrink_kernel,
+        gemm._shrink_kernel,
         {"x": kind, "a": kind, "token_adapters": "*i32", "low": "*fp32", "tokens": "i32",
          "x_stride": "i32"},
         {**sizes, "DEPTH": 5120, "BLOCK_K": block_k},
         num_stages=stages,
     )  # fmt: skip
     expand = compiled(
-        lora._expand_kernel,
+        gemm._expand_kernel,
         {"low": "*fp32", "b": kind, "token_adapters": "*i32", "y": kind, "tokens": "i32",
          "y_stride": "i32", "first_module": "i32",
-         **{f"{bound}_{n}": "i32" for n in range(lora.MAX_MODULES) for bound in ("first", "end")}},
+         **{f"{bound}_{n}": "i32" for n in range(gemm.MAX_MODULES) for bound in ("first", "end")}},
         {**sizes, "WIDTH": 7168, "BLOCK_N": block_n},
         num_stages=stages,
     )  # fmt: skip
