@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from servers import Server, alive
+from servers import Server, alive, environment
 
 ASKED: Any = {"model": "pipeinfer-demo", "temperature": 0, "max_output_tokens": 40}
 KEY = "pik-alice-s3cret"
@@ -106,9 +108,24 @@ def test_responses_and_conversations_outlive_all_processes(lived: dict[str, Any]
         assert server.stop() == 0
 
 
+STARTED = """
+import sys, threading
+from pipeinfer.cli.main import main
+code = main(sys.argv[1:])
+print("loading:", [one.name for one in threading.enumerate() if one.name.startswith("build ")])
+sys.exit(code)
+"""
+
+
 def test_a_file_that_is_no_store_ends_the_start_with_one_line(tmp_path: Path) -> None:
+    """Once the engine has loaded: a process that ends before is killed by a signal now and then."""
     path = tmp_path / "text"
     path.write_text("no database " * 100)
-    server = Server("--store", str(path), "--in-process")
-    assert server.process.wait(60) == 2
-    assert any(f"--store {path}" in line and "not a database" in line for line in server.log)
+    words = ("serve", "--store", str(path), "--in-process", "--port", "0")
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED, *words],
+        env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert f"--store {path}" in done.stderr and "not a database" in done.stderr
+    assert "loading: []" in done.stdout

@@ -171,6 +171,8 @@ class InProcess:
         for shell in self._shells:
             shell.stop()
         codes = await asyncio.gather(*tasks)
+        for shell in self._shells:
+            await asyncio.to_thread(shell.join_builder)
         return next((code for code in codes if code != ORDERLY), ORDERLY)
 
     def states(self) -> dict[str, tuple[State, str]]:

@@ -148,6 +148,7 @@ class Shell:
         self._leaving: asyncio.Task[None] | None = None
         self._reload_when_built = False
         self._failure: BaseException | None = None
+        self._builder: threading.Thread | None = None
 
     async def run(self) -> None:
         """Builds the stage and serves. Raises what the builder, the core or the driver raises."""
@@ -256,6 +257,12 @@ class Shell:
         """Stops without finishing anything."""
         self._stop.set()
 
+    def join_builder(self) -> None:
+        """Waits for the thread that builds the stage, if it still does: a process whose interpreter
+        ends under such a thread is killed by a signal. It does not stop before it has loaded."""
+        if self._builder is not None:
+            self._builder.join()
+
     def handle(self, event: Message) -> None:
         """One local event through the core; on the shell's loop only."""
         now = time.monotonic()
@@ -321,7 +328,8 @@ class Shell:
             if not self._stop.is_set():
                 self._loop.call_soon_threadsafe(settle, result)
 
-        threading.Thread(target=work, name=f"build {self.identity.id}", daemon=True).start()
+        self._builder = threading.Thread(target=work, name=f"build {self.identity.id}", daemon=True)
+        self._builder.start()
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({built, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
