@@ -12,7 +12,19 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
+from checkpoints import load_reference, make_checkpoint
+
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def checkpoint_with_adapters(root: Path, architecture: str) -> dict[str, Path]:
+    """Folders in `root` by their names: "model", a small checkpoint, and its random adapters "one",
+    "two" and "three", of ranks 4, 6 and 8."""
+    model = make_checkpoint(root / "model", architecture)
+    reference = load_reference(model)
+    for seed, name in enumerate(("one", "two", "three")):
+        write_adapter(root / name, reference, seed, r=4 + 2 * seed)
+    return {path.name: path for path in root.iterdir()}
 
 
 def write_adapter(

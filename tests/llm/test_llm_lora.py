@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapter_files import peft_logits, write_adapter
+from adapter_files import checkpoint_with_adapters, peft_logits, write_adapter
 from checkpoints import load_reference, make_checkpoint
 from pipeinfer import LLM, LoRARequest, SamplingParams
 from pipeinfer.llm import ConfigurationError, RequestError
@@ -23,12 +23,7 @@ PROMPTS = ["the quick brown fox", "jumps", "over a lazy dog and further"]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint, and adapters of it."""
-    root = tmp_path_factory.mktemp("lora")
-    model = make_checkpoint(root / "model", "Qwen3ForCausalLM")
-    reference = load_reference(model)
-    for seed, name in enumerate(("one", "two", "three")):
-        write_adapter(root / name, reference, seed, r=4 + 2 * seed)
-    return {path.name: path for path in root.iterdir()}
+    return checkpoint_with_adapters(tmp_path_factory.mktemp("lora"), "Qwen3ForCausalLM")
 
 
 @pytest.fixture(scope="module")

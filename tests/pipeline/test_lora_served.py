@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from adapter_files import peft_logits, write_adapter
+from adapter_files import checkpoint_with_adapters, peft_logits, write_adapter
 from checkpoints import load_reference, make_checkpoint
 from servers import Server
 
@@ -26,12 +26,7 @@ TRIES = 5
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint, and adapters of it."""
-    root = tmp_path_factory.mktemp("lora")
-    model = make_checkpoint(root / "model", "LlamaForCausalLM")
-    reference = load_reference(model)
-    for seed, name in enumerate(("one", "two", "three")):
-        write_adapter(root / name, reference, seed, r=4 + 2 * seed)
-    return {path.name: path for path in root.iterdir()}
+    return checkpoint_with_adapters(tmp_path_factory.mktemp("lora"), "LlamaForCausalLM")
 
 
 @pytest.fixture(scope="module")

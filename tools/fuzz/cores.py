@@ -43,12 +43,12 @@ from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.runtime.stage import CORE_CHANNELS, NOT_FOR_CORE, StageContext, builder
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.scheduler.planner import SchedulerOptions
-from pipeinfer.settings import Settings
+from pipeinfer.settings import POLICIES, Settings
 from pipeinfer.step import Step
 from pipeinfer.topology import Identity
 from pipeinfer.wire import pack, score_bytes
 
-POLICIES = ("mixed", "throughput", "prefill-first", "decode-first")
+NAMES = tuple(POLICIES)
 PAGE_SIZE, SLOTS, LONGEST = 4, 6, 64
 TOKENIZER, DETOKENIZER, SCHEDULER = "tokenizer-0", "detokenizer-0", "scheduler-0"
 FIRST = 9, 5, 14  # tokens of the requests before the program begins, less one each
@@ -93,7 +93,7 @@ class Group:
         self._pages = (14, 20, 40)[program.below(3)]
         self._budget = (5, 16, 64)[program.below(3)]
         options = SchedulerOptions(
-            POLICIES[program.below(4)], 1 + program.below(3), SLOTS, self._budget, tp=self._tp
+            NAMES[program.below(4)], 1 + program.below(3), SLOTS, self._budget, tp=self._tp
         )
         self.scheduler = SchedulerCore(options, 0, 1, (TOKENIZER,), (DETOKENIZER,))
         self.ranks: list[EngineCore] = []

@@ -13,14 +13,11 @@ layers/lora.py has the same for the host):
 
     low[t] = A[a] x[t]          [T, modules * rank], in parts of the depth (shrink)
     y[t] += B[a] low[t]         (expand)
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from pipeinfer.kernels.triton_support import pdl_options
 
 a is the adapter slot of token t, read on the device. Of few tokens, which may have any adapters, a
 program has tokens of one adapter, and reads its matrices once; of many, whose neighbours mostly
 have the same one, a block of neighbours. Programs without an adapter end at once. Each token's sums
-are its own, in an order that depends on the layer's shape alone.
+are its own; of few and of many tokens they may differ by a bit.
 
 Needs triton. Knows rows and weights, no layer and no file; formats.py has the layout of 4 bits,
 tile_configs.py says which tiles, and where a library is the faster.
