@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 from leftovers import leftovers, statistics
-from streams import TRIES, Choice, Streams, chats
+from streams import Choice, Streams, chats
 from swaps import swap
 
 from servers import Server
@@ -151,15 +151,28 @@ class OwnConnections:
         self.texts = [""] * STREAMS
 
     async def run(self, disturb) -> list[str | BaseException]:
-        """What each ended with; `disturb()` is called when most have begun."""
+        """What each ended with; `disturb()` is called when the first token of any has come.
+
+        The engines are held until the schedulers have all, so none ends before another begins.
+        """
         self.texts = [""] * STREAMS
-        tasks = [asyncio.create_task(self._ask(index)) for index in range(STREAMS)]
-        while (
-            sum(map(bool, self.texts)) <= STREAMS / 2
-        ):  # on a slow machine some end before all begin
-            await asyncio.sleep(0.005)
+        engines = [self._server.pid(f"engine-{group}-0") for group in (0, 1)]
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            tasks = [asyncio.create_task(self._ask(index)) for index in range(STREAMS)]
+            await asyncio.to_thread(self._server.wait, self._all_came, "the schedulers have all")
+        finally:
+            for pid in engines:
+                os.kill(pid, signal.SIGCONT)
+        while not any(self.texts):
+            await asyncio.sleep(0.001)
         disturb()
         return await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _all_came(self) -> bool:
+        states = ("running", "waiting")
+        return sum(self._server.metric(f"pipeinfer_requests_{at}") for at in states) == STREAMS
 
     async def _ask(self, index: int) -> str:
         async with openai.AsyncOpenAI(
@@ -194,10 +207,7 @@ def test_a_killed_gateway_costs_its_own_streams_and_no_others(server):
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(keep_asking)
-        for _ in range(TRIES):  # until the streams lasted long enough
-            ends = asyncio.run(streams.run(lambda: kill(server, ("gateway-1",))))
-            if any(isinstance(end, BaseException) for end in ends):
-                break
+        ends = asyncio.run(streams.run(lambda: kill(server, ("gateway-1",))))
         stop.set()
         asked.result()
     assert not failed
