@@ -68,6 +68,8 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
       empty behind the tokenizer
     - origin: behind the tokenizer, of one choice of a Submit: its Adopt, encoded, if that is not
       too large. So a gateway that is started again hears of it from the detokenizer, too
+    - kept_bytes: behind the tokenizer: that stages keep of the choice, about, beside `origin` and
+      its output: of its prompt and parameters, and of an Adopt that is too large for `origin`
     """
 
     stream: str
@@ -76,6 +78,7 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     first: Number = 0
     format: bytes = b""
     origin: bytes = b""
+    kept_bytes: Count = 0
 
 
 class Submit(Message, frozen=True):
