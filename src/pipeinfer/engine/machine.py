@@ -91,6 +91,11 @@ class Machine(Protocol):
         that large steps would delay its own."""
         ...
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of its memory, in use or not."""
+        ...
+
     def free_for_pages(self, fraction: float, shared: int | None = None, /) -> int:
         """Bytes for KV pages, if `fraction` of its memory may be in use. shared: bytes of this
         process that a standby shares; as much as the rest is left to it. None: there is none."""
@@ -143,6 +148,10 @@ class HostMachine:
 
     def trim(self) -> None:
         """Nothing is held."""
+
+    @property
+    def total_bytes(self) -> int:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def free_for_pages(self, fraction: float, shared: int | None = None) -> int:
         free = available_bytes() - (0 if shared is None else resident_bytes() - shared)
@@ -412,6 +421,10 @@ class CudaMachine:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
+
+    @property
+    def total_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[1]
 
     def free_for_pages(self, fraction: float, shared: int | None = None) -> int:
         """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the
