@@ -309,7 +309,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # Memory
     cache: Annotated[Literal["radix", "naive"], about("NAME",
         "prefix cache: radix, or naive for none", group="memory")] = "radix"
-    page_size: Annotated[NonNegative, about("N",
+    page_size: Annotated[Annotated[int, Meta(ge=0, le=65_536)], about("N",
         "tokens of a page; default: what the attention backend prefers",
         unset="16 of the backend `torch`, 64 of the others")] = 0
     kv_pages: Annotated[NonNegative, about("N",

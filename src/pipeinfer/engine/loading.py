@@ -6,6 +6,7 @@ that do not agree. Knows no message, no plan and no process.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -145,8 +146,9 @@ def refused_without_memory() -> Iterator[None]:
     made them so large."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and HOST_ALLOCATOR not in str(error):
+    except (MemoryError, RuntimeError, OSError) as error:
+        unmapped = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        if not (isinstance(error, MemoryError) or unmapped or HOST_ALLOCATOR in str(error)):
             raise
         [reason, *_] = [*str(error).splitlines(), "none is left"]
         raise ConfigurationError(
