@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -141,7 +141,7 @@ HOST_ALLOCATOR = "DefaultCPUAllocator"  # in what torch raises without memory of
 
 
 @contextmanager
-def refused_without_memory() -> Iterator[None]:
+def refused_without_memory() -> Generator[None]:
     """Raises ConfigurationError for arrays for which the host has no memory, ever: settings have
     made them so large."""
     try:
