@@ -280,7 +280,8 @@ async def test_a_response_that_ends_after_its_gateways_death_is_stored(
     name = made.json()["id"]
     await until(lambda: len(one.pipeline.fed) == 2)
     other = await start_gateway(left=left(one), store=store)
-    await until(lambda: name in other.driver._context.answers._answers)
+    answers = other.driver._context.answers
+    await until(lambda: name in answers._answers and answers._adopted.is_set())
     last = TextRow(name, 1, "end", 6, 1, pack([1]), "stop", None, 2)
     other.pipeline.rows(last)
     body = {"input": "and?", "previous_response_id": name}
