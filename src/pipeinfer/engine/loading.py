@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -279,6 +280,8 @@ class ModelFiles:
         numbers = *numbers, torch.__version__, torch.backends.cpu.get_cpu_capability()
         if choices.transformers_spec is None:  # each lays experts out in its own way
             numbers = *numbers, resolve_backend(settings.moe_backend, choices.device)
+        else:  # its code computes what is in the pages
+            numbers = *numbers, metadata.version("transformers")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         where = choices.device, visible, choices.ordinal, choices.shard
         dummy = settings.seed if settings.load_format == "dummy" else None
