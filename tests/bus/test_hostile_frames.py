@@ -139,7 +139,7 @@ bodies = st.one_of(
     st.binary(max_size=60),
     plain.map(msgspec.msgpack.encode),
     st.builds(lambda tag, rest: msgspec.msgpack.encode([tag, *rest]),
-              st.sampled_from(["Submit", "Work", "Plan", "Tokens", "Text", "Heartbeat", "Result"]),
+              st.sampled_from(["Submit", "TokenizedRequest", "Plan", "Tokens", "Text", "Heartbeat", "Result"]),
               st.lists(plain, max_size=16)),
     st.builds(lambda depth, one: one * depth + b"\x01", st.integers(0, 3_000),
               st.sampled_from([b"\x91", b"\x81\x01", b"\x81\x91", b"\x92\xc0"])),

@@ -14,7 +14,7 @@ from hash_device import HashDevice
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Admit, Begin, Hello, Message, Plan, Release, Result
+from pipeinfer.messages import PROTOCOL, Admit, BeginEpoch, Hello, Message, Plan, Release, Result
 from pipeinfer.params import RequestParams
 from pipeinfer.step import Sampled, Step
 from pipeinfer.wire import pack
@@ -60,7 +60,7 @@ class Rank:
         self.queue: list[Step] = []
         self.said: list[Message] = []
         self.steps: list[Step] = []
-        self.handle(Begin(1, (7,)))
+        self.handle(BeginEpoch(1, (7,)))
 
     def handle(self, event: Message) -> None:
         for send in self.core.handle(event, 0.0):
