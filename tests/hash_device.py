@@ -59,7 +59,7 @@ class HashDevice:
     def run(self, step: Step) -> np.ndarray:
         """Computes the step; int32 ids of the rows that sample, in the step's order."""
         ids, token_at = [], 0
-        self.kv[step.delta.to_zero] = 0
+        self.kv[step.delta.pages_to_zero] = 0
         self.slots.apply(step.delta)
         table = self.slots.pages(step, self.page_size)
         for row, (slot, start, count) in enumerate(

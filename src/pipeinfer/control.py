@@ -12,7 +12,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-from pipeinfer.messages import AdapterState, Count, Int32s, Message
+from pipeinfer.messages import AdapterState, Int32s, Message, NonNegativeInt
 
 CHANNEL = "control"
 
@@ -229,10 +229,10 @@ class ShareState(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     kind: str
-    given: tuple[Count, ...]
-    taken: tuple[Count, ...]
-    wanted: Count = 0
-    free: Count = 0
+    given: tuple[NonNegativeInt, ...]
+    taken: tuple[NonNegativeInt, ...]
+    wanted: NonNegativeInt = 0
+    free: NonNegativeInt = 0
 
 
 class GatewayState(Message, frozen=True):
@@ -250,13 +250,13 @@ class GatewayState(Message, frozen=True):
 
     stage: str
     incarnation: int
-    number: Count
-    since: Count = 0
+    number: NonNegativeInt
+    since: NonNegativeInt = 0
     heard_incarnation: int = 0
-    heard: Count = 0
+    heard: NonNegativeInt = 0
     adapters: tuple[AdapterState, ...] = ()
     shares: tuple[ShareState, ...] = ()
-    forgotten_adapters: Count = 0
+    forgotten_adapters: NonNegativeInt = 0
 
 
 class ShowMetrics(Message, frozen=True):

@@ -83,7 +83,7 @@ class Leave(Message, frozen=True):
     """
 
 
-class Unsent(Message, frozen=True):
+class SendFailed(Message, frozen=True):
     """A message of this request could not be sent, and never can be: `reason` says why.
 
     Nothing was sent in its place.

@@ -18,14 +18,14 @@ from pipeinfer.params import (
     Adapter,
     JsonObject,
     Number,
+    ReasoningContext,
+    ReasoningState,
     RequestParams,
     StructuredOutputs,
-    Thoughts,
-    ThoughtState,
 )
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 18
+PROTOCOL = 19
 
 REMEMBERED_UNLOADED = 8  # names of unloaded adapters; of others only the version is known
 
@@ -43,9 +43,9 @@ Int32s = Annotated[bytes, msgspec.Meta(extra={"item_bytes": 4})]
 UInt64s = Annotated[bytes, msgspec.Meta(extra={"item_bytes": 8})]
 
 # Of the memory of an engine: there is none without a page.
-Shape = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
 # What has happened so far, in an epoch of any length.
-Count = Annotated[int, msgspec.Meta(ge=0)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -142,7 +142,7 @@ class Abort(Message, frozen=True):
 
     Attributes:
     - group: data-parallel group whose scheduler alone forgets the request, because nobody gave that
-      scheduler its Work; -1: everywhere
+      scheduler its TokenizedRequest; -1: everywhere
     """
 
     request_id: str
@@ -209,7 +209,7 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True):
     """
 
     name: str
-    version: Count
+    version: NonNegativeInt
     gateway: Number
     adapter: Adapter | None = None
     configured: bool = False
@@ -230,7 +230,7 @@ class AdapterChanges(Message, frozen=True):
     """
 
     states: tuple[AdapterState, ...] = ()
-    forgotten: Count = 0
+    forgotten: NonNegativeInt = 0
 
     @property
     def next_version(self) -> int:
@@ -263,7 +263,7 @@ class AdapterChanges(Message, frozen=True):
 # --------------------------------------------------------------------- work: tokenizer -> scheduler
 
 
-class Work(Message, frozen=True):
+class TokenizedRequest(Message, frozen=True):
     """A tokenized request.
 
     Attributes:
@@ -275,13 +275,14 @@ class Work(Message, frozen=True):
     - timeout: seconds until it is aborted; 0: never
     - cache_salt: separates prefix caches
     - trace: W3C traceparent, or empty
-    - group_leader: request id of the first one of a parallel-sampling group, in its own Work as
-      well. They have one prompt, which one of them computes first. Empty for others
+    - sampling_group: request id of the first one of a parallel-sampling group, in its own
+      TokenizedRequest as well. They have one prompt, which one of them computes first. Empty for
+      others
     - bad_word_ids: sequences of ids that its output must not have, as `params.bad_words` are
       spelled
     - client: who asks, as in Submit
     - slow_grammar: its grammar takes long to compile
-    - thoughts: where its grammar or its budget of thoughts needs to know of them
+    - reasoning: where its grammar or its budget of thoughts needs to know of them
     - token_offsets, adapter, retention: as in Submit
     """
 
@@ -297,11 +298,11 @@ class Work(Message, frozen=True):
     timeout: float = 0.0
     cache_salt: str = ""
     trace: str = ""
-    group_leader: str = ""
+    sampling_group: str = ""
     bad_word_ids: tuple[tuple[Number, ...], ...] = ()
     client: str = ""
     slow_grammar: bool = False
-    thoughts: Thoughts | None = None
+    reasoning: ReasoningContext | None = None
     token_offsets: bool = False
     adapter: Adapter | None = None
     retention: Retention | None = None
@@ -309,7 +310,7 @@ class Work(Message, frozen=True):
 
 class HandOver(Message, frozen=True):
     """Another group is to go on with the request: a group that has it, and no engine, forgets it
-    and answers with Delivered. On the path of the Work, so that it cannot overtake it.
+    and answers with Delivered. On the path of the TokenizedRequest, so that it cannot overtake it.
 
     If the group is lost, the gateway answers `stage` with Delivered of the next attempt, which has
     the ids that its client has: from then on nothing of an earlier attempt reaches the client. A
@@ -328,7 +329,7 @@ class HandOver(Message, frozen=True):
 # ------------------------------------------------------------------------ plan: scheduler -> engine
 
 
-class Begin(Message, frozen=True):
+class BeginEpoch(Message, frozen=True):
     """A new epoch: forget all slots, then answer Ready(epoch). The prefix tree holds what the
     directory of kept pages says, else nothing. Plan numbers start at 0 again.
 
@@ -341,8 +342,8 @@ class Begin(Message, frozen=True):
 
 
 class Sleep(Message, frozen=True):
-    """The epoch is over: give memory back until a Begin, as `level` of SetSleep says, then answer
-    Asleep. Sent until all ranks have.
+    """The epoch is over: give memory back until a BeginEpoch, as `level` of SetSleep says, then
+    answer Asleep. Sent until all ranks have.
 
     Attributes:
     - incarnations: of the processes that are to sleep
@@ -383,7 +384,7 @@ class Admit(Message, frozen=True):
     - cache_salt: separates prefix caches
     - score_from: log-probs of the prompt's tokens from this position on are wanted, so what comes
       right before it is computed; -1: of none, or they are known
-    - bad_word_ids, trace, thoughts: as in Work
+    - bad_word_ids, trace, reasoning: as in TokenizedRequest
     - adapter_slot: where LoadAdapter has put its adapter; 0: it has none
     """
 
@@ -399,11 +400,11 @@ class Admit(Message, frozen=True):
     score_from: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)] = -1
     bad_word_ids: tuple[tuple[Number, ...], ...] = ()
     trace: str = ""
-    thoughts: Thoughts | None = None
+    reasoning: ReasoningContext | None = None
     adapter_slot: Number = 0
 
 
-class Extend(Message, frozen=True):
+class AppendTokens(Message, frozen=True):
     """The engine's known tokens of the request in `slot` grow by confirmed outputs. Some may be
     sampled already; the others were forced by its grammar, and need no step each.
 
@@ -415,9 +416,9 @@ class Extend(Message, frozen=True):
     ids: Int32s
 
 
-class Prepare(Message, frozen=True):
-    """Requests wait for a grammar: compile it, and answer Prepared. Sent until all ranks have
-    answered.
+class CompileGrammar(Message, frozen=True):
+    """Requests wait for a grammar: compile it, and answer GrammarCompiled. Sent until all ranks
+    have answered.
 
     Attributes:
     - request_id: the first that waits
@@ -443,10 +444,10 @@ class LoadAdapter(Message, frozen=True):
     """
 
     epoch: int
-    number: Count
+    number: NonNegativeInt
     slot: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
     adapter: Adapter
-    next_plan: Count = 0
+    next_plan: NonNegativeInt = 0
 
 
 class Plan(Message, frozen=True):
@@ -469,13 +470,13 @@ class Plan(Message, frozen=True):
     """
 
     epoch: int
-    number: Count
+    number: NonNegativeInt
     releases: tuple[Release, ...]
     admits: tuple[Admit, ...]
     slots: Int32s
     counts: Int32s
     reset: bool = False
-    extends: tuple[Extend, ...] = ()
+    appends: tuple[AppendTokens, ...] = ()
     cache_slots: Int32s = b""
     drafts: Int32s = b""
     ends: Int32s = b""
@@ -485,8 +486,8 @@ class Plan(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """An engine rank is loaded and asks for an epoch, until `Begin` lists it. Ranks must agree on
-    `model` to `step_tokens`, on `kv_dtype` and on drafts.
+    """An engine rank is loaded and asks for an epoch, until `BeginEpoch` lists it. Ranks must agree
+    on `model` to `step_tokens`, on `kv_dtype` and on drafts.
 
     Attributes:
     - protocol: PROTOCOL of the process
@@ -514,10 +515,10 @@ class Hello(Message, frozen=True):
     tp: Number
     incarnation: int
     model: str
-    page_size: Shape
-    pages: Shape
-    max_slots: Shape
-    max_model_len: Shape
+    page_size: PositiveInt
+    pages: PositiveInt
+    max_slots: PositiveInt
+    max_model_len: PositiveInt
     attention: str
     graph_sizes: tuple[Number, ...] = ()
     step_tokens: Number = 0
@@ -551,12 +552,13 @@ class Ready(Message, frozen=True):
     epoch: int
     rank: Number
     incarnation: int
-    steps: Count = 0
-    kept_pages: Count = 0
+    steps: NonNegativeInt = 0
+    kept_pages: NonNegativeInt = 0
 
 
-class Prepared(Message, frozen=True):
-    """The rank has what Prepare(request_id) asked for, or cannot have it because of `error`."""
+class GrammarCompiled(Message, frozen=True):
+    """The rank has what CompileGrammar(request_id) asked for, or cannot have it because of
+    `error`."""
 
     rank: Number
     incarnation: int
@@ -571,7 +573,7 @@ class AdapterLoaded(Message, frozen=True):
     rank: Number
     incarnation: int
     epoch: int
-    number: Count
+    number: NonNegativeInt
     error: str = ""
 
 
@@ -587,12 +589,12 @@ class Admitted(Message, frozen=True):
     """
 
     epoch: int
-    number: Count
+    number: NonNegativeInt
     slots: Int32s
     cached: Int32s
     free: Number
     evictable: Number
-    evicted: Count = 0
+    evicted: NonNegativeInt = 0
 
 
 class Result(Message, frozen=True):
@@ -617,7 +619,7 @@ class Result(Message, frozen=True):
     """
 
     epoch: int
-    number: Count
+    number: NonNegativeInt
     slots: Int32s
     starts: Int32s
     counts: Int32s
@@ -628,7 +630,7 @@ class Result(Message, frozen=True):
     evictable: Number
     digest: int
     bad: Int32s = b""
-    evicted: Count = 0
+    evicted: NonNegativeInt = 0
     logprobs: bytes = b""
     refused: dict[int, str] = {}
     mask_units: dict[int, int] = {}
@@ -643,7 +645,7 @@ class PromptLogprobs(Message, frozen=True):
     """
 
     epoch: int
-    number: Count
+    number: NonNegativeInt
     slot: Number
     first: Number
     logprobs: bytes
@@ -659,7 +661,7 @@ class Digests(Message, frozen=True):
 
     epoch: int
     rank: Number
-    first: Count
+    first: NonNegativeInt
     values: UInt64s
 
 
@@ -683,13 +685,13 @@ class MissedPlan(Message, frozen=True):
 
     epoch: int
     rank: int
-    number: Count
+    number: NonNegativeInt
 
 
 # ----------------------------------------------------------------- tokens: scheduler -> detokenizer
 
 
-class Open(Message, frozen=True):
+class OpenStream(Message, frozen=True):
     """A request of `group` that will produce tokens.
 
     Attributes:
@@ -814,7 +816,7 @@ class Accepted(Message, frozen=True):
     - prompt_tokens: length of the prompt
     - prompt_ids, prompt_text, token_strs: as Submit asked for them; else empty
     - choices: numbers of the request's choices that are meant
-    - thoughts: where the prompt of a chat leaves them
+    - reasoning: where the prompt of a chat leaves them
     - refusal: why the grammar of its parameters is not served, where the output is held to
       Submit.fallback_grammar; else empty
     """
@@ -826,7 +828,7 @@ class Accepted(Message, frozen=True):
     prompt_ids: Int32s = b""
     prompt_text: str = ""
     choices: Choices = (0,)
-    thoughts: ThoughtState = "before"
+    reasoning: ReasoningState = "before"
     refusal: str = ""
     token_strs: tuple[str, ...] = ()
 
@@ -996,10 +998,11 @@ class GroupFault(Message, frozen=True):
 class Recover(Message, frozen=True):
     """`stage`, a new process, asks for all that it should know, until it was answered.
 
-    Tokenizers ask gateways (for Submits), schedulers tokenizers (Works) and detokenizers
-    (Delivered), and detokenizers schedulers (Open, Tokens). Gateways ask tokenizers (Adopt), then
-    detokenizers (Adopt of what a tokenizer has forgotten, Text); requests of older ones are lost
-    unless their answers are kept.
+    - Tokenizers ask gateways (Submit).
+    - Schedulers ask tokenizers (TokenizedRequest) and detokenizers (Delivered).
+    - Detokenizers ask schedulers (OpenStream, Tokens).
+    - Gateways ask tokenizers (Adopt), then detokenizers (Adopt of what a tokenizer has forgotten,
+      Text); requests of older ones are lost unless their answers are kept.
 
     Attributes:
     - again: of a gateway that has asked before: what came since then is its own
@@ -1083,13 +1086,13 @@ CHANNEL_USERS = {
 # The messages of each channel; a frame of any other is not read.
 CHANNELS: dict[str, Any] = {
     "requests": Union[Submit, Reattached, AdapterChanges, ResetCache, SetSleep, Abort, Done],
-    "work": Union[Work, HandOver, ResetCache, SetSleep, Abort, Done],
-    "plan": Union[Begin, Sleep, Prepare, LoadAdapter, Plan],
+    "work": Union[TokenizedRequest, HandOver, ResetCache, SetSleep, Abort, Done],
+    "plan": Union[BeginEpoch, Sleep, CompileGrammar, LoadAdapter, Plan],
     "result": Union[
         Hello,
         Asleep,
         Ready,
-        Prepared,
+        GrammarCompiled,
         AdapterLoaded,
         Admitted,
         PromptLogprobs,
@@ -1098,7 +1101,7 @@ CHANNELS: dict[str, Any] = {
         Fault,
         MissedPlan,
     ],
-    "tokens": Union[Open, PromptTokens, Tokens, Refused, CacheReset, Abort, Done],
+    "tokens": Union[OpenStream, PromptTokens, Tokens, Refused, CacheReset, Abort, Done],
     "stops": StopHit,
     "text": Union[Accepted, Refused, CacheReset, Text],
     "telemetry": Heartbeat,

@@ -55,7 +55,7 @@ MAX_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
 Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 # Where the thoughts of an answer are. before: they may begin, by the opening tag; open: what comes
 # next is thought; over: they have ended, or there are none.
-ThoughtState = Literal["before", "open", "over"]
+ReasoningState = Literal["before", "open", "over"]
 # An id, or a number of something: what the device's int32 can say.
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 
@@ -97,7 +97,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     after: str = ""
 
 
-class Thoughts(msgspec.Struct, frozen=True, array_like=True):
+class ReasoningContext(msgspec.Struct, frozen=True, array_like=True):
     """The thoughts of an answer, for whose end its grammar waits, or whose tokens a budget counts.
 
     Attributes:
@@ -107,7 +107,7 @@ class Thoughts(msgspec.Struct, frozen=True, array_like=True):
 
     opening: str
     closing: str
-    state: ThoughtState
+    state: ReasoningState
 
 
 class RequestParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeinfer.params import StructuredOutputs, Thoughts
+from pipeinfer.params import ReasoningContext, StructuredOutputs
 from pipeinfer.wire import REJECTED, SCORE_WORDS, WORD
 
 LAST_TOKEN = -1  # in Step.tokens: take the id that the slot has sampled last, last_token[slot]
@@ -80,7 +80,7 @@ class Constrained:
     - spec: the grammar, None: any text
     - budget: tokens of thought at most, None: no limit
     - output: int32 [n], ids of the output so far; the grammar allows what may follow them
-    - thoughts: the tags and state of thoughts, None: the request has none to wait for or to count
+    - reasoning: the tags and state of thoughts, None: the request has none to wait for or to count
     - begin: the position at which the output begins
     - jumps: ids that the grammar forces may be produced all at once
     """
@@ -89,13 +89,13 @@ class Constrained:
     spec: StructuredOutputs | None
     budget: int | None
     output: np.ndarray
-    thoughts: Thoughts | None
+    reasoning: ReasoningContext | None
     begin: int = 0
     jumps: bool = False
 
 
 @dataclass(frozen=True)
-class Extended:
+class AppendedTokens:
     """New output of a request whose samples are restricted.
 
     Attributes:
@@ -139,7 +139,7 @@ class MaskRows:
     rows: np.ndarray
     slots: np.ndarray
     new: tuple[Constrained, ...] = ()
-    extended: tuple[Extended, ...] = ()
+    extended: tuple[AppendedTokens, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class StepDelta:
     - adapter_slots: int32 [a], where the adapters of the new requests lie; 0: it has none. Empty:
       none has one
     - logit_edits: of those new requests that change single logits
-    - to_zero: int32 [n], pages that are zeroed before the step computes
+    - pages_to_zero: int32 [n], pages that are zeroed before the step computes
     - dropped_grammars: slots whose requests had a grammar and are gone; some may have new ones
     - drafts: None where nothing of them changes
     """
@@ -243,7 +243,7 @@ class StepDelta:
     fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     adapter_slots: np.ndarray = field(default_factory=lambda: _NONE)
     logit_edits: tuple[RequestLogitEdits, ...] = ()
-    to_zero: np.ndarray = field(default_factory=lambda: _NONE)
+    pages_to_zero: np.ndarray = field(default_factory=lambda: _NONE)
     dropped_grammars: tuple[int, ...] = ()
     drafts: DraftDelta | None = None
 

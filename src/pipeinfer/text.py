@@ -23,7 +23,7 @@ from pipeinfer.checkpoint.files import read_object
 from pipeinfer.gguf.config import tokenizer as gguf_tokenizer
 from pipeinfer.gguf.header import is_gguf
 from pipeinfer.grammars.bounds import VocabularySetup
-from pipeinfer.params import JsonObject, JsonValue, ThoughtState
+from pipeinfer.params import JsonObject, JsonValue, ReasoningState
 from pipeinfer.settings import ConfigurationError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SPACE = " \t\r\n"
 
 
-class ThoughtTags(NamedTuple):
+class ReasoningTags(NamedTuple):
     """The tags of a reasoning parser.
 
     opening, closing: tags around the thoughts.
@@ -53,12 +53,12 @@ class ThoughtTags(NamedTuple):
         return self.opening, self.closing
 
 
-THINK = ThoughtTags("<think>", "</think>")
+THINK = ReasoningTags("<think>", "</think>")
 COHERE = "<|START_THINKING|>", "<|END_THINKING|>"
 # By vLLM's names of the parsers. The order counts: see `parser_of`.
-REASONING_PARSERS: dict[str, ThoughtTags] = {
-    "hunyuan_a13b": ThoughtTags(*THINK.pair, ("<answer>", "</answer>")),
-    "ernie45": ThoughtTags(*THINK.pair, ("<response>", "</response>"), ("<minimax:tool_call>",)),
+REASONING_PARSERS: dict[str, ReasoningTags] = {
+    "hunyuan_a13b": ReasoningTags(*THINK.pair, ("<answer>", "</answer>")),
+    "ernie45": ReasoningTags(*THINK.pair, ("<response>", "</response>"), ("<minimax:tool_call>",)),
     **dict.fromkeys(
         (
             "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47",
@@ -67,13 +67,13 @@ REASONING_PARSERS: dict[str, ThoughtTags] = {
         ),
         THINK,
     ),
-    "seed_oss": ThoughtTags("<seed:think>", "</seed:think>"),
-    "mistral": ThoughtTags("[THINK]", "[/THINK]"),
-    "minimax_m3": ThoughtTags("<mm:think>", "</mm:think>"),
-    "cohere_command3": ThoughtTags(*COHERE, ("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
-    "cohere_command4": ThoughtTags(*COHERE, ("<|START_TEXT|>", "<|END_TEXT|>")),
-    "plamo3": ThoughtTags("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
-    "granite": ThoughtTags("Here is my thought process:", "Here is my response:"),
+    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
+    "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+    "minimax_m3": ReasoningTags("<mm:think>", "</mm:think>"),
+    "cohere_command3": ReasoningTags(*COHERE, ("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
+    "cohere_command4": ReasoningTags(*COHERE, ("<|START_TEXT|>", "<|END_TEXT|>")),
+    "plamo3": ReasoningTags("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+    "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
 }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def parser_of(template: str) -> str:
     return ""
 
 
-def thought_tags(parser: str, template: str) -> ThoughtTags | None:
+def reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
     """The tags of a reasoning parser; None: there are none.
 
     parser: the setting: a name of REASONING_PARSERS, "auto" or "none".
@@ -100,7 +100,7 @@ def thought_tags(parser: str, template: str) -> ThoughtTags | None:
     return REASONING_PARSERS.get(parser_of(template) if parser == "auto" else parser)
 
 
-def thought_state(prompt: str, tags: ThoughtTags) -> ThoughtState:
+def reasoning_state(prompt: str, tags: ReasoningTags) -> ReasoningState:
     """The state of the thoughts behind a rendered prompt.
 
     - "open": the last opening tag stands behind the last closing tag.

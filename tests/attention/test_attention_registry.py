@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pipeinfer.attention import registry
-from pipeinfer.attention.interface import Traits
+from pipeinfer.attention.interface import BackendCapabilities
 from pipeinfer.settings import ConfigurationError
 
 
@@ -33,7 +33,7 @@ def test_page_size_zero_becomes_what_the_backend_prefers():
 
 
 class Picky:
-    traits = Traits(page_sizes=(1, 128), preferred_page_size=128)
+    traits = BackendCapabilities(page_sizes=(1, 128), preferred_page_size=128)
 
 
 def test_page_size_that_a_backend_does_not_take_is_refused_with_those_it_takes(monkeypatch):

@@ -17,7 +17,16 @@ from pipeinfer.bus import frames
 from pipeinfer.bus.bus import INBOX_HWM, Bus, SocketFactory
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import PROTOCOL, Abort, Begin, Heartbeat, Plan, StopHit, TokenRow, Tokens
+from pipeinfer.messages import (
+    PROTOCOL,
+    Abort,
+    BeginEpoch,
+    Heartbeat,
+    Plan,
+    StopHit,
+    TokenRow,
+    Tokens,
+)
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import Identity, StageEntry, Topology, check_address, socket_address
 from pipeinfer.wire import pack, unpack
@@ -85,15 +94,15 @@ async def test_plans_reach_a_subscriber_and_repeated_begin_mends_a_late_one(plac
     with zmq.Context() as context:
         scheduler, engine = Peer("scheduler", place, context), Peer("engine", place, context)
         scheduler.start()
-        scheduler.bus.send(Send("plan", EVERYONE, Begin(1, (7,))))  # nobody listens yet
+        scheduler.bus.send(Send("plan", EVERYONE, BeginEpoch(1, (7,))))  # nobody listens yet
         engine.start()
         engine.bus.listen("scheduler-0", "plan")
         async with asyncio.timeout(20):
             while not engine.heard:
-                scheduler.bus.send(Send("plan", EVERYONE, Begin(2, (7,))))
+                scheduler.bus.send(Send("plan", EVERYONE, BeginEpoch(2, (7,))))
                 await asyncio.sleep(0.01)
         first = engine.heard[0][2]
-        assert first == Begin(2, (7,))
+        assert first == BeginEpoch(2, (7,))
         scheduler.bus.close()
         engine.bus.close()
 
@@ -133,7 +142,7 @@ async def test_bad_frames_are_counted_and_dropped_and_kill_nothing(place, caplog
             [b"no-such-channel", *good[1:]],
             [b"work", b"\xc1", good[2]],
             [b"work", good[1], b"\xc1\xc1"],
-            [b"work", good[1], msgspec.msgpack.encode(["Work", 1, 2])],
+            [b"work", good[1], msgspec.msgpack.encode(["TokenizedRequest", 1, 2])],
             [b"stops", good[1], good[2]],
             frames.encode("work", old, Abort("r", 1)),
             good,

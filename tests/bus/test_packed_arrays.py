@@ -20,12 +20,12 @@ from pipeinfer.messages import (
     Admit,
     Admitted,
     Adopt,
+    AppendTokens,
     Delivered,
     Digests,
-    Extend,
     LogprobTexts,
     Message,
-    Open,
+    OpenStream,
     Plan,
     PromptTokens,
     Release,
@@ -33,9 +33,9 @@ from pipeinfer.messages import (
     Submit,
     Text,
     TextRow,
+    TokenizedRequest,
     TokenRow,
     Tokens,
-    Work,
 )
 from pipeinfer.params import RequestParams
 from waiting import until
@@ -87,8 +87,8 @@ def submit(ids: bytes) -> Submit:
 # By channel: those that hold together, and beside each some that do not, with what is said of them.
 CASES: list[tuple[str, Message, dict[str, Message]]] = [
     ("requests", submit(ONE), {"5 bytes of prompt_ids": submit(ODD)}),
-    ("work", Work("r", 1, 0, 0, ONE, PARAMS, 0),
-     {"5 bytes of prompt_ids": Work("r", 1, 0, 0, ODD, PARAMS, 0)}),
+    ("work", TokenizedRequest("r", 1, 0, 0, ONE, PARAMS, 0),
+     {"5 bytes of prompt_ids": TokenizedRequest("r", 1, 0, 0, ODD, PARAMS, 0)}),
     ("plan", plan(slots=ONE, counts=ONE, cache_slots=ONE), {
         "slots, counts have 4, 8 bytes": plan(slots=ONE, counts=ONE * 2),
         "5 bytes of slots": plan(slots=ODD, counts=ODD),
@@ -97,7 +97,7 @@ CASES: list[tuple[str, Message, dict[str, Message]]] = [
     ("plan", plan(releases=(Release(0, True, ONE),), admits=(admit(ONE),)), {
         "releases: 5 bytes of output_ids": plan(releases=(Release(0, True), Release(1, True, ODD))),
         "admits: 5 bytes of token_ids": plan(admits=(admit(ODD),)),
-        "extends: 5 bytes of ids": plan(extends=(Extend(0, ODD),)),
+        "appends: 5 bytes of ids": plan(appends=(AppendTokens(0, ODD),)),
     }),
     ("result", admitted(), {
         "slots, cached have 8, 4 bytes": admitted(slots=ONE * 2),
@@ -111,7 +111,7 @@ CASES: list[tuple[str, Message, dict[str, Message]]] = [
         "5 bytes of bad": result(bad=ODD),
     }),
     ("result", Digests(1, 1, 0, bytes(8)), {"12 bytes of values": Digests(1, 1, 0, bytes(12))}),
-    ("tokens", Open("r", 1, 0, PARAMS, ONE), {"5 bytes": Open("r", 1, 0, PARAMS, ODD)}),
+    ("tokens", OpenStream("r", 1, 0, PARAMS, ONE), {"5 bytes": OpenStream("r", 1, 0, PARAMS, ODD)}),
     ("tokens", token_rows(ONE), {"rows: 5 bytes of ids": token_rows(ODD)}),
     ("tokens", PromptTokens("r", 1, 0, ONE, b""), {"5 bytes": PromptTokens("r", 1, 0, ODD, b"")}),
     ("text", Accepted("r", 1, 0, 1, ONE), {"5 bytes": Accepted("r", 1, 0, 1, ODD)}),

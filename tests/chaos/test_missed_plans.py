@@ -15,7 +15,7 @@ from hash_device import continuation
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import Send, Tick
-from pipeinfer.messages import GroupFault, Message, Tokens, Work
+from pipeinfer.messages import GroupFault, Message, TokenizedRequest, Tokens
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.topology import PORT_OFFSETS, Identity, StageEntry, Topology
@@ -99,7 +99,7 @@ async def serving() -> AsyncIterator[tuple[Pipeline, Link]]:
         await pipeline.until(lambda: pipeline.scheduler.state()[0] == "ready")
         params = RequestParams(max_tokens=TOKENS, ignore_eos=True)
         assert len(PROMPT) + TOKENS < LIMIT
-        pipeline.feed(Work("r", 1, 0, 0, pack(PROMPT), params, 0))
+        pipeline.feed(TokenizedRequest("r", 1, 0, 0, pack(PROMPT), params, 0))
         await pipeline.until(lambda: pipeline.ids)
         yield pipeline, links["plan"]
         for link in links.values():

@@ -22,7 +22,7 @@ from pipeinfer.messages import (
     Done,
     HandOver,
     Message,
-    Open,
+    OpenStream,
     Recover,
     Recovered,
     Refused,
@@ -68,7 +68,7 @@ class Bench:
         fields = {key: rest.pop(key) for key in own if key in rest}
         params = RequestParams(**rest)
         gateway = fields.pop("gateway", 0)
-        self.say(Open(name, attempt, gateway, params, pack([1, 2, 3]), **fields))
+        self.say(OpenStream(name, attempt, gateway, params, pack([1, 2, 3]), **fields))
 
     def row(
         self, ids: list[int], offset: int = 0, name: str = "r", group: int = -1, **rest: Any
@@ -294,7 +294,7 @@ def test_ids_that_cannot_be_decoded_fail_their_request_alone(bench: Bench) -> No
 
 
 def test_a_context_with_ids_that_are_no_tokens_ends_nothing(bench: Bench) -> None:
-    bench.say(Open("r", 1, 0, RequestParams(), pack([-5, 1, -(2**31)])))
+    bench.say(OpenStream("r", 1, 0, RequestParams(), pack([-5, 1, -(2**31)])))
     bench.row(bench.ids("hello"), finish="length")
     assert (bench.text, bench.last.finish) == ("hello", "length")
 

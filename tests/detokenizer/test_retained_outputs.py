@@ -22,7 +22,7 @@ from pipeinfer.messages import (
     Adopt,
     Delivered,
     Done,
-    Open,
+    OpenStream,
     PromptTokens,
     Recover,
     Recovered,
@@ -43,10 +43,10 @@ DECODERS = DecoderFactory(TOKENIZER)
 WORDS = TOKENIZER.encode("hello world é 你 🙂 stop the quick end", add_special_tokens=False).ids
 
 
-def opened(name: str = "r", gateway: int = 0, owner: str = "alice", **params: Any) -> Open:
+def opened(name: str = "r", gateway: int = 0, owner: str = "alice", **params: Any) -> OpenStream:
     retention = Retention(stream=name, owner=owner, seconds=30.0)
     context = pack([1, 2, 3])
-    return Open(name, 1, gateway, RequestParams(**params), context, retention=retention)  # type: ignore[call-arg]
+    return OpenStream(name, 1, gateway, RequestParams(**params), context, retention=retention)  # type: ignore[call-arg]
 
 
 def rows_of(sends: list[Send], gateway: int = 0) -> list[TextRow]:
@@ -124,7 +124,7 @@ def test_a_gateway_is_told_its_own_requests_alone_and_none_that_are_not_kept() -
     for name, gateway in (("a", 0), ("b", 1)):
         core.handle(opened(name, gateway), 0.0)
         core.handle(Tokens((TokenRow(name, 0, pack(WORDS[:3])),), 0), 0.0)
-    core.handle(Open("plain", 1, 0, RequestParams(), b""), 0.0)
+    core.handle(OpenStream("plain", 1, 0, RequestParams(), b""), 0.0)
     core.handle(Tokens((TokenRow("plain", 0, pack(WORDS[:3])),), 0), 0.0)
     assert {row.request_id for row in told(core)} == {"a"}
     assert {row.request_id for row in told(core, 1)} == {"b"}

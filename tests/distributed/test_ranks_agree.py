@@ -16,7 +16,7 @@ from pipeinfer.engine.executor import step_done
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
-    Begin,
+    BeginEpoch,
     Digests,
     Ended,
     Fault,
@@ -26,9 +26,9 @@ from pipeinfer.messages import (
     Plan,
     RankStatus,
     Ready,
+    TokenizedRequest,
     TokenRow,
     Tokens,
-    Work,
 )
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -87,7 +87,7 @@ class Group:
                 self.faults.append(send.message)
             elif isinstance(send.message, Tokens):
                 self.rows += send.message.rows
-            elif isinstance(send.message, Begin | Plan):
+            elif isinstance(send.message, BeginEpoch | Plan):
                 self.plans += [send.message] if isinstance(send.message, Plan) else []
                 for number, rank in enumerate(self.ranks):
                     if number not in self.deaf:
@@ -111,7 +111,7 @@ class Group:
 
     def work(self, name: str, prompt: list[int], tokens: int) -> None:
         params = RequestParams(max_tokens=tokens, ignore_eos=True)
-        self.feed(Work(name, 1, 0, 0, pack(prompt), params, 0))
+        self.feed(TokenizedRequest(name, 1, 0, 0, pack(prompt), params, 0))
 
     def run(self, steps: int = 10_000) -> None:
         """Until nothing is left to compute, or so many steps of every rank."""
@@ -236,7 +236,7 @@ def test_a_rank_that_hears_a_new_scheduler_later_than_the_others_is_asked_too():
 
 
 def test_an_epoch_in_good_order_begins_anew_without_a_restart():
-    """Every rank computes all plans before the next Begin, so none waits for another."""
+    """Every rank computes all plans before the next BeginEpoch, so none waits for another."""
     group = busy_group()
     group.run(5)
     group.hear(group.ranks[1].take(NewEpoch()))

@@ -23,7 +23,7 @@ from overlapped import GpuCores  # noqa: E402
 from runner_requests import good_ones, masks_for, run_alike, scores, submit_all  # noqa: E402
 
 from pipeinfer.attention import triton_backend  # noqa: E402
-from pipeinfer.attention.interface import PagedKind, Traits  # noqa: E402
+from pipeinfer.attention.interface import BackendCapabilities, PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.collectives import join_group  # noqa: E402
 from pipeinfer.engine import calibrate, graphs, loading  # noqa: E402
@@ -95,7 +95,7 @@ class TablePart(TorchPart):
 
 def kind(prefill, decode=TorchPart, **traits):
     graphs = {"captures_decode": True, "captures_prefill": True}
-    return PagedKind(decode, prefill, Traits(None, 16, **graphs, **traits))
+    return PagedKind(decode, prefill, BackendCapabilities(None, 16, **graphs, **traits))
 
 
 # What a GPU's backends read, and that of any device.
@@ -104,7 +104,7 @@ KINDS = {
     "hybrid": kind(TablePart, page_table="prefills"),
     "flashinfer": kind(TorchPart, host_lengths=True, lists_pages=True),
     "fa3": PagedKind(
-        TablePart, TablePart, Traits(None, 16, captures_decode=True, page_table="all")
+        TablePart, TablePart, BackendCapabilities(None, 16, captures_decode=True, page_table="all")
     ),
     "torch": TorchBackend,
     "own decodes": kind(

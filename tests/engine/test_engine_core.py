@@ -12,13 +12,13 @@ from edits_by_slot import Edited
 from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Drain, Leave, Send, StepDone, Tick
 from pipeinfer.engine.core import (
-    ClaimPages,
     Compute,
-    DistrustPages,
     EngineCore,
     FillPages,
     FindPages,
     FoundPages,
+    InvalidatePages,
+    MarkPagesUnusable,
 )
 from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.step_builder import FIELDS
@@ -29,7 +29,7 @@ from pipeinfer.messages import (
     Adapter,
     Admit,
     Admitted,
-    Begin,
+    BeginEpoch,
     Fault,
     Hello,
     LoadAdapter,
@@ -64,7 +64,7 @@ class Engine:
         self.queue: list[Step] = []
         self.number = 0
         self.sent: list = []  # messages to the scheduler
-        self.handle(Begin(1, (ME,)))
+        self.handle(BeginEpoch(1, (ME,)))
         self.sent.clear()
 
     def handle(self, event) -> list:
@@ -126,25 +126,25 @@ class KeptEngine(Engine):
         self.core = EngineCore(hello, "scheduler-0", memory)
         self.device, self.queue, self.number, self.sent = device, [], 0, []
         for _ in range(2):  # a scheduler says it again where it hears no answer
-            self.handle(Begin(1, (ME,)))
+            self.handle(BeginEpoch(1, (ME,)))
         self.sent.clear()
 
     def handle(self, event) -> list:
         new = []
         for channel, _, message in self.core.handle(event, 0.0):
             match message:
-                case ClaimPages():
+                case InvalidatePages():
                     self.directory.invalidate(message.pages)
                 case Compute():
                     self.queue.append(message.step)
                 case FillPages():
                     self.directory.validate(message.chains)
-                case DistrustPages():
+                case MarkPagesUnusable():
                     self.directory.make_unusable()
                 case FindPages():
                     if not self.directory.belongs_to(b"model"):
                         self.directory.begin(b"model")
-                    new += self.handle(FoundPages.of(self.directory.read().believed()))
+                    new += self.handle(FoundPages.of(self.directory.read().verified()))
                 case _:
                     assert channel == "result"
                     new.append(message)
@@ -213,8 +213,8 @@ def test_a_page_that_a_row_fills_behind_a_token_that_it_did_not_sample_is_not_to
 
 def test_the_same_process_finds_its_pages_in_its_next_epoch_and_computes_them_with_no_step():
     engine, _, _ = kept_engine()
-    assert engine.handle(Begin(2, (ME,))) == [Ready(2, 0, ME, 1, kept_pages=2)]
-    assert engine.handle(Begin(2, (ME,))) == [Ready(2, 0, ME, 1, kept_pages=2)]
+    assert engine.handle(BeginEpoch(2, (ME,))) == [Ready(2, 0, ME, 1, kept_pages=2)]
+    assert engine.handle(BeginEpoch(2, (ME,))) == [Ready(2, 0, ME, 1, kept_pages=2)]
     engine.number = 0
     engine.sent.clear()
     tokens = KEPT + continuation(KEPT, 0, 1)
@@ -227,9 +227,9 @@ def test_the_same_process_finds_its_pages_in_its_next_epoch_and_computes_them_wi
 
 def test_an_epoch_that_is_called_off_while_it_looks_for_pages_does_not_begin():
     core = kept_engine()[0].core
-    [asked] = core.handle(Begin(2, (ME,)), 0.0)
+    [asked] = core.handle(BeginEpoch(2, (ME,)), 0.0)
     assert isinstance(asked.message, FindPages)
-    assert core.handle(Begin(3, ()), 0.0) == [], "a scheduler that asks who is there"
+    assert core.handle(BeginEpoch(3, ()), 0.0) == [], "a scheduler that asks who is there"
     nothing = PageDirectory(memoryview(bytearray(directory_bytes(PAGES, SIZE))), PAGES, SIZE)
     assert core.handle(FoundPages.of(nothing.read()), 0.0) == []
     assert core.state()[0] == "waiting"
@@ -271,9 +271,9 @@ def test_hello_is_repeated_until_begin_lists_this_incarnation():
     assert core.state()[0] == "waiting"
     hello = [Send("result", "scheduler-0", core.hello)]
     assert core.handle(Tick(), 0.0) == hello
-    assert core.handle(Begin(4, (ME + 1,)), 0.1) == []
+    assert core.handle(BeginEpoch(4, (ME + 1,)), 0.1) == []
     assert core.handle(Tick(), 0.2) == hello
-    assert core.handle(Begin(5, (ME + 1, ME)), 0.3) == [
+    assert core.handle(BeginEpoch(5, (ME + 1, ME)), 0.3) == [
         Send("result", "scheduler-0", Ready(5, 0, ME))
     ]
     assert core.handle(Tick(), 0.4) == []
@@ -282,7 +282,7 @@ def test_hello_is_repeated_until_begin_lists_this_incarnation():
 
 def test_begin_said_twice_before_the_first_plan_is_answered_twice():
     engine = Engine()
-    assert engine.handle(Begin(1, (ME,))) == [Ready(1, 0, ME)]
+    assert engine.handle(BeginEpoch(1, (ME,))) == [Ready(1, 0, ME)]
     engine.plan({0: 9}, [admit(0, [1, 2])])
     assert isinstance(engine.work()[0], Result)
 
@@ -293,7 +293,7 @@ def test_new_epoch_forgets_slots_and_prefixes_and_drops_late_steps():
     engine.plan({0: 99}, [admit(0, prompt)])
     engine.work()
     engine.plan({0: 1})
-    engine.handle(Begin(2, (ME,)))
+    engine.handle(BeginEpoch(2, (ME,)))
     assert engine.work() == [], "the step of the old epoch"
     engine.number = 0
     admitted = engine.plan({0: 99}, [admit(0, prompt)], epoch=2)[0]
@@ -315,7 +315,7 @@ def test_plans_of_another_epoch_are_dropped_and_counted():
 def test_epoch_without_this_engine_makes_it_wait():
     engine = Engine()
     engine.plan({0: 9}, [admit(0, [1, 2])])
-    assert engine.handle(Begin(2, (ME + 1,))) == []
+    assert engine.handle(BeginEpoch(2, (ME + 1,))) == []
     assert engine.core.state()[0] == "waiting"
     assert engine.handle(Tick()) == [engine.core.hello]
     assert engine.work() == []
@@ -339,7 +339,7 @@ def test_a_plan_that_was_missed_is_asked_for_and_each_counts_once():
 def test_an_adapter_is_loaded_behind_all_plans_before_it_also_where_one_was_missed():
     core = make_core()
     load = LoadAdapter(1, 1, 1, Adapter("a", "a", "d"), next_plan=2)
-    core.handle(Begin(1, (ME,)), 0.0)
+    core.handle(BeginEpoch(1, (ME,)), 0.0)
     core.handle(Plan(1, 0, (), (), b"", b""), 0.0)
     assert [s.message for s in core.handle(load, 0.0)] == [MissedPlan(1, 0, 1)]
     core.handle(Plan(1, 1, (), (), b"", b""), 0.0)
@@ -361,7 +361,7 @@ def test_contradictory_plan_is_a_fault_and_the_next_epoch_works(plan: dict, reas
     fault = engine.plan(**{"rows": {}, **plan})[0]
     assert isinstance(fault, Fault) and reason in fault.reason and "plan 1" in fault.reason
     assert engine.work() == []
-    engine.handle(Begin(2, (ME,)))
+    engine.handle(BeginEpoch(2, (ME,)))
     engine.number = 0
     engine.plan({0: 9}, [admit(0, [1, 2])], epoch=2)
     assert fields(engine.work()[0])["token_ids"] == continuation([1, 2], 0, 1)
@@ -372,7 +372,7 @@ def test_broken_memory_is_a_fault_and_the_next_epoch_works():
     engine.core.memory.allocator.allocate(3)
     fault = engine.plan({})[0]
     assert isinstance(fault, Fault) and "29 free" in fault.reason
-    engine.handle(Begin(2, (ME,)))
+    engine.handle(BeginEpoch(2, (ME,)))
     engine.number = 0
     assert isinstance(engine.plan({}, epoch=2)[0], Result)
 
@@ -401,7 +401,7 @@ def test_hello_must_describe_the_memory():
 
 def test_only_rank_zero_reports_results():
     core = make_core(rank=1)
-    core.handle(Begin(1, (ME - 1, ME)), 0.0)
+    core.handle(BeginEpoch(1, (ME - 1, ME)), 0.0)
     plan = Plan(1, 0, (), (admit(0, [1, 2]),), pack([0]), pack([9]))
     sends = core.handle(plan, 0.0)
     assert [send.channel for send in sends] == [LOCAL]
@@ -727,7 +727,7 @@ def test_engine_that_leaves_reports_its_steps_and_then_ends_the_epoch_in_good_or
     assert (fault.epoch, fault.orderly) == (1, True)
     assert engine.core.idle()
     assert engine.handle(Tick()) == [], "it does not offer itself again"
-    assert engine.handle(Begin(2, (ME,))) == []
+    assert engine.handle(BeginEpoch(2, (ME,))) == []
 
 
 def test_engine_that_leaves_with_nothing_to_do_is_idle_at_once():

@@ -14,7 +14,7 @@ from hash_device import HashDevice
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Admit, Begin, Hello, Message, Plan, Release, Result
+from pipeinfer.messages import PROTOCOL, Admit, BeginEpoch, Hello, Message, Plan, Release, Result
 from pipeinfer.params import RequestParams
 from pipeinfer.step import Sampled, Step
 from pipeinfer.wire import pack
@@ -60,7 +60,7 @@ class Rank:
         self.queue: list[Step] = []
         self.said: list[Message] = []
         self.steps: list[Step] = []
-        self.handle(Begin(1, (7,)))
+        self.handle(BeginEpoch(1, (7,)))
 
     def handle(self, event: Message) -> None:
         for send in self.core.handle(event, 0.0):
@@ -94,7 +94,7 @@ def test_ranks_decide_the_same_whenever_results_arrive(seed: int, delays: list[i
     for one, other in zip(prompt.steps, late.steps, strict=True):
         for name in ("slots", "starts", "counts", "samples", "tokens"):
             assert (getattr(one, name) == getattr(other, name)).all()
-        for name in ("slots", "columns", "pages", "admitted", "to_zero"):
+        for name in ("slots", "columns", "pages", "admitted", "pages_to_zero"):
             assert np.array_equal(getattr(one.delta, name), getattr(other.delta, name))
 
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from checkpoints import make_checkpoint
 from memory_holders import running_holder
 from pipeinfer.attention.interface import KVPool
-from pipeinfer.engine.device_memory import HostMemory, cuda_obstacle
-from pipeinfer.engine.kept_memory import KeptMemory, model_key, unbelieved
+from pipeinfer.engine.device_memory import HostMemory, cuda_unsupported_reason
+from pipeinfer.engine.kept_memory import KeptMemory, model_key, unverified
 from pipeinfer.runtime.memory_holder import HOLDER_VARIABLE, HolderLink, MemoryHolder, listen
 from pipeinfer.step import AttentionShape
 
@@ -317,7 +317,7 @@ def test_without_a_holder_an_engine_goes_on_alone(caplog):
 
 def test_where_a_gpus_memory_cannot_outlive_a_process_it_is_said_why(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda", None)  # as without the package
-    assert "cuda" in cuda_obstacle()
+    assert "cuda" in cuda_unsupported_reason()
 
 
 async def test_a_holder_that_starts_late_still_gets_what_the_engine_keeps(monkeypatch):
@@ -384,10 +384,10 @@ async def test_the_next_holder_gets_what_the_one_before_kept():
 
 
 @given(st.integers(2, 30), st.sets(st.integers(1, 29)))
-def test_pages_that_are_not_believed_are_zeroed_in_long_runs(pages, believed):
-    believed = sorted(page for page in believed if page < pages)
-    others = unbelieved(pages, np.array(believed, np.int32))
-    assert others.tolist() == [page for page in range(1, pages) if page not in believed]
+def test_pages_that_are_not_believed_are_zeroed_in_long_runs(pages, verified):
+    verified = sorted(page for page in verified if page < pages)
+    others = unverified(pages, np.array(verified, np.int32))
+    assert others.tolist() == [page for page in range(1, pages) if page not in verified]
     pool = KVPool([AttentionShape(4, 1, 2, 1.0)], pages, 1, torch.float32)
     runs = list(pool.byte_runs(others))
     inside = [at for begin, end in runs for at in range(begin, end, 8)]

@@ -20,7 +20,7 @@ from pipeinfer.engine import loading
 from pipeinfer.engine.choices import choose_engine
 from pipeinfer.engine.kept_memory import KeptMemory, model_key
 from pipeinfer.engine.loading import ModelFiles, load_engine
-from pipeinfer.layers.weight import obstacle
+from pipeinfer.layers.weight import unsupported_reason
 from pipeinfer.models.loading import build_model, load_weights
 from pipeinfer.runtime.memory_holder import HolderLink
 from pipeinfer.settings import Settings
@@ -195,7 +195,7 @@ def test_a_successor_has_the_weights_of_any_format_as_they_were_packed(checkpoin
 
 def test_matrices_that_onednn_has_packed_can_be_made_over_their_bytes():
     """By torch as it is installed here: else each engine reads its weights anew."""
-    assert obstacle(torch.float32) == obstacle(torch.bfloat16) == ""
+    assert unsupported_reason(torch.float32) == unsupported_reason(torch.bfloat16) == ""
 
 
 def test_where_they_cannot_an_engine_reads_its_weights_and_sleeps_as_ever(others, monkeypatch):

@@ -18,7 +18,7 @@ from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.compiling import Grammar, GrammarStore, GrammarVocabulary
 from pipeinfer.grammars.masks import fill_masks, make_source
 from pipeinfer.messages import Result
-from pipeinfer.params import RequestParams, StructuredOutputs, Thoughts
+from pipeinfer.params import ReasoningContext, RequestParams, StructuredOutputs
 from pipeinfer.scheduler.queue import UNITS_PER_STEP
 from pipeinfer.settings import Settings
 from pipeinfer.text import grammar_setup
@@ -262,13 +262,13 @@ def test_thoughts_have_a_budget(loaded, masks, spec, amid):
     free.run()
     said = text(free, "r")
     opening = said[0] if not amid else chr(prompt[-1])
-    thoughts = Thoughts(opening, "`", "open" if amid else "before")
+    reasoning = ReasoningContext(opening, "`", "open" if amid else "before")
     made = cores(loaded, masks)
     for budget in (0, 3, 200):
         given = RequestParams(
             temperature=0.0, max_tokens=60, thinking_token_budget=budget, structured_outputs=spec
         )
-        made.submit(f"r{budget}", prompt, given, eos_ids=SETUP.end_ids, thoughts=thoughts)
+        made.submit(f"r{budget}", prompt, given, eos_ids=SETUP.end_ids, reasoning=reasoning)
     made.run()
     for budget in (0, 3):
         before, mark, after = text(made, f"r{budget}").partition("`")
@@ -283,9 +283,9 @@ def test_a_grammar_begins_behind_the_text_that_it_waits_for(loaded, masks):
     made = cores(loaded, masks)
     spec = StructuredOutputs(regex="[0-9]{4}")
     given = RequestParams(temperature=0.0, max_tokens=200, structured_outputs=spec)
-    open_, over = Thoughts("", ".", "open"), Thoughts("", ".", "over")
-    made.submit("later", PROMPT[:-1], given, eos_ids=SETUP.end_ids, thoughts=open_)
-    made.submit("at once", PROMPT, given, eos_ids=SETUP.end_ids, thoughts=over)
+    open_, over = ReasoningContext("", ".", "open"), ReasoningContext("", ".", "over")
+    made.submit("later", PROMPT[:-1], given, eos_ids=SETUP.end_ids, reasoning=open_)
+    made.submit("at once", PROMPT, given, eos_ids=SETUP.end_ids, reasoning=over)
     made.run()
     before, _, after = text(made, "later").partition(".")
     assert before and len(after) == 4 and after.isdigit()

@@ -16,10 +16,10 @@ ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 factors = st.tuples(st.sampled_from((0.5, 1.0, 1.3)), *[st.sampled_from((-2.0, 0.0, 0.7))] * 2)
 
 
-def seen(penalties, logits, rows, real_rows, ids):
+def seen(penalties, logits, rows, unpadded_rows, ids):
     """The logits from which `ids` are sampled, which it then counts."""
     changed = logits.to(torch.float32, copy=True)
-    said = penalties.apply(changed, rows, real_rows)
+    said = penalties.apply(changed, rows, unpadded_rows)
     drawn = np.stack((ids >= 0, np.maximum(ids, 0)), axis=1).astype(np.int64)
     penalties.count(torch.from_numpy(drawn), *said)
     return changed
@@ -53,27 +53,27 @@ def test_rows_change_by_what_their_own_requests_have_said(data, split):
                 PenaltyHistory(slot, *(np.array(some, dtype=np.int32) for some in said[slot][:2]))
             )
         # Rows of the logits in any order, of which some belong to the slots that have penalties.
-        real_rows = random.permutation(SLOTS + 2)[: max(len(said), 1)]
+        unpadded_rows = random.permutation(SLOTS + 2)[: max(len(said), 1)]
         slots = np.array(sorted(said), dtype=np.int64)
         hows = np.array([said[slot][2] for slot in slots], dtype=np.float32).reshape(-1, 3)
         rows = PenaltyRows(np.arange(len(slots)), slots, hows, tuple(new))
         logits = random.normal(size=(SLOTS + 2, VOCAB)).astype(np.float32)
         given_logits = torch.from_numpy(logits.copy())
         sampled = random.integers(0, VOCAB, SLOTS + 2)
-        changed = seen(whole, given_logits, rows, real_rows, sampled)
+        changed = seen(whole, given_logits, rows, unpadded_rows, sampled)
         wanted = logits.copy()
         for row, slot in enumerate(slots.tolist()):
             prompt, output, how = said[slot]
-            wanted[real_rows[row]] = expected(logits[real_rows[row]], prompt, output, *how)
+            wanted[unpadded_rows[row]] = expected(logits[unpadded_rows[row]], prompt, output, *how)
         np.testing.assert_allclose(changed.numpy(), wanted, rtol=1e-6, atol=1e-6)
         padding = torch.full((len(logits), 2), float("nan"))
         for part, own in zip(parts, halves, strict=True):
             mine = torch.cat((given_logits[:, own.start : own.stop], padding), 1)
-            found = seen(part, mine, rows, real_rows, sampled)
+            found = seen(part, mine, rows, unpadded_rows, sampled)
             assert torch.equal(found[:, : len(own)], changed[:, own.start : own.stop])
             assert found[:, len(own) :].isnan().all(), "padding is nobody's"
         for row, slot in enumerate(slots.tolist()):
-            said[slot][1].append(int(sampled[real_rows[row]]))
+            said[slot][1].append(int(sampled[unpadded_rows[row]]))
 
 
 def test_all_memory_is_there_before_any_request_asks():

@@ -139,7 +139,7 @@ def test_pages_are_zeroed_before_a_step_that_says_so_computes(checkpoint):
         part[1:] = float("nan")
     step = build_step([Row(0, 0, [1, 2, 3], np.array([4, 0]), True)], 0, 2)
     cleared = runner.run(
-        replace(step, delta=replace(step.delta, to_zero=np.array([4, 9], np.int32)))
+        replace(step, delta=replace(step.delta, pages_to_zero=np.array([4, 9], np.int32)))
     )
     assert cleared.ids.tolist() == undisturbed.run(step).ids.tolist()
     for mine, theirs in zip(

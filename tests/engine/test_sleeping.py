@@ -32,7 +32,7 @@ from pipeinfer.engine.device_memory import HostMemory
 from pipeinfer.engine.sleeping import GpuWeights
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.page_directory import ChainTracker, PageChains
-from pipeinfer.messages import PROTOCOL, Asleep, Begin, Hello, Plan, Ready, Sleep
+from pipeinfer.messages import PROTOCOL, Asleep, BeginEpoch, Hello, Plan, Ready, Sleep
 from pipeinfer.runtime.memory_holder import HolderLink
 
 ME, PAGES, SIZE, SLOTS = 7, 6, 4, 2
@@ -85,9 +85,9 @@ class Engine:
     def begin(self) -> list:
         """As a scheduler, until the epoch runs."""
         self.epoch += 1
-        said = self.feed(Begin(self.epoch, (ME,)))
+        said = self.feed(BeginEpoch(self.epoch, (ME,)))
         while not said:
-            said = self.work() or self.feed(Begin(self.epoch, (ME,)))
+            said = self.work() or self.feed(BeginEpoch(self.epoch, (ME,)))
         return said
 
 
@@ -106,10 +106,10 @@ def test_it_wakes_before_its_next_epoch_begins():
     engine = Engine()
     engine.feed(Sleep(2, (ME,)))
     engine.work()
-    assert engine.feed(Begin(1, (ME,))) == engine.feed(Begin(1, (ME,))) == []
+    assert engine.feed(BeginEpoch(1, (ME,))) == engine.feed(BeginEpoch(1, (ME,))) == []
     assert engine.core.state() == ("asleep", "wakes up")
     assert engine.work() == []
-    assert engine.feed(Begin(1, (ME,))) == [Ready(1, 0, ME)]
+    assert engine.feed(BeginEpoch(1, (ME,))) == [Ready(1, 0, ME)]
 
 
 def test_steps_of_the_epoch_before_say_nothing_and_plans_are_dropped():
@@ -133,13 +133,13 @@ def test_the_next_scheduler_hears_at_which_level_it_sleeps():
     engine.feed(Sleep(2, (ME,), refuses=True))
     engine.work()
     assert engine.feed(Tick()) == []
-    engine.feed(Begin(9, ()))
+    engine.feed(BeginEpoch(9, ()))
     [hello] = engine.feed(Tick())
     assert (hello.sleep_level, hello.refuses) == (2, True) and not engine.todo
     engine.feed(Sleep(2, (ME,), refuses=True))
     assert engine.feed(Tick()) == []
     engine.begin()
-    engine.feed(Begin(10, ()))
+    engine.feed(BeginEpoch(10, ()))
     [hello] = engine.feed(Tick())
     assert hello.sleep_level == 0
 
@@ -183,9 +183,9 @@ def test_whatever_comes_in_whatever_order_no_epoch_runs_without_memory(words):
             case ["refuse", level]:
                 engine.feed(Sleep(int(level), (ME,), refuses=True))
             case ["begin"]:
-                engine.feed(Begin(1, (ME,)))
+                engine.feed(BeginEpoch(1, (ME,)))
             case ["other"]:
-                engine.feed(Begin(1, ()))
+                engine.feed(BeginEpoch(1, ()))
             case ["work"]:
                 if engine.todo:
                     engine.work()

@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.attention.interface import Traits
+from pipeinfer.attention.interface import BackendCapabilities
 from pipeinfer.engine.calibrate import PageGeometry, alike_decodes, amid_prompts, deep_decodes
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.graphs import (
     MIN_SHARED_DECODES,
     Graphs,
-    LargestStep,
+    StepCapacity,
     decode_ladder,
     decode_only,
     eager_and_deferred,
@@ -33,13 +33,13 @@ from pipeinfer.engine.step_buffers import DeviceBuffers, SlotState, StepPacker, 
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import NO_KV_LOCATION, NO_LOGITS
-from pipeinfer.kernels.interface import StepShape as Shape
+from pipeinfer.kernels.interface import StepShape as PositiveInt
 from pipeinfer.step import LAST_TOKEN, RequestLogitEdits, Step, StepDelta
 from pipeinfer.wire import NO_DRAFTS
 from step_pages import all_pages, pages_of
 
 SLOTS, PAGES = 12, 96
-LARGEST = LargestStep(SLOTS, 400, PAGES)
+LARGEST = StepCapacity(SLOTS, 400, PAGES)
 LAST = 1000  # and the slot, in last_token
 CPU = torch.device("cpu")
 
@@ -77,25 +77,27 @@ class Side:
 
     def __init__(self, page_size: int, lists_pages: bool = False, page_table="none") -> None:
         self.page_size = page_size
-        traits = Traits(None, 16, host_lengths=True, lists_pages=lists_pages, page_table=page_table)
+        traits = BackendCapabilities(
+            None, 16, host_lengths=True, lists_pages=lists_pages, page_table=page_table
+        )
         self.state = SlotState(SLOTS, PAGES, 4, CPU)
         self.state.by_slot.last_token[:] = LAST + torch.arange(SLOTS + 1)
         self.arrays = DeviceBuffers(LARGEST, page_size, traits, self.state, CPU, host)
         self.buffer = np.full(len(self.arrays.words), -7, dtype=np.int32)  # of another step
         self.packer = StepPacker(self.buffer, SLOTS)
 
-    def expand(self, step: Step, room: Shape, samples: int, graph: bool):
+    def expand(self, step: Step, room: PositiveInt, samples: int, graph: bool):
         views = self.arrays.views(room, samples, graph)
         changes = self.state.apply_on_host(step.delta)
-        used, real_rows = self.packer.pack(step, room, samples, changes)
+        used, unpadded_rows = self.packer.pack(step, room, samples, changes)
         assert (self.buffer[used:] == -7).all(), "what is not uploaded is not written"
         self.arrays.words[:used] = torch.from_numpy(self.buffer[:used])
         self.arrays.words[used:] = 2**20  # an index that would fault if it were used
         self.arrays.prepare(views)
-        return views, real_rows
+        return views, unpadded_rows
 
 
-def check(side: Side, step: Step, views, real_rows) -> None:
+def check(side: Side, step: Step, views, unpadded_rows) -> None:
     """Every row, token and row of logits is what the step says; what is left over is padding."""
     shape, size = views.shape, side.page_size
     pages, found, real = pages_of(step, size), {}, []
@@ -118,7 +120,7 @@ def check(side: Side, step: Step, views, real_rows) -> None:
     assert not views.input_ids[left].any()
     prompts = (views.qo_indptr[shape.num_decodes :] - views.prefill_query_base).tolist()
     assert views.prefill_qo_indptr.tolist() == prompts
-    check_logits_rows(step, views, real_rows, found)
+    check_logits_rows(step, views, unpadded_rows, found)
 
 
 def check_tokens(step, views, pages, row, begin, size) -> None:
@@ -144,21 +146,21 @@ def check_pages(side: Side, views, index: int, pages: list[int]) -> None:
         assert row[:count].tolist() == pages
 
 
-def check_logits_rows(step, views, real_rows, found) -> None:
+def check_logits_rows(step, views, unpadded_rows, found) -> None:
     sampling, wanted = views.sampling, np.flatnonzero(step.samples)
-    real_rows = np.arange(len(wanted)) if real_rows is None else real_rows
-    others = np.setdiff1d(np.arange(views.num_logits), real_rows)
-    assert sampling["write_slots"][real_rows].tolist() == step.slots[wanted].tolist()
+    unpadded_rows = np.arange(len(wanted)) if unpadded_rows is None else unpadded_rows
+    others = np.setdiff1d(np.arange(views.num_logits), unpadded_rows)
+    assert sampling["write_slots"][unpadded_rows].tolist() == step.slots[wanted].tolist()
     assert (sampling["write_slots"][others] == SLOTS).all()
     ends = (step.starts + step.counts)[wanted]
-    assert sampling["sample_positions"][real_rows].tolist() == ends.tolist()
+    assert sampling["sample_positions"][unpadded_rows].tolist() == ends.tolist()
     lasts = [found[row][1] - 1 for row in wanted.tolist()]
-    assert views.logits_indices[real_rows].tolist() == lasts
+    assert views.logits_indices[unpadded_rows].tolist() == lasts
     if views.logits_of_every_token:
-        assert real_rows.tolist() == lasts
+        assert unpadded_rows.tolist() == lasts
     for field in FIELDS:
         values = sampling[field.name].numpy().view(field.dtype)
-        assert values[real_rows].tolist() == step.fields[field.name].tolist()
+        assert values[unpadded_rows].tolist() == step.fields[field.name].tolist()
         assert (values[others] == field.dtype(field.filler)).all()
 
 
@@ -193,9 +195,9 @@ def test_a_graph_of_decodes_reads_of_every_row_what_the_step_says(rows, spare, p
         if further == 2:  # others, of the same number
             step = make_step(starts[::-1], [1] * len(rows), samples[::-1], page_size, seed=1)
         side.buffer[layout(decode_only(size)).changes :] = -7
-        views, real_rows = side.expand(step, decode_only(size), size, graph=True)
-        assert (real_rows is None) == all(samples)
-        check(side, step, views, real_rows)
+        views, unpadded_rows = side.expand(step, decode_only(size), size, graph=True)
+        assert (unpadded_rows is None) == all(samples)
+        check(side, step, views, unpadded_rows)
         check_host(side, step, views)
 
 
@@ -208,11 +210,13 @@ def test_a_graph_with_prompts_reads_of_every_row_what_the_step_says(
     rows = sorted(rows, key=lambda row: row[1] != 1)
     step = make_step(*zip(*rows, strict=True), page_size)
     prompts = len(rows) - step.num_decodes
-    room = Shape(len(step.tokens) + tokens, step.num_decodes + spare[0], max(prompts + spare[1], 1))
+    room = PositiveInt(
+        len(step.tokens) + tokens, step.num_decodes + spare[0], max(prompts + spare[1], 1)
+    )
     side = Side(page_size, *kind)
-    views, real_rows = side.expand(step, room, min(room.num_rows, SLOTS), graph=True)
-    assert real_rows is None
-    check(side, step, views, real_rows)
+    views, unpadded_rows = side.expand(step, room, min(room.num_rows, SLOTS), graph=True)
+    assert unpadded_rows is None
+    check(side, step, views, unpadded_rows)
     check_host(side, step, views)
 
 
@@ -222,9 +226,9 @@ def test_a_step_without_a_graph_takes_what_it_needs(rows, page_size, kind):
     rows = sorted(rows, key=lambda row: row[1] != 1)
     step = make_step(*zip(*rows, strict=True), page_size)
     side = Side(page_size, *kind)
-    views, real_rows = side.expand(step, shape_of(step), int(step.samples.sum()), graph=False)
-    assert real_rows is None
-    check(side, step, views, real_rows)
+    views, unpadded_rows = side.expand(step, shape_of(step), int(step.samples.sum()), graph=False)
+    assert unpadded_rows is None
+    check(side, step, views, unpadded_rows)
     check_host(side, step, views)
 
 
@@ -285,8 +289,8 @@ def test_only_a_step_that_differs_in_nothing_else_is_packed_as_what_differs(chan
 def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
     side = Side(16)
     for room, samples in (
-        (Shape(401, 1, 1), 1), (Shape(100, 13, 0), 12), (Shape(100, 1, 13), 1),
-        (Shape(9, 9, 0), 13),
+        (PositiveInt(401, 1, 1), 1), (PositiveInt(100, 13, 0), 12), (PositiveInt(100, 1, 13), 1),
+        (PositiveInt(9, 9, 0), 13),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="largest"):
             side.arrays.views(room, samples, padded=False)
@@ -299,7 +303,7 @@ def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
 @given(*[st.integers(1, 4000)] * 2, st.integers(1, 300), st.integers(0, 256))
 def test_graphs_of_mixed_steps_fit_into_the_largest_step(tokens, mixed, rows, decodes):
     decodes = min(decodes, rows, tokens)
-    most = layout(Shape(tokens, rows, rows)).changes
+    most = layout(PositiveInt(tokens, rows, rows)).changes
     for room in mixed_ladder(tokens, rows, decodes, mixed):
         assert decodes and room.num_rows <= room.num_tokens <= tokens
         assert room.num_decodes <= decodes and room.num_prefills <= rows
@@ -320,13 +324,15 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larg
     graphs.mixed, graphs.decodes = mixed_ladder(2048, 256, 256, 512), (1, 4, 8)
     rooms = [*graphs.mixed, *map(decode_only, graphs.decodes)]
     graphs._captured = {room: room for room in rooms}
-    assert fitting(100) == Shape(128, 0, 8)
-    assert fitting(1, 1, 126) == Shape(128, 64, 32)
-    assert fitting(*[1] * 65, 200) == Shape(320, 128, 32)
-    assert fitting(*[1] * 130, 200) == Shape(384, 256, 32), "classes of rows double"
-    assert fitting(*[1] * 130, 100) == Shape(256, 224, 32), "and each size holds as many as fit"
+    assert fitting(100) == PositiveInt(128, 0, 8)
+    assert fitting(1, 1, 126) == PositiveInt(128, 64, 32)
+    assert fitting(*[1] * 65, 200) == PositiveInt(320, 128, 32)
+    assert fitting(*[1] * 130, 200) == PositiveInt(384, 256, 32), "classes of rows double"
+    assert fitting(*[1] * 130, 100) == PositiveInt(256, 224, 32), (
+        "and each size holds as many as fit"
+    )
     assert fitting(*[1] * 65, 450) is None, "more than a mixed step ever has"
-    assert fitting(*[8] * 9) == Shape(128, 64, 32), "too many prompts for the smallest"
+    assert fitting(*[8] * 9) == PositiveInt(128, 64, 32), "too many prompts for the smallest"
     assert fitting(2049) is None
     assert fitting(1030) is None, "a third would be padding"
     assert [fitting(*[1] * rows) for rows in (1, 2, 4, 5)] == [
@@ -338,7 +344,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larg
 @given(st.lists(st.sampled_from([NO_DRAFTS, 0, 1, 3, 4]), min_size=1, max_size=12), st.booleans())
 def test_a_step_that_verifies_drafts_alone_has_a_graph_with_logits_for_every_token(drafts, prompt):
     """prompt: a row of the step computes a chunk of a prompt, which samples nothing."""
-    largest = LargestStep(rows=64, tokens=400, pages=8, drafts=4, draft_rows=8)
+    largest = StepCapacity(rows=64, tokens=400, pages=8, drafts=4, draft_rows=8)
     graphs = Graphs(HostDevice())
     graphs.verifying = verifying_ladder(largest)
     graphs._captured = {shape: shape for shape in graphs.verifying}
@@ -357,11 +363,11 @@ def test_a_step_that_verifies_drafts_alone_has_a_graph_with_logits_for_every_tok
     assert shape.num_decodes == 0 or step.num_decodes > 0
     words = np.full(layout(shape).changes + 8, 99, dtype=np.int32)
     packer = StepPacker(words, padding_slot=63)
-    _, real_rows = packer.pack(step, shape, shape.num_tokens, np.empty(0, np.int32))
+    _, unpadded_rows = packer.pack(step, shape, shape.num_tokens, np.empty(0, np.int32))
     at = layout(shape)
     packed = words[at.counts : at.counts + shape.num_rows]
     firsts = words[at.logits_rows : at.logits_rows + shape.num_rows]
-    assert real_rows is None, "rows of logits of the step come first"
+    assert unpadded_rows is None, "rows of logits of the step come first"
     assert packed[packed > 0].tolist() == counts
     assert firsts[packed > 0].tolist() == (np.cumsum(counts) - counts).tolist()
     assert (firsts[packed == 0] == NO_LOGITS).all()
@@ -396,20 +402,22 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
         step = alike_decodes(decodes, prompts, 16)
         return graphs.fitting(step if shares else replace(step, shared_prefixes=None))
 
-    assert fitting(130) == Shape(192, 192, 0, shared_prefix=True)
-    assert fitting(130, shares=False) == Shape(136, 136, 0)
-    assert fitting(MIN_SHARED_DECODES) == Shape(16, 16, 0, shared_prefix=True)
+    assert fitting(130) == PositiveInt(192, 192, 0, shared_prefix=True)
+    assert fitting(130, shares=False) == PositiveInt(136, 136, 0)
+    assert fitting(MIN_SHARED_DECODES) == PositiveInt(16, 16, 0, shared_prefix=True)
     assert fitting(MIN_SHARED_DECODES - 1) == decode_only(8), "so few read as fast each for itself"
-    assert fitting(60, 30) == Shape(128, 64, 32, shared_prefix=True)
-    assert fitting(65, 30) == Shape(128, 96, 32, shared_prefix=True), (
+    assert fitting(60, 30) == PositiveInt(128, 64, 32, shared_prefix=True)
+    assert fitting(65, 30) == PositiveInt(128, 96, 32, shared_prefix=True), (
         "as many decodes as it has room for"
     )
-    assert fitting(65, 30, shares=False) == Shape(128, 96, 32)
+    assert fitting(65, 30, shares=False) == PositiveInt(128, 96, 32)
     graphs.slow = frozenset((128,))
-    assert fitting(60, 30) == Shape(192, 64, 32, shared_prefix=True)
-    assert fitting(128) == Shape(128, 128, 0, shared_prefix=True), "which has no prompts"
+    assert fitting(60, 30) == PositiveInt(192, 64, 32, shared_prefix=True)
+    assert fitting(128) == PositiveInt(128, 128, 0, shared_prefix=True), "which has no prompts"
     graphs.shared_prefix_shapes = ()
-    assert fitting(130) == Shape(136, 136, 0), "until those are captured, each reads for itself"
+    assert fitting(130) == PositiveInt(136, 136, 0), (
+        "until those are captured, each reads for itself"
+    )
 
 
 def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
@@ -440,11 +448,11 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
     assert left[alone_left:][: len(rest)] == rest, "behind decodes alone"
 
 
-def twin(room: Shape) -> Shape:
+def twin(room: PositiveInt) -> PositiveInt:
     return replace(room, shared_prefix=True)
 
 
-def captured(graphs: Graphs, rooms: list[Shape]) -> None:
+def captured(graphs: Graphs, rooms: list[PositiveInt]) -> None:
     graphs.capture(rooms, lambda room: (room, None), lambda *_: (torch.ones(1),) * 2, int)
 
 
@@ -474,21 +482,21 @@ def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share()
         room.shared_prefix == (room.num_decodes >= MIN_SHARED_DECODES) for room in graphs.mixed
     )
     for shares in (False, True):
-        assert fitting(40, 0, shares) == Shape(48, 48, 0, shared_prefix=True)
-        assert fitting(20, 20, shares) == Shape(128, 64, 32, shared_prefix=True)
+        assert fitting(40, 0, shares) == PositiveInt(48, 48, 0, shared_prefix=True)
+        assert fitting(20, 20, shares) == PositiveInt(128, 64, 32, shared_prefix=True)
         assert fitting(4, 0, shares) == decode_only(4)
     step = replace(alike_decodes(48, 0, 16), shared_prefixes=None)
-    assert graphs.like(decode_only(48), step) == Shape(48, 48, 0, shared_prefix=True)
+    assert graphs.like(decode_only(48), step) == PositiveInt(48, 48, 0, shared_prefix=True)
     captured(graphs, left)
     assert not any(room.shared_prefix for room in graphs.mixed)
     assert graphs.decodes == decode_ladder(64) and graphs.like(
         decode_only(48), step
     ) == decode_only(48)
     for shares in (False, True):
-        assert fitting(40, 0, shares) == Shape(
+        assert fitting(40, 0, shares) == PositiveInt(
             48 if shares else 40, 48 if shares else 40, 0, shares
         )
-        assert fitting(20, 20, shares) == Shape(128, 64, 32, shares)
+        assert fitting(20, 20, shares) == PositiveInt(128, 64, 32, shares)
 
 
 @given(st.integers(1, 9), st.integers(0, 3), st.sampled_from([1, 16]))
@@ -525,7 +533,7 @@ def test_measured_prompts_fill_their_graph_and_write_to_the_dummy(room, depth, l
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 50))
 def test_arrays_of_a_step_do_not_overlap_and_begin_at_16_bytes(decodes, prompts, tokens):
-    room = Shape(tokens, decodes, prompts)
+    room = PositiveInt(tokens, decodes, prompts)
     at = layout(room)
     sizes = [*[room.num_rows] * 6, tokens]
     assert all(begin % 4 == 0 for begin in at) and at[0] >= 1

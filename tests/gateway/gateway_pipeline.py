@@ -34,7 +34,7 @@ from pipeinfer.messages import (
     Text,
     TextRow,
 )
-from pipeinfer.params import ThoughtState, choice_ids
+from pipeinfer.params import ReasoningState, choice_ids
 from pipeinfer.wire import pack, unpack
 
 STAGES = ("tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")
@@ -100,7 +100,7 @@ class Pipeline:
         self.sleeps: list[SetSleep] = []
         self.resets = [0]  # groups that say that their caches are reset
         self.cut = words_of  # a request's answer, as the pieces in which it comes
-        self.left: ThoughtState = "before"  # where prompts leave the thoughts
+        self.left: ReasoningState = "before"  # where prompts leave the thoughts
         self.context = 0  # words of a whole chat that fit, with those of its answer; 0: all
         self.refuses_all = False  # unread, but encoded as for the bus, which takes its time
 
@@ -164,7 +164,7 @@ class Pipeline:
             return
         count = len(unpack(submit.prompt_ids or b"")) or len(words)
         accepted = Accepted(
-            submit.request_id, submit.attempt, 0, count, thoughts=self.left,
+            submit.request_id, submit.attempt, 0, count, reasoning=self.left,
             token_strs=tuple(words) if submit.return_token_strs else (),
         )  # fmt: skip
         self.feed(accepted)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, MAX_STALE, Drain, Leave, Send, Tick, Unsent
+from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, MAX_STALE, Drain, Leave, Send, SendFailed, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.gateway.ledger import (
@@ -795,6 +795,6 @@ def test_what_cannot_be_sent_fails_all_choices_that_live() -> None:
     harness = Harness()
     harness.do(Call("r", THREE, text="x"))
     harness.do(ClientDisconnected("r/1"))
-    failed = harness.local(Unsent("r", 1, "too odd"))
+    failed = harness.local(SendFailed("r", 1, "too odd"))
     assert [one.request_id for one in failed if isinstance(one, Failed)] == ["r", "r/2"]
     assert harness.core.idle()

@@ -109,21 +109,21 @@ async def of_chat(gateway: Gateway, text: str, stream: bool) -> tuple[str, str, 
         message = choice["message"]
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         found = [(call["name"], json.loads(call["arguments"])) for call in calls]
-        thoughts = message.get("reasoning_content") or ""
-        return message["content"] or "", thoughts, found, choice["finish_reason"]
-    content, thoughts, made, finish = "", "", list[list[str]](), ""
+        reasoning = message.get("reasoning_content") or ""
+        return message["content"] or "", reasoning, found, choice["finish_reason"]
+    content, reasoning, made, finish = "", "", list[list[str]](), ""
     for chunk in events(said):
         [choice] = chunk["choices"]
         delta = choice["delta"]
         content += delta.get("content") or ""
-        thoughts += delta.get("reasoning_content") or ""
+        reasoning += delta.get("reasoning_content") or ""
         for call in delta.get("tool_calls") or ():
             if "id" in call:
                 assert call["index"] == len(made)
                 made.append([call["function"]["name"], ""])
             made[call["index"]][1] += call["function"]["arguments"]
         finish = choice["finish_reason"] or finish
-    return content, thoughts, [(name, json.loads(text)) for name, text in made], finish
+    return content, reasoning, [(name, json.loads(text)) for name, text in made], finish
 
 
 def items(output: list[Any]) -> Blocks:
@@ -205,14 +205,14 @@ async def test_answers_are_told_alike_by_all_whole_and_streamed(
 
     async def check(text: str, expected: Blocks) -> None:
         calls = [what for kind, what in expected if kind == "call"]
-        content, thoughts = (
+        content, reasoning = (
             "\n".join(what for kind, what in expected if kind == wanted)
             for wanted in ("content", "reasoning")
         )
         finish = "tool_calls" if calls else "stop"
         for stream in (False, True):
             chat = await of_chat(speaking, text, stream)
-            assert chat == (content, thoughts, calls, finish)
+            assert chat == (content, reasoning, calls, finish)
             assert await of_response(speaking, text, stream) == expected, text
             reason = "tool_use" if calls else "end_turn"
             assert await of_message(speaking, text, stream) == (expected, reason), text

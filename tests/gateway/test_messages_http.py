@@ -138,8 +138,8 @@ async def test_thoughts_texts_and_calls_are_blocks_and_a_stream_adds_up_to_the_w
     ask, client = said(ALL, tools=[WEATHER]), clients(calling)
     whole = await client.messages.create(**ask)
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
-    thoughts, text, first, second = whole.content
-    assert thoughts.type == "thinking" and thoughts.thinking == "hm hm"
+    reasoning, text, first, second = whole.content
+    assert reasoning.type == "thinking" and reasoning.thinking == "hm hm"
     assert text.type == "text" and text.text.strip() == "I look."
     assert first.type == second.type == "tool_use" and first.input == {"city": "Wien"}
     assert first.name == "get_weather" and first.id != second.id
@@ -167,8 +167,8 @@ async def test_thoughts_that_are_omitted_leave_empty_blocks(
     thinking: Any = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
     ask, client = said("<think> hm hm </think> Yes.", thinking=thinking), clients(calling)
     whole = await client.messages.create(**ask)
-    thoughts, text = whole.content
-    assert thoughts.type == "thinking" and (thoughts.thinking, thoughts.signature) == ("", "")
+    reasoning, text = whole.content
+    assert reasoning.type == "thinking" and (reasoning.thinking, reasoning.signature) == ("", "")
     assert text.type == "text" and text.text == "Yes. "
     assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] == 2
     async with client.messages.stream(**ask) as stream:

@@ -34,10 +34,10 @@ from pipeinfer.gateway.connections import Acceptor, Connections
 from pipeinfer.gateway.errors import ApiError, error_response
 from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.peers import (
+    HostGateways,
     LimitName,
     LimitShare,
     SharedLimits,
-    Siblings,
     StateExchange,
     first_share,
     is_forwarded,
@@ -284,7 +284,7 @@ class Door:
         self.health = Health(ExpectedStage(stage, "gateway") for stage in known)
         for row in self.health.stages.values():
             row.state = "ready"
-        self.siblings = Siblings(
+        self.siblings = HostGateways(
             stage, addresses[stage], others, self.health, first=True, elsewhere=elsewhere
         )
         self.handler = handler

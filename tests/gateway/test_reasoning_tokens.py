@@ -18,8 +18,8 @@ from pipeinfer.gateway.ledger import RequestRecord, offsets
 from pipeinfer.gateway.tool_parsers.base import ParserFactory
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.messages import Submit, TextRow
-from pipeinfer.params import RequestParams, ThoughtState
-from pipeinfer.text import REASONING_PARSERS, ThoughtTags
+from pipeinfer.params import ReasoningState, RequestParams
+from pipeinfer.text import REASONING_PARSERS, ReasoningTags
 from pipeinfer.wire import pack, unpack
 from template_families import HERE
 
@@ -32,7 +32,7 @@ def begins(tokens: Sequence[str]) -> list[int]:
     return [0, *itertools.accumulate(map(len, tokens))][: len(tokens)]
 
 
-def spans(answer: Answer, tags: ThoughtTags) -> list[tuple[int, float]]:
+def spans(answer: Answer, tags: ReasoningTags) -> list[tuple[int, float]]:
     """Where in its text the thoughts of an answer lie, by the signs for the tags."""
     text, signs = spelled(answer.text, tags), answer.text
     opens = signs.lstrip().startswith("(")
@@ -44,7 +44,7 @@ def spans(answer: Answer, tags: ThoughtTags) -> list[tuple[int, float]]:
 
 
 def counted(
-    make: ParserFactory, left: ThoughtState, tokens: Sequence[str], deltas: Sequence[slice]
+    make: ParserFactory, left: ReasoningState, tokens: Sequence[str], deltas: Sequence[slice]
 ) -> int:
     """By a reader that gets these tokens in so many deltas."""
     reader, places = make(left), begins(tokens)
@@ -153,7 +153,7 @@ async def usages(gateway: Gateway, **body: Any) -> list[Any]:
     [(TEXT, "before", 3), (OPEN, "open", 3), (TEXT, "over", 0), ("I look.", "before", 0)],
 )
 async def test_usage_says_how_many_tokens_were_thoughts(
-    thinking: Gateway, text: str, left: ThoughtState, many: int, n: int
+    thinking: Gateway, text: str, left: ReasoningState, many: int, n: int
 ) -> None:
     thinking.pipeline.left = left
     asked: Any = {"messages": [{"role": "user", "content": text}], "n": n}

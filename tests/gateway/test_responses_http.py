@@ -107,9 +107,9 @@ async def test_thoughts_texts_and_calls_are_items_and_a_stream_adds_up_to_the_wh
     whole = await client.responses.create(**ask)
     kinds = [item.type for item in whole.output]
     assert kinds == ["reasoning", "message", "function_call", "function_call"]
-    thoughts, message, first, second = whole.output
-    assert thoughts.type == "reasoning" and thoughts.content
-    assert thoughts.content[0].text == "hm hm"
+    reasoning, message, first, second = whole.output
+    assert reasoning.type == "reasoning" and reasoning.content
+    assert reasoning.content[0].text == "hm hm"
     assert message.type == "message" and whole.output_text.strip() == "I look."
     assert first.type == second.type == "function_call"
     assert json.loads(first.arguments) == {"city": "Wien"} and first.name == "get_weather"

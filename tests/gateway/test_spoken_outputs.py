@@ -25,8 +25,8 @@ from pipeinfer.gateway.tool_parsers.registry import (
     TOOL_PARSERS,
     OutputParsers,
 )
-from pipeinfer.params import ThoughtState
-from pipeinfer.text import REASONING_PARSERS, ThoughtTags
+from pipeinfer.params import ReasoningState
+from pipeinfer.text import REASONING_PARSERS, ReasoningTags
 
 # One name of each pair of tags.
 PARSERS = sorted({tags: name for name, tags in REASONING_PARSERS.items()}.values())
@@ -35,7 +35,7 @@ PARSERS = sorted({tags: name for name, tags in REASONING_PARSERS.items()}.values
 class Answer(NamedTuple):
     """`text`: with "(" and ")" in place of the tags, "«" and "»" in place of those of answers."""
 
-    left: ThoughtState
+    left: ReasoningState
     text: str
     reasoning: str
     content: str
@@ -79,13 +79,13 @@ ENCLOSED = [
 ]
 
 
-def spelled(text: str, tags: ThoughtTags) -> str:
+def spelled(text: str, tags: ReasoningTags) -> str:
     first, last = tags.answer
     table = {"(": tags.opening, ")": tags.closing, "«": first or "«", "»": last or "»"}
     return text.translate(str.maketrans(table))
 
 
-def cuts(text: str, tags: ThoughtTags) -> Iterator[list[str]]:
+def cuts(text: str, tags: ReasoningTags) -> Iterator[list[str]]:
     """Whole, letter by letter, in tokens, amid each marker, and anywhere."""
     yield [text]
     yield list(text)
@@ -159,7 +159,7 @@ SCHEMAS = {
     },
 }
 # Of thoughts, where the prompts of these answers leave them.
-LEFT: dict[str, ThoughtState] = {"qwen3": "before", "deepseek_r1": "open"}
+LEFT: dict[str, ReasoningState] = {"qwen3": "before", "deepseek_r1": "open"}
 ANSWER_PARSERS = {**dict.fromkeys(TOOL_PARSERS), **LEFT, "json_list": None}
 
 

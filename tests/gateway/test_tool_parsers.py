@@ -21,7 +21,7 @@ from pipeinfer.gateway.tool_parsers.registry import (
     OutputParsers,
     choose_parsers,
 )
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import ReasoningState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import AddedId
 
@@ -168,7 +168,7 @@ def read(
     settings: OutputParsers,
     pieces: list[str],
     one_call: bool = False,
-    left: ThoughtState = "before",
+    left: ReasoningState = "before",
 ) -> ParsedOutput:
     made = settings.parser_factory(SCHEMAS if settings.tool_parser_name else None, one_call)
     assert made is not None
@@ -406,8 +406,8 @@ def test_what_a_reader_looks_at_again_stays_short_however_long_an_answer_is(pars
         inner = [getattr(reader, name, None) for name in ("_parser", "_next_parser")]
         return len(getattr(reader, "_buffer", "")) + sum(map(unread, filter(None, inner)))
 
-    # Thoughts are read alike in front of all parsers of calls.
-    lefts: list[ThoughtState] = ["before", "over", "open"] if parser == "hermes" else ["over"]
+    # ReasoningContext are read alike in front of all parsers of calls.
+    lefts: list[ReasoningState] = ["before", "over", "open"] if parser == "hermes" else ["over"]
     for left in lefts:
         for begun, again in ENDLESS:
             make = OutputParsers(

@@ -10,7 +10,7 @@ import openai
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import ReasoningState
 
 TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{"name": "f"}{% endif %}
 {%- for message in messages %}{{ message.content }}{% endfor %}
@@ -182,7 +182,7 @@ async def test_an_answer_is_read_from_where_its_prompt_leaves_the_thoughts(
 ) -> None:
     """As the tokenizer says of each prompt; whole and streamed."""
     form = {"extra_body": {"guided_regex": "a+"}}
-    read: list[tuple[ThoughtState, str, str | None, str]] = [
+    read: list[tuple[ReasoningState, str, str | None, str]] = [
         ("before", "hm </think> Yes.", None, "hm </think> Yes. "),
         ("before", "<think> hm </think> Yes.", "hm", "Yes. "),
         ("open", "hm </think> Yes.", "hm", "Yes. "),

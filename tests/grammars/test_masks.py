@@ -14,7 +14,7 @@ from vocabulary import ALONE, ENDS, KNOWN, TOKENIZER, VOCABULARY, WIDTH, allowed
 from pipeinfer.grammars import compiling, masks
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.masks import GrammarSource, RowSource, ThinkingBudgetSource, fill_masks
-from pipeinfer.params import StructuredOutputs, Thoughts
+from pipeinfer.params import ReasoningContext, StructuredOutputs
 
 PERSON = json.dumps(
     {
@@ -209,8 +209,8 @@ def test_walks_at_random_give_what_the_schema_says(schema, chance):
 def test_a_budget_of_thoughts_is_a_function_of_the_ids(letters, cut, budget):
     """However many of them were there before; `(` opens at the beginning, `)` closes."""
     ids = [ord(letter) for letter in letters]
-    thoughts, behind = Thoughts("(", ")", "before"), masks.UnconstrainedSource(VOCABULARY)
-    told = ThinkingBudgetSource(VOCABULARY, behind, budget, thoughts, ids[:cut])
+    reasoning, behind = ReasoningContext("(", ")", "before"), masks.UnconstrainedSource(VOCABULARY)
+    told = ThinkingBudgetSource(VOCABULARY, behind, budget, reasoning, ids[:cut])
     for token in ids[cut:]:
         assert told.feed([token]) == ""
     text = "".join(letters)
@@ -295,7 +295,7 @@ def test_a_long_forced_text_comes_in_parts():
 
 def test_nothing_is_forced_amid_thoughts():
     behind = source(regex="<[ab]>abcdef")
-    row = ThinkingBudgetSource(VOCABULARY, behind, 5, Thoughts("<", ">", "before"))
+    row = ThinkingBudgetSource(VOCABULARY, behind, 5, ReasoningContext("<", ">", "before"))
     row.feed(ids_of("<"))
     assert row.force() == []
     row.feed(ids_of("a>"))

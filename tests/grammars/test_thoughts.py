@@ -19,7 +19,7 @@ from pipeinfer.grammars.masks import (
     fill_masks,
     make_source,
 )
-from pipeinfer.params import StructuredOutputs, Thoughts
+from pipeinfer.params import ReasoningContext, StructuredOutputs
 
 ALONE = LLExecutor(1)
 # Pairs of bytes that are one token. Some hold the end of a tag and more, as models' do.
@@ -56,7 +56,7 @@ GRAMMARS = {
 
 
 def row(tags, name, state, output=()):
-    return make_source(GRAMMARS[tags, name], output, Thoughts(*THINK, state))
+    return make_source(GRAMMARS[tags, name], output, ReasoningContext(*THINK, state))
 
 
 def ids_of(tags, text):
@@ -114,7 +114,7 @@ def test_white_space_before_a_form_has_an_end():
 
 def test_thoughts_may_follow_white_space_that_the_form_knows():
     grammar = Grammar(WITH_TOKENS, StructuredOutputs(regex="\n(yes|no)"))
-    source = make_source(grammar, (), Thoughts(*THINK, "before"))
+    source = make_source(grammar, (), ReasoningContext(*THINK, "before"))
     assert texts("one token", source) == {"\n", "<think>"}
     takes("one token", source, "\n")
     assert texts("one token", source) == {"y", "n", "<think>"}
@@ -143,7 +143,7 @@ def test_no_token_ends_the_thoughts_and_says_more(tags):
 
 def test_an_opening_tag_of_several_tokens_is_read_where_the_form_allows_it():
     grammar = Grammar(WITHOUT, StructuredOutputs(regex="(.|\n)*!"))
-    source = make_source(grammar, (), Thoughts(*THINK, "before"))
+    source = make_source(grammar, (), ReasoningContext(*THINK, "before"))
     assert source.feed(ids_of("several tokens", "<think> hm! </think>")) == ""
     assert "<|end|>" not in texts("several tokens", source), "nothing of it was the form"
     takes("several tokens", source, "so!")
@@ -156,8 +156,8 @@ def test_an_opening_tag_of_several_tokens_is_read_where_the_form_allows_it():
 )
 def test_a_budget_ends_thoughts_by_tags_of_any_length(tags, state):
     behind = row(tags, "json", state)
-    thoughts = Thoughts(*THINK, state)
-    source = ThinkingBudgetSource(MADE[tags][1], behind, 3, thoughts)
+    reasoning = ReasoningContext(*THINK, state)
+    source = ThinkingBudgetSource(MADE[tags][1], behind, 3, reasoning)
     opening = "<think>" if state == "before" else ""
     takes(tags, source, opening + "hm ")
     takes(tags, source, "</think>")
@@ -165,8 +165,8 @@ def test_a_budget_ends_thoughts_by_tags_of_any_length(tags, state):
 
 
 def test_a_spent_budget_allows_the_closing_tag_alone():
-    thoughts = Thoughts(*THINK, "open")
-    source = ThinkingBudgetSource(WITHOUT, UnconstrainedSource(WITHOUT), 2, thoughts)
+    reasoning = ReasoningContext(*THINK, "open")
+    source = ThinkingBudgetSource(WITHOUT, UnconstrainedSource(WITHOUT), 2, reasoning)
     assert source.feed(ids_of("several tokens", "h<")) == ""
     said = b""
     while len(found := allowed(source, WITHOUT)) == 1:
@@ -183,13 +183,13 @@ def test_masks_are_a_function_of_the_ids_however_they_come(tags, data):
     state = data.draw(st.sampled_from(["before", "open", "over"]))
     name = data.draw(st.sampled_from(sorted(SPECS)))
     budget = data.draw(st.none() | st.integers(0, 6))
-    words, thoughts = MADE[tags][1], Thoughts(*THINK, state)
+    words, reasoning = MADE[tags][1], ReasoningContext(*THINK, state)
 
     def made(output):
         source = row(tags, name, state, output)
         if budget is None:
             return source
-        return ThinkingBudgetSource(words, source, budget, thoughts, output)
+        return ThinkingBudgetSource(words, source, budget, reasoning, output)
 
     likely = [*ids_of(tags, "<think>a</think>\n\n{"), *words.end_ids]
     stepped, ids = made(()), []

@@ -32,7 +32,7 @@ def test_a_form_begins_where_the_prompt_leaves_the_thoughts(thinking: LLM, after
     [silent] = thinking.chat(QUESTION, params, chat_template_kwargs=off)
     assert json.loads(silent.outputs[0].text) == {"sum": 22}
     [opened] = thinking.chat(QUESTION, params)
-    thoughts, closed, content = opened.outputs[0].text.partition("</think>")
-    assert closed and len(thoughts) <= 3 and json.loads(content)["sum"] in (20, 21, 22)
+    reasoning, closed, content = opened.outputs[0].text.partition("</think>")
+    assert closed and len(reasoning) <= 3 and json.loads(content)["sum"] in (20, 21, 22)
     several = thinking.chat([QUESTION, QUESTION], params, chat_template_kwargs=off)
     assert [one.outputs[0].text for one in several] == [silent.outputs[0].text] * 2

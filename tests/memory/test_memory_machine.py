@@ -28,7 +28,7 @@ from pipeinfer.memory.page_directory import (
     directory_bytes,
     salt_digest,
 )
-from pipeinfer.messages import Admit, Extend, Plan, Release
+from pipeinfer.messages import Admit, AppendTokens, Plan, Release
 from pipeinfer.params import RequestParams
 from pipeinfer.step import LAST_TOKEN, Step
 from pipeinfer.wire import PREFIX_UPPER, pack, unpack
@@ -147,9 +147,9 @@ class MemoryMachine(RuleBasedStateMachine):
             admits.append(self.admit(slot, sequence))
         return admits
 
-    def draw_extends(self, data: st.DataObject) -> list[Extend]:
+    def draw_appends(self, data: st.DataObject) -> list[AppendTokens]:
         """What was sampled, and more: of requests that have come through their prompt."""
-        extends = []
+        appends = []
         for slot, sequence in sorted(self.live.items()):
             flying = self.is_flying(sequence)
             most = sequence.max_total - len(sequence.tokens) - 1
@@ -160,8 +160,8 @@ class MemoryMachine(RuleBasedStateMachine):
             if forced:
                 begin = sequence.known
                 sequence.force(forced)
-                extends.append(Extend(slot, pack(sequence.tokens[begin:])))
-        return extends
+                appends.append(AppendTokens(slot, pack(sequence.tokens[begin:])))
+        return appends
 
     def draw_shares(self, data: st.DataObject, old: set[int]) -> list[int]:
         """Prompts that are perhaps half-computed, and were there before this plan."""
@@ -185,7 +185,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.flights) < MAX_IN_FLIGHT)
     @rule(data=st.data())
     def plan(self, data: st.DataObject):
-        releases, extends = self.draw_releases(data), tuple(self.draw_extends(data))
+        releases, appends = self.draw_releases(data), tuple(self.draw_appends(data))
         shares = pack(self.draw_shares(data, set(self.live)))
         admits = self.draw_admits(data)
         slots = data.draw(st.permutations(range(SLOTS)), "order")
@@ -196,7 +196,7 @@ class MemoryMachine(RuleBasedStateMachine):
         changes = tuple(releases), tuple(admits)
         reset = data.draw(st.integers(0, 9).map(lambda n: n == 9), "reset")
         self.apply(
-            Plan(1, self.number, *changes, *rows, reset, extends=extends, cache_slots=shares)
+            Plan(1, self.number, *changes, *rows, reset, appends=appends, cache_slots=shares)
         )
 
     @precondition(lambda self: len(self.live) + 3 <= SLOTS and not self.flights)
@@ -261,7 +261,9 @@ class MemoryMachine(RuleBasedStateMachine):
         rows = self.memory.apply(plan)
         self.number += 1
         self.memory.check_integrity()
-        assert set(rows.to_zero.tolist()) <= set(rows.claimed.tolist()), "zeroed, yet believed"
+        assert set(rows.pages_to_zero.tolist()) <= set(rows.invalidated.tolist()), (
+            "zeroed, yet believed"
+        )
         self.check_forgotten(plan, evicted)
         for admit, cached in zip(plan.admits, rows.cached.tolist(), strict=True):
             self.requests.put(admit)
@@ -278,9 +280,9 @@ class MemoryMachine(RuleBasedStateMachine):
             held = self.memory.table.pages_of(int(step.slots[row]))
             assert pages[:used].tolist() == held[:used].tolist() and pages[:used].all()
         self.check_shared_prefixes(step)
-        self.directory.invalidate(rows.claimed)
+        self.directory.invalidate(rows.invalidated)
         if plan.reset:
-            assert not len(self.directory.read().believed()), "a reset has left pages to believe"
+            assert not len(self.directory.read().verified()), "a reset has left pages to believe"
         sequences = [self.live[slot] for slot in step.slots.tolist()]
         self.flights.append((step, sequences, rows, plan_rows))
         size, written = self.page_size, list[int]()
@@ -310,7 +312,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for step, _, _, _ in self.flights[: data.draw(st.integers(0, len(self.flights)), "run")]:
             if len(step.slots):
                 self.device.run(step)
-        found = self.directory.read().believed()
+        found = self.directory.read().verified()
         for _, tokens, pages in found.sequences():
             kv = self.device.read(pages, len(tokens)).tolist()
             assert kv == chain(tokens.tolist()), "a page is believed that does not hold its chain"

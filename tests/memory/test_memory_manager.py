@@ -13,7 +13,7 @@ from page_mirror import PageMirror
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager, Rows, RunningDigest
 from pipeinfer.memory.pages import IntegrityError, ProtocolError
-from pipeinfer.messages import Admit, Extend, Plan, Release
+from pipeinfer.messages import Admit, AppendTokens, Plan, Release
 from pipeinfer.params import RequestParams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step import Step
@@ -39,12 +39,12 @@ class Memory:
         admits: Sequence[Admit] = (),
         releases: Sequence[Release] = (),
         reset: bool = False,
-        extends: Sequence[Extend] = (),
+        appends: Sequence[AppendTokens] = (),
         shares: Sequence[int] = (),
     ) -> Rows:
         slots, counts = pack(list(rows)), pack(list(rows.values()))
         some = tuple(releases), tuple(admits)
-        plan = Plan(1, self.number, *some, slots, counts, reset, tuple(extends), pack(shares))
+        plan = Plan(1, self.number, *some, slots, counts, reset, tuple(appends), pack(shares))
         rows = self.manager.apply(plan)
         self.number += 1
         self.manager.check_integrity()
@@ -272,14 +272,16 @@ def test_pages_that_are_freed_unseen_are_zeroed_before_the_next_step_that_comput
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [7] * 8)])
     owned = set(memory.manager.table.pages_of(0).tolist())
     kept = memory.plan({}, releases=[Release(1, True)])
-    assert kept.to_zero.tolist() == [] and memory.step(kept).delta.to_zero.tolist() == []
+    assert (
+        kept.pages_to_zero.tolist() == [] and memory.step(kept).delta.pages_to_zero.tolist() == []
+    )
     freed = memory.plan({}, releases=[Release(0, False)])
-    assert set(freed.to_zero.tolist()) == owned
+    assert set(freed.pages_to_zero.tolist()) == owned
     assert len(memory.step(freed).slots) == 0, "nothing is computed, so nothing is zeroed"
     later = memory.step(memory.plan({2: 99}, [admit(2, [5] * 30)]))
-    assert set(later.delta.to_zero.tolist()) == owned
+    assert set(later.delta.pages_to_zero.tolist()) == owned
     assert owned & set(later.delta.pages.tolist()), "and they are somebody's again"
-    assert memory.step(memory.plan({2: 1})).delta.to_zero.tolist() == []
+    assert memory.step(memory.plan({2: 1})).delta.pages_to_zero.tolist() == []
 
 
 def test_pages_of_a_prompt_that_was_preempted_are_zeroed_when_they_are_freed():
@@ -288,16 +290,16 @@ def test_pages_of_a_prompt_that_was_preempted_are_zeroed_when_they_are_freed():
     memory.run({0: 10}, [admit(0, PROMPT)])
     *cached, partial = memory.manager.table.pages_of(0).tolist()
     [whole] = [memory.plan({}, releases=[Release(0, True)])]
-    assert whole.to_zero.tolist() == [partial], "the cache has the others"
-    assert set(memory.plan({}, reset=True).to_zero.tolist()) == set(cached)
+    assert whole.pages_to_zero.tolist() == [partial], "the cache has the others"
+    assert set(memory.plan({}, reset=True).pages_to_zero.tolist()) == set(cached)
 
 
 def test_pages_of_a_prompt_whose_logits_were_finite_are_not_zeroed():
     memory = Memory(pages=12)
     outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]
     freed = memory.plan({}, releases=[Release(0, True, pack(outputs))])
-    assert freed.to_zero.tolist() == []
-    assert memory.plan({}, reset=True).to_zero.tolist() == []
+    assert freed.pages_to_zero.tolist() == []
+    assert memory.plan({}, reset=True).pages_to_zero.tolist() == []
 
 
 def test_pages_that_a_preempted_prompt_left_in_the_cache_are_proven_by_who_reads_them():
@@ -308,7 +310,7 @@ def test_pages_that_a_preempted_prompt_left_in_the_cache_are_proven_by_who_reads
     rows, outputs = memory.run({1: 99}, [admit(1, PROMPT)])
     assert rows.cached.tolist() == [8] and set(memory.manager.table.pages_of(1)[:2]) == cached
     memory.plan({}, releases=[Release(1, True, pack(outputs))])
-    assert memory.plan({}, reset=True).to_zero.tolist() == []
+    assert memory.plan({}, reset=True).pages_to_zero.tolist() == []
 
 
 def test_pages_of_requests_that_an_epoch_ends_under_are_zeroed_in_the_next():
@@ -318,7 +320,7 @@ def test_pages_of_requests_that_an_epoch_ends_under_are_zeroed_in_the_next():
     memory.manager.reset()
     memory.number = 0
     step = memory.step(memory.plan({1: 99}, [admit(1, [5] * 8)]))
-    assert set(step.delta.to_zero.tolist()) == owned
+    assert set(step.delta.pages_to_zero.tolist()) == owned
 
 
 def test_confirmed_page_is_cached_even_if_surplus_was_computed_after_it():
@@ -379,7 +381,7 @@ def test_a_request_that_is_told_what_comes_computes_it_in_one_row():
     _, (token,) = memory.run({0: 99}, [admit(0, PROMPT)])
     memory.run({0: 1})  # its own next token, which the plan behind it tells, too
     told = [token, 7, 8, 9, 10]
-    rows = memory.plan({0: 99}, extends=[Extend(0, pack(told))])
+    rows = memory.plan({0: 99}, appends=[AppendTokens(0, pack(told))])
     step = memory.step(rows)
     assert (rows.starts.tolist(), rows.counts.tolist()) == ([13], [4])
     assert step.tokens.tolist() == told[1:] and step.samples.tolist() == [True]
@@ -392,7 +394,7 @@ def test_a_prompt_is_shared_as_it_was_when_more_is_told_behind_it():
     memory = Memory()
     _, (token,) = memory.run({0: 99}, [admit(0, PROMPT)])
     told = [token, *range(20)]
-    memory.plan({}, extends=[Extend(0, pack(told))])
+    memory.plan({}, appends=[AppendTokens(0, pack(told))])
     memory.plan({})
     assert memory.manager.cache.num_locked == 3, "twelve tokens of a prompt, and no more"
     rows = memory.plan({1: 0}, [admit(1, [*PROMPT, *told, 1])])
@@ -522,11 +524,14 @@ def test_rows_of_empty_slots_and_empty_counts_do_nothing():
         ({"admits": [admit(1, [1, -1])]}, "token id -1"),
         ({"admits": [admit(1, [1, 2], max_total=2)]}, "2 tokens, at most 2"),
         ({"admits": [admit(1, [1, 2], max_total=65)]}, "at most 65 in total, of at most 64"),
-        ({"extends": [Extend(1, pack([1]))]}, "extend of slot 1, which is empty"),
-        ({"extends": [Extend(0, b"")]}, "by 0 tokens, where 12 are known"),
-        ({"extends": [Extend(0, pack([1] * 52))]}, "by 52 tokens, where 12 are known and at most"),
-        ({"extends": [Extend(0, pack([1, -1]))]}, "token id -1"),
-        ({"extends": [Extend(0, b"xyz")]}, "3 bytes"),
+        ({"appends": [AppendTokens(1, pack([1]))]}, "extend of slot 1, which is empty"),
+        ({"appends": [AppendTokens(0, b"")]}, "by 0 tokens, where 12 are known"),
+        (
+            {"appends": [AppendTokens(0, pack([1] * 52))]},
+            "by 52 tokens, where 12 are known and at most",
+        ),
+        ({"appends": [AppendTokens(0, pack([1, -1]))]}, "token id -1"),
+        ({"appends": [AppendTokens(0, b"xyz")]}, "3 bytes"),
         ({"shares": [1]}, "share of slot 1, which is empty"),
         ({"shares": [8]}, "share of slot 8 of 8"),
         ({"rows": {8: 1}}, "slots 8..8 of 8"),

@@ -106,7 +106,7 @@ def test_a_page_that_is_believed_holds_its_chain_whenever_the_writer_is_killed(m
         pass
     for name in ("_valid", "_depths", "_digests", "_parents", "_salts", "_ids"):
         setattr(directory, name, getattr(directory, name).array)
-    for page, what in held(directory.read().believed()).items():
+    for page, what in held(directory.read().verified()).items():
         assert content[page] == what
 
 
@@ -115,12 +115,12 @@ def test_a_successor_reads_what_was_written():
     directory.begin(b"model")
     directory.validate(chain([3, 5, 4], [1, 2, 3, 4, 5, 6]))
     directory.validate(chain([7], [1, 2], "salt"))
-    assert held(directory.read().believed()) == {
+    assert held(directory.read().verified()) == {
         3: (NO_SALT, (1, 2)), 5: (NO_SALT, (1, 2, 3, 4)), 4: (NO_SALT, (1, 2, 3, 4, 5, 6)),
         7: (salt_digest("salt"), (1, 2)),
     }  # fmt: skip
     directory.invalidate(np.array([5], np.int32))
-    assert set(held(directory.read().believed())) == {3, 7}
+    assert set(held(directory.read().verified())) == {3, 7}
     directory.invalidate_all()
     assert len(directory.read()) == 0
 
@@ -140,14 +140,14 @@ def test_a_page_whose_words_do_not_fit_its_digest_is_not_believed(part):
     copied = getattr(chains, part).copy()
     copied[1] += 1
     broken = PageChains(**{**chains.__dict__, part: copied})
-    assert broken.believed().pages.tolist() == [1]
+    assert broken.verified().pages.tolist() == [1]
 
 
 def test_two_pages_with_the_same_digest_are_one():
     both = PageChains.of(
         rows_of(chain([4, 2], [1, 2, 3, 4])) + rows_of(chain([3, 5], [1, 2, 3, 4]))
     )
-    assert both.believed().pages.tolist() == [3, 2]
+    assert both.verified().pages.tolist() == [3, 2]
 
 
 def agreed(mine, other):
@@ -190,7 +190,7 @@ def test_a_page_that_somebody_else_claimed_while_the_step_ran_is_left_out():
     tracked = Tracked()
     tracked.admit(0, [1, 2, 3, 4], [5, 6])
     step = tracked.plan(1, 0, 0, 4, prefill=True)
-    tracked.tracker.claim(np.array([6], np.int32), 2)
+    tracked.tracker.invalidate(np.array([6], np.int32), 2)
     found = tracked.tracker.filled(step, np.array([9], np.int32))
     assert held(found) == {5: (NO_SALT, (1, 2))}
     # The chain goes on behind it all the same.
@@ -217,10 +217,10 @@ def test_bad_logits_are_no_concern_of_who_has_the_slot_by_now():
     tracked.table.clear(0)
     tracked.slots.clear(0)
     tracked.admit(0, [3, 4], [6])
-    tracked.tracker.distrust(first, np.array([0]))
+    tracked.tracker.mark_unusable(first, np.array([0]))
     second = tracked.plan(2, 0, 0, 2, prefill=True)
     assert held(tracked.tracker.filled(second, np.array([9], np.int32))) == {6: (NO_SALT, (3, 4))}
-    tracked.tracker.distrust(second, np.array([0]))
+    tracked.tracker.mark_unusable(second, np.array([0]))
     assert tracked.tracker.filled(second, np.array([9], np.int32)) is None
 
 
@@ -286,9 +286,11 @@ def test_steps_that_repeat_the_one_before_fill_the_pages_that_any_step_would(pro
                 case "r":
                     each.tracker.release(slot)
                 case "x":
-                    each.tracker.distrust(each.flying[0], np.array([slot]))
+                    each.tracker.mark_unusable(each.flying[0], np.array([slot]))
                 case "c":
-                    each.tracker.claim(each.table.columns(np.array([slot]), 0, 25)[0], each.number)
+                    each.tracker.invalidate(
+                        each.table.columns(np.array([slot]), 0, 25)[0], each.number
+                    )
                 case _:
                     each.plan(np.ones(each.slots, np.int32), repeats)
         if move in "db":

@@ -17,12 +17,12 @@ from pipeinfer.messages import (
     Accepted,
     Admit,
     Admitted,
-    Begin,
+    BeginEpoch,
     Delivered,
     Done,
     Fault,
     MissedPlan,
-    Open,
+    OpenStream,
     Plan,
     Refused,
     Release,
@@ -31,9 +31,9 @@ from pipeinfer.messages import (
     Submit,
     Text,
     TextRow,
+    TokenizedRequest,
     TokenRow,
     Tokens,
-    Work,
 )
 from pipeinfer.observe.observer import LastMinute
 from pipeinfer.observe.spans import (
@@ -75,7 +75,7 @@ class Watched:
         self.minute.on_exchange(told)
         self.at += 1.0
 
-    def queued(self, request: Work, *outputs) -> None:
+    def queued(self, request: TokenizedRequest, *outputs) -> None:
         """A scheduler takes it: it tells its detokenizer."""
         told = opened(request.request_id, attempt=request.attempt)
         self.saw(request, ("detokenizer-0", told), *outputs)
@@ -147,10 +147,10 @@ def test_a_failure_ends_a_passage_through_the_gateway(status, outcome):
 # ---------------------------------------------------------------------------------------- tokenizer
 
 
-def work(**changed) -> Work:
+def work(**changed) -> TokenizedRequest:
     given = {**CONTEXT, "request_id": "r", "attempt": 1, "detokenizer": 0, "trace": TRACE,
              "prompt_ids": pack([1, 2, 3])}  # fmt: skip
-    return Work(**{**given, **changed})
+    return TokenizedRequest(**{**given, **changed})
 
 
 def test_a_request_has_passed_the_tokenizer_when_it_is_with_a_group():
@@ -196,9 +196,9 @@ def plan(number: int, rows: dict[int, int], admits=(), releases=(), epoch: int =
     )  # fmt: skip
 
 
-def opened(name: str, **changed) -> Open:
+def opened(name: str, **changed) -> OpenStream:
     given = {"request_id": name, "attempt": 1, "gateway": 0, "params": PARAMS, "context_ids": b""}
-    return Open(**{**given, **changed})
+    return OpenStream(**{**given, **changed})
 
 
 def admit(slot: int, name: str, tokens: int) -> Admit:
@@ -273,7 +273,7 @@ def test_a_lost_engine_is_a_moment_of_who_was_in_it():
     one = Watched("scheduler")
     one.queued(work(request_id="a"), ("", plan(0, {0: 3}, [admit(0, "a", 3)])))
     one.queued(work(request_id="b"))
-    one.saw(Fault(1, 0, "gone"), ("", Begin(2, (7,))))
+    one.saw(Fault(1, 0, "gone"), ("", BeginEpoch(2, (7,))))
     one.saw(result(0, {0: (0, 3)}, epoch=2))
     assert names(one.open["a"]) == ["queued", "admitted", "engine_lost"]
     assert names(one.open["b"]) == ["queued"] and one.steps == []
@@ -329,7 +329,7 @@ def test_a_minute_of_sums_of_steps_is_kept_by_half_seconds():
 
 def test_a_request_passes_an_engine_from_admit_to_release():
     one = Watched("engine")
-    one.saw(Begin(1, (7,)))
+    one.saw(BeginEpoch(1, (7,)))
     one.saw(plan(0, {0: 4}, [admit(0, "a", 9)]), ("s", Admitted(1, 0, pack([0]), pack([2]), 9, 9)))
     one.saw(plan(1, {0: 5, 1: 4}, [admit(1, "b", 4)]))
     one.saw(StepDone(1, 0, b"", b""), ("s", result(0, {0: (2, 0)})))  # deferred
@@ -348,14 +348,14 @@ def test_a_request_passes_an_engine_from_admit_to_release():
     assert {p.outcome for p in one.ended[2:]} == {"lost"} and not one.open
     one.saw(plan(10, {3: 1}, [admit(3, "e", 1)]))
     assert not one.open, "it takes no plans any more"
-    one.saw(Begin(2, (7,)))
+    one.saw(BeginEpoch(2, (7,)))
     one.saw(plan(0, {3: 1}, [admit(3, "e", 1)], epoch=2))
     assert "e" in one.open
 
 
 def test_an_engine_takes_no_plan_behind_a_missing_one_and_none_twice():
     one = Watched("engine")
-    one.saw(Begin(1, (7,)))
+    one.saw(BeginEpoch(1, (7,)))
     plans = [plan(0, {0: 4}, [admit(0, "a", 4)]), plan(1, {}, [], [Release(0, True)])]
     plans.append(plan(2, {0: 4}, [admit(0, "b", 4)]))
     one.saw(plans[0])

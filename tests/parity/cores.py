@@ -16,20 +16,28 @@ from kept_logits import kept
 from pipeinfer.core import Compiled, Tick
 from pipeinfer.engine.core import (
     AdapterRead,
-    ClaimPages,
     Compile,
     Compute,
     EngineCore,
     FillPages,
     FindPages,
     FoundPages,
+    InvalidatePages,
 )
 from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.engine.lora import load_adapter
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.page_directory import ChainTracker, PageDirectory, directory_bytes
-from pipeinfer.messages import PROTOCOL, Hello, LoadAdapter, Plan, PromptTokens, Tokens, Work
+from pipeinfer.messages import (
+    PROTOCOL,
+    Hello,
+    LoadAdapter,
+    Plan,
+    PromptTokens,
+    TokenizedRequest,
+    Tokens,
+)
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.policies import Mixed, StepComposer
@@ -105,7 +113,7 @@ class Cores:
 
     def submit(self, name: str, prompt: list[int], params: RequestParams, seed=0, **work) -> None:
         self.outputs[name], self.logprobs[name], self.prompt_logprobs[name] = [], b"", b""
-        self._to_scheduler(Work(name, 1, 0, 0, pack(prompt), params, seed, **work))
+        self._to_scheduler(TokenizedRequest(name, 1, 0, 0, pack(prompt), params, seed, **work))
 
     def run(self, until=None) -> None:
         """Until nothing is left to do, or `until()` is true.
@@ -148,8 +156,8 @@ class Cores:
             if isinstance(send.message, Compile):
                 self._to_engine(Compiled(send.message.request_id))
             elif isinstance(send.message, FindPages):
-                self._to_engine(FoundPages.of(self.directory.read().believed()))
-            elif isinstance(send.message, ClaimPages):
+                self._to_engine(FoundPages.of(self.directory.read().verified()))
+            elif isinstance(send.message, InvalidatePages):
                 self.directory.invalidate(send.message.pages)
             elif isinstance(send.message, FillPages):
                 self.directory.validate(send.message.chains)

@@ -149,7 +149,7 @@ def test_what_outlives_the_engine_is_every_full_page_and_no_draft(checkpoint, po
     made = cores(folder, policy, keeps_pages=True, page_size=page_size, kv_pages=400)
     answers = ask(made, asked)
     assert drafted(made)[1] > 0
-    found = {tuple(ids.tolist()) for _, ids, _ in made.directory.read().believed().sequences()}
+    found = {tuple(ids.tolist()) for _, ids, _ in made.directory.read().verified().sequences()}
     texts = [tuple(prompt + answers[f"r{index}"]) for index, prompt in enumerate(asked)]
     for text in texts:
         full = (len(text) - 1) // page_size * page_size

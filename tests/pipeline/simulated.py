@@ -41,7 +41,7 @@ from pipeinfer.messages import (
     GroupFault,
     Heartbeat,
     Message,
-    Open,
+    OpenStream,
     RankStatus,
     Retention,
     Text,
@@ -210,7 +210,7 @@ class Client:
         if stopped:
             row = TokenRow("r", 0, pack(outputs), "stop", outputs[-1])
         core = DetokenizerCore(DECODERS)
-        core.handle(Open("r", 1, 0, params, pack(self.prompt[-16:])), 0.0)
+        core.handle(OpenStream("r", 1, 0, params, pack(self.prompt[-16:])), 0.0)
         message = core.handle(Tokens((row,)), 0.0)[0].message
         assert isinstance(message, Text)
         (shown,) = message.rows

@@ -18,7 +18,7 @@ from pipeinfer.engine.core import Compile, Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan
+from pipeinfer.messages import PROTOCOL, BeginEpoch, Hello, Message, Plan
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import LAST_TOKEN, RequestLogitEdits, Sampled, Step
 from sampling_rows import sampling_of
@@ -194,7 +194,7 @@ class EngineNode:
                 self._compute(send.message.step)
             else:
                 sends.append(send)
-        if isinstance(event, Plan | Begin):  # all else leaves the memory alone
+        if isinstance(event, Plan | BeginEpoch):  # all else leaves the memory alone
             self._memory.check_integrity()
         return sends
 

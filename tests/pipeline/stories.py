@@ -34,8 +34,8 @@ from pipeinfer.messages import (  # noqa: E402
     Plan,
     Result,
     StopHit,
+    TokenizedRequest,
     Tokens,
-    Work,
 )
 from pipeinfer.wire import unpack  # noqa: E402
 
@@ -84,7 +84,7 @@ class Watch:
         self._end([row.request_id for row in said if row.finish is not None])
         self._told |= {row.request_id: row.offset + len(row.ids) // 4 for row in said}
         match event:
-            case Work():
+            case TokenizedRequest():
                 self._end([event.request_id])  # if it is there, it starts over
                 if event.timeout:
                     self._due[event.request_id] = now + event.timeout
@@ -139,7 +139,7 @@ class Watch:
                 grammar = admit.params.structured_outputs is not None
                 self._seen["preemption with a grammar"] += grammar
                 self._seen["preemption in flight"] += self._released.pop(admit.request_id)
-        self._seen["jump"] += bool(plan.extends)
+        self._seen["jump"] += bool(plan.appends)
         rows = {slot: self._slots[slot] for slot in unpack(plan.slots).tolist()}
         self._flying.append((plan.epoch, plan.number, rows))
 

@@ -66,7 +66,7 @@ def api(server: Server):
 
 
 def asked(api: openai.OpenAI, **fields: Any) -> Any:
-    """Thoughts of a model that was never trained end soon where their end is likely."""
+    """ReasoningContext of a model that was never trained end soon where their end is likely."""
     usual: Any = {"max_tokens": 400, "seed": 3, "logit_bias": {str(END): 6}}
     return api.chat.completions.create(model="test", messages=QUESTION, **(usual | fields))
 
@@ -93,14 +93,14 @@ def test_tokens_of_the_channel_of_thoughts_are_counted(api: openai.OpenAI) -> No
     ids = made.choices[0].token_ids
     messages = TOKENS.decode(ids, skip_special_tokens=False).split("<|message|>")
     assert all(head.endswith("analysis") for head in messages[:-1]) and len(messages) > 3
-    thoughts, amid = 0, False
+    reasoning, amid = 0, False
     for token in ids:
         amid = amid and token != END
-        thoughts += amid
+        reasoning += amid
         amid = amid or token == MESSAGE
-    assert thoughts and made.usage.completion_tokens_details.reasoning_tokens == thoughts
+    assert reasoning and made.usage.completion_tokens_details.reasoning_tokens == reasoning
     chunks = [*asked(api, **form, stream=True, stream_options={"include_usage": True})]
-    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == thoughts
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == reasoning
 
 
 def test_an_answer_ends_with_a_call_though_the_checkpoint_does_not_say_so(
@@ -158,7 +158,7 @@ class Streamed:
     and told what came so far."""
 
     def __init__(self, api: openai.OpenAI, during: Callable[[Streamed], object]) -> None:
-        self.thoughts, self.content, self.arguments = "", "", ""
+        self.reasoning, self.content, self.arguments = "", "", ""
         self.finish: str | None = None
         tool = {"type": "function", "function": {"name": "write", "parameters": NOTE}}
         likely = {str(TOKENS.token_to_id("a")): 4}  # so that it begins with its analysis
@@ -166,7 +166,7 @@ class Streamed:
         said = asked(api, tools=[tool], stream=True, **more)
         for chunk in said:
             delta = chunk.choices[0].delta
-            self.thoughts += (delta.model_extra or {}).get("reasoning_content") or ""
+            self.reasoning += (delta.model_extra or {}).get("reasoning_content") or ""
             self.content += delta.content or ""
             calls = [call.function for call in delta.tool_calls or ()]
             self.arguments += "".join(call.arguments or "" for call in calls)
@@ -174,20 +174,20 @@ class Streamed:
             during(self)
 
     def whole(self) -> tuple[object, ...]:
-        return self.thoughts, self.content, self.arguments, self.finish
+        return self.reasoning, self.content, self.arguments, self.finish
 
 
 def test_an_engine_that_dies_amid_thoughts_and_amid_a_call_changes_neither(
     api: openai.OpenAI, server: Server
 ) -> None:
     calm = Streamed(api, lambda _: None)
-    assert len(calm.thoughts) > 50 and calm.finish == "tool_calls"
+    assert len(calm.reasoning) > 50 and calm.finish == "tool_calls"
     assert len(json.loads(calm.arguments)["note"]) == 60
     killed: list[str] = []
 
     def strike(said: Streamed) -> None:
         """Once in each."""
-        where = "call" if len(said.arguments) > 20 else "thoughts" * (len(said.thoughts) > 5)
+        where = "call" if len(said.arguments) > 20 else "thoughts" * (len(said.reasoning) > 5)
         if where and where not in killed:
             killed.append(where)
             os.kill(server.pid("engine"), signal.SIGKILL)

@@ -56,20 +56,20 @@ def chat(api, shape, off=False, extra=None, **more):
         assert len(said) == 1
         return said.pop()
     deltas = [chunk.choices[0].delta for chunk in made if chunk.choices]
-    thoughts = "".join((d.model_extra or {}).get("reasoning_content") or "" for d in deltas)
-    return thoughts, "".join(d.content or "" for d in deltas)
+    reasoning = "".join((d.model_extra or {}).get("reasoning_content") or "" for d in deltas)
+    return reasoning, "".join(d.content or "" for d in deltas)
 
 
 @WAYS
 def test_thinking_that_is_switched_off_leaves_content_alone(api, shape, more):
-    thoughts, content = chat(api, shape, off=True, **more)
-    assert not thoughts and content and "</think>" not in content
+    reasoning, content = chat(api, shape, off=True, **more)
+    assert not reasoning and content and "</think>" not in content
 
 
 @SHAPES
 def test_thoughts_are_open_where_the_prompt_has_opened_them(api, shape):
-    thoughts, content = chat(api, shape)
-    assert (bool(thoughts), bool(content)) == (shape in OPEN, shape not in OPEN)
+    reasoning, content = chat(api, shape)
+    assert (bool(reasoning), bool(content)) == (shape in OPEN, shape not in OPEN)
 
 
 @WAYS
@@ -77,9 +77,9 @@ def test_thoughts_are_open_where_the_prompt_has_opened_them(api, shape):
 def test_a_form_is_all_of_the_content(api, shape, off, more):
     """After three tokens of thoughts where the prompt has opened them."""
     budget = {"thinking_token_budget": 3}
-    thoughts, content = chat(api, shape, off, budget, response_format=FORM, **more)
+    reasoning, content = chat(api, shape, off, budget, response_format=FORM, **more)
     assert json.loads(content)["sum"] in (20, 21, 22) and content.startswith("{")
-    assert bool(thoughts) == (shape in OPEN and not off)
+    assert bool(reasoning) == (shape in OPEN and not off)
 
 
 @SHAPES
@@ -101,8 +101,8 @@ def test_a_chat_that_goes_on_keeps_its_form_and_its_thoughts(api):
     for said, thinks in (("<think>7 +", True), ("<think>7 +</think>It is ", False), ("It", False)):
         messages = [*QUESTION, {"role": "assistant", "content": said}]
         body = {"chat_template": TEMPLATES["history alone"], **goes_on}
-        thoughts, content = chat(api, "history alone", extra=body, messages=messages)
-        assert (bool(thoughts), bool(content)) == (thinks, not thinks)
+        reasoning, content = chat(api, "history alone", extra=body, messages=messages)
+        assert (bool(reasoning), bool(content)) == (thinks, not thinks)
         if not thinks:
             found = chat(api, "history alone", extra=body | regex, messages=messages)
             assert found == ("", found[1]) and found[1].isdigit() and len(found[1]) == 2
@@ -145,8 +145,8 @@ def test_usage_counts_the_thoughts_that_a_budget_allows(server, stop, n):
     body = {"chat_template_kwargs": shape, "input": "What is 7 + 15?", "temperature": 0,
             "max_output_tokens": 8, "stop": stop}  # fmt: skip
     usage = server.post("/v1/responses", body)[1]["usage"]
-    thoughts = usage["output_tokens_details"]["reasoning_tokens"]
-    assert usage["output_tokens"] - 1 <= thoughts <= usage["output_tokens"]  # an end is no thought
+    reasoning = usage["output_tokens_details"]["reasoning_tokens"]
+    assert usage["output_tokens"] - 1 <= reasoning <= usage["output_tokens"]  # an end is no thought
 
 
 def test_completions_whose_prompts_have_begun_to_think(api):
@@ -159,7 +159,7 @@ def test_completions_whose_prompts_have_begun_to_think(api):
 
     assert json.loads(said(prompt, **form)) == {"sum": 22}
     assert json.loads(said(prompt, **form, **budget)) == {"sum": 22}
-    thoughts, _, content = said(prompt + "<think>\n", **form, **budget).partition("</think>")
-    assert len(thoughts) == 3 and json.loads(content)["sum"] in (20, 21, 22)
-    thoughts, closed, _ = said(prompt + "<think>\n", **budget).partition("</think>")
-    assert closed and len(thoughts) == 3
+    reasoning, _, content = said(prompt + "<think>\n", **form, **budget).partition("</think>")
+    assert len(reasoning) == 3 and json.loads(content)["sum"] in (20, 21, 22)
+    reasoning, closed, _ = said(prompt + "<think>\n", **budget).partition("</think>")
+    assert closed and len(reasoning) == 3

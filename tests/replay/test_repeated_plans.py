@@ -11,7 +11,7 @@ from pipeinfer.core import StepDone
 from pipeinfer.messages import (
     PROTOCOL,
     Admit,
-    Begin,
+    BeginEpoch,
     Hello,
     Message,
     MissedPlan,
@@ -60,7 +60,7 @@ def scheduler(tmp_path: Path) -> LoadedTrace:
     out = [("out", "plan", plan) for plan in PLANS]
     hears = [("in", "result", result) for result in RESULTS]
     return recording(
-        tmp_path, "scheduler-0", ("in", "result", HELLO), ("out", "plan", Begin(1, (ME,))),
+        tmp_path, "scheduler-0", ("in", "result", HELLO), ("out", "plan", BeginEpoch(1, (ME,))),
         ("in", "result", Ready(1, 0, ME)), *out, hears[0], ("in", "result", MISSED), *out[1:],
         hears[1], *out[2:], hears[2], *out[2:],
     )  # fmt: skip
@@ -73,7 +73,7 @@ def engine(tmp_path: Path) -> LoadedTrace:
     ends = [("in", "local", StepDone(1, n, pack([1]), pack([5]))) for n in range(3)]
     says = [("out", "result", result) for result in RESULTS]
     return recording(
-        tmp_path, "engine-0-0", ("in", "plan", Begin(1, (ME,))), ("out", "result", HELLO),
+        tmp_path, "engine-0-0", ("in", "plan", BeginEpoch(1, (ME,))), ("out", "result", HELLO),
         hears[0], hears[2], ("out", "result", MISSED), *hears, ends[0], says[0],
         ends[1], says[1], *hears, ends[2], says[2],
     )  # fmt: skip
@@ -116,7 +116,7 @@ def answers(role: Role, channel: str, message: Message) -> list[Message]:
 @pytest.mark.parametrize("stage", ["scheduler", "engine"])
 def test_a_recorded_engine_answers_each_plan_once_and_asks_for_what_it_misses(stage, request):
     role = EngineRole(request.getfixturevalue(stage), ME)
-    answers(role, "plan", Begin(1, (ME,)))
+    answers(role, "plan", BeginEpoch(1, (ME,)))
     assert answers(role, "plan", PLANS[0]) == RESULTS[:1]
     assert answers(role, "plan", PLANS[2]) == [MISSED]
     assert [answers(role, "plan", p) for p in PLANS] == [[], RESULTS[1:2], RESULTS[2:]]

@@ -9,7 +9,7 @@ import pytest
 from replay_tool import tool, tool_process
 
 from pipeinfer.cli.operate import run_replay as main
-from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, Work
+from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.replay.run import rebuild
 from pipeinfer.replay.traces import first_mismatch, load
@@ -134,13 +134,13 @@ def test_graphs_that_were_measured_otherwise_are_said_and_no_difference(session)
 
 
 def test_stage_that_raises_ends_with_code_5_and_a_traceback(written, capsys):
-    work = Work("r", 1, 0, 0, b"", RequestParams(), 0)  # no tokenizer takes that
+    work = TokenizedRequest("r", 1, 0, 0, b"", RequestParams(), 0)  # no tokenizer takes that
     stages = ("tokenizer-0", "scheduler-0")
     file = written(rows(Done(()), work, channel="work"), stage="tokenizer-0", stages=stages)
     assert main(["run", "tokenizer", str(file), "--json"]) == 5
     shown = capsys.readouterr()
-    assert "Traceback" in shown.err and "crashed on message 1: Work" in shown.err
-    assert '"replayed": "TypeError: the tokenizer takes no Work"' in shown.out
+    assert "Traceback" in shown.err and "crashed on message 1: TokenizedRequest" in shown.err
+    assert '"replayed": "TypeError: the tokenizer takes no TokenizedRequest"' in shown.out
 
 
 def test_missing_last_outputs_count_only_if_the_recording_ended_in_order(written, capsys):

@@ -112,7 +112,9 @@ def test_every_step_of_the_device_is_on_the_forward_row(events, session):
 
 def test_timeline_of_one_request_shows_only_what_is_about_it(session, tmp_path):
     request = next(
-        e.message.request_id for e in load(session["scheduler"]).entries if e.kind == "Work"
+        e.message.request_id
+        for e in load(session["scheduler"]).entries
+        if e.kind == "TokenizedRequest"
     )
     out = tmp_path / "one.json"
     done = tool("timeline", *session.values(), "--out", out, "--request", request)

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.core import Unsent
-from pipeinfer.messages import Open
+from pipeinfer.core import SendFailed
+from pipeinfer.messages import OpenStream
 from pipeinfer.params import RequestParams
 from pipeinfer.runtime.logs import (
     JsonLines,
@@ -70,11 +70,11 @@ def test_an_exception_is_text_and_what_json_has_not_as_well():
 
 
 def test_a_line_about_a_message_names_its_request_and_its_trace():
-    opened = Open(
+    opened = OpenStream(
         request_id="r", attempt=1, gateway=0, params=RequestParams(), context_ids=b"", trace=TRACE
     )
     assert request_fields(opened) == {"request_id": "r", "trace_id": "1" * 32}
-    assert request_fields(Unsent("r", 1, "x")) == {"request_id": "r"}
+    assert request_fields(SendFailed("r", 1, "x")) == {"request_id": "r"}
     assert request_fields(object()) == {}
 
 

@@ -13,7 +13,7 @@ from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Listener
 from pipeinfer.control import Observed, Watch
 from pipeinfer.core import Send
-from pipeinfer.messages import Done, Submit, Work
+from pipeinfer.messages import Done, Submit, TokenizedRequest
 from pipeinfer.observe import observer as observing
 from pipeinfer.params import RequestParams
 from pipeinfer.runtime.shell import Shell
@@ -44,8 +44,8 @@ class RoutingCore(EchoCore):
         return out
 
 
-def work(name: str) -> Work:
-    return Work(
+def work(name: str) -> TokenizedRequest:
+    return TokenizedRequest(
         request_id=name, attempt=1, gateway=0, detokenizer=0, prompt_ids=b"", params=PARAMS, seed=1
     )  # fmt: skip
 

@@ -11,12 +11,20 @@ import zmq
 from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.bus import Bus
-from pipeinfer.core import Send, Unsent
+from pipeinfer.core import Send, SendFailed
 from pipeinfer.demo import demo_path
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.health import expected_stages
 from pipeinfer.gateway.ledger import Call, Failed
-from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
+from pipeinfer.messages import (
+    Abort,
+    Delivered,
+    Heartbeat,
+    Recover,
+    Recovered,
+    Submit,
+    TokenizedRequest,
+)
 from pipeinfer.params import RequestParams
 from pipeinfer.replay.traces import first_difference, ignored_fields, load
 from pipeinfer.runtime.shell import Shell
@@ -111,7 +119,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone_and_replays(tmp_path, m
             assert requests == [0, 1, 2], "a number was left out, or given twice"
             assert gateway.shell._dropped()["unsent_total"] == 1
     recording = load(next(tmp_path.glob("gateway-*.pitrace")))
-    assert any(isinstance(entry.message, Unsent) for entry in recording.entries)
+    assert any(isinstance(entry.message, SendFailed) for entry in recording.entries)
     assert Unencoded("Submit") in [entry.message for entry in recording.entries]
     again = GatewayCore(expected_stages(gateway.topology))
     for exchange in recording.exchanges():
@@ -193,7 +201,7 @@ async def test_a_recover_of_nobody_is_counted_and_dropped(name, caplog):
     [
         ("tokenizer", "requests", Submit("r", 1, 77, PARAMS, 0, text="hello")),
         ("tokenizer", "requests", Submit("r", 1, -1, PARAMS, 0, text="hello")),
-        ("scheduler", "work", Work("r", 1, 0, 77, pack([1, 2]), PARAMS, 0)),
+        ("scheduler", "work", TokenizedRequest("r", 1, 0, 77, pack([1, 2]), PARAMS, 0)),
     ],
 )
 async def test_a_request_for_a_stage_that_there_is_not_ends_nobody(name, channel, message):

@@ -18,15 +18,15 @@ from pipeinfer.messages import (
     PROTOCOL,
     Admit,
     Admitted,
+    AppendTokens,
     Asleep,
-    Begin,
-    Extend,
+    BeginEpoch,
+    CompileGrammar,
+    GrammarCompiled,
     Hello,
     Message,
     MissedPlan,
     Plan,
-    Prepare,
-    Prepared,
     Ready,
     Release,
     Result,
@@ -170,7 +170,7 @@ class ModelEngine:
         self.outbox.append(self.hello())
 
     def receive(self, message: Message) -> None:
-        if isinstance(message, Begin):
+        if isinstance(message, BeginEpoch):
             if self.incarnation in message.incarnations:
                 self._forget(message.epoch)
                 self.cache = dict.fromkeys(self._kept, 0)
@@ -185,10 +185,10 @@ class ModelEngine:
                 self._forget(0)
                 asleep = Asleep(message.level, 0, self.incarnation, message.refuses)
                 self.outbox.append(asleep)
-        elif isinstance(message, Prepare):
+        elif isinstance(message, CompileGrammar):
             self.prepared.append(message.spec)
             self._grammars.add(message.spec)
-            self.outbox.append(Prepared(0, self.incarnation, message.request_id))
+            self.outbox.append(GrammarCompiled(0, self.incarnation, message.request_id))
         elif isinstance(message, Plan) and message.epoch == self.epoch:
             order = self.plans.take(message.number)
             if order == "next":
@@ -223,7 +223,7 @@ class ModelEngine:
                 self._share(slot, min(slot.computed, len(slot.admit.token_ids) // 4))
         for admit in plan.admits:
             self._admit(admit)
-        for extend in plan.extends:
+        for extend in plan.appends:
             self._extend(extend)
         rows = list(zip(unpack(plan.slots).tolist(), unpack(plan.counts).tolist(), strict=True))
         if len({slot for slot, _ in rows}) != len(rows):
@@ -337,7 +337,7 @@ class ModelEngine:
         slot.computed = len(slot.shared) * self.page_size
         self.slots[admit.slot] = slot
 
-    def _extend(self, extend: Extend) -> None:
+    def _extend(self, extend: AppendTokens) -> None:
         slot, ids = self.slots[extend.slot], unpack(extend.ids).tolist()
         prompt, known = slot.tokens[: slot.admit.prompt_len], slot.known + len(ids)
         if slot.computed < slot.known and slot.known == len(slot.admit.token_ids) // 4:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_scheduler_core import Pipeline, pipeline
 
-from pipeinfer.messages import AdapterLoaded, LoadAdapter, Plan, Refused, Work
+from pipeinfer.messages import AdapterLoaded, LoadAdapter, Plan, Refused, TokenizedRequest
 from pipeinfer.params import Adapter, RequestParams
 from pipeinfer.scheduler.adapters import AdapterSlots
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -25,7 +25,9 @@ def adapter(kind: int) -> Adapter:
 
 def wants(name: str, kind: int | None) -> Request:
     given = None if kind is None else adapter(kind)
-    return request_of(Work(name, 1, 0, 0, pack([1]), RequestParams(), 0, adapter=given), 1, 0.0)
+    return request_of(
+        TokenizedRequest(name, 1, 0, 0, pack([1]), RequestParams(), 0, adapter=given), 1, 0.0
+    )
 
 
 class Slots(RuleBasedStateMachine):
@@ -162,9 +164,11 @@ def answer(made: Pipeline, error: str = "") -> AdapterLoaded:
     return AdapterLoaded(0, made.engine.incarnation, made.engine.epoch, 1, error)
 
 
-def work() -> Work:
+def work() -> TokenizedRequest:
     params = RequestParams(max_tokens=4)
-    return Work("r", 1, 0, 0, pack([5, 6, 7]), params, 0, eos_ids=(3, 11), adapter=adapter(3))
+    return TokenizedRequest(
+        "r", 1, 0, 0, pack([5, 6, 7]), params, 0, eos_ids=(3, 11), adapter=adapter(3)
+    )
 
 
 def test_a_request_is_admitted_when_its_adapter_is_loaded_and_not_before() -> None:

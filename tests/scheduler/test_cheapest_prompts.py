@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_prefill_budget import LARGE, SMALL, US, Composed, Watched, costs, linear
 
-from pipeinfer.messages import Work
+from pipeinfer.messages import TokenizedRequest
 from pipeinfer.offline.llm import batch_defaults
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerOptions
@@ -135,7 +135,7 @@ def ended(slots: Slots, prompt: int, most: int, outputs: int, ignore_eos: bool =
 def decoding(name: str, prompt: int, most: int, ignore_eos: bool = False) -> Request:
     """One whose prompt is computed, and that may have `most` outputs."""
     params = RequestParams(max_tokens=most, ignore_eos=ignore_eos)
-    one = request_of(Work(name, 1, 0, 0, pack([5] * prompt), params, 0), 0, 0.0)
+    one = request_of(TokenizedRequest(name, 1, 0, 0, pack([5] * prompt), params, 0), 0, 0.0)
     one.phase = "running"
     one.admitted_len = one.known_len = one.computed = one.projected = prompt
     one.max_total = prompt + most

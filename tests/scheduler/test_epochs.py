@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from pipeinfer.messages import PROTOCOL, Begin, Hello, Ready
+from pipeinfer.messages import PROTOCOL, BeginEpoch, Hello, Ready
 from pipeinfer.scheduler.epochs import AGREED, KILL_RETRY_SECONDS, Epochs
 
 FIRST = 40
@@ -24,7 +24,7 @@ def begun(tp: int = 2) -> Epochs:
     epochs = Epochs(tp, FIRST)
     for rank in range(tp):
         assert not epochs.hello(hello(rank))
-    assert epochs.begin(1.0) == Begin(FIRST + 1, tuple(100 + rank for rank in range(tp)))
+    assert epochs.begin(1.0) == BeginEpoch(FIRST + 1, tuple(100 + rank for rank in range(tp)))
     return epochs
 
 
@@ -38,15 +38,15 @@ def running(tp: int = 2) -> Epochs:
 
 def test_until_all_ranks_are_there_those_of_an_earlier_scheduler_are_asked_for_a_hello():
     epochs = Epochs(2, FIRST)
-    assert epochs.begin(0.0) == Begin(FIRST, ())
+    assert epochs.begin(0.0) == BeginEpoch(FIRST, ())
     epochs.hello(hello(1))
-    assert epochs.begin(0.0) == Begin(FIRST, ())
+    assert epochs.begin(0.0) == BeginEpoch(FIRST, ())
     assert not epochs.running
 
 
 def test_begin_is_said_again_with_the_same_number_until_all_are_ready():
     epochs = begun()
-    assert epochs.begin(2.0) == epochs.begin(3.0) == Begin(FIRST + 1, (100, 101))
+    assert epochs.begin(2.0) == epochs.begin(3.0) == BeginEpoch(FIRST + 1, (100, 101))
     assert epochs.reason == f"epoch {FIRST + 1} begins"
     epochs = running()
     assert epochs.running and epochs.reason == "" and epochs.begin(4.0) is None
@@ -88,7 +88,7 @@ def test_another_process_ends_the_epoch_and_the_next_one_says_why():
     assert epochs.hello(hello(1, 500))
     assert not epochs.running
     assert epochs.reason == "engine rank 1 was started again"
-    assert epochs.begin(2.0) == Begin(FIRST + 2, (100, 501))
+    assert epochs.begin(2.0) == BeginEpoch(FIRST + 2, (100, 501))
     assert epochs.reason == f"epoch {FIRST + 2} begins (engine rank 1 was started again)"
     assert not epochs.ready(Ready(FIRST + 2, 0, 100)), "the other has not answered anew"
     assert epochs.ready(Ready(FIRST + 2, 1, 501))
@@ -98,9 +98,9 @@ def test_a_process_that_is_started_again_amid_the_handshake_gets_another_epoch()
     epochs = begun()
     epochs.ready(Ready(FIRST + 1, 0, 100))
     assert not epochs.hello(hello(1, 500))
-    assert epochs.begin(2.0) == Begin(FIRST + 2, (100, 501))
+    assert epochs.begin(2.0) == BeginEpoch(FIRST + 2, (100, 501))
     epochs.hello(hello(1, 500))
-    assert epochs.begin(3.0) == Begin(FIRST + 2, (100, 501)), "the same process, once more"
+    assert epochs.begin(3.0) == BeginEpoch(FIRST + 2, (100, 501)), "the same process, once more"
 
 
 @pytest.mark.parametrize("name", AGREED)
@@ -127,7 +127,7 @@ def test_a_hello_that_cannot_be_meant_is_named(wrong, reason):
     assert not epochs.hello(hello(**wrong))
     assert reason in epochs.reason
     epochs.hello(hello(1))
-    assert epochs.begin(0.0) == Begin(FIRST, ()), "it is none of the ranks"
+    assert epochs.begin(0.0) == BeginEpoch(FIRST, ()), "it is none of the ranks"
 
 
 def test_a_rank_is_lost_when_that_process_or_an_older_one_said_hello():
@@ -148,7 +148,7 @@ def test_ranks_that_were_given_up_are_not_heard_and_complained_of_while_they_sta
     assert condemned.take_due(10.0 + KILL_RETRY_SECONDS)
     assert not condemned.take_due(10.0 + KILL_RETRY_SECONDS), "only just now"
     assert not epochs.hello(hello(0))
-    assert epochs.begin(11.0) == Begin(FIRST + 1, ()), "all of them must say hello again"
+    assert epochs.begin(11.0) == BeginEpoch(FIRST + 1, ()), "all of them must say hello again"
     epochs.hello(hello(0, 500))
     assert condemned.to_kill == (101,), "another process is in its place"
     condemned.on_ended(1, 100)
@@ -156,7 +156,7 @@ def test_ranks_that_were_given_up_are_not_heard_and_complained_of_while_they_sta
     condemned.on_ended(1, 101)
     assert condemned.to_kill == () and not condemned.take_due(99.0)
     epochs.hello(hello(1, 500))
-    assert epochs.begin(11.0) == Begin(FIRST + 2, (500, 501))
+    assert epochs.begin(11.0) == BeginEpoch(FIRST + 2, (500, 501))
 
 
 def test_processes_that_began_after_a_death_or_said_nothing_yet():
@@ -165,7 +165,7 @@ def test_processes_that_began_after_a_death_or_said_nothing_yet():
     epochs.restart_ranks("rank 1 has ended", 1.0, alive=[(1, 650)], until=600)
     assert epochs.fenced.to_kill == ()
     epochs.hello(hello(1, 700))
-    assert epochs.begin(1.0) == Begin(FIRST + 1, (700, 701)), "both have begun since"
+    assert epochs.begin(1.0) == BeginEpoch(FIRST + 1, (700, 701)), "both have begun since"
     epochs.restart_ranks("no result", 2.0, alive=[(1, 701)])
     assert epochs.fenced.to_kill == (700, 701)
 
@@ -176,7 +176,7 @@ def test_a_single_rank_that_was_only_slow_goes_on():
     assert epochs.fenced.to_kill == (100,)
     epochs.hello(hello())
     assert epochs.fenced.to_kill == ()
-    assert epochs.begin(1.0) == Begin(FIRST + 2, (100,))
+    assert epochs.begin(1.0) == BeginEpoch(FIRST + 2, (100,))
 
 
 def test_a_hello_of_an_older_recording_stores_keys_and_values_as_its_model_has_them():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_scheduler_core import pipeline
 
-from pipeinfer.messages import Abort, Plan, Work
+from pipeinfer.messages import Abort, Plan, TokenizedRequest
 from pipeinfer.params import RequestParams, choice_ids
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.queue import WaitingQueue
@@ -20,8 +20,8 @@ WAYS = (["mixed", "throughput", "prefill-first", "decode-first"], [1, 2, 4])
 
 
 def member(arrival: int, leader: str) -> Request:
-    work = Work(
-        f"r{arrival}", 1, 0, 0, pack(range(PROMPT)), RequestParams(), 0, group_leader=leader
+    work = TokenizedRequest(
+        f"r{arrival}", 1, 0, 0, pack(range(PROMPT)), RequestParams(), 0, sampling_group=leader
     )
     request = request_of(work, arrival, 0.0)
     request.max_total = PROMPT + 20
@@ -90,11 +90,11 @@ class Holding(RuleBasedStateMachine):
             [request for request in self.live if request.phase == "running"]
         )
         for request in self.live:
-            lending = [r for r in self.of(request.work.group_leader) if r.provides_prefix]
+            lending = [r for r in self.of(request.work.sampling_group) if r.provides_prefix]
             assert request.phase != "waiting_for_prefix" or not lending, "its prompt is there"
 
     def of(self, leader: str) -> list[Request]:
-        return [request for request in self.live if request.work.group_leader == leader]
+        return [request for request in self.live if request.work.sampling_group == leader]
 
     @invariant()
     def everybody_is_where_the_phase_says(self) -> None:
@@ -109,13 +109,13 @@ class Holding(RuleBasedStateMachine):
     def whoever_is_held_waits_for_somebody_who_can_come(self) -> None:
         for request in self.live:
             if request.phase == "waiting_for_prefix":
-                others = [r.phase for r in self.of(request.work.group_leader)]
-                assert request.work.group_leader and {"waiting", "running"} & set(others)
+                others = [r.phase for r in self.of(request.work.sampling_group)]
+                assert request.work.sampling_group and {"waiting", "running"} & set(others)
 
     @invariant()
     def nothing_is_kept_of_families_that_are_gone(self) -> None:
         families = self.queue._sampling_groups
-        leaders = {request.work.group_leader for request in self.live}
+        leaders = {request.work.sampling_group for request in self.live}
         assert families._leaders.keys() <= leaders and families._waiting.keys() <= leaders
 
 
@@ -171,7 +171,10 @@ def test_whoever_comes_behind_choices_that_are_held_goes_before_them(policy, dep
 def test_where_nothing_is_shared_nobody_is_held():
     core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 64, shares_prefixes=False))
     for name in choice_ids("r", range(4)):
-        core.handle(Work(name, 1, 0, 0, pack([1] * 9), RequestParams(), 0, group_leader="r"), 0.0)
+        core.handle(
+            TokenizedRequest(name, 1, 0, 0, pack([1] * 9), RequestParams(), 0, sampling_group="r"),
+            0.0,
+        )
     assert core.stats()["held"] == 0 and core.stats()["waiting"] == 4
 
 

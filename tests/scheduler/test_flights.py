@@ -11,12 +11,12 @@ from test_scheduler_core import Pipeline, pipeline
 from pipeinfer.messages import (
     Admitted,
     Digests,
+    GrammarCompiled,
     Message,
-    Prepared,
     PromptLogprobs,
     Ready,
     Result,
-    Work,
+    TokenizedRequest,
 )
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -142,7 +142,7 @@ def prompt_scored() -> Pipeline:
     p.deliver()
     p.deliver()
     params = RequestParams(max_tokens=4, prompt_logprobs=0)
-    p.core.handle(Work("r", 1, 0, 0, pack([1, 2, 3]), params, 0), 0.0)
+    p.core.handle(TokenizedRequest("r", 1, 0, 0, pack([1, 2, 3]), params, 0), 0.0)
     return p
 
 
@@ -164,7 +164,7 @@ def test_a_preparation_of_a_rank_that_there_is_not_is_nothing():
     p.deliver()
     p.submit([1, 2], 3, grammar="a")
     for rank in (-1, 1, 7):
-        p.feed(Prepared(rank=rank, incarnation=1, request_id="r0"))
+        p.feed(GrammarCompiled(rank=rank, incarnation=1, request_id="r0"))
     assert p.core.stats()["preparing"] == 1
     p.settle()
 
@@ -172,7 +172,7 @@ def test_a_preparation_of_a_rank_that_there_is_not_is_nothing():
 def flown(logprobs: int | None = None) -> tuple[StepsInFlight, Request]:
     """A request of five tokens in slot 2, whose step 0 is in flight, and step 1 behind it."""
     flights, params = StepsInFlight(), RequestParams(max_tokens=20, logprobs=logprobs)
-    request = request_of(Work("r", 1, 0, 0, pack(range(5)), params, 0), 1, 0.0)
+    request = request_of(TokenizedRequest("r", 1, 0, 0, pack(range(5)), params, 0), 1, 0.0)
     request.max_total, request.slot, request.phase = 25, 2, "running"
     request.admit()
     for number, count in enumerate((5, 1)):
@@ -255,7 +255,7 @@ def test_a_hit_that_lets_a_prompt_grow_further_than_its_plans_counted_takes_its_
         chunks.in_flight.add(number, [(request, count)], 0.0)
         chunks.slots.credits.reserve(number, count)
     request.counts_in_flight[:] = [3, 2]
-    request.rebase(0)
+    request.replay_in_flight(0)
     told = Admitted(
         epoch=1, number=0, slots=pack([2]), cached=pack([4]), free=35, evictable=0
     )  # fmt: skip

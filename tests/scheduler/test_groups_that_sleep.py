@@ -7,7 +7,16 @@ from msgspec import structs
 from test_scheduler_core import Pipeline, pipeline
 
 from pipeinfer.core import Tick
-from pipeinfer.messages import Asleep, Begin, Ended, Plan, Refused, SetSleep, Sleep, Work
+from pipeinfer.messages import (
+    Asleep,
+    BeginEpoch,
+    Ended,
+    Plan,
+    Refused,
+    SetSleep,
+    Sleep,
+    TokenizedRequest,
+)
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.wire import pack
@@ -128,7 +137,7 @@ def test_a_deeper_sleep_follows_and_no_lighter_one():
 
 
 def refused(made: Pipeline, name: str = "late") -> list[Refused]:
-    work = Work(name, 1, 0, 0, pack(PROMPT), RequestParams(max_tokens=3), 0)
+    work = TokenizedRequest(name, 1, 0, 0, pack(PROMPT), RequestParams(max_tokens=3), 0)
     sends = made.feed(work)
     return [send.message for send in sends if isinstance(send.message, Refused)]
 
@@ -188,7 +197,7 @@ def test_the_next_scheduler_learns_it_from_its_engine_and_begins_no_epoch():
     deliver_all(made)
     next_scheduler(made)
     sent = [send.message for send in made.feed(made.engine.outbox.popleft())]
-    assert not any(isinstance(one, Begin) and one.incarnations for one in sent), sent
+    assert not any(isinstance(one, BeginEpoch) and one.incarnations for one in sent), sent
     deliver_all(made)
     assert made.core.state() == ("asleep", "level 2") and refused(made)
     made.feed(SetSleep(0))
@@ -226,7 +235,9 @@ def test_a_request_that_ends_while_it_is_deferred_is_forgotten():
     made.feed(SetSleep(1))
     made.submit(PROMPT, 5)
     held = next(reversed(made.clients))
-    made.core.handle(Work(held, 2, 0, 0, pack(PROMPT), RequestParams(max_tokens=5), 0), made.now)
+    made.core.handle(
+        TokenizedRequest(held, 2, 0, 0, pack(PROMPT), RequestParams(max_tokens=5), 0), made.now
+    )
     assert list(made.core._sleep.deferred) == [held], "its second attempt alone"
     deliver_all(made)
     assert state(made) == "asleep" and made.clients[before].finish is not None

@@ -8,7 +8,7 @@ from msgspec import structs
 from test_scheduler_recovery import DETOKENIZER, TOKENIZER, Bench, outputs, recovered, work
 
 from pipeinfer.core import Send
-from pipeinfer.messages import Abort, Delivered, Done, Ended, HandOver, Open, Plan
+from pipeinfer.messages import Abort, Delivered, Done, Ended, HandOver, OpenStream, Plan
 from pipeinfer.wire import pack, unpack
 
 ENDED = Ended("engine-0-0", 1, 10, "its process ended (SIGKILL)")
@@ -77,7 +77,7 @@ def test_the_next_attempt_of_a_request_that_runs_here_goes_on_after_what_its_cli
         bench.feed(structs.replace(work("r"), attempt=2))
         bench.run()
         opened, *tokens = bench.resent()
-        assert isinstance(opened, Open) and opened.attempt == 2
+        assert isinstance(opened, OpenStream) and opened.attempt == 2
         [row] = tokens[0].rows
         assert unpack(row.ids).tolist()[0] == other and row.finish == "length"
 

@@ -136,5 +136,5 @@ def test_an_epoch_that_ends_for_nobodys_fault_blames_nobody_of_several_ranks_eit
     p.core.options = replace(p.core.options, tp=tp)
     heard: list[bool] = []
     monkeypatch.setattr(p.core._planner, "on_epoch_lost", lambda *lost: heard.append(lost[2]))
-    p.core._end_epoch("a result is lost", 1.0, blameless=True)
+    p.core._end_epoch("a result is lost", 1.0, not_request_fault=True)
     assert heard == [True]

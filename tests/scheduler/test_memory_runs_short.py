@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.messages import PROTOCOL, Hello, Plan, Ready, Result, Work
+from pipeinfer.messages import PROTOCOL, Hello, Plan, Ready, Result, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
@@ -17,9 +17,9 @@ from pipeinfer.wire import pack, unpack
 PAGES, SIZE = 100, 4
 
 
-def work(name: str, tokens: int, priority: int = 0) -> Work:
+def work(name: str, tokens: int, priority: int = 0) -> TokenizedRequest:
     params = RequestParams(max_tokens=50, ignore_eos=True)
-    return Work(name, 1, 0, 0, pack(range(tokens)), params, 0, priority=priority)
+    return TokenizedRequest(name, 1, 0, 0, pack(range(tokens)), params, 0, priority=priority)
 
 
 class Group:

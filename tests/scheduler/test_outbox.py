@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeinfer.messages import Abort, Open, PromptTokens, Refused, TokenRow, Tokens, Work
+from pipeinfer.messages import (
+    Abort,
+    OpenStream,
+    PromptTokens,
+    Refused,
+    TokenizedRequest,
+    TokenRow,
+    Tokens,
+)
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.recovery import (
     CONTEXT_TOKENS,
@@ -23,7 +31,7 @@ GROUP = 3
 
 def request(name: str = "r", to: int = 0, tokens: int = 4, **params: object) -> Request:
     made = RequestParams(max_tokens=9_999, **params)  # type: ignore[arg-type]
-    return request_of(Work(name, 2, 7, to, pack(range(tokens)), made, 0), 1, 0.0)
+    return request_of(TokenizedRequest(name, 2, 7, to, pack(range(tokens)), made, 0), 1, 0.0)
 
 
 def with_outputs(many: int, **params: object) -> Request:
@@ -54,7 +62,7 @@ def test_rows_of_one_event_come_behind_all_else_in_one_message_for_each_detokeni
 def test_an_opening_has_the_end_of_the_prompt_and_whose_request_it_is():
     long = request(tokens=3 * CONTEXT_TOKENS)
     opened = Outbox(GROUP).open_message(long).message
-    assert isinstance(opened, Open)
+    assert isinstance(opened, OpenStream)
     assert unpack(opened.context_ids).tolist() == list(
         range(2 * CONTEXT_TOKENS, 3 * CONTEXT_TOKENS)
     )
@@ -65,7 +73,7 @@ def test_an_opening_has_the_end_of_the_prompt_and_whose_request_it_is():
 def test_a_detokenizer_that_knows_nothing_is_told_all_there_is(many: int):
     made = with_outputs(many)
     opened, *rows = [send.message for send in Outbox(GROUP).all_of(made)]
-    assert isinstance(opened, Open)
+    assert isinstance(opened, OpenStream)
     wanted = [Tokens((TokenRow("r", 0, pack(made.outputs)),), GROUP)] * bool(many)
     assert rows == wanted, "nothing of a request that has no output"
     *_, last = [send.message for send in Outbox(GROUP).all_of(made, last_row(made, "length"))]

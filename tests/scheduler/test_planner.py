@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.messages import PROTOCOL, Hello, Plan, Result, Work
+from pipeinfer.messages import PROTOCOL, Hello, Plan, Result, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.engine_state import LATE_SECONDS, EngineState
 from pipeinfer.scheduler.planner import Planner, SchedulerOptions
@@ -31,7 +31,7 @@ class Group:
     def enqueue(self, name: str, tokens: int = 3, most: int = 9, crashes: int = -1) -> Request:
         self._came += 1  # nobody begins like another, and each comes later
         ids = pack([self._came * 100 + n for n in range(tokens)])
-        work = Work(name, 1, 0, 0, ids, RequestParams(max_tokens=most), 0)
+        work = TokenizedRequest(name, 1, 0, 0, ids, RequestParams(max_tokens=most), 0)
         request = request_of(work, self._came, 0.0)
         request.max_total = tokens + most
         self.planner.enqueue(request, crashes)
@@ -111,10 +111,10 @@ def test_a_suspect_runs_alone_and_a_token_clears_it():
     plan = group.plan()
     assert plan is not None and [admit.request_id for admit in plan.admits] == ["suspect"]
     assert group.plan() is None, "one step at a time"
-    assert (group.planner.lone_crashes(suspect), group.planner.quarantined) == (1, 1)
+    assert (group.planner.crashes_alone(suspect), group.planner.quarantined) == (1, 1)
     group.lands(0)
     group.planner.clear(suspect)
-    assert (group.planner.lone_crashes(suspect), group.planner.quarantined) == (-1, 0)
+    assert (group.planner.crashes_alone(suspect), group.planner.quarantined) == (-1, 0)
     group.enqueue("other")
     plan = group.plan()
     assert plan is not None and len(plan.slots) == 2 * len(plan.admits) * 4
@@ -128,16 +128,16 @@ def test_who_lost_its_epoch_returns_to_the_queue_and_those_in_flight_twice_are_s
         group.plan()
         lost, _ = group.aboard.on_epoch_lost()
         if not loss:
-            assert group.planner.on_epoch_lost(lost, [flying], blameless=False) is None
+            assert group.planner.on_epoch_lost(lost, [flying], not_request_fault=False) is None
             assert (flying.phase, idle.phase) == ("waiting", "waiting")
-    assert group.planner.on_epoch_lost(lost, [flying], blameless=False) is None
+    assert group.planner.on_epoch_lost(lost, [flying], not_request_fault=False) is None
     assert (flying.phase, idle.phase, group.planner.quarantined) == ("quarantined", "waiting", 1)
-    blameless = Group()
-    request = blameless.enqueue("r")
-    blameless.plan()
-    lost, flew = blameless.aboard.on_epoch_lost()
-    blameless.planner.on_epoch_lost(lost, flew, blameless=True)
-    assert request.phase == "waiting" and blameless.planner.quarantined == 0
+    not_request_fault = Group()
+    request = not_request_fault.enqueue("r")
+    not_request_fault.plan()
+    lost, flew = not_request_fault.aboard.on_epoch_lost()
+    not_request_fault.planner.on_epoch_lost(lost, flew, not_request_fault=True)
+    assert request.phase == "waiting" and not_request_fault.planner.quarantined == 0
 
 
 def test_late_results_are_asked_for_by_an_empty_plan_that_counts_like_another():

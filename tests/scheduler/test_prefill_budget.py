@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from model_engine import ModelEngine
 from test_scheduler_core import Pipeline
 
-from pipeinfer.messages import CHANNELS, Plan, Work
+from pipeinfer.messages import CHANNELS, Plan, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step_cost import (
@@ -248,7 +248,7 @@ def test_a_scheduler_hears_what_was_measured_and_keeps_it_in_a_snapshot():
         core.deliver()
     restore(fresh, snapshot(core.core))
     # How much of a prompt goes beside a decode is what they know of the times of steps.
-    late = Work("late", 1, 0, 0, pack([6] * 1500), RequestParams(max_tokens=4), 0)
+    late = TokenizedRequest("late", 1, 0, 0, pack([6] * 1500), RequestParams(max_tokens=4), 0)
     for following in (late, core.engine.outbox.popleft()):
         now = core.core.handle(following, core.now)
         assert fresh.handle(following, core.now) == now

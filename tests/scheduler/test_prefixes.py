@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_families import WAYS, started
 from test_scheduler_core import pipeline
 
-from pipeinfer.messages import Abort, Work
+from pipeinfer.messages import Abort, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.queue import PrefixesInProgress
@@ -107,7 +107,7 @@ def test_salts_and_prompts_that_are_scored_share_nothing():
     ways = ({}, {"cache_salt": "x"}, {"params": RequestParams(prompt_logprobs=1)})
     for at, more in enumerate(ways):
         params = more.pop("params", RequestParams())
-        work = Work(f"r{at}", 1, 0, 0, pack([1] * 12), params, 0, **more)
+        work = TokenizedRequest(f"r{at}", 1, 0, 0, pack([1] * 12), params, 0, **more)
         core.handle(work, 0.0)
     assert core.stats()["held"] == 0
 
@@ -161,7 +161,7 @@ def test_waiting_never_goes_in_a_circle_and_nothing_is_left(asked, over, grain):
                 request = request.prefix_source
 
     for at, prompt in enumerate(asked):
-        work = Work(f"r{at}", 1, 0, 0, pack(prompt), RequestParams(), 0)
+        work = TokenizedRequest(f"r{at}", 1, 0, 0, pack(prompt), RequestParams(), 0)
         live.append(request_of(work, at, 0.0))
         want(live[-1])
         check()
@@ -187,7 +187,9 @@ def test_waiting_never_goes_in_a_circle_and_nothing_is_left(asked, over, grain):
 def test_one_key_of_each_grain():
     found = PrefixesInProgress()
     found.begin(4)
-    request = request_of(Work("r", 1, 0, 0, pack(range(13)), RequestParams(), 0), 0, 0.0)
+    request = request_of(
+        TokenizedRequest("r", 1, 0, 0, pack(range(13)), RequestParams(), 0), 0, 0.0
+    )
     assert not found.park_if_blocked(request)
     keys = found._keys["r"]
     assert len(keys) == 3 and len(list(groupby(keys))) == 3

@@ -9,7 +9,15 @@ from test_scheduler_core import Client, Pipeline, pipeline
 
 from pipeinfer.core import Tick
 from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
-from pipeinfer.messages import Abort, Fault, Plan, Prepare, Prepared, Refused, Work
+from pipeinfer.messages import (
+    Abort,
+    CompileGrammar,
+    Fault,
+    GrammarCompiled,
+    Plan,
+    Refused,
+    TokenizedRequest,
+)
 from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.scheduler import queue
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -22,7 +30,7 @@ REGEX = StructuredOutputs(regex="a")
 
 def wants(name: str, spec: StructuredOutputs | None = REGEX, **more: Any) -> Request:
     params = RequestParams(structured_outputs=spec)
-    return request_of(Work(name, 1, 0, 0, pack([1]), params, 0, **more), 1, 0.0)
+    return request_of(TokenizedRequest(name, 1, 0, 0, pack([1]), params, 0, **more), 1, 0.0)
 
 
 def started(tp: int = 1) -> GrammarQueue:
@@ -35,11 +43,11 @@ def test_all_ranks_must_have_it():
     made, request = started(tp=2), wants("r")
     assert made.park_if_blocked(request) and request.phase == "waiting_for_grammar"
     assert [one.request_id for one in made.take_due(0.0)] == ["r"]
-    assert made.on_prepared(Prepared(0, 10, "r")) == []
-    assert made.on_prepared(Prepared(0, 10, "r")) == [], "the same one again"
-    assert made.on_prepared(Prepared(1, 9, "r")) == [], "a process that is gone"
-    assert made.on_prepared(Prepared(2, 12, "r")) == [], "no rank of the group"
-    assert made.on_prepared(Prepared(1, 11, "r")) == [request]
+    assert made.on_grammar_compiled(GrammarCompiled(0, 10, "r")) == []
+    assert made.on_grammar_compiled(GrammarCompiled(0, 10, "r")) == [], "the same one again"
+    assert made.on_grammar_compiled(GrammarCompiled(1, 9, "r")) == [], "a process that is gone"
+    assert made.on_grammar_compiled(GrammarCompiled(2, 12, "r")) == [], "no rank of the group"
+    assert made.on_grammar_compiled(GrammarCompiled(1, 11, "r")) == [request]
     assert not made.park_if_blocked(wants("later"))
     assert len(made) == 0
 
@@ -47,11 +55,12 @@ def test_all_ranks_must_have_it():
 def test_a_budget_of_thoughts_waits_until_the_vocabulary_is_there():
     made, params = started(), RequestParams(thinking_token_budget=5)
     first, second = (
-        request_of(Work(name, 1, 0, 0, pack([1]), params, 0), 1, 0.0) for name in ("one", "two")
+        request_of(TokenizedRequest(name, 1, 0, 0, pack([1]), params, 0), 1, 0.0)
+        for name in ("one", "two")
     )
     assert made.park_if_blocked(first)
     (asked,) = made.take_due(0.0)
-    assert made.on_prepared(Prepared(0, 10, asked.request_id)) == [first]
+    assert made.on_grammar_compiled(GrammarCompiled(0, 10, asked.request_id)) == [first]
     assert not made.park_if_blocked(second)
 
 
@@ -62,20 +71,25 @@ def test_it_is_asked_for_once_for_all_who_wait_and_again_where_no_answer_comes()
         ["one"], [], ["one"], [],
     ]  # fmt: skip
     made.remove(requests[0])
-    assert made.on_prepared(Prepared(0, 10, "one")) == [requests[1]], "it asked for all of them"
+    assert made.on_grammar_compiled(GrammarCompiled(0, 10, "one")) == [requests[1]], (
+        "it asked for all of them"
+    )
 
 
 def test_nobody_asks_for_those_who_have_left():
     made, request = started(), wants("r")
     made.park_if_blocked(request)
     made.remove(request)
-    assert list(made.take_due(0.0)) == [] and made.on_prepared(Prepared(0, 10, "r")) == []
+    assert (
+        list(made.take_due(0.0)) == []
+        and made.on_grammar_compiled(GrammarCompiled(0, 10, "r")) == []
+    )
 
 
 def test_new_processes_are_asked_anew_and_the_same_ones_are_not():
     made = started()
     made.park_if_blocked(wants("r"))
-    made.on_prepared(Prepared(0, 10, "r"))
+    made.on_grammar_compiled(GrammarCompiled(0, 10, "r"))
     made.begin((10,))
     assert not made.park_if_blocked(wants("known"))
     made.park_if_blocked(wants("other", StructuredOutputs(regex="b")))
@@ -97,11 +111,11 @@ def test_of_what_takes_long_one_is_asked_for_at_a_time_and_clients_take_turns():
         return [one.request_id for one in made.take_due(now)]
 
     assert asked() == ["many0", "many5"], "what is quick waits for nobody"
-    made.on_prepared(Prepared(0, 10, "many5"))
+    made.on_grammar_compiled(GrammarCompiled(0, 10, "many5"))
     order: list[str] = []
     while names := asked():
         order += names
-        made.on_prepared(Prepared(0, 10, names[0]))
+        made.on_grammar_compiled(GrammarCompiled(0, 10, names[0]))
     assert order.index("few4") <= 2
     assert sorted(order) == ["few4", *(f"many{n}" for n in range(4))]
 
@@ -124,7 +138,7 @@ def test_those_used_last_are_taken_to_be_there(monkeypatch):
     made = started()
     for regex in ("a", "b", "a", "c"):
         if made.park_if_blocked(wants(regex, StructuredOutputs(regex=regex))):
-            made.on_prepared(Prepared(0, 10, regex))
+            made.on_grammar_compiled(GrammarCompiled(0, 10, regex))
     held = [
         made.park_if_blocked(wants("x" + r, StructuredOutputs(regex=r))) for r in ("a", "b", "c")
     ]
@@ -142,11 +156,11 @@ def test_a_grammar_that_engines_cannot_have_ends_its_requests(outputs, why, stat
     p.deliver()
     p.clients["r"] = Client([5] * 4, 9, 0)
     params = RequestParams(max_tokens=9, structured_outputs=REGEX)
-    p.feed(Work("r", 1, 0, 0, pack([5] * 4), params, 0, eos_ids=(3, 11)))
+    p.feed(TokenizedRequest("r", 1, 0, 0, pack([5] * 4), params, 0, eos_ids=(3, 11)))
     request = core._live.get("r")
     request.outputs.extend(p.clients["r"].expected[:outputs])
     p.clients["r"].outputs = p.clients["r"].expected[:outputs]
-    told = p.feed(Prepared(0, p.engine.incarnation, "r", why))
+    told = p.feed(GrammarCompiled(0, p.engine.incarnation, "r", why))
     refusals = [send.message for send in told if isinstance(send.message, Refused)]
     assert (len(refusals), p.clients["r"].finish) == ((1, None) if not outputs else (0, "error"))
     assert [one.status for one in refusals] == [status] * len(refusals)
@@ -158,7 +172,9 @@ def test_whoever_has_no_grammar_is_not_held_up():
     p.deliver()
     p.deliver()
     silent = p.engine.receive
-    p.engine.receive = lambda message: None if isinstance(message, Prepare) else silent(message)
+    p.engine.receive = lambda message: (
+        None if isinstance(message, CompileGrammar) else silent(message)
+    )
     held = p.submit([5] * 6, 4, grammar="a")
     free = [p.submit([6 + n] * 6, 4) for n in range(3)]
     while p.deliver():
@@ -232,7 +248,7 @@ def test_nobody_waits_while_the_grammar_of_a_suspect_is_compiled_anew():
     killed(p)
     others = [p.submit([6 + n] * 6, 9) for n in range(3)]
     receive = p.engine.receive
-    p.engine.receive = lambda event: None if isinstance(event, Prepare) else receive(event)
+    p.engine.receive = lambda event: None if isinstance(event, CompileGrammar) else receive(event)
     while p.deliver():
         pass
     assert p.core._planner.quarantined == 1, "it was in flight"
@@ -255,10 +271,10 @@ def test_a_suspect_whose_grammar_a_new_engine_cannot_have_fails_alone():
     p.core._live[suspect].lost_in_flight = True
     killed(p)
     receive = p.engine.receive
-    p.engine.receive = lambda event: None if isinstance(event, Prepare) else receive(event)
+    p.engine.receive = lambda event: None if isinstance(event, CompileGrammar) else receive(event)
     while p.deliver():
         pass
-    p.feed(Prepared(0, p.engine.incarnation, suspect, "too hard"))
+    p.feed(GrammarCompiled(0, p.engine.incarnation, suspect, "too hard"))
     p.settle()
     assert (p.clients[suspect].finish, p.core._planner.quarantined) == ("error", 0)
     assert p.clients[other].outputs == p.clients[other].expected
@@ -274,7 +290,7 @@ def test_choices_that_were_held_when_an_engine_ended_are_not_admitted_without_th
     p.feed(Fault(p.engine.epoch, 0, "it leaves", orderly=True))
     p.engine.crash()
     receive = p.engine.receive
-    p.engine.receive = lambda event: None if isinstance(event, Prepare) else receive(event)
+    p.engine.receive = lambda event: None if isinstance(event, CompileGrammar) else receive(event)
     while p.core.state()[0] != "ready":
         assert p.deliver()
     assert p.core.stats()["preparing"] == 1, "the others are held still"

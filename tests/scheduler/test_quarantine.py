@@ -6,7 +6,7 @@ from test_memory_runs_short import work
 from test_scheduler_core import pipeline
 
 from pipeinfer.messages import Plan
-from pipeinfer.scheduler.recovery import LONE_CRASHES, Quarantine
+from pipeinfer.scheduler.recovery import CRASHES_ALONE, Quarantine
 from pipeinfer.scheduler.request import Request, request_of
 
 
@@ -26,10 +26,10 @@ def crash(quarantine: Quarantine, *flying: Request) -> Request | None:
 def test_a_request_that_crashes_engines_alone_is_guilty_and_no_earlier():
     quarantine, request = Quarantine(), lost("r")
     assert crash(quarantine, request) is None
-    for crashes in range(1, LONE_CRASHES):
+    for crashes in range(1, CRASHES_ALONE):
         assert quarantine.next() is request
         assert crash(quarantine, request) is None
-        assert quarantine.lone_crashes(request) == crashes
+        assert quarantine.crashes_alone(request) == crashes
     assert quarantine.next() is request
     assert crash(quarantine, request) is request
     assert len(quarantine) == 0 and quarantine.next() is None
@@ -40,10 +40,10 @@ def test_after_a_first_loss_nobody_is_a_suspect_and_after_a_second_who_had_no_to
     silent.lost_in_flight = spoke.lost_in_flight = False
     assert crash(quarantine, silent, spoke) is None
     assert (silent.phase, spoke.phase, len(quarantine)) == ("lost", "lost", 0)
-    assert quarantine.lone_crashes(silent) == 0, "another group is careful of it at once"
+    assert quarantine.crashes_alone(silent) == 0, "another group is careful of it at once"
     silent.phase = spoke.phase = "running"
     quarantine.clear(spoke)
-    assert quarantine.lone_crashes(spoke) == -1
+    assert quarantine.crashes_alone(spoke) == -1
     assert crash(quarantine, silent, spoke) is None
     assert (silent.phase, spoke.phase, len(quarantine)) == ("quarantined", "lost", 1)
     assert quarantine.next() is silent
@@ -52,16 +52,16 @@ def test_after_a_first_loss_nobody_is_a_suspect_and_after_a_second_who_had_no_to
 def test_a_token_clears_and_crashes_count_from_the_beginning():
     quarantine, request = Quarantine(), lost("r")
     crash(quarantine, request)
-    for _ in range(LONE_CRASHES - 1):
+    for _ in range(CRASHES_ALONE - 1):
         assert quarantine.next() is request
         crash(quarantine, request)
     assert quarantine.next() is request
     request.phase = "running"
     quarantine.clear(request)
     assert (quarantine.under_test, len(quarantine)) == (None, 0)
-    assert quarantine.lone_crashes(request) == -1
+    assert quarantine.crashes_alone(request) == -1
     assert crash(quarantine, request) is None, "with others it was one of several"
-    assert quarantine.lone_crashes(request) == 0
+    assert quarantine.crashes_alone(request) == 0
 
 
 def test_a_token_of_another_clears_nobody():
@@ -79,7 +79,7 @@ def test_who_is_tried_and_had_no_step_in_flight_is_tried_first_again_and_blamed_
     first.phase = "lost"
     assert crash(quarantine, other) is None
     assert first.phase == other.phase == "quarantined"
-    assert len(quarantine) == 3 and quarantine.lone_crashes(first) == 0
+    assert len(quarantine) == 3 and quarantine.crashes_alone(first) == 0
     assert quarantine.next() is first
 
 
@@ -98,8 +98,8 @@ def test_suspects_that_end_are_nobodys_business():
 
 def test_a_suspect_from_elsewhere_brings_its_crashes():
     quarantine, request = Quarantine(), request_of(work("r", 3), 1, 0.0)
-    quarantine.add(request, LONE_CRASHES - 1)
-    assert (len(quarantine), quarantine.lone_crashes(request)) == (1, LONE_CRASHES - 1)
+    quarantine.add(request, CRASHES_ALONE - 1)
+    assert (len(quarantine), quarantine.crashes_alone(request)) == (1, CRASHES_ALONE - 1)
     assert quarantine.next() is request
     assert crash(quarantine, request) is request
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeinfer.messages import Ended, GroupStatus, RankStatus, State, Work
+from pipeinfer.messages import Ended, GroupStatus, RankStatus, State, TokenizedRequest
 from pipeinfer.scheduler.epochs import SILENT_SECONDS, GroupAnnouncer, RankStates
 from pipeinfer.scheduler.planner import SchedulerOptions
 
@@ -95,7 +95,9 @@ def test_work_of_a_group_is_what_tokenizers_are_told():
     p = pipeline(pages=10, page_size=4)
     p.deliver()
     p.deliver()
-    p.core.handle(Work("r", 1, 0, 0, pack([1] * 6), RequestParams(max_tokens=10), 0), 0.0)
+    p.core.handle(
+        TokenizedRequest("r", 1, 0, 0, pack([1] * 6), RequestParams(max_tokens=10), 0), 0.0
+    )
     for event, standing in (
         (said(0), "serves"),
         (Ended("engine-0-0", 0, 9, "killed"), "serves"),

@@ -8,7 +8,14 @@ from itertools import product
 import pytest
 from test_scheduler_core import Client, pipeline
 
-from pipeinfer.messages import AdapterLoaded, Delivered, Done, Fault, Prepared, Work
+from pipeinfer.messages import (
+    AdapterLoaded,
+    Delivered,
+    Done,
+    Fault,
+    GrammarCompiled,
+    TokenizedRequest,
+)
 from pipeinfer.params import Adapter, RequestParams, StructuredOutputs, choice_id
 from pipeinfer.scheduler import queue
 from pipeinfer.scheduler.request import NEXT, Request, request_of
@@ -32,7 +39,7 @@ def started(**options):
 def refused_and_gone_while_it_waits() -> None:
     p = started(slots=1)
     p.clients["long"] = Client([1], 1, 0)
-    p.feed(Work("long", 1, 0, 0, pack([1]), RequestParams(max_tokens=1 << 20), 0))
+    p.feed(TokenizedRequest("long", 1, 0, 0, pack([1]), RequestParams(max_tokens=1 << 20), 0))
     p.clients["long"].cut = 0
     names = [p.submit([5 + n], 9) for n in range(3)]
     gone(p, names[2])
@@ -74,7 +81,11 @@ def a_suspect_comes_from_elsewhere() -> None:
     client.outputs = client.expected[:2]
     p.feed(Delivered("moved", 1, pack(client.outputs), crashes=0))
     client.outputs = []  # the detokenizer is told all of it again
-    p.feed(Work("moved", 1, 0, 0, pack([7] * 3), RequestParams(max_tokens=9), 0, eos_ids=(3, 11)))
+    p.feed(
+        TokenizedRequest(
+            "moved", 1, 0, 0, pack([7] * 3), RequestParams(max_tokens=9), 0, eos_ids=(3, 11)
+        )
+    )
     p.settle()
 
 
@@ -108,7 +119,11 @@ def one_that_ran_elsewhere_is_taken_back_after_the_one_that_leads() -> None:
         if outputs:
             p.feed(Delivered(name, 1, pack(client.expected[:outputs])))
         params, stops = RequestParams(max_tokens=30, min_tokens=30), (3, 11)
-        p.feed(Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=stops, group_leader=leader))
+        p.feed(
+            TokenizedRequest(
+                name, 1, 0, 0, pack(prompt), params, 0, eos_ids=stops, sampling_group=leader
+            )
+        )
     p.settle()
 
 
@@ -116,7 +131,9 @@ def with_grammar(p, name: str, most: int, regex: str, leader="", prompt=(7, 8, 9
     spec = StructuredOutputs(regex=regex)
     params = RequestParams(max_tokens=most, min_tokens=most, structured_outputs=spec)
     p.clients[name] = Client(list(prompt), most, most)
-    work = Work(name, 1, 0, 0, pack(list(prompt)), params, 0, eos_ids=(3, 11), group_leader=leader)
+    work = TokenizedRequest(
+        name, 1, 0, 0, pack(list(prompt)), params, 0, eos_ids=(3, 11), sampling_group=leader
+    )
     p.feed(work)
 
 
@@ -171,7 +188,9 @@ def grammars_are_waited_for(monkeypatch) -> None:
 def with_adapter(name: str, regex: str | None = None) -> Request:
     spec = None if regex is None else StructuredOutputs(regex=regex)
     params, given = RequestParams(structured_outputs=spec), Adapter("a", "/a", "digest")
-    return request_of(Work(name, 1, 0, 0, pack([5] * 9), params, 0, adapter=given), 1, 0.0)
+    return request_of(
+        TokenizedRequest(name, 1, 0, 0, pack([5] * 9), params, 0, adapter=given), 1, 0.0
+    )
 
 
 def adapters_are_waited_for() -> None:
@@ -203,7 +222,7 @@ def adapters_are_waited_for() -> None:
     both = with_adapter("both", "a+")
     waiting.push(both)
     (prepare,) = waiting.grammars.take_due(0.0)
-    for request in waiting.grammars.on_prepared(Prepared(0, 11, prepare.request_id)):
+    for request in waiting.grammars.on_grammar_compiled(GrammarCompiled(0, 11, prepare.request_id)):
         waiting.push(request)
     assert both.phase == "waiting_for_adapter"
     waiting.begin((12,), 4)
@@ -237,7 +256,7 @@ def test_every_way_of_the_table_is_gone_and_no_other(monkeypatch):
 
 @pytest.mark.parametrize(("before", "after"), sorted(set(product(NEXT, NEXT)) - ALLOWED))
 def test_a_way_that_the_table_does_not_know_is_refused(before, after):
-    request = request_of(Work("r", 1, 0, 0, pack([1]), RequestParams(), 0), 1, 0.0)
+    request = request_of(TokenizedRequest("r", 1, 0, 0, pack([1]), RequestParams(), 0), 1, 0.0)
     request.phase = before
     with pytest.raises(AssertionError, match=f"r is {before} and cannot be {after}"):
         request.move(after)

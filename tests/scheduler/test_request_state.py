@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.messages import Delivered, Work
+from pipeinfer.messages import Delivered, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.request import UNKNOWN_OUTPUT, Request, request_of
 from pipeinfer.wire import pack, score_bytes
@@ -12,7 +12,7 @@ from pipeinfer.wire import pack, score_bytes
 
 def request(prompt: int = 10, max_tokens: int | None = 5) -> Request:
     params = RequestParams(max_tokens=max_tokens)
-    made = request_of(Work("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
+    made = request_of(TokenizedRequest("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
     made.max_total = prompt + (max_tokens or 1000)
     return made
 
@@ -144,7 +144,7 @@ def test_a_jump_without_pages_is_computed_later_like_a_prompt():
 def scored_request(prompt: int = 4) -> Request:
     """One that wants log-probs of its output and of its prompt, without alternatives."""
     params = RequestParams(max_tokens=8, logprobs=0, prompt_logprobs=0)
-    made = request_of(Work("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
+    made = request_of(TokenizedRequest("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
     made.max_total = prompt + 8
     return made
 

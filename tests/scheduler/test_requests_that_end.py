@@ -19,7 +19,7 @@ from pipeinfer.messages import (
     Release,
     Result,
     StopHit,
-    Work,
+    TokenizedRequest,
 )
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler import policies
@@ -175,7 +175,7 @@ def test_requests_with_a_deadline_are_let_go_when_they_end():
         client.expected = []
         params = RequestParams(max_tokens=1)
         p._take = lambda tokens: None
-        p.feed(Work(name, 1, 0, 0, pack([9, 8]), params, 0, timeout=1e9))
+        p.feed(TokenizedRequest(name, 1, 0, 0, pack([9, 8]), params, 0, timeout=1e9))
     while p.engine.outbox:
         p.deliver()
     p.feed(Done(tuple(p.clients)))
@@ -187,7 +187,10 @@ def test_requests_with_a_deadline_are_let_go_when_they_end():
 def test_a_request_that_starts_over_has_its_new_deadline():
     core = SchedulerCore(SchedulerOptions())
     for attempt, timeout in ((1, 5.0), (2, 50.0)):
-        core.handle(Work("r", attempt, 0, 0, pack([1]), RequestParams(), 0, timeout=timeout), 0.0)
+        core.handle(
+            TokenizedRequest("r", attempt, 0, 0, pack([1]), RequestParams(), 0, timeout=timeout),
+            0.0,
+        )
     for second in range(49):
         assert not any(s.channel == "tokens" for s in core.handle(Tick(), float(second)))
     [send] = [s for s in core.handle(Tick(), 50.5) if s.channel == "tokens"]
@@ -250,14 +253,16 @@ def test_a_prompt_whose_client_left_before_any_token_is_not_kept(after):
 def test_each_way_of_ending_is_counted_as_what_it_is():
     p = spoiled(pages=60, slots=8, budget=64)
     p.bad.add(p.submit([10] * 5, 4))
-    late = Work("late", 1, 0, 0, pack([9]), RequestParams(max_tokens=90), 0, timeout=1.0)
+    late = TokenizedRequest(
+        "late", 1, 0, 0, pack([9]), RequestParams(max_tokens=90), 0, timeout=1.0
+    )
     p.clients["late"] = type("Any", (), {"outputs": [], "finish": None, "cut": 0, "expected": []})()
     p._take = lambda tokens: None
     p.feed(late)
     stopped, aborted = p.submit([11] * 5, 80), p.submit([12] * 5, 80)
     for _ in range(3):
         p.submit([13] * 5, 4)
-    p.feed(Work("large", 1, 0, 0, pack([1] * 300), RequestParams(max_tokens=5), 0))
+    p.feed(TokenizedRequest("large", 1, 0, 0, pack([1] * 300), RequestParams(max_tokens=5), 0))
     while not p.core._live[stopped].outputs:
         assert p.deliver()
     p.feed(StopHit(stopped, 1, 1))
@@ -295,7 +300,7 @@ def test_what_is_said_of_an_earlier_attempt_ends_no_later_one(late, running):
     p.clients["r"] = Client(prompt, 20, 0)
     params = RequestParams(max_tokens=20)
     for attempt in (1, 2):
-        p.feed(Work("r", attempt, 0, 0, pack(prompt), params, 0, eos_ids=STOPS))
+        p.feed(TokenizedRequest("r", attempt, 0, 0, pack(prompt), params, 0, eos_ids=STOPS))
     while running and not p.clients["r"].outputs:
         p.deliver()
     p.feed(late)

@@ -14,17 +14,17 @@ from msgspec import structs
 from pipeinfer.core import Tick
 from pipeinfer.messages import (
     Abort,
-    Begin,
+    BeginEpoch,
+    CompileGrammar,
     Done,
     GroupFault,
-    Open,
+    OpenStream,
     Plan,
-    Prepare,
     SetSleep,
     Sleep,
     StopHit,
+    TokenizedRequest,
     Tokens,
-    Work,
 )
 from pipeinfer.params import RequestParams, StructuredOutputs, choice_ids
 from pipeinfer.scheduler.core import FINISH_KINDS, SchedulerCore, SchedulerOptions
@@ -57,7 +57,7 @@ class Pipeline:
         self.now += 0.001
         sends = self.core.handle(message, self.now)
         for send in sends:
-            if isinstance(send.message, Plan | Prepare | Begin | Sleep):
+            if isinstance(send.message, Plan | CompileGrammar | BeginEpoch | Sleep):
                 self.engine.receive(send.message)
             elif isinstance(send.message, Tokens):
                 self._take(send.message)
@@ -80,9 +80,11 @@ class Pipeline:
         )
         for name in choice_ids(leader, range(choices)):
             self.clients[name] = Client(prompt, max_tokens, params.min_tokens)
-            work = Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=STOPS, priority=priority)
+            work = TokenizedRequest(
+                name, 1, 0, 0, pack(prompt), params, 0, eos_ids=STOPS, priority=priority
+            )
             together = leader if choices > 1 else ""
-            self.feed(structs.replace(work, group_leader=together))
+            self.feed(structs.replace(work, sampling_group=together))
         return leader
 
     def _take(self, tokens: Tokens) -> None:
@@ -338,7 +340,7 @@ def test_request_larger_than_the_pool_is_refused_with_an_error():
     p.deliver()
     p.deliver()
     params = RequestParams(max_tokens=20)
-    (send,) = p.core.handle(Work("big", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
+    (send,) = p.core.handle(TokenizedRequest("big", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
     assert send.message.status == 400
     assert "40" in send.message.message
     assert p.core.idle()
@@ -347,15 +349,17 @@ def test_request_larger_than_the_pool_is_refused_with_an_error():
 def test_request_that_came_before_the_engine_is_refused_as_any_when_it_cannot_fit():
     p = pipeline(pages=10, page_size=4)
     params = RequestParams(max_tokens=20)
-    (send,) = p.core.handle(Work("big", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
-    assert isinstance(send.message, Open)
+    (send,) = p.core.handle(TokenizedRequest("big", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
+    assert isinstance(send.message, OpenStream)
     p.core.handle(p.engine.hello(), 0.0)
     begin = p.core.handle(Tick(), 0.0)[0]
-    assert isinstance(begin.message, Begin)
+    assert isinstance(begin.message, BeginEpoch)
     p.engine.receive(begin.message)
     out = p.core.handle(p.engine.outbox.pop(), 0.0)
     p.core.handle(Done(("big",)), 0.0)
-    (expected,) = p.core.handle(Work("big too", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
+    (expected,) = p.core.handle(
+        TokenizedRequest("big too", 1, 0, 0, pack([1] * 30), params, 0), 0.0
+    )
     assert out[-1].message == structs.replace(expected.message, request_id="big")
     assert out[-1].message.status == 400 and out[-1].message.param == "max_tokens"
     assert p.core.idle()
@@ -402,7 +406,7 @@ def test_timeout_aborts_a_waiting_and_a_running_request():
     for name in ("running", "waiting"):
         p.clients[name] = Client([9], 500, 0)
         p.clients[name].expected = []
-        p.core.handle(Work(name, 1, 0, 0, pack([9]), params, 0, timeout=1.0), 0.0)
+        p.core.handle(TokenizedRequest(name, 1, 0, 0, pack([9]), params, 0, timeout=1.0), 0.0)
     rows = [
         row
         for send in p.core.handle(Tick(), 1.5)

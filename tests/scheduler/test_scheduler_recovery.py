@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from pipeinfer.core import Drain, Leave, Send, Tick
 from pipeinfer.messages import (
     Abort,
-    Begin,
+    BeginEpoch,
     Delivered,
     Done,
     Ended,
     Message,
-    Open,
+    OpenStream,
     Plan,
     PromptTokens,
     Recover,
@@ -24,9 +24,9 @@ from pipeinfer.messages import (
     Refused,
     Result,
     StopHit,
+    TokenizedRequest,
     TokenRow,
     Tokens,
-    Work,
 )
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -47,9 +47,11 @@ PROMPT = [5, 6, 7]
 ME = 40  # this scheduler's incarnation
 
 
-def work(name: str, max_tokens: int = 20, **fields) -> Work:
+def work(name: str, max_tokens: int = 20, **fields) -> TokenizedRequest:
     """Without stop tokens, so that it runs to its length."""
-    return Work(name, 1, 0, 0, pack(PROMPT), RequestParams(max_tokens=max_tokens), 0, **fields)
+    return TokenizedRequest(
+        name, 1, 0, 0, pack(PROMPT), RequestParams(max_tokens=max_tokens), 0, **fields
+    )
 
 
 def outputs(count: int = 20) -> list[int]:
@@ -71,7 +73,7 @@ class Bench:
     def feed(self, event: Message) -> list[Send]:
         sends = self.core.handle(event, self.now)
         for send in sends:
-            if isinstance(send.message, Plan | Begin):
+            if isinstance(send.message, Plan | BeginEpoch):
                 self.plans += isinstance(send.message, Plan)
                 self.engine.receive(send.message)
             elif send.channel == "tokens":
@@ -103,7 +105,7 @@ class Bench:
         return [send.message for send in told]
 
 
-def recovered(*delivered: Delivered, works: tuple[Work, ...] = ()) -> Bench:
+def recovered(*delivered: Delivered, works: tuple[TokenizedRequest, ...] = ()) -> Bench:
     bench = Bench()
     bench.run()
     bench.hear(TOKENIZER, *works)
@@ -155,7 +157,7 @@ def test_the_order_in_which_work_and_output_are_told_does_not_matter() -> None:
     assert bench.core.stats()["orphans"] == 1
     bench.hear(TOKENIZER)
     bench.feed(work("r"))  # from a tokenizer that was started again itself
-    assert isinstance(bench.told[0], Open)
+    assert isinstance(bench.told[0], OpenStream)
     assert bench.rows()[0] == TokenRow("r", 0, pack(outputs()[:7])), "the detokenizer may be new"
     bench.run()
     assert [row.offset for row in bench.rows()[1:]] == list(range(7, 20))
@@ -255,8 +257,8 @@ def test_what_is_not_asked_for_counts_from_when_all_have_told() -> None:
 def test_the_detokenizer_hears_what_the_prompt_ended_with() -> None:
     bench = Bench(peers=False)
     prompt = list(range(3 * CONTEXT_TOKENS + 1))
-    bench.feed(Work("r", 1, 0, 0, pack(prompt), RequestParams(max_tokens=1), 0))
-    [opened] = [message for message in bench.told if isinstance(message, Open)]
+    bench.feed(TokenizedRequest("r", 1, 0, 0, pack(prompt), RequestParams(max_tokens=1), 0))
+    [opened] = [message for message in bench.told if isinstance(message, OpenStream)]
     assert unpack(opened.context_ids).tolist() == prompt[-CONTEXT_TOKENS:]
 
 
@@ -304,7 +306,7 @@ def test_a_finished_request_is_kept_until_done_and_never_runs_again() -> None:
     bench.run()
     assert bench.core.idle() and bench.core.stats()["kept"] == 1
     opened, tokens = bench.resent()
-    assert isinstance(opened, Open)
+    assert isinstance(opened, OpenStream)
     assert tokens == Tokens((TokenRow("r", 0, pack(outputs(3)), "length"),), 0)
     plans = bench.plans
     bench.feed(work("r", 3))
@@ -350,9 +352,9 @@ def test_a_new_detokenizer_gets_all_output_of_what_runs() -> None:
         bench.feed(bench.engine.outbox.popleft())
     bench.feed(work("new"))
     opened, tokens, other = bench.resent()
-    assert isinstance(opened, Open) and opened.request_id == "r"
+    assert isinstance(opened, OpenStream) and opened.request_id == "r"
     assert tokens == Tokens((TokenRow("r", 0, pack(outputs()[:5])),), 0)
-    assert isinstance(other, Open) and other.request_id == "new"
+    assert isinstance(other, OpenStream) and other.request_id == "new"
     bench.run()
     assert [row.offset for row in bench.rows()] == list(range(20)), "and rows go on"
 
@@ -363,11 +365,11 @@ def test_a_detokenizer_hears_which_group_speaks() -> None:
     bench.core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 16), 3)
     bench.run()
     params = RequestParams(max_tokens=2, prompt_logprobs=0)
-    bench.feed(Work("r", 1, 0, 0, pack(PROMPT), params, 0))
+    bench.feed(TokenizedRequest("r", 1, 0, 0, pack(PROMPT), params, 0))
     bench.run()
     _, *again, _ = bench.core.handle(Recover(DETOKENIZER, 9), bench.now)
     for told in (bench.told, [send.message for send in again]):
-        assert {type(message) for message in told} == {Open, PromptTokens, Tokens}
+        assert {type(message) for message in told} == {OpenStream, PromptTokens, Tokens}
         assert {message.group for message in told} == {3}  # type: ignore[attr-defined]
 
 
@@ -425,7 +427,7 @@ def test_a_scheduler_that_leaves_lands_its_steps_and_publishes_no_more() -> None
         bench.feed(bench.engine.outbox.popleft())
     assert bench.plans == plans and bench.core.idle()
     assert [row.offset for row in bench.rows()] == [0, 1], "what had been computed is sent"
-    assert not any(isinstance(m, Open) and m.request_id == "late" for m in bench.told)
+    assert not any(isinstance(m, OpenStream) and m.request_id == "late" for m in bench.told)
 
 
 def test_one_that_drains_ends_what_it_has_and_takes_nothing_new() -> None:

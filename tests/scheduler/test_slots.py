@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.messages import Admitted, Release, Work
+from pipeinfer.messages import Admitted, Release, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.request import Request, request_of
@@ -23,7 +23,7 @@ def waiting(
     name: str = "r", tokens: int = 6, stops: tuple[int, ...] = (), least: int = 0
 ) -> Request:
     params = RequestParams(max_tokens=9, min_tokens=least, stop_token_ids=stops)
-    request = request_of(Work(name, 1, 0, 0, pack(range(tokens)), params, 0), 1, 0.0)
+    request = request_of(TokenizedRequest(name, 1, 0, 0, pack(range(tokens)), params, 0), 1, 0.0)
     request.max_total = tokens + 9
     request.move("waiting")
     request.admit()

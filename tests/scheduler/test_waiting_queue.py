@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pipeinfer.messages import Work
+from pipeinfer.messages import TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.queue import SCANNED_PER_ENTRY, WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
@@ -29,7 +29,7 @@ class Waiting(RuleBasedStateMachine):
     @rule(priority=st.integers(-1, 1), tokens=st.integers(1, 9))
     def comes(self, priority: int, tokens: int) -> None:
         self.arrivals += 1
-        work = Work(
+        work = TokenizedRequest(
             f"r{self.arrivals}", 1, 0, 0, pack([7] * tokens), RequestParams(), 0,
             priority=priority,
         )  # fmt: skip

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pipeinfer.demo import demo_path
-from pipeinfer.messages import Abort, Accepted, Message, Refused, Submit, Work
+from pipeinfer.messages import Abort, Accepted, Message, Refused, Submit, TokenizedRequest
 from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.settings import Settings
 from pipeinfer.text import grammar_setup
@@ -60,8 +60,8 @@ def test_a_grammar_is_tried_before_the_request_goes_on_and_then_never_again(core
     assert not core.idle()
     assert sent(core, asking("one")) == [], "the gateway says it again"
     passed = sent(core, tried("one"))
-    assert [type(message) for message in passed] == [Accepted, Work]
-    assert [type(message) for message in sent(core, asking("two"))] == [Accepted, Work]
+    assert [type(message) for message in passed] == [Accepted, TokenizedRequest]
+    assert [type(message) for message in sent(core, asking("two"))] == [Accepted, TokenizedRequest]
     assert core.idle()
 
 
@@ -69,12 +69,16 @@ def test_engines_are_told_what_takes_long_to_compile_also_of_later_requests(core
     sent(core, asking("one", client="c"))
     sent(core, asking("quick", "b"))
     slow = msgspec.structs.replace(tried("one"), slow=True)
-    works = [m for m in (*sent(core, slow), *sent(core, asking("two"))) if isinstance(m, Work)]
+    works = [
+        m
+        for m in (*sent(core, slow), *sent(core, asking("two")))
+        if isinstance(m, TokenizedRequest)
+    ]
     assert [(w.request_id, w.client, w.slow_grammar) for w in works] == [
         ("one", "c", True),
         ("two", "", True),
     ]
-    [quick] = [m for m in sent(core, tried("quick", "b")) if isinstance(m, Work)]
+    [quick] = [m for m in sent(core, tried("quick", "b")) if isinstance(m, TokenizedRequest)]
     assert not quick.slow_grammar
 
 
@@ -107,7 +111,7 @@ def test_where_the_first_grammar_is_refused_the_other_one_is_tried_and_the_answe
     assert core.submit_to_validate("one", 1).params.structured_outputs == other
     passed = sent(core, tried("one", "b"))
     assert [m.refusal for m in passed if isinstance(m, Accepted)] == ["unclosed group"]
-    works = [m for m in passed if isinstance(m, Work)]
+    works = [m for m in passed if isinstance(m, TokenizedRequest)]
     assert [w.request_id for w in works] == ["one", "one/1"]
     assert [w.params.structured_outputs for w in works] == [other] * 2
     assert [type(m) for m in passed[3:]] == [Encode]
@@ -151,7 +155,11 @@ def test_one_verdict_is_for_all_that_wait_for_it_and_their_turns_are_dropped(cor
         sent(core, asking(name))
     sent(core, asking("other", "b"))
     passed = sent(core, tried("two"))
-    assert [m.request_id for m in passed if isinstance(m, Work)] == ["one", "two", "three"]
+    assert [m.request_id for m in passed if isinstance(m, TokenizedRequest)] == [
+        "one",
+        "two",
+        "three",
+    ]
     assert [core.submit_to_validate(name, 1) for name in ("one", "two", "three")] == [None] * 3
     assert core.submit_to_validate("other", 1) is not None
     assert sent(core, tried("one")) == [], "two processes tried it at the same time"
@@ -165,11 +173,11 @@ def test_many_prompts_that_waited_for_one_grammar_hold_the_stage_up_no_longer_th
     for n in range(many):
         sent(core, asking(f"{n}", text=text))
     passed = sent(core, tried("0"))
-    here = [m for m in passed if isinstance(m, Work)]
+    here = [m for m in passed if isinstance(m, TokenizedRequest)]
     assert 1 < len(here) <= ENCODE_HERE_BYTES // len(text)
     assert passed.count(EncodeNext()) == many - len(here)
     for _ in range(many - len(here)):
-        here += [m for m in sent(core, EncodeNext()) if isinstance(m, Work)]
+        here += [m for m in sent(core, EncodeNext()) if isinstance(m, TokenizedRequest)]
     assert [m.request_id for m in here] == [f"{n}" for n in range(many)]
 
 

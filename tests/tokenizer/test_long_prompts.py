@@ -31,7 +31,7 @@ from pipeinfer.messages import (
     Recovered,
     Refused,
     Submit,
-    Work,
+    TokenizedRequest,
 )
 from pipeinfer.params import RequestParams
 from pipeinfer.settings import Settings
@@ -100,7 +100,7 @@ def test_a_long_prompt_is_passed_on_as_a_short_one_would_be(prompt: dict[str, An
     ids = encoder().encode(event).tobytes()
     assert [send.to for send in out] == ["gateway-0", "scheduler-0"]
     assert out[0].message == Accepted("r", 1, 0, len(ids) // 4)
-    assert isinstance(out[1].message, Work) and out[1].message.prompt_ids == ids
+    assert isinstance(out[1].message, TokenizedRequest) and out[1].message.prompt_ids == ids
     assert core.stats()["encoding"] == 0 and core.stats()["ledger"] == 1 and core.idle()
 
 
@@ -124,7 +124,7 @@ class Quiet:
 
 
 def works(sends: list[Send]) -> list[str]:
-    return [send.message.request_id for send in sends if isinstance(send.message, Work)]
+    return [send.message.request_id for send in sends if isinstance(send.message, TokenizedRequest)]
 
 
 TURN = [Send(LOCAL, "", EncodeNext())]
@@ -268,7 +268,7 @@ class Interleaved(RuleBasedStateMachine):
             if send.channel == LOCAL:
                 assert isinstance(send.message, Encode)
                 self.under_way.append(send.message)
-            elif isinstance(send.message, Work):
+            elif isinstance(send.message, TokenizedRequest):
                 name = send.message.request_id
                 assert name in self.open and name not in self.passed, "once, and while it is wanted"
                 assert name not in self.ended, "no end overtakes its work"

@@ -18,7 +18,7 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.gateway.ledger import Call, prompt_beginning
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan, Tokens, Work
+from pipeinfer.messages import PROTOCOL, BeginEpoch, Hello, Message, Plan, TokenizedRequest, Tokens
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step import Sampled
@@ -54,7 +54,7 @@ class Group:
                 self._steps.append(message)
             elif channel == "result":
                 self.feed(self.scheduler, message)
-            elif isinstance(message, Begin | Plan):
+            elif isinstance(message, BeginEpoch | Plan):
                 self.feed(self.engine, message)
             elif isinstance(message, Tokens):
                 self.finished += [row.request_id for row in message.rows if row.finish]
@@ -116,7 +116,7 @@ def serve(
             prompt = np.concatenate((heads[prefix], rng.integers(0, 50_000, TAIL, np.int32)))
             name = f"r{number}"
             group = cluster[router.choose(name, prompt)]
-            group.feed(group.scheduler, Work(name, 1, 0, 0, pack(prompt), params, 0))
+            group.feed(group.scheduler, TokenizedRequest(name, 1, 0, 0, pack(prompt), params, 0))
             under_way += 1
         for group in cluster:
             group.step()

@@ -13,10 +13,10 @@ from tokenizer_folders import CHATML
 from tokenizers import AddedToken, Tokenizer
 from vocabularies import byte_level
 
-from pipeinfer.messages import Accepted, Delivered, Submit, Work
-from pipeinfer.params import RequestParams, StructuredOutputs, Thoughts
+from pipeinfer.messages import Accepted, Delivered, Submit, TokenizedRequest
+from pipeinfer.params import ReasoningContext, RequestParams, StructuredOutputs
 from pipeinfer.settings import Settings
-from pipeinfer.text import ThoughtTags
+from pipeinfer.text import ReasoningTags
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.stage import make_core
@@ -24,7 +24,7 @@ from pipeinfer.tokenizer.workers import encode_submit
 from pipeinfer.wire import pack
 from thinking_models import TAILS, TURNS
 
-THINK, SEED = ThoughtTags("<think>", "</think>"), ThoughtTags("<seed:think>", "</seed:think>")
+THINK, SEED = ReasoningTags("<think>", "</think>"), ReasoningTags("<seed:think>", "</seed:think>")
 LEFT = {  # with thinking as it is by default, and switched off
     "opens or closes": ("open", "over"),
     "opens or empties": ("open", "over"),
@@ -36,14 +36,14 @@ USER: dict[str, Any] = {"role": "user", "content": "Is it?"}
 FORM = StructuredOutputs(regex="a+")
 
 
-def tokenizer(tags: ThoughtTags | None = THINK, special: bool = False) -> Tokenizer:
+def tokenizer(tags: ReasoningTags | None = THINK, special: bool = False) -> Tokenizer:
     made = Tokenizer.from_str(byte_level().to_str())
     made.add_tokens([AddedToken(tag, special=special) for tag in (tags.pair if tags else ())])
     return made
 
 
 def encoder(
-    tail: str, made: Tokenizer | None = None, tags: ThoughtTags | None = THINK
+    tail: str, made: Tokenizer | None = None, tags: ReasoningTags | None = THINK
 ) -> PromptEncoder:
     source = TURNS + tail + "{% endif %}"
     if tags is not None:
@@ -64,15 +64,18 @@ def asked(chat: list[dict[str, Any]] | None = None, **fields: Any) -> Submit:
 @pytest.mark.parametrize("shape", TAILS)
 @pytest.mark.parametrize("tags", [THINK, SEED])
 def test_what_the_template_wrote_last_decides_for_each_request(
-    shape: str, tags: ThoughtTags
+    shape: str, tags: ReasoningTags
 ) -> None:
     made = encoder(TAILS[shape], tags=tags)
     before = {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
     for chat in ([USER], [USER, before, USER]):
         for off, left in zip(({}, {"enable_thinking": False}), LEFT[shape], strict=True):
             prompt = made.prompt(asked(chat, arguments=off, params={"structured_outputs": FORM}))
-            assert (prompt.thought_state, prompt.thoughts) == (left, Thoughts(*tags.pair, left))
-            assert made.prompt(asked(chat, arguments=off)).thoughts is None, "nobody asks"
+            assert (prompt.reasoning_state, prompt.reasoning) == (
+                left,
+                ReasoningContext(*tags.pair, left),
+            )
+            assert made.prompt(asked(chat, arguments=off)).reasoning is None, "nobody asks"
 
 
 @pytest.mark.parametrize("shape", TAILS)
@@ -86,18 +89,18 @@ def test_tags_that_clients_write_decide_nothing(shape: str, special: bool, said:
     thought = {"role": "assistant", "content": said, "reasoning_content": said}
     for chat in (others, [USER, thought, {**USER, "content": said}]):
         for off, left in zip(({}, {"enable_thinking": False}), LEFT[shape], strict=True):
-            assert made.prompt(asked(chat, arguments=off)).thought_state == left
+            assert made.prompt(asked(chat, arguments=off)).reasoning_state == left
     bare = {"add_generation_prompt": False}
-    assert made.prompt(asked(others, arguments=bare)).thought_state == "before"
+    assert made.prompt(asked(others, arguments=bare)).reasoning_state == "before"
 
 
 def test_what_a_template_says_of_its_tags_decides_nothing() -> None:
     """Its own instructions are no thoughts; what it writes behind the opening tag may be."""
     told = ChatTemplates({"default": "Begin with <think>.\n" + TURNS + "{% endif %}"}, {}, str)
     made = PromptEncoder(tokenizer(), told, 10_000, 100_000, tags=THINK)
-    assert made.prompt(asked([USER])).thought_state == "before"
+    assert made.prompt(asked([USER])).reasoning_state == "before"
     begun = encoder("<think>\nI have 9 tokens.\n")
-    assert begun.prompt(asked([USER])).thought_state == "open"
+    assert begun.prompt(asked([USER])).reasoning_state == "open"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,7 @@ def test_an_answer_that_goes_on_is_where_it_was(said: str, left: str) -> None:
     arguments = {"continue_final_message": True, "add_generation_prompt": False}
     chat = [{**USER, "content": "<think>"}, {"role": "assistant", "content": said}]
     for tail in TAILS.values():
-        assert encoder(tail).prompt(asked(chat, arguments=arguments)).thought_state == left
+        assert encoder(tail).prompt(asked(chat, arguments=arguments)).reasoning_state == left
 
 
 def test_what_is_cut_off_at_the_end_is_not_there() -> None:
@@ -116,7 +119,7 @@ def test_what_is_cut_off_at_the_end_is_not_there() -> None:
     whole = len(made.encode(asked([USER])))
     for side, left in (("left", "open"), ("right", "before")):
         cut = {"truncate_prompt_tokens": whole - 1, "truncation_side": side}
-        assert made.prompt(asked([USER], params=cut)).thought_state == left
+        assert made.prompt(asked([USER], params=cut)).reasoning_state == left
 
 
 def test_a_completion_is_its_form_unless_its_prompt_has_begun_to_think() -> None:
@@ -126,11 +129,11 @@ def test_a_completion_is_its_form_unless_its_prompt_has_begun_to_think() -> None
         for text, left in (("So:", None), ("<think>\n", "open"), ("<think> So", None),
                            ("a <think>", "open"), ("<think></think>\n", None)):  # fmt: skip
             prompt = made.prompt(asked(text=text, params={"structured_outputs": FORM}))
-            assert prompt.thoughts == (left and Thoughts(*THINK.pair, left)), (name, text)
+            assert prompt.reasoning == (left and ReasoningContext(*THINK.pair, left)), (name, text)
             ids = made.prompt(asked(prompt_ids=pack(prompt.ids.tolist()),
                                     params={"structured_outputs": FORM}))  # fmt: skip
-            assert ids.thoughts == prompt.thoughts
-            assert made.prompt(asked(text=text)).thoughts is None
+            assert ids.reasoning == prompt.reasoning
+            assert made.prompt(asked(text=text)).reasoning is None
 
 
 def test_a_budget_counts_from_where_the_prompt_of_a_completion_leaves_off() -> None:
@@ -139,18 +142,20 @@ def test_a_budget_counts_from_where_the_prompt_of_a_completion_leaves_off() -> N
         for text, left in (("So:", "before"), ("<think> So" + " far" * 50, "open"),
                            ("<think>hm</think>", "over")):  # fmt: skip
             params = {"thinking_token_budget": 3}
-            assert made.prompt(asked(text=text, params=params)).thoughts == Thoughts(
+            assert made.prompt(asked(text=text, params=params)).reasoning == ReasoningContext(
                 *THINK.pair, left
             )
 
 
 def test_a_budget_needs_thoughts_to_count() -> None:
     params = {"thinking_token_budget": 3}
-    counted = encoder("", tokenizer(), None).prompt(asked([USER], params=params)).thoughts
-    assert counted == Thoughts(*THINK.pair, "before"), "by its tokens, though none are told apart"
+    counted = encoder("", tokenizer(), None).prompt(asked([USER], params=params)).reasoning
+    assert counted == ReasoningContext(*THINK.pair, "before"), (
+        "by its tokens, though none are told apart"
+    )
     for tags, counts in ((None, True), (THINK, False)):
         made = encoder("", tokenizer(None), tags)
-        made.thought_budgets = counts
+        made.reasoning_budgets = counts
         with pytest.raises(Rejected) as refusal:
             made.prompt(asked([USER], params=params))
         assert refusal.value.param == "thinking_token_budget"
@@ -162,12 +167,14 @@ def test_a_form_waits_for_what_its_client_names(after: str) -> None:
     made = encoder("", tags=None)
     for prompt in (asked(text="So"), asked([USER])):
         prompt = msgspec.structs.replace(prompt, params=asked(params=spec).params)
-        assert made.prompt(prompt).thoughts == Thoughts("", after, "open")
+        assert made.prompt(prompt).reasoning == ReasoningContext("", after, "open")
     ended = made.prompt(asked(text=f"So {after}\n", params=spec))
-    assert ended.thoughts == Thoughts("", after, "over")
-    chat = encoder("").prompt(asked([USER], params=spec)).thoughts
+    assert ended.reasoning == ReasoningContext("", after, "over")
+    chat = encoder("").prompt(asked([USER], params=spec)).reasoning
     thinks = after == THINK.closing
-    assert chat == (Thoughts(*THINK.pair, "before") if thinks else Thoughts("", after, "open"))
+    assert chat == (
+        ReasoningContext(*THINK.pair, "before") if thinks else ReasoningContext("", after, "open")
+    )
 
 
 def test_long_prompts_are_told_apart_as_short_ones() -> None:
@@ -175,9 +182,9 @@ def test_long_prompts_are_told_apart_as_short_ones() -> None:
     submit = asked([USER], params={"structured_outputs": FORM})
     told, prompt = encode_submit(made, submit), made.prompt(submit)
     assert (
-        (told.thought_state, told.thoughts)
-        == (prompt.thought_state, prompt.thoughts)
-        == ("open", told.thoughts)
+        (told.reasoning_state, told.reasoning)
+        == (prompt.reasoning_state, prompt.reasoning)
+        == ("open", told.reasoning)
     )
 
 
@@ -187,9 +194,9 @@ def test_a_request_that_moves_thinks_on_where_it_was(checkpoint: Callable[..., P
     budget = {"thinking_token_budget": 5, "n": 2}
     submit = msgspec.structs.replace(asked([USER], params=budget), choices=(0, 1))
     accepted, *works = (send.message for send in core.handle(submit, 0.0))
-    assert isinstance(accepted, Accepted) and accepted.thoughts == "open"
-    thoughts = [work.thoughts for work in works if isinstance(work, Work)]
-    assert thoughts == [Thoughts(*THINK.pair, "open")] * 2
+    assert isinstance(accepted, Accepted) and accepted.reasoning == "open"
+    reasoning = [work.reasoning for work in works if isinstance(work, TokenizedRequest)]
+    assert reasoning == [ReasoningContext(*THINK.pair, "open")] * 2
     again = [send.message for send in core.handle(Delivered("r", 2, pack([7])), 1.0)]
-    [moved] = (message for message in again if isinstance(message, Work))
-    assert (moved.attempt, moved.thoughts) == (2, thoughts[0])
+    [moved] = (message for message in again if isinstance(message, TokenizedRequest))
+    assert (moved.attempt, moved.reasoning) == (2, reasoning[0])

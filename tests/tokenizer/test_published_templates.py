@@ -162,7 +162,9 @@ def test_where_thoughts_are_left_is_told_of_conversations_with_calls(family: str
     assert call.chat is not None
     prompt = rendered(family, body)
     for ends in ("", "<think>"):
-        left = chats(family).thought_state(call.chat, call.template_arguments, prompt + ends, THINK)
+        left = chats(family).reasoning_state(
+            call.chat, call.template_arguments, prompt + ends, THINK
+        )
         assert left in ("open", "over", "before")
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.core import block_hashes
-from pipeinfer.messages import Ended, GroupReadiness, GroupStatus, Work
+from pipeinfer.messages import Ended, GroupReadiness, GroupStatus, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.routing import (
@@ -333,8 +333,8 @@ def test_what_is_up_and_deserted_is_what_the_last_words_say(done):
 ALL_GROUPS = (0, 1, 2)
 
 
-def work(name: str, attempt: int = 1, gateway: int = 0) -> Work:
-    return Work(name, attempt, gateway, 0, pack([1]), RequestParams(), 0)
+def work(name: str, attempt: int = 1, gateway: int = 0) -> TokenizedRequest:
+    return TokenizedRequest(name, attempt, gateway, 0, pack([1]), RequestParams(), 0)
 
 
 def ledger(*entries: RoutedRequest) -> RoutedRequests:

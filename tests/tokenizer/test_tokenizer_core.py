@@ -36,7 +36,7 @@ from pipeinfer.messages import (
     Retention,
     StopHit,
     Submit,
-    Work,
+    TokenizedRequest,
 )
 from pipeinfer.params import SEED_MASK, RequestParams, choice_ids
 from pipeinfer.runtime.stage import StageContext
@@ -74,11 +74,11 @@ def refused(core: TokenizerCore, event: Submit) -> Refused:
     return send.message
 
 
-def work(core: TokenizerCore, event: Submit) -> Work:
+def work(core: TokenizerCore, event: Submit) -> TokenizedRequest:
     first, second = core.handle(event, 0.0)
     assert (first.channel, first.to) == ("text", "gateway-1")
     assert (second.channel, second.to) == ("work", "scheduler-0")
-    assert isinstance(second.message, Work)
+    assert isinstance(second.message, TokenizedRequest)
     raw = second.message.prompt_ids
     back = raw if event.return_prompt_ids else b""
     assert first.message == Accepted("r", 3, 0, len(raw) // 4, back)
@@ -86,7 +86,7 @@ def work(core: TokenizerCore, event: Submit) -> Work:
     return second.message
 
 
-def ids(event: Work) -> list[int]:
+def ids(event: TokenizedRequest) -> list[int]:
     return unpack(event.prompt_ids).tolist()
 
 
@@ -124,7 +124,7 @@ def test_work_carries_all_that_the_request_said(core: TokenizerCore) -> None:
     event = submit(
         prompt_ids=pack([1, 2, 3]), priority=5, timeout=2.5, cache_salt="salt", trace="00-ab"
     )
-    assert work(core, event) == Work(
+    assert work(core, event) == TokenizedRequest(
         request_id="r",
         attempt=3,
         gateway=1,
@@ -192,7 +192,11 @@ def test_bad_words_are_spelled_at_the_beginning_and_behind_a_space(checkpoint: M
     assert [list(ids) for ids in banned] == spelled
     assert work(core, submit(text="a")).bad_word_ids == ()
     event = submit(text="a", choices=(0, 1), params={"bad_words": ("cat",)})
-    sent = [send.message for send in core.handle(event, 0.0) if isinstance(send.message, Work)]
+    sent = [
+        send.message
+        for send in core.handle(event, 0.0)
+        if isinstance(send.message, TokenizedRequest)
+    ]
     assert [one.bad_word_ids for one in sent] == [(tuple(spelled[0]),)] * 2
 
 
@@ -324,7 +328,7 @@ def goes_to(core: TokenizerCore, event: Message) -> list[str]:
     return [send.to for send in core.handle(event, 0.0) if send.channel == "work"]
 
 
-def recovered(core: TokenizerCore, group: int) -> list[Work]:
+def recovered(core: TokenizerCore, group: int) -> list[TokenizedRequest]:
     """What a scheduler that was started again is told, without the brackets around it."""
     stage = f"scheduler-{group}"
     first, *told, last = core.handle(Recover(stage, 9), 0.0)
@@ -600,7 +604,7 @@ def test_requests_of_a_host_that_is_lost_go_on_at_another_group_as_the_next_atte
     ]  # fmt: skip
     *aborts, delivered, work, accepted = (send.message for send in sends)
     assert aborts == [Abort("a", 3, "another group goes on with it")] * 2 and delivered == told
-    assert isinstance(work, Work) and isinstance(accepted, Accepted)
+    assert isinstance(work, TokenizedRequest) and isinstance(accepted, Accepted)
     assert (work.attempt, accepted.attempt, accepted.group) == (4, 4, 1)
     assert hosts.core.handle(told, hosts.now)[0] == sends[2], "told twice, nothing is aborted"
     assert hosts.wait(3.0) == [], "nothing of it is left there"
@@ -652,21 +656,21 @@ def submit_choices(choices: tuple[int, ...] = (0, 1, 2), **fields: Any) -> Submi
     )  # fmt: skip
 
 
-def works(core: TokenizerCore, event: Submit) -> list[Work]:
-    return [s.message for s in core.handle(event, 0.0) if isinstance(s.message, Work)]
+def works(core: TokenizerCore, event: Submit) -> list[TokenizedRequest]:
+    return [s.message for s in core.handle(event, 0.0) if isinstance(s.message, TokenizedRequest)]
 
 
 def test_each_choice_is_a_work_that_names_its_leader():
     core = make()
     accepted, *sends = core.handle(submit_choices(), 0.0)
     assert accepted.message == Accepted("r", 1, 0, 3, choices=(0, 1, 2))
-    made = [send.message for send in sends]
-    assert [(w.request_id, w.seed, w.group_leader) for w in made if isinstance(w, Work)] == [
+    made = [send.message for send in sends if isinstance(send.message, TokenizedRequest)]
+    assert [(request.request_id, request.seed, request.sampling_group) for request in made] == [
         ("r", SEED_MASK - 1, "r"), ("r/1", SEED_MASK, "r"), ("r/2", 0, "r"),
     ]  # fmt: skip
     assert core.stats()["prompt_tokens_total"] == 3 and core.stats()["ledger"] == 3
     (alone,) = works(make(), submit_choices((0,)))
-    assert alone.group_leader == ""
+    assert alone.sampling_group == ""
 
 
 def test_a_choice_that_is_known_is_not_passed_on_again():
@@ -689,9 +693,9 @@ def test_choices_go_to_one_group_and_end_one_by_one():
     assert core._router.loads() == [0, 0] and core.stats()["ledger"] == 0
 
 
-def told(core: TokenizerCore, scheduler: str) -> list[Work]:
+def told(core: TokenizerCore, scheduler: str) -> list[TokenizedRequest]:
     sends = core.handle(Recover(scheduler, 9), 0.0)
-    return [send.message for send in sends if isinstance(send.message, Work)]
+    return [send.message for send in sends if isinstance(send.message, TokenizedRequest)]
 
 
 @pytest.mark.parametrize("drains", [False, True])
@@ -735,7 +739,10 @@ def test_a_long_prompt_is_encoded_once_for_the_choices_that_are_left():
     found = core.submit_to_encode(name, 1)
     assert found is not None and (found.request_id, found.choices) == (name, (0,))
     sends = core.handle(Encoded(name, 1, pack([1, 2])), 0.0)
-    passed = [send.message for send in sends if isinstance(send.message, Work)]
-    assert [(work.request_id, work.group_leader) for work in passed] == [("r/2", "r"), ("r/4", "r")]
+    passed = [send.message for send in sends if isinstance(send.message, TokenizedRequest)]
+    assert [(work.request_id, work.sampling_group) for work in passed] == [
+        ("r/2", "r"),
+        ("r/4", "r"),
+    ]
     assert sends[0].message == Accepted("r", 1, 0, 2, choices=(2, 4))
     assert core.idle()

@@ -9,7 +9,7 @@ import pytest
 from simulated_clusters import tallied
 
 from pipeinfer import LLM, SamplingParams
-from pipeinfer.messages import Work
+from pipeinfer.messages import TokenizedRequest
 from pipeinfer.replay.traces import LoadedTrace
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost, Targets
@@ -187,7 +187,9 @@ def test_a_simulation_of_the_recorded_requests_takes_as_many_steps_and_as_long(r
     steps = [step for one in found if recordings.leads(one) for step in recordings.steps(one)]
     model = fit.fit(steps)
     # When they came to the scheduler: on a busy machine hardly at the same moment.
-    works = [e for e in recordings.entries(found, "scheduler") if isinstance(e.message, Work)]
+    works = [
+        e for e in recordings.entries(found, "scheduler") if isinstance(e.message, TokenizedRequest)
+    ]
     arriving = [
         Arrival(n, work.time - works[0].time, unpack(work.message.prompt_ids), OUTPUT)
         for n, work in enumerate(works)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rebuilt import events, fresh, outputs
 
-from pipeinfer.messages import Begin, Plan
+from pipeinfer.messages import BeginEpoch, Plan
 from pipeinfer.runtime.stage import StageContext, builder
 from pipeinfer.settings import Settings
 from pipeinfer.topology import NAMES, Identity, StageEntry, Topology
@@ -150,14 +150,14 @@ def test_an_engines_ring_can_begin_at_a_begin_without_a_snapshot(recorded, tmp_p
         recorder.flush(0.0)
     recorder.dump([tmp_path / "whole"], "")
     recorder.close("")
-    count = sum(isinstance(e, Begin) for (_, e), _ in events(trace))
+    count = sum(isinstance(e, BeginEpoch) for (_, e), _ in events(trace))
     assert len(ring._segments) == 1 + 2 * count
     ring._budget = ring._segments[-1].bytes
     ring._shrink(0.0)
     (tmp_path / "last.pitrace").write_bytes(b"".join(ring.file("")))
     last = Trace(tmp_path / "last.pitrace")
     (_, first), _ = events(last)[0]
-    assert isinstance(first, Begin) and last.header.snapshot is None
+    assert isinstance(first, BeginEpoch) and last.header.snapshot is None
     core = fresh(trace)
     for event, expected in events(last):
         assert [type(m) for m in outputs(core, event)] == [type(m) for m in expected]

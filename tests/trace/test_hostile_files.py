@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.core import Tick
-from pipeinfer.messages import PROTOCOL, Abort, Submit, Work
+from pipeinfer.messages import PROTOCOL, Abort, Submit, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.trace import format as form
@@ -176,7 +176,9 @@ def test_changed_contents_under_a_right_checksum_are_read_or_unreadable(path, da
 def a_state() -> bytes:
     core = SchedulerCore(OPTIONS)
     for number in range(3):
-        core.handle(Work(f"r{number}", 1, 0, 0, pack([1, 2, 3]), RequestParams(), 0), 1.0)
+        core.handle(
+            TokenizedRequest(f"r{number}", 1, 0, 0, pack([1, 2, 3]), RequestParams(), 0), 1.0
+        )
         core._live[f"r{number}"].outputs.extend([4, 5])
     return snapshot(core)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rebuilt import events, fresh, outputs
 
-from pipeinfer.messages import Begin, Done, Fault, Hello, Plan, Result, Submit
+from pipeinfer.messages import BeginEpoch, Done, Fault, Hello, Plan, Result, Submit
 from pipeinfer.trace.format import End, Trace
 from pipeinfer.trace.snapshot import restore
 from servers import STAGES, Server, environment
@@ -145,7 +145,7 @@ def test_an_engine_is_recorded_from_an_epoch_that_begins_with_empty_memory(serve
         m for (_, event), out in events(Trace(next(tmp_path.iterdir()))) for m in (event, *out)
     ]
     fault = next(i for i, m in enumerate(messages) if isinstance(m, Fault))
-    begin = next(i for i, m in enumerate(messages) if isinstance(m, Begin))
+    begin = next(i for i, m in enumerate(messages) if isinstance(m, BeginEpoch))
     assert messages[fault].orderly and fault < begin
     after = messages[begin:]
     assert any(isinstance(m, Plan) for m in after) and any(isinstance(m, Result) for m in after)

@@ -22,15 +22,15 @@ from pipeinfer.gateway import ledger as gateway
 from pipeinfer.grammars.bounds import GRAMMAR_ERROR, NO_GRAMMAR_MEMORY
 from pipeinfer.messages import (
     CHANNELS,
-    Extend,
+    AppendTokens,
+    GrammarCompiled,
     Message,
     Plan,
-    Prepared,
     PromptLogprobs,
     Result,
     Submit,
+    TokenizedRequest,
     TokenRow,
-    Work,
 )
 from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.tokenizer import core as tokenizer
@@ -122,14 +122,17 @@ def test_what_is_rewritten_is_rewritten_also_where_another_message_holds_it():
 
 def test_forced_ids_are_renamed_and_what_compilers_quote_is_gone(tmp_path):
     redacted = Redactor("scheduler", bytes.fromhex(KEY), TokenPermutation(b"x" * 32, 500, ()))
-    plan = Plan(1, 0, (), (), b"", b"", extends=(Extend(0, pack([7, 8])),))
-    assert redacted.message(plan).extends[0].ids == redacted.permutation.ids(pack([7, 8]))
-    assert redacted.message(plan).extends[0].ids != pack([7, 8])
-    prepared = redacted.message(Prepared(0, 1, "r", "no rule 'secret'"))
+    plan = Plan(1, 0, (), (), b"", b"", appends=(AppendTokens(0, pack([7, 8])),))
+    assert redacted.message(plan).appends[0].ids == redacted.permutation.ids(pack([7, 8]))
+    assert redacted.message(plan).appends[0].ids != pack([7, 8])
+    prepared = redacted.message(GrammarCompiled(0, 1, "r", "no rule 'secret'"))
     row = TokenRow("r", 0, b"", "error", error=GRAMMAR_ERROR + "no rule 'secret'")
     assert prepared.error and "secret" not in prepared.error
     assert redacted.message(row).error == GRAMMAR_ERROR + prepared.error, "as a core would say"
-    known = Prepared(0, 1, "r", NO_GRAMMAR_MEMORY), TokenRow("r", 0, b"", "error", error="30 pages")
+    known = (
+        GrammarCompiled(0, 1, "r", NO_GRAMMAR_MEMORY),
+        TokenRow("r", 0, b"", "error", error="30 pages"),
+    )
     assert tuple(map(redacted.message, known)) == known
 
 
@@ -155,7 +158,7 @@ def test_no_text_and_no_ids_are_left(recorded, stage, tmp_path):
     assert redacted.header.redacted
     raw = b"\n".join(record.body for record in redacted)
     submits = [e for (_, e), _ in events(recorded["tokenizer"]) if isinstance(e, Submit)]
-    works = [e for (_, e), _ in events(recorded["scheduler"]) if isinstance(e, Work)]
+    works = [e for (_, e), _ in events(recorded["scheduler"]) if isinstance(e, TokenizedRequest)]
     assert submits and works
     if stage == "scheduler":  # the search finds what was not redacted
         plain = b"\n".join(record.body for record in recorded[stage])
@@ -208,7 +211,7 @@ def test_a_redacted_trace_from_mid_life_replays_the_scheduler_exactly(
         outputs(core, event)
     state = snapshot(core)
     redacted = rewrite(trace, tmp_path_factory.mktemp("redacted"), state)
-    works = [e for (_, e), _ in everything[:point] if isinstance(e, Work)]
+    works = [e for (_, e), _ in everything[:point] if isinstance(e, TokenizedRequest)]
     assert all(work.prompt_ids not in redacted.header.snapshot for work in works)
     same(redacted, point)
 
@@ -221,7 +224,7 @@ def test_ids_that_a_request_names_are_renamed_like_its_tokens(recorded):
         allowed_token_ids=(40, 50), bad_words=("secret",),
     )  # fmt: skip
     work = how.message(
-        Work(
+        TokenizedRequest(
             "r",
             1,
             0,
@@ -236,7 +239,10 @@ def test_ids_that_a_request_names_are_renamed_like_its_tokens(recorded):
     )
     assert work.params.allowed_token_ids == (how.permutation.one(40), how.permutation.one(50))
     assert work.bad_word_ids == ((how.permutation.one(41), how.permutation.one(40)),)
-    assert how.message(Work("r", 1, 0, 0, b"", RequestParams(), 3)).params == RequestParams()
+    assert (
+        how.message(TokenizedRequest("r", 1, 0, 0, b"", RequestParams(), 3)).params
+        == RequestParams()
+    )
     assert work.params.stop_token_ids == (how.permutation.one(40), how.permutation.one(50))
     assert work.params.logit_bias == {how.permutation.one(40): 1.0, how.permutation.one(50): -2.0}
     assert unpack(work.prompt_ids)[0] == how.permutation.one(40) != 40
@@ -245,7 +251,7 @@ def test_ids_that_a_request_names_are_renamed_like_its_tokens(recorded):
 
 
 def test_end_of_sequence_keeps_its_id(recorded):
-    works = [e for (_, e), _ in events(recorded["scheduler"]) if isinstance(e, Work)]
+    works = [e for (_, e), _ in events(recorded["scheduler"]) if isinstance(e, TokenizedRequest)]
     eos = {token for work in works for token in work.eos_ids}
     model = recorded["scheduler"].header.settings["model"]
     for key in (KEY, secrets.token_hex(32)):
@@ -258,7 +264,9 @@ def test_turns_of_clients_whose_grammars_take_long_are_no_ids(recorded):
     core = fresh(trace)
     for n in range(3):
         params = RequestParams(structured_outputs=StructuredOutputs(regex="a" * n))
-        work = Work(f"r{n}", 1, 0, 0, pack([1]), params, 0, client="c", slow_grammar=True)
+        work = TokenizedRequest(
+            f"r{n}", 1, 0, 0, pack([1]), params, 0, client="c", slow_grammar=True
+        )
         outputs(core, (0.0, work))
     how = redactor(KEY, "scheduler", trace.header.settings["model"])
     redacted = how.header(msgspec.structs.replace(trace.header, snapshot=snapshot(core)))

@@ -15,7 +15,7 @@ import pytest
 
 from pipeinfer.control import StartRecording
 from pipeinfer.core import Tick
-from pipeinfer.messages import PROTOCOL, Abort, Work
+from pipeinfer.messages import PROTOCOL, Abort, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import REMEMBERED_SECONDS
@@ -47,8 +47,10 @@ def never() -> bool:
     return False
 
 
-def work(number: int) -> Work:
-    return Work(f"r{number}", 1, 0, 0, pack(range(300)), RequestParams(max_tokens=9), number)
+def work(number: int) -> TokenizedRequest:
+    return TokenizedRequest(
+        f"r{number}", 1, 0, 0, pack(range(300)), RequestParams(max_tokens=9), number
+    )
 
 
 def core_of(requests: int, outputs: int = 10) -> SchedulerCore:

@@ -77,7 +77,7 @@ def _run(
 def _metrics(
     options: argparse.Namespace,
     settings: Mapping[str, Any],
-    work: workload.Work,
+    work: workload.TokenizedRequest,
     rounds: list[batch.Measured],
 ) -> dict[str, Any]:
     """Those of one batch's rounds; prints them too."""

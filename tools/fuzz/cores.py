@@ -36,8 +36,8 @@ from pipeinfer.messages import (
     Recovered,
     Refused,
     StopHit,
+    TokenizedRequest,
     Tokens,
-    Work,
 )
 from pipeinfer.params import RequestParams, StructuredOutputs
 from pipeinfer.runtime.stage import CORE_CHANNELS, NOT_FOR_CORE, StageContext, builder
@@ -205,7 +205,7 @@ class Group:
         own = 1000 + self._asked if self._honest else self._asked % 3
         ids = pack([own, *range(length)])
         self._tell(
-            Work(
+            TokenizedRequest(
                 request_id=name, attempt=1, gateway=0, detokenizer=0, prompt_ids=ids,
                 params=params, seed=1, priority=priority,
             )

@@ -27,8 +27,8 @@ from pipeinfer.messages import (
     Plan,
     Refused,
     Result,
+    TokenizedRequest,
     Tokens,
-    Work,
 )
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore
@@ -167,7 +167,7 @@ class Group:
         self._streams[arrival.id] = _Stream(arrival)
         params = RequestParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
         self._to_scheduler(
-            Work(
+            TokenizedRequest(
                 request_id=arrival.id,
                 attempt=1,
                 gateway=0,

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pipeinfer.messages import Plan, Result, Submit, Text, Tokens, Work
+from pipeinfer.messages import Plan, Result, Submit, Text, TokenizedRequest, Tokens
 from pipeinfer.replay.traces import CannotReplay, LoadedTrace, TraceEntry, load
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import StepCost
@@ -119,7 +119,7 @@ def streams(found: Sequence[LoadedTrace], skip: int) -> list[Stream]:
                     stream.pieces.append(entry.time)
                     stream.tokens += len(row.ids) // 4
     for entry in entries(found, "scheduler"):
-        if isinstance(entry.message, Work) and entry.message.request_id in known:
+        if isinstance(entry.message, TokenizedRequest) and entry.message.request_id in known:
             known[entry.message.request_id].prompt = unpack(entry.message.prompt_ids)
     ordered = sorted(known.values(), key=lambda stream: stream.sent)[skip:]
     kept = [stream for stream in ordered if stream.tokens and stream.prompt is not None]
@@ -183,7 +183,7 @@ def inbound(found: Sequence[LoadedTrace]) -> list[float]:
             sent.setdefault(entry.message.request_id, entry.time)
     heard: dict[str, float] = {}
     for entry in entries(found, "scheduler"):
-        if isinstance(entry.message, Work):
+        if isinstance(entry.message, TokenizedRequest):
             heard.setdefault(entry.message.request_id, entry.time)
     return [max(heard[name] - at, 0.0) for name, at in sent.items() if name in heard]
 

@@ -14,9 +14,9 @@ from pipeinfer.attention.interface import (
     PAGE_SIZES,
     PREFERRED_PAGE_SIZE,
     AttentionInputs,
+    BackendCapabilities,
     KVPool,
     PagedKind,
-    Traits,
 )
 from pipeinfer.kernels.formats import E4M3, quantize_e4m3
 from pipeinfer.step import AttentionShape
@@ -139,5 +139,5 @@ def _window(shape: AttentionShape) -> tuple[int, int]:
 FA3 = PagedKind(
     Fa3Kernel,
     Fa3Kernel,
-    Traits(PAGE_SIZES, PREFERRED_PAGE_SIZE, captures_decode=True, page_table="all"),
+    BackendCapabilities(PAGE_SIZES, PREFERRED_PAGE_SIZE, captures_decode=True, page_table="all"),
 )

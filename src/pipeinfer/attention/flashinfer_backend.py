@@ -17,9 +17,9 @@ from pipeinfer.attention.interface import (
     PAGE_SIZES,
     PREFERRED_PAGE_SIZE,
     AttentionInputs,
+    BackendCapabilities,
     KVPool,
     PagedKind,
-    Traits,
 )
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.step import AttentionShape
@@ -304,7 +304,7 @@ class DecodeKernel(_Wrappers):
 FLASHINFER = PagedKind(
     DecodeKernel,
     PrefillKernel,
-    Traits(
+    BackendCapabilities(
         PAGE_SIZES, PREFERRED_PAGE_SIZE, host_lengths=True, captures_decode=True, lists_pages=True
     ),
 )

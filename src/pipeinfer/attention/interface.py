@@ -158,7 +158,7 @@ KV = torch.Tensor | None  # [T, kv_heads, head_dim] of a step's tokens; None: in
 
 
 @dataclass(frozen=True)
-class Traits:
+class BackendCapabilities:
     """What callers need to know of a backend; no caller asks for its name.
 
     page_sizes: those that it takes, None for any. needs_kv: it attends to the step's own keys and
@@ -227,7 +227,7 @@ class Attention(Protocol):
     """A backend: attends over the pages of each row, where the step's K and V are already."""
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> BackendCapabilities:
         """The same always, also before a pool is bound."""
         ...
 
@@ -257,7 +257,7 @@ class AttentionKind(Protocol):
     """What the registry names: a class of backends, or what is called like one."""
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> BackendCapabilities:
         """Those of all backends of that kind."""
         ...
 
@@ -385,7 +385,7 @@ class PagedKind:
 
     decode: KernelMaker
     prefill: KernelMaker
-    traits: Traits
+    traits: BackendCapabilities
     at_once: bool = False
 
     def __call__(self, shapes: Sequence[AttentionShape], device: torch.device) -> PagedBackend:

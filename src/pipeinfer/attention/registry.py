@@ -107,7 +107,7 @@ def resolve(name: str, device: str, gpu: Gpu | None = None) -> str:
         return "torch" if gpu is None else _chosen(gpu)
     if gpu is None:
         return name
-    reason = obstacle(name, gpu)
+    reason = unsupported_reason(name, gpu)
     if reason:
         raise ConfigurationError(
             f"--attention {name}: {reason}; --attention {_chosen(gpu)} works here"
@@ -123,7 +123,7 @@ def resolve_exact(name: str, device: str, gpu: Gpu | None = None) -> str:
             f"--exact: with --attention {name} tokens depend on what else is computed; leave "
             "--attention out"
         )
-    if gpu is not None and (reason := obstacle(EXACT, gpu)):
+    if gpu is not None and (reason := unsupported_reason(EXACT, gpu)):
         raise ConfigurationError(f"--exact: {reason}")
     return chosen
 
@@ -131,10 +131,10 @@ def resolve_exact(name: str, device: str, gpu: Gpu | None = None) -> str:
 def _chosen(gpu: Gpu) -> str:
     """The fastest backend that can run, of those measured."""
     usual = (name for name, dims in CHOICES.items() if gpu.head_dim in dims)
-    return next((name for name in usual if not obstacle(name, gpu)), "torch")
+    return next((name for name in usual if not unsupported_reason(name, gpu)), "torch")
 
 
-def obstacle(name: str, gpu: Gpu) -> str:
+def unsupported_reason(name: str, gpu: Gpu) -> str:
     """Why backend `name` cannot run on `gpu`, or ""."""
     if name not in PACKAGES:
         return ""
@@ -157,10 +157,10 @@ def obstacle(name: str, gpu: Gpu) -> str:
         return f"there is no kernel for heads of {gpu.head_dim}, only {sizes}"
     if gpu.sinks and gpu.dtype != "bfloat16" and name != EXACT:
         return f"FlashAttention-3 takes attention sinks in bfloat16, not {gpu.dtype}"
-    return _e4m3_obstacle(name, gpu) if gpu.e4m3 else ""
+    return _e4m3_unsupported_reason(name, gpu) if gpu.e4m3 else ""
 
 
-def _e4m3_obstacle(name: str, gpu: Gpu) -> str:
+def _e4m3_unsupported_reason(name: str, gpu: Gpu) -> str:
     """Why it cannot run with FP8 keys and values."""
     what = "--kv-cache-dtype fp8_e4m3"
     if name == EXACT:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeinfer.attention.interface import KV, AttentionInputs, KVPool, Traits
+from pipeinfer.attention.interface import KV, AttentionInputs, BackendCapabilities, KVPool
 from pipeinfer.kernels.formats import E4M3, KVScales, dequantize_e4m3
 from pipeinfer.step import AttentionShape
 
@@ -76,7 +76,7 @@ class TorchBackend:
     The keys of a whole prompt are the step's own: they are not gathered from their pages.
     """
 
-    traits = Traits(page_sizes=None, preferred_page_size=16, needs_kv=True)
+    traits = BackendCapabilities(page_sizes=None, preferred_page_size=16, needs_kv=True)
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)

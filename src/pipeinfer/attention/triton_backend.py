@@ -24,9 +24,9 @@ from pipeinfer.attention.interface import (
     PAGE_SIZES,
     PREFERRED_PAGE_SIZE,
     AttentionInputs,
+    BackendCapabilities,
     KVPool,
     PagedKind,
-    Traits,
 )
 from pipeinfer.kernels.decode_attention import (
     MIN_QUERY_ROWS,
@@ -233,7 +233,7 @@ class TritonDecodeKernel:
 HYBRID = PagedKind(
     TritonDecodeKernel,
     Fa3Kernel,
-    Traits(
+    BackendCapabilities(
         PAGE_SIZES,
         PREFERRED_PAGE_SIZE,
         captures_decode=True,
@@ -298,6 +298,8 @@ def _heads(shape: AttentionShape) -> tuple[int, int, int]:
 EXACT = PagedKind(
     ExactKernel,
     ExactKernel,
-    Traits(PAGE_SIZES, PREFERRED_PAGE_SIZE, captures_decode=True, captures_prefill=True),
+    BackendCapabilities(
+        PAGE_SIZES, PREFERRED_PAGE_SIZE, captures_decode=True, captures_prefill=True
+    ),
     at_once=True,
 )

@@ -18,8 +18,8 @@ from pipeinfer.core import (
     Leave,
     RollCall,
     Send,
+    SendFailed,
     Tick,
-    Unsent,
     bracketed_answer,
     stage_number,
 )
@@ -47,7 +47,7 @@ from pipeinfer.messages import (
     HandOver,
     LogprobTexts,
     Message,
-    Open,
+    OpenStream,
     PromptTokens,
     Recover,
     Recovered,
@@ -92,10 +92,10 @@ class TokensDiverged(Exception):
 class DetokenizerCore:
     """Turns the tokens of open requests into text.
 
-    The scheduler sends Open before a request's first row. A second Open of the same attempt is a
-    no-op; one of a higher attempt starts the request's output over. A request's decoder is dropped
-    with its last row, its ids with Done or Abort; rows that come later (a StopHit has not reached
-    the scheduler yet) are counted and dropped.
+    The scheduler sends OpenStream before a request's first row. A second OpenStream of the same
+    attempt is a no-op; one of a higher attempt starts the request's output over. A request's
+    decoder is dropped with its last row, its ids with Done or Abort; rows that come later (a
+    StopHit has not reached the scheduler yet) are counted and dropped.
 
     Two groups run one request if two tokenizers in turn chose them, or if one group took the
     request over and the other does not know that yet. The group whose rows come first goes on with
@@ -159,7 +159,7 @@ class DetokenizerCore:
     def idle(self) -> bool:
         return self._has_left or not self._streams
 
-    def _on_open(self, event: Open, _now: float) -> list[Send]:
+    def _on_open(self, event: OpenStream, _now: float) -> list[Send]:
         if not self._counts_from(event.group):
             return []
         over = self._ended.get(event.request_id)
@@ -173,7 +173,7 @@ class DetokenizerCore:
             self._streams[event.request_id].move_to(event.group)
         return []
 
-    def _stream(self, opened: Open) -> RequestStream:
+    def _stream(self, opened: OpenStream) -> RequestStream:
         """A stream without output."""
         context = [token for token in unpack(opened.context_ids).tolist() if token >= 0]
         decoder = self._decoders.open(context, opened.params.skip_special_tokens)
@@ -410,7 +410,7 @@ class DetokenizerCore:
 
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
         Tokens: _on_tokens,
-        Open: _on_open,
+        OpenStream: _on_open,
         PromptTokens: _on_prompt,
         Refused: _on_refused,
         CacheReset: _on_cache_reset,
@@ -421,14 +421,14 @@ class DetokenizerCore:
         Tick: _on_tick,
         Drain: _on_drain,
         Leave: _on_leave,
-        Unsent: _ignore,
+        SendFailed: _ignore,
     }
 
 
 ROWS_PER_MESSAGE = 512  # text rows of a request that are sent again together
 
 
-def _dropped(opened: Open) -> Send:
+def _dropped(opened: OpenStream) -> Send:
     abort = Abort(opened.request_id, opened.attempt, "too much is kept")
     return Send("recovery", f"gateway-{opened.gateway}", abort)
 
@@ -466,7 +466,7 @@ class RequestStream:
 
     def __init__(
         self,
-        opened: Open,
+        opened: OpenStream,
         decoder: IncrementalDecoder,
         scores: RequestLogprobs | None = None,
         offsets: TokenOffsets | None = None,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeinfer.core import RecentTable
-from pipeinfer.messages import Adopt, Delivered, Open, PromptTokens, TokenRow
+from pipeinfer.messages import Adopt, Delivered, OpenStream, PromptTokens, TokenRow
 from pipeinfer.params import choice_ids
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class RetainedOutput(NamedTuple):
     last: the row with which it ended; None if it goes on. prompts: log-probs of its prompt.
     """
 
-    opened: Open
+    opened: OpenStream
     prompts: Sequence[PromptTokens]
     delivered: Delivered
     last: TokenRow | None = None
@@ -93,7 +93,7 @@ class RetainedOutput(NamedTuple):
 class Origins:
     """What gateways that are started again must know of requests: see Retention.origin."""
 
-    def __init__(self, opened: Iterable[Open]) -> None:
+    def __init__(self, opened: Iterable[OpenStream]) -> None:
         self._of_choices: dict[str, tuple[Adopt, int]] = {}
         for retention in (one.retention for one in opened):
             if retention is None or not retention.origin:
@@ -109,7 +109,7 @@ class Origins:
             ):
                 self._of_choices[name] = adopt, number
 
-    def adopt(self, opened: Open) -> Adopt | None:
+    def adopt(self, opened: OpenStream) -> Adopt | None:
         """Of one choice; None if it was too large to be kept here."""
         adopt, number = self._of_choices.get(opened.request_id, (None, 0))
         if adopt is None:
@@ -134,14 +134,14 @@ class RetainedOutputs:
         self._outputs: dict[str, RetainedOutput] = {}
         self._owners: dict[str, dict[str, int]] = {}  # by owner, bytes by request
         self._owned_bytes: dict[str, int] = {}  # of them, by owner
-        self._dropped = RecentTable[Open](DROPPED_SECONDS, MAX_DROPPED)
+        self._dropped = RecentTable[OpenStream](DROPPED_SECONDS, MAX_DROPPED)
         self.bytes = 0
 
     def __iter__(self) -> Iterator[RetainedOutput]:
         return iter(self._outputs.values())
 
     @property
-    def dropped(self) -> Iterator[Open]:
+    def dropped(self) -> Iterator[OpenStream]:
         return (opened for _, opened in self._dropped.items())
 
     def add(self, output: RetainedOutput, now: float) -> list[RetainedOutput]:

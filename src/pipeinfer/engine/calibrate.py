@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from pipeinfer.engine.graphs import DECODES, Graphs, LargestStep, decode_only, uncaptured_shapes
+from pipeinfer.engine.graphs import DECODES, Graphs, StepCapacity, decode_only, uncaptured_shapes
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.interface import StepShape
 from pipeinfer.params import MAX_LOGPROBS
@@ -289,7 +289,7 @@ def page_step(ids: np.ndarray, pages: np.ndarray, start: int) -> Step:
     )
 
 
-def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
+def largest_step(largest: StepCapacity, page_size: int, max_model_len: int) -> Step:
     """All rows and all tokens; everything lies in the dummy page. Every row samples, and asks for
     all that sampling can be asked for: so its kernels are loaded then, and its memory is known. To
     be finished with `allow_all`."""

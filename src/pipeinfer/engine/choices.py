@@ -203,7 +203,7 @@ def _choose_draft(
     check_shard(config, shard.size, shard.expert_parallel)
     if attention not in ("torch", registry.EXACT):
         needs = _Needs(config.head_dim, config.sinks, narrow=narrow)
-        if reason := registry.obstacle(attention, _gpu(dtype, needs, ordinal)):
+        if reason := registry.unsupported_reason(attention, _gpu(dtype, needs, ordinal)):
             raise ConfigurationError(f"{named}: attention {attention}: {reason}")
     stored = None
     if settings.load_format != "dummy":

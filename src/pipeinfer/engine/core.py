@@ -28,10 +28,10 @@ from pipeinfer.core import (
     PagesNote,
     PlanFilter,
     Send,
+    SendFailed,
     StepDone,
     StepNote,
     Tick,
-    Unsent,
     step_note,
 )
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
@@ -42,16 +42,16 @@ from pipeinfer.messages import (
     AdapterLoaded,
     Admitted,
     Asleep,
-    Begin,
+    BeginEpoch,
+    CompileGrammar,
     Digests,
     Fault,
+    GrammarCompiled,
     Hello,
     LoadAdapter,
     Message,
     MissedPlan,
     Plan,
-    Prepare,
-    Prepared,
     PromptLogprobs,
     Ready,
     Result,
@@ -85,7 +85,8 @@ class Compute(Message, frozen=True):
 
 class Compile(Message, frozen=True):
     """To the device: have the grammar `spec` ready, then report it by Compiled(request_id). `slow`:
-    as in Prepare. In `released` slots no request has a grammar any more, and no step is under way.
+    as in CompileGrammar. In `released` slots no request has a grammar any more, and no step is
+    under way.
     """
 
     request_id: str
@@ -107,7 +108,7 @@ class Capture(Message, frozen=True):
     """To the device: capture the next CUDA graph that is left, for the steps from now on."""
 
 
-class ClaimPages(Message, frozen=True):
+class InvalidatePages(Message, frozen=True):
     """To the device, before the Compute of the same plan, if that has one: the page directory must
     not say any more what is in `pages` int32 [n].
 
@@ -134,7 +135,7 @@ class FillPages(Message, frozen=True):
         return PagesNote(len(self.chains))
 
 
-class DistrustPages(Message, frozen=True):
+class MarkPagesUnusable(Message, frozen=True):
     """To the device: this engine has found an error of its own, so nobody is to believe the page
     directory until the next epoch begins it anew."""
 
@@ -358,7 +359,9 @@ class EngineCore:
         self._span = span
         self._requests = RequestTable(hello.max_slots, keeps_token_ids=hello.max_drafts > 0)
         self._steps = StepBuilder(memory, self._requests, shares)
-        self._epoch: _Epoch | None = None  # None: waiting for a Begin that lists this incarnation
+        self._epoch: _Epoch | None = (
+            None  # None: waiting for a BeginEpoch that lists this incarnation
+        )
         self._beginning: int | None = None  # an epoch that waits for FoundPages
         self._sleep = SleepState()
         self._reason = "waiting for the scheduler"
@@ -384,9 +387,9 @@ class EngineCore:
         )
 
     def handle(self, event: Message, now: float) -> list[Send]:
-        """What the scheduler publishes (Begin, Prepare, LoadAdapter, Plan), what this process
-        reports (StepDone, StepFailed, Compiled, AdapterRead, GraphDue) and the shell's events;
-        returns what to send, also on LOCAL.
+        """What the scheduler publishes (BeginEpoch, CompileGrammar, LoadAdapter, Plan), what this
+        process reports (StepDone, StepFailed, Compiled, AdapterRead, GraphDue) and the shell's
+        events; returns what to send, also on LOCAL.
         """
         match event:
             case Plan():
@@ -394,7 +397,7 @@ class EngineCore:
                     return self._on_plan(event)
             case StepDone():
                 return self._on_step_done(event)
-            case Prepare():
+            case CompileGrammar():
                 return [Send(LOCAL, "", self._compile(event))]
             case Compiled():
                 return [self._on_compiled(event)]
@@ -404,7 +407,7 @@ class EngineCore:
                 return [self._on_adapter_read(event)]
             case GraphDue():
                 return [Send(LOCAL, "", Capture())]
-            case Begin():
+            case BeginEpoch():
                 return self._begin(event)
             case Sleep():
                 return self._fall_asleep(event)
@@ -424,7 +427,7 @@ class EngineCore:
                 return self._new_epoch()
             case StepFailed():
                 raise DeviceError(f"step {event.number} of epoch {event.epoch}: {event.reason}")
-            case Unsent():
+            case SendFailed():
                 return []
             case _:
                 raise TypeError(f"an engine takes no {type(event).__name__}")
@@ -467,7 +470,7 @@ class EngineCore:
 
     # ---------------------------------------------------------------------------------------- epoch
 
-    def _begin(self, begin: Begin) -> list[Send]:
+    def _begin(self, begin: BeginEpoch) -> list[Send]:
         if self._leaving:
             return []
         if self.hello.incarnation not in begin.incarnations:
@@ -556,7 +559,7 @@ class EngineCore:
             try:
                 self.memory.check_integrity()
             except IntegrityError as error:
-                return self._fault(f"found when idle: {error}", distrust=True)
+                return self._fault(f"found when idle: {error}", mark_unusable=True)
         return []
 
     def _stop(self, reason: str) -> None:
@@ -565,12 +568,12 @@ class EngineCore:
         self._epoch = self._beginning = None
         self._reason = reason
 
-    def _fault(self, reason: str, orderly: bool = False, distrust: bool = False) -> list[Send]:
+    def _fault(self, reason: str, orderly: bool = False, mark_unusable: bool = False) -> list[Send]:
         """Leaves the epoch, and sends Fault. distrust: what is in the pages is unknown."""
         message = self._fault_message(reason, orderly)
         self._stop(reason)
-        if distrust and self.memory.chains is not None:
-            return [Send(LOCAL, "", DistrustPages()), message]
+        if mark_unusable and self.memory.chains is not None:
+            return [Send(LOCAL, "", MarkPagesUnusable()), message]
         return [message]
 
     def _fault_message(self, reason: str, orderly: bool) -> Send:
@@ -587,7 +590,8 @@ class EngineCore:
         reason = "a new epoch was asked for"
         if self.hello.tp == 1:
             return self._fault(reason, orderly=True)
-        # The other ranks compute every plan that comes before the next Begin, so this one must.
+        # The other ranks compute every plan that comes before the next BeginEpoch, so this one
+        # must.
         return [self._fault_message(reason, orderly=True)]
 
     def _leave_epoch(self) -> list[Send]:
@@ -597,7 +601,7 @@ class EngineCore:
             return []
         return self._fault("it hands over to another process", orderly=True)
 
-    def _compile(self, prepare: Prepare) -> Compile:
+    def _compile(self, prepare: CompileGrammar) -> Compile:
         """With no step under way there may be none for long that says what was released."""
         quiet = self._epoch is None or not self._epoch.in_flight
         released = self._requests.take_dropped_grammars() if quiet else ()
@@ -608,7 +612,7 @@ class EngineCore:
     def _on_compiled(self, compiled: Compiled) -> Send:
         hello = self.hello
         return self._to_scheduler(
-            Prepared(
+            GrammarCompiled(
                 rank=hello.rank,
                 incarnation=hello.incarnation,
                 request_id=compiled.request_id,
@@ -649,12 +653,12 @@ class EngineCore:
         try:
             rows = self.memory.apply(plan)
         except (ProtocolError, IntegrityError) as error:
-            return self._fault(f"plan {plan.number}: {error}", distrust=True)
+            return self._fault(f"plan {plan.number}: {error}", mark_unusable=True)
         if plan.releases:
             self._requests.drop_grammars(release.slot for release in plan.releases)
         for admit in plan.admits:
             self._requests.put(admit)
-        for extend in plan.extends:
+        for extend in plan.appends:
             ids = unpack(extend.ids)
             first = int(self.memory.slots.num_known[extend.slot]) - len(ids)
             self._requests.extend(extend.slot, first, ids)
@@ -665,8 +669,8 @@ class EngineCore:
             _InFlight(rows, plan_rows, step.score_sizes(), step.scored_chunks, drafted)
         )
         sends = self._add_digest(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
-        if len(rows.claimed):
-            sends.append(Send(LOCAL, "", ClaimPages(rows.claimed)))
+        if len(rows.invalidated):
+            sends.append(Send(LOCAL, "", InvalidatePages(rows.invalidated)))
         if len(step.slots):
             self._totals["steps_total"] += 1
             self._step_tokens.observe(computed)
@@ -737,20 +741,20 @@ class EngineCore:
         if waiting is None or waiting.rows.number != done.number:
             expected = "none" if waiting is None else str(waiting.rows.number)
             reason = f"step {done.number} ended where {expected} was expected"
-            return self._fault(reason, distrust=True)
+            return self._fault(reason, mark_unusable=True)
         counts, ids = unpack(done.num_sampled), len(done.token_ids) // 4
         if (len(counts), ids) != (len(waiting.plan_rows), int(counts.sum())):
             return self._fault(
                 f"step {done.number} sampled {ids} ids and said it of {len(counts)} rows, "
                 f"where {len(waiting.plan_rows)} sample",
-                distrust=True,
+                mark_unusable=True,
             )
         if any(not 0 <= row < len(counts) or counts[row] for row in done.refused):
             reason = f"step {done.number} refused rows that sampled, or that it has not"
-            return self._fault(reason, distrust=True)
+            return self._fault(reason, mark_unusable=True)
         trouble = _scores_error(waiting, counts, done)
         if trouble:
-            return self._fault(f"step {done.number} {trouble}", distrust=True)
+            return self._fault(f"step {done.number} {trouble}", mark_unusable=True)
         self._totals["sampled_tokens_total"] += ids
         self._totals["bad_rows_total"] += len(done.bad) // 4
         self._totals["refused_rows_total"] += len(done.refused)
@@ -766,7 +770,7 @@ class EngineCore:
             return []
         if done.bad or done.refused:  # steps under way go on with ids that only the device has
             rows = [*unpack(done.bad).tolist(), *done.refused]
-            chains.distrust(fills, ended.plan_rows[rows])
+            chains.mark_unusable(fills, ended.plan_rows[rows])
         if ended.rows.same_as_previous and done.num_sampled == COUNT_OF_ONE * len(counts):
             sampled = unpack(done.token_ids)  # of every row, in the plan's order: nearly always
         else:

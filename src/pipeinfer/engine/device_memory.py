@@ -340,7 +340,7 @@ def touched_memory(size: int) -> torch.Tensor:
     return data
 
 
-def cuda_obstacle() -> str:
+def cuda_unsupported_reason() -> str:
     """Why there can be no CudaMemory here, such as a driver that exports no descriptors; "" where
     there can."""
     try:

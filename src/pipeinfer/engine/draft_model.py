@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from pipeinfer.attention.interface import Attention, AttentionInputs, AttentionMetadata, KVPool
-from pipeinfer.engine.graphs import LargestStep, decode_only
+from pipeinfer.engine.graphs import StepCapacity, decode_only
 from pipeinfer.engine.kv_store import StepAttention, Store, store_for
 from pipeinfer.engine.sampling import NONE, Sampler
 from pipeinfer.engine.step_buffers import DeviceBuffers, SlotState
@@ -40,7 +40,7 @@ class DraftModel:
         model: LanguageModel,
         backend: Attention,
         sampler: Sampler,
-        largest: LargestStep,
+        largest: StepCapacity,
         pool: KVPool,
         state: SlotState,
         kernels: Kernels,
@@ -54,7 +54,7 @@ class DraftModel:
         self._page_size = pool.page_size
         self._state = state
         self._kernels = kernels
-        rows = LargestStep(largest.rows, largest.rows, largest.pages)
+        rows = StepCapacity(largest.rows, largest.rows, largest.pages)
         self._buffers = DeviceBuffers(rows, pool.page_size, backend.traits, state, where, kernels)
         # What samplers write ids to: the slots' own last tokens are the target model's.
         self._unused_last_token = torch.zeros_like(state.by_slot.last_token)

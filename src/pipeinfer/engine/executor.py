@@ -25,13 +25,13 @@ from pipeinfer.core import Compiled, GraphDue, StepDone
 from pipeinfer.engine.core import (
     AdapterRead,
     Capture,
-    ClaimPages,
     Compile,
     Compute,
-    DistrustPages,
     FillPages,
     FindPages,
     FoundPages,
+    InvalidatePages,
+    MarkPagesUnusable,
     Resume,
     Resumed,
     StepFailed,
@@ -286,14 +286,14 @@ class DeviceDriver:
                 self._compile(message)
             case Compute():
                 self._compute(message)
-            case ClaimPages():
+            case InvalidatePages():
                 assert self._directory is not None
                 self._untouched = False
                 self._directory.invalidate(message.pages)
             case FillPages():
                 assert self._directory is not None
                 self._directory.validate(message.chains)
-            case DistrustPages():
+            case MarkPagesUnusable():
                 assert self._directory is not None
                 self._directory.make_unusable()
             case FindPages():
@@ -338,7 +338,7 @@ class DeviceDriver:
         if self._untouched:
             found = opened.found
         elif opened.single_rank:
-            found = self._directory.read().believed()
+            found = self._directory.read().verified()
         else:
             found = PageChains.none(self._directory.page_size)
         self._feed_event(FoundPages.of(found))

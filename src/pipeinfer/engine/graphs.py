@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 
 from pipeinfer.attention.interface import AttentionMetadata
-from pipeinfer.engine.device import Device, Work
+from pipeinfer.engine.device import Device, TokenizedRequest
 from pipeinfer.kernels.interface import DeviceStep, StepShape
 from pipeinfer.step import Step
 from pipeinfer.step_cost import measured_sizes
@@ -61,7 +61,7 @@ _NO_SHAPE = StepShape(0, 0, 0)
 
 
 @dataclass(frozen=True)
-class LargestStep:
+class StepCapacity:
     """The largest step: rows, tokens, and pages of one row; draft tokens of one row, rows that have
     any, and the rate at which they are accepted (SlotDrafts)."""
 
@@ -197,7 +197,7 @@ def _max_prompts(tokens: int, least: int) -> int:
     return max(least, min(tokens // TOKENS_PER_PROMPT, MAX_PROMPTS)) if tokens > LARGE else least
 
 
-def verifying_ladder(largest: LargestStep) -> tuple[StepShape, ...]:
+def verifying_ladder(largest: StepCapacity) -> tuple[StepShape, ...]:
     """Shapes of steps that verify draft tokens and compute nothing else, ascending: for 1, 2, 4 ...
     rows, and for the most that have any. Of each number one in which every row has drafts, which
     has no decode rows to attend for, and one in which any of the rows may have none."""
@@ -235,7 +235,7 @@ class Captured:
     """
 
     views: DeviceStep
-    replay: Work
+    replay: TokenizedRequest
     logits: torch.Tensor
     drawn: torch.Tensor
 

@@ -351,7 +351,7 @@ class KeptMemory:
         directory = PageDirectory(memoryview(mmap.mmap(descriptor, length)), pages, page_size)
         found = PageChains.none(page_size)
         if left and directory.belongs_to(self.key):
-            found = directory.read().believed()
+            found = directory.read().verified()
         else:
             directory.begin(self.key)
         if not left:
@@ -431,8 +431,8 @@ class KeptMemory:
             log.debug("%s is not kept yet: %s", name, error)
 
 
-def unbelieved(pages: int, believed: np.ndarray) -> np.ndarray:
-    """int32 [n], those of the pages 1 .. pages - 1 that are not in `believed` int32."""
+def unverified(pages: int, verified: np.ndarray) -> np.ndarray:
+    """int32 [n], those of the pages 1 .. pages - 1 that are not in `verified` int32."""
     others = np.ones(pages, dtype=bool)
-    others[believed] = others[0] = False
+    others[verified] = others[0] = False
     return np.flatnonzero(others).astype(np.int32)

@@ -20,9 +20,9 @@ from pipeinfer.attention.interface import (
     KV,
     Attention,
     AttentionMetadata,
+    BackendCapabilities,
     KeyCenter,
     KVPool,
-    Traits,
 )
 from pipeinfer.attention.torch_backend import attend_unfused
 from pipeinfer.kernels.formats import E4M3, dequantize_e4m3, hadamard_transform, quantize_e4m3
@@ -58,7 +58,7 @@ class StepAttention:
         return self.backend.attend(layer, q, k, v, self.metadata)
 
 
-def store_for(pool: KVPool, traits: Traits) -> Store:
+def store_for(pool: KVPool, traits: BackendCapabilities) -> Store:
     """TorchStore for backends that need the step's own keys and values, FusedStore for others."""
     return TorchStore(pool) if traits.needs_kv else FusedStore(pool)
 

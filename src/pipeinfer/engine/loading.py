@@ -24,8 +24,8 @@ from pipeinfer.checkpoint.files import weight_files
 from pipeinfer.checkpoint.lora import read_lora_modules
 from pipeinfer.collectives import TorchCollectives
 from pipeinfer.engine.choices import AS_THE_MODEL, EngineChoices, choose_engine
-from pipeinfer.engine.device_memory import DeviceMemory, cuda_obstacle
-from pipeinfer.engine.graphs import LargestStep, decode_ladder, mixed_ladder
+from pipeinfer.engine.device_memory import DeviceMemory, cuda_unsupported_reason
+from pipeinfer.engine.graphs import StepCapacity, decode_ladder, mixed_ladder
 from pipeinfer.engine.kept_memory import (
     DIRECTORY,
     DRAFT_WEIGHTS,
@@ -37,7 +37,7 @@ from pipeinfer.engine.kept_memory import (
     KeptMemory,
     KeptPool,
     model_key,
-    unbelieved,
+    unverified,
 )
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.lora import check_adapter
@@ -61,7 +61,7 @@ from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.experts import resolve_backend
 from pipeinfer.layers.lora import AdapterBank
 from pipeinfer.layers.placement import IN_TORCH, ParameterMemory, packs_matrices
-from pipeinfer.layers.weight import obstacle
+from pipeinfer.layers.weight import unsupported_reason
 from pipeinfer.memory.page_directory import PageChains
 from pipeinfer.models.causal_lm import CausalLM, LanguageModel
 from pipeinfer.models.loading import (
@@ -162,7 +162,7 @@ def load_engine(
     @cache
     def taken() -> KeptMemory | None:
         memory = kept()
-        if memory is not None and choices.device == "cuda" and (why := cuda_obstacle()):
+        if memory is not None and choices.device == "cuda" and (why := cuda_unsupported_reason()):
             log.warning("memory will not outlive this engine: %s", why)
             memory.promote()  # and a standby has none to wait with
             return None
@@ -382,7 +382,7 @@ class Models:
             model, weights = build_on_gpu(kept, name, build, fill, _least(self._collectives))
             self.weights += [] if weights is None else [weights]
             return model
-        if kept is not None and not self._host_obstacle():
+        if kept is not None and not self._host_unsupported_reason():
             model, weights = build_on_host(kept, name, build, fill)
             self.weights.append(weights)
             return model
@@ -394,12 +394,12 @@ class Models:
 
         return self._loaded(load)
 
-    def _host_obstacle(self) -> str:
+    def _host_unsupported_reason(self) -> str:
         """Why a host's weights cannot be kept, or ""."""
         dtype = self._files.choices.dtype
         found = no_room_for_weights()
         if not found and packs_matrices(torch.device("cpu"), dtype):
-            found = obstacle(dtype)
+            found = unsupported_reason(dtype)
         if found:
             details.info("weights are read by each engine anew: %s", found)
         return found
@@ -551,7 +551,7 @@ def build_runner(
         drafts = settings.num_speculative_tokens
     draft_rows = min(settings.speculative_max_requests, rows) if drafts else 0
     acceptance = settings.synthetic_acceptance_rate
-    largest = LargestStep(rows, tokens, shape.pages_each, drafts, draft_rows, acceptance)
+    largest = StepCapacity(rows, tokens, shape.pages_each, drafts, draft_rows, acceptance)
     start = start or Start()
     with start.phase("attention"):
         backend = registry.create(shape.attention, layers, machine.where)
@@ -649,7 +649,7 @@ def _settle_pages(
         if opened is not None:
             opened.found, opened.single_rank = found, False
     if kept is not None and opened is not None and POOL in kept.taken:
-        others, zero = unbelieved(pages, found.pages), opened.memory.zero_pages
+        others, zero = unverified(pages, found.pages), opened.memory.zero_pages
         machine.device.run(lambda: zero(runner.pool, others))
 
 
@@ -804,7 +804,7 @@ def _log_step_cost(cost: StepCost, settings: Settings, tokens: int) -> None:
 def _capture(
     runner: Runner,
     settings: Settings,
-    largest: LargestStep,
+    largest: StepCapacity,
     model: LanguageModel,
     start: Start,
     kept: KeptMemory | None,

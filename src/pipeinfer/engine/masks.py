@@ -190,10 +190,10 @@ class GrammarMasks:
 
     def _source(self, new: Constrained) -> MaskSource:
         source = self._by_grammar(new)
-        if new.budget is None or new.thoughts is None:
+        if new.budget is None or new.reasoning is None:
             return source
         vocabulary, output = self._store.vocabulary(), new.output.tolist()
-        return ThinkingBudgetSource(vocabulary, source, new.budget, new.thoughts, output)
+        return ThinkingBudgetSource(vocabulary, source, new.budget, new.reasoning, output)
 
     def _by_grammar(self, new: Constrained) -> MaskSource:
         if new.spec is None:
@@ -203,7 +203,7 @@ class GrammarMasks:
         grammar.num_rows += 1
         if grammar.num_rows > 1:
             self._store.add_copies(grammar, self._threads)
-        source = make_source(grammar, new.output.tolist(), new.thoughts, new.slot)
+        source = make_source(grammar, new.output.tolist(), new.reasoning, new.slot)
         matcher = source.matcher
         self._costs[new.slot] = _Cost(mask_cost(grammar.matcher() if matcher is None else matcher))
         return source

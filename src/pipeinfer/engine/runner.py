@@ -30,7 +30,7 @@ from pipeinfer.engine.draft_model import DraftModel
 from pipeinfer.engine.graphs import (
     Captured,
     Graphs,
-    LargestStep,
+    StepCapacity,
     decode_only,
     eager_and_deferred,
     shape_of,
@@ -61,8 +61,8 @@ class PackedStep:
 
     buffers: of its parity; `num_words` of their pinned words are uploaded. views: of the device's
     buffers. graph: that is replayed; None: kernel by kernel.
-    real_rows: int64 [step's L], which rows of `logits` are the step's, in their order; all others
-    are a graph's padding. None: the first ones.
+    unpadded_rows: int64 [step's L], which rows of `logits` are the step's, in their order; all
+    others are a graph's padding. None: the first ones.
     overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
     truncated: int64 [K], which of the step's rows of logits are sampled at random with top-k, top-p
     or min-p; biased: whether the logits of some of them are raised or lowered.
@@ -75,7 +75,7 @@ class PackedStep:
     views: DeviceStep
     graph: Captured | None
     num_words: int
-    real_rows: np.ndarray | None
+    unpadded_rows: np.ndarray | None
     overflow_changes: np.ndarray | None
     truncated: np.ndarray
     biased: bool
@@ -111,7 +111,7 @@ class LaunchedStep:
 
     Written by the device's work, read when the step has ended:
     drawn: int64 [L, 2], how many tokens each row of logits gave, and which: a view of the parity's
-    pinned buffer, valid until that parity's next launch (`take` copies). real_rows: as in
+    pinned buffer, valid until that parity's next launch (`take` copies). unpadded_rows: as in
     PackedStep. scores: where log-probs are asked for. logits: [L, vocab], if they are kept.
     """
 
@@ -122,7 +122,7 @@ class LaunchedStep:
     packed: PackedStep | None = None
     refused: dict[int, str] = field(default_factory=dict[int, str])
     drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
-    real_rows: np.ndarray | None = None
+    unpadded_rows: np.ndarray | None = None
     scores: StepScores | None = None
     logits: torch.Tensor | None = None
     _sampled: Sampled | None = None
@@ -137,7 +137,7 @@ class LaunchedStep:
 
     def real(self, by_logits: RowsOfLogits) -> RowsOfLogits:
         """Of an entry for each row of logits, those of the step's own rows."""
-        rows = self.real_rows
+        rows = self.unpadded_rows
         return by_logits[: self.step.num_logits] if rows is None else by_logits[rows]
 
 
@@ -155,7 +155,7 @@ class Runner:
         model: LanguageModel,
         pool: KVPool,
         backend: Attention,
-        largest: LargestStep,
+        largest: StepCapacity,
         sampler: Sampler,
         device: Device,
         kernels: Kernels,
@@ -328,7 +328,7 @@ class Runner:
         if scores is not None and packed.graph is not None:
             scores.add_outputs(logits)  # of what the model said, before all else
         launched.logits = self._kept_logits(logits)
-        rows = masked.rows if packed.real_rows is None else packed.real_rows[masked.rows]
+        rows = masked.rows if packed.unpadded_rows is None else packed.unpadded_rows[masked.rows]
         device_rows = tensor_of(rows).to(logits.device, non_blocking=True)
         device_words = self._sampler.masks(words.to(logits.device, non_blocking=True))
         self._kernels.apply_token_bitmask(logits, device_rows, device_words, self._sampler.first_id)
@@ -358,22 +358,29 @@ class Runner:
         changes, overflow = self._state.apply_on_host(step.delta), None
         if len(changes) > 2 * self._device_buffers.max_changes:
             changes, overflow = changes[:0], changes
-        num_words, real_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
+        num_words, unpadded_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
         if self._sampling_flags[0] is not step.fields:
             biased = bool(self._state.biased[step.slots[step.samples]].any())
             self._sampling_flags = step.fields, truncated(step.fields), biased
         packed = PackedStep(
-            step, buffers, views, graph, num_words, real_rows, overflow, *self._sampling_flags[1:]
+            step,
+            buffers,
+            views,
+            graph,
+            num_words,
+            unpadded_rows,
+            overflow,
+            *self._sampling_flags[1:],
         )
         if step.logprobs is not None or step.scored_chunks or step.vectors is not None:
-            packed.scores = StepLogprobs(step, real_rows, self._sampler)
+            packed.scores = StepLogprobs(step, unpadded_rows, self._sampler)
         return packed
 
     def _upload(self, packed: PackedStep) -> None:
         """Queues the upload of slot changes and of the step, on the current stream."""
-        to_zero, overflow = packed.step.delta.to_zero, packed.overflow_changes
-        if len(to_zero):  # rare: it waits for a copy, and so does what follows
-            self.pool.zero_pages(to_zero)
+        pages_to_zero, overflow = packed.step.delta.pages_to_zero, packed.overflow_changes
+        if len(pages_to_zero):  # rare: it waits for a copy, and so does what follows
+            self.pool.zero_pages(pages_to_zero)
         if overflow is not None:
             pairs = tensor_of(overflow).to(self._state.words.device).view(-1, 2)
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
@@ -419,7 +426,7 @@ class Runner:
             if self._state.by_slot.drafts is not None:
                 self._kernels.accept_drafts(packed.views, drawn, self._state.by_slot)
             launched.drawn = buffers.download(drawn)
-            launched.real_rows = packed.real_rows
+            launched.unpadded_rows = packed.unpadded_rows
             if packed.step.masked is None:
                 launched.logits = self._kept_logits(logits)
             if scores is not None:
@@ -479,7 +486,7 @@ class Runner:
     def _draw(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
         """int64 [L, 2]: what the graph has sampled, unless some row needs more than temperature."""
         step, views, graph = packed.step, packed.views, packed.graph
-        real_rows = packed.real_rows
+        unpadded_rows = packed.unpadded_rows
         temperature_only = (
             step.penalties is None and not len(packed.truncated) and not packed.biased
         )
@@ -491,9 +498,9 @@ class Runner:
             self._apply_logit_edits(logits, views, add_bias=True)
         counted = None
         if step.penalties is not None:
-            counted = self._penalties.apply(logits, step.penalties, real_rows)
+            counted = self._penalties.apply(logits, step.penalties, unpadded_rows)
         last_token = self._state.by_slot.last_token
-        rows = packed.truncated if real_rows is None else real_rows[packed.truncated]
+        rows = packed.truncated if unpadded_rows is None else unpadded_rows[packed.truncated]
         drawn = self._sampler.sample(logits, views.sampling, last_token, rows)
         if counted is not None:
             self._penalties.count(drawn, *counted)

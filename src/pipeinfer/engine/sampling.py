@@ -232,17 +232,17 @@ class Penalties:
         return self._counts.nbytes
 
     def apply(
-        self, logits: torch.Tensor, rows: PenaltyRows, real_rows: np.ndarray | None = None
+        self, logits: torch.Tensor, rows: PenaltyRows, unpadded_rows: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Changes logits float32 [L, ids and padding] in place, by what was said so far. Returns
         int64 [N] each: which of them are those of `rows`, and their slots.
 
-        real_rows: int64, which rows of `logits` are the step's, in their order; None: the first
+        unpadded_rows: int64, which rows of `logits` are the step's, in their order; None: the first
             ones.
         """
         for history in rows.new:
             self._begin(history, self._counts[history.slot])
-        indices = self._tensor(rows.rows if real_rows is None else real_rows[rows.rows])
+        indices = self._tensor(rows.rows if unpadded_rows is None else unpadded_rows[rows.rows])
         slots, factors = self._tensor(rows.slots), self._tensor(rows.factors)
         logits = logits[:, : self._counts.shape[1]]
         for begin in range(0, len(indices), ROWS_AT_ONCE):
@@ -348,12 +348,13 @@ class StepScores:
 class StepLogprobs:
     """The scores (log-probs) of one step while the device computes it."""
 
-    def __init__(self, step: Step, real_rows: np.ndarray | None, sampler: Sampler) -> None:
-        """real_rows: which rows of logits are the step's, in their order; None: the first ones."""
+    def __init__(self, step: Step, unpadded_rows: np.ndarray | None, sampler: Sampler) -> None:
+        """unpadded_rows: which rows of logits are the step's, in their order; None: the first
+        ones."""
         self._rows = step.logprobs
         self._vectors = step.vectors
         self._chunks = step.scored_chunks
-        self._real_rows = real_rows
+        self._unpadded_rows = unpadded_rows
         self._sampler = sampler
         self._raw: torch.Tensor | None = None
         self._words: list[torch.Tensor] = []  # of prompts
@@ -442,7 +443,7 @@ class StepLogprobs:
 
     def _indices_on(self, device: torch.device, rows: np.ndarray) -> torch.Tensor | None:
         """Where the logits of `rows` int64 lie; None: they are the first ones, in order."""
-        indices = rows if self._real_rows is None else self._real_rows[rows]
+        indices = rows if self._unpadded_rows is None else self._unpadded_rows[rows]
         if np.array_equal(indices, np.arange(len(indices))):
             return None
         return _on_device(indices, device)

@@ -24,9 +24,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import AttentionInputs, AttentionMetadata, HostLengths, Traits
+from pipeinfer.attention.interface import (
+    AttentionInputs,
+    AttentionMetadata,
+    BackendCapabilities,
+    HostLengths,
+)
 from pipeinfer.engine.device import Device
-from pipeinfer.engine.graphs import LargestStep
+from pipeinfer.engine.graphs import StepCapacity
 from pipeinfer.engine.step_builder import FIELDS, filled
 from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
@@ -92,7 +97,7 @@ class StepPacker:
         self.words = words
         self._padding_slot = padding_slot
         self._last: tuple[StepShape, int, Step] | None = None
-        self._real_rows: np.ndarray | None = None
+        self._unpadded_rows: np.ndarray | None = None
 
     def pack(
         self, step: Step, shape: StepShape, num_logits: int, changes: np.ndarray
@@ -114,7 +119,7 @@ class StepPacker:
         self._last = shape, num_logits, step
         words[0] = len(changes) // 2
         words[at.changes : at.changes + len(changes)] = changes
-        return at.changes + len(changes), self._real_rows
+        return at.changes + len(changes), self._unpadded_rows
 
     def _rows(self, step: Step, shape: StepShape, at: Layout, num_logits: int) -> None:
         words, sampling = self.words, step.samples
@@ -134,12 +139,12 @@ class StepPacker:
             sampling = np.zeros(shape.num_rows, dtype=bool)
             _spread(sampling, step.samples, shape, step.num_decodes, False)
         logits_rows = words[at.logits_rows : at.logits_rows + shape.num_rows]
-        self._real_rows = None
+        self._unpadded_rows = None
         if num_logits == shape.num_rows and not shape.num_prefills:
             identity = np.arange(shape.num_rows, dtype=np.int32)
             logits_rows[:] = np.where(sampling, identity, -1 - identity)
             if not step.samples.all():
-                self._real_rows = np.flatnonzero(step.samples)
+                self._unpadded_rows = np.flatnonzero(step.samples)
         elif step.verifies or shape.verifies:
             firsts = np.full(len(step.slots), NO_LOGITS, dtype=np.int32)
             if step.drafts is not None:
@@ -196,9 +201,9 @@ class DeviceBuffers:
 
     def __init__(
         self,
-        largest: LargestStep,
+        largest: StepCapacity,
         page_size: int,
-        traits: Traits,
+        traits: BackendCapabilities,
         state: SlotState,
         device: torch.device,
         kernels: Kernels,

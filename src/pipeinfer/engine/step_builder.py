@@ -35,10 +35,10 @@ from pipeinfer.params import (
 from pipeinfer.step import (
     LAST_TOKEN,
     NO_CHANGES,
+    AppendedTokens,
     BadWords,
     Constrained,
     DraftDelta,
-    Extended,
     LogprobRows,
     MaskRows,
     PenaltyHistory,
@@ -64,7 +64,7 @@ class StepBuilder:
         self._requests = requests
         self._last: tuple[Step, np.ndarray] | None = None
         # Pages, since the last step that computes anything: see Rows.
-        self._to_zero: list[np.ndarray] = []
+        self._pages_to_zero: list[np.ndarray] = []
         self._lengths = dict[int, int]()  # see DraftDelta, since that step
 
     def build(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
@@ -77,8 +77,8 @@ class StepBuilder:
         """
         last = self._last
         self._lengths.update(rows.first_drafts)
-        if len(rows.to_zero):
-            self._to_zero.append(rows.to_zero)
+        if len(rows.pages_to_zero):
+            self._pages_to_zero.append(rows.pages_to_zero)
         before = (-1, -1) if last is None else (last[0].epoch, last[0].number)
         if last is not None and rows.same_as_previous and before == (epoch, rows.number - 1):
             self._last = self._next(last[0], rows), last[1]
@@ -193,9 +193,9 @@ class StepBuilder:
         if token_ids or self._lengths:
             delta = replace(delta, drafts=DraftDelta(token_ids, self._lengths))
             self._lengths = {}
-        if self._to_zero:
-            delta = replace(delta, to_zero=np.concatenate(self._to_zero))
-            self._to_zero.clear()
+        if self._pages_to_zero:
+            delta = replace(delta, pages_to_zero=np.concatenate(self._pages_to_zero))
+            self._pages_to_zero.clear()
         return delta
 
 
@@ -255,7 +255,7 @@ class RequestTable:
         self._vector_ids: list[np.ndarray] = [_NO_IDS] * max_slots
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
-        self._extended: dict[int, list[Extended]] = {}  # of those, since they sampled last
+        self._extended: dict[int, list[AppendedTokens]] = {}  # of those, since they sampled last
         self._dropped_grammars: set[int] = set()  # slots of those, since they were taken
         self.scores: dict[int, tuple[int, int, int]] = {}  # by slot: see scored()
 
@@ -294,9 +294,10 @@ class RequestTable:
             self.scores[slot] = admit.score_from, admit.prompt_len, params.prompt_logprobs
 
     def extend(self, slot: int, first: int, ids: np.ndarray) -> None:
-        """An Extend gave the request in `slot` output `ids` int32 [n], from position `first` on."""
+        """An AppendTokens gave the request in `slot` output `ids` int32 [n], from position `first`
+        on."""
         if slot in self._constrained:
-            self._extended.setdefault(slot, []).append(Extended(slot, first, ids))
+            self._extended.setdefault(slot, []).append(AppendedTokens(slot, first, ids))
 
     def logprobs(self, slots: np.ndarray, positions: np.ndarray) -> LogprobRows | None:
         """Of those of the `slots` int32 [L] that ask for any, for what they sample at `positions`;
@@ -386,7 +387,7 @@ class RequestTable:
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._constrained]
         if not rows:
             return None
-        chosen, new, extended = slots[rows], list[Constrained](), list[Extended]()
+        chosen, new, extended = slots[rows], list[Constrained](), list[AppendedTokens]()
         for slot in chosen.tolist():
             first = self._constrained[slot]
             if first is not None:
@@ -406,7 +407,7 @@ def constrained(admit: Admit) -> Constrained:
     jumps = jumps and not (
         admit.suppressed_ids or admit.bad_word_ids or params.allowed_token_ids is not None
     )
-    return Constrained(admit.slot, spec, budget, output, admit.thoughts, admit.prompt_len, jumps)
+    return Constrained(admit.slot, spec, budget, output, admit.reasoning, admit.prompt_len, jumps)
 
 
 def logit_edits_of(admit: Admit) -> RequestLogitEdits:

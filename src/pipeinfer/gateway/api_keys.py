@@ -241,7 +241,7 @@ class TokenBucket:
 class KeyUsage:
     """What one key uses now. Each request that `start_request` let in must be released, with
     all its choices. Where several gateways share the key's limits, this is what one of them lets
-    in: see Divisible (gateway/peers.py).
+    in: see SharedLimitHolder (gateway/peers.py).
 
     Tokens are taken when their number is known: a request is let in while any are left, and running
     requests may take the level below zero. Later requests wait then.
@@ -257,21 +257,21 @@ class KeyUsage:
         self._tokens = TokenBucket(limits.tokens, now) if limits.tokens else None
 
     def whole(self, kind: str) -> int:
-        """See Divisible; `kind` is one of LIMIT_NAMES."""
+        """See SharedLimitHolder; `kind` is one of LIMIT_NAMES."""
         limits = self.limits
         return {"concurrent": limits.concurrent, "requests": limits.requests}.get(
             kind, limits.tokens
         )
 
     def free(self, kind: str, now: float) -> int:
-        """See Divisible."""
+        """See SharedLimitHolder."""
         if kind == "concurrent":
             return self._concurrent - self.running
         bucket = self._requests if kind == "requests" else self._tokens
         return 0 if bucket is None else math.floor(bucket.level(now) + ROUNDING)
 
     def set_share(self, kind: str, size: int, now: float) -> None:
-        """See Divisible."""
+        """See SharedLimitHolder."""
         if kind == "concurrent":
             self._concurrent = size
         elif kind == "requests" and self._requests is not None:

@@ -24,8 +24,8 @@ from pipeinfer.core import (
     Leave,
     RollCall,
     Send,
+    SendFailed,
     Tick,
-    Unsent,
     bracketed_answer,
     highest_random_weight,
     silence_limit,
@@ -350,7 +350,7 @@ class GatewayCore:
         )
         return [local(failed)]
 
-    def _on_unsent(self, unsent: Unsent, now: float) -> list[Send]:
+    def _on_send_failed(self, unsent: SendFailed, now: float) -> list[Send]:
         """A message about a request cannot be encoded: all its choices fail."""
         record = self._records.get(unsent.request_id)
         if record is None or record.attempt != unsent.attempt:
@@ -681,7 +681,7 @@ class GatewayCore:
         Heartbeat: _on_heartbeat,
         Tick: _on_tick,
         Drain: _on_drain,
-        Unsent: _on_unsent,
+        SendFailed: _on_send_failed,
         Leave: _on_leave,
         QueueShare: _on_queue_share,
     }
@@ -756,7 +756,7 @@ def _started(accepted: Accepted, record: RequestRecord) -> Started:
         prompt_tokens=record.once(accepted.prompt_tokens),
         prompt_ids=accepted.prompt_ids,
         prompt_text=accepted.prompt_text if given is None else given,
-        thoughts=accepted.thoughts,
+        reasoning=accepted.reasoning,
         refusal=accepted.refusal,
         token_strs=accepted.token_strs,
     )

@@ -41,9 +41,9 @@ from pipeinfer.params import (
     Adapter,
     JsonObject,
     JsonValue,
+    ReasoningState,
     RequestParams,
     StructuredOutputs,
-    ThoughtState,
     choice_id,
 )
 from pipeinfer.wire import SCORE_WORDS, WORD, score_bytes, unpack_few, unpack_scores
@@ -114,7 +114,7 @@ class Started(Message, frozen=True):
 
     group: that computes it. prompt_tokens: 0 for all choices but the first, they share one prompt.
     prompt_ids: int32 bytes; this, `prompt_text` and `token_strs` are empty unless asked for.
-    thoughts: where the prompt of a chat leaves them. refusal: as in Accepted.
+    reasoning: where the prompt of a chat leaves them. refusal: as in Accepted.
     """
 
     request_id: str
@@ -122,7 +122,7 @@ class Started(Message, frozen=True):
     prompt_tokens: int
     prompt_ids: bytes = b""
     prompt_text: str = ""
-    thoughts: ThoughtState = "before"
+    reasoning: ReasoningState = "before"
     refusal: str = ""
     token_strs: tuple[str, ...] = ()
 

@@ -8,15 +8,15 @@ requests for what another one keeps.
     SharedQueue     the places of the queue, as a limit
     Peers           their messages: adapters that are loaded or unloaded, shares of limits, and at a
                     scrape what each has counted
-    Siblings        passes requests on to the gateways of this host, and to other hosts
+    HostGateways        passes requests on to the gateways of this host, and to other hosts
 
 A share is a bounded counter (Balegas and others, 2015): all that one gateway has ever given to each
 other one, and taken from it. These numbers only grow, so they may be heard late, twice or not at
 all, and the shares that gateways know of never add up to more than the limit. What a gateway that
 is started again gave and took before, it hears from the others.
 
-Without other gateways nothing is sent, and nothing is waited for. All but Peers and Siblings are
-sans-IO.
+Without other gateways nothing is sent, and nothing is waited for. All but Peers and HostGateways
+are sans-IO.
 
 Gateways of a host share the port, so a client that comes back for its stream, or its response, may
 reach another gateway than the one that has it. The others are asked over sockets of their own, as
@@ -87,7 +87,7 @@ Item = tuple[str, ...]
 ADAPTERS, LIMIT = "adapters", "limit"
 
 
-class Divisible(Protocol):
+class SharedLimitHolder(Protocol):
     """What has limits of several kinds, and uses of each what its share allows."""
 
     def whole(self, kind: str) -> int:
@@ -171,9 +171,9 @@ class SharedLimits:
     def __init__(self, index: int, gateways: int) -> None:
         self._index, self._gateways = index, gateways
         self._shares: dict[LimitName, LimitShare] = {}
-        self._holders: dict[str, Divisible] = {}
+        self._holders: dict[str, SharedLimitHolder] = {}
 
-    def add(self, name: str, holder: Divisible, kinds: Iterable[str], now: float) -> None:
+    def add(self, name: str, holder: SharedLimitHolder, kinds: Iterable[str], now: float) -> None:
         """`holder` gets its shares from now on; again after its limits have changed."""
         self._holders[name] = holder
         for kind in kinds:
@@ -322,8 +322,8 @@ class StateExchange:
 
 
 class SharedQueue:
-    """The requests that wait at this gateway, as Divisible: `requests` and `tokens` may wait at all
-    gateways together; 0: any. feed(): gives the core another share."""
+    """The requests that wait at this gateway, as SharedLimitHolder: `requests` and `tokens` may
+    wait at all gateways together; 0: any. feed(): gives the core another share."""
 
     KINDS = ("requests", "tokens")
 
@@ -335,16 +335,16 @@ class SharedQueue:
         self._share = dict(self._whole)
 
     def whole(self, kind: str) -> int:
-        """See Divisible."""
+        """See SharedLimitHolder."""
         return self._whole[kind]
 
     def free(self, kind: str, now: float) -> int:
-        """See Divisible."""
+        """See SharedLimitHolder."""
         waiting = {"requests": "waiting", "tokens": "waiting_tokens"}[kind]
         return self._share[kind] - int(self._core.stats()[waiting])
 
     def set_share(self, kind: str, size: int, now: float) -> None:
-        """See Divisible. A share of no tokens is one of one, since 0 is no bound."""
+        """See SharedLimitHolder. A share of no tokens is one of one, since 0 is no bound."""
         if size != self._share[kind]:
             self._share[kind] = size
             tokens = max(self._share["tokens"], 1) if self._whole["tokens"] else 0
@@ -414,7 +414,7 @@ class Peers:
 
     # -------------------------------------------------------------------------------------- limits
 
-    def share(self, name: str, holder: Divisible, kinds: Sequence[str]) -> None:
+    def share(self, name: str, holder: SharedLimitHolder, kinds: Sequence[str]) -> None:
         """`holder` has a share of its limits from now on; again after these have changed."""
         self.limits.add(name, holder, kinds, time.monotonic())
 
@@ -590,7 +590,7 @@ class _Place:
     unsure: Sequence[int]
 
 
-class Siblings:
+class HostGateways:
     """The other gateways of this host, and those of other hosts that can be asked.
 
     stage, address: of this one. others: addresses by id. health: who is there. first: whether this

@@ -302,7 +302,7 @@ def _parse_chat(
         request.include_reasoning is not False,
     )
     spec = params.structured_outputs
-    # Space before JSON, which masks.AfterThoughtsSource allows.
+    # Space before JSON, which masks.AfterReasoningSource allows.
     strip_answer = spec is not None and spec.json is not None
     parser_options = ParserOptions(
         schemas=None if tools is None else tools.schemas,

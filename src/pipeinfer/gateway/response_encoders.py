@@ -278,7 +278,7 @@ class ChoiceCollector:
         """Comes before the first delta."""
         self.prompt_text = started.prompt_text
         if self._parser_factory is not None:
-            self._parser = self._parser_factory(started.thoughts)
+            self._parser = self._parser_factory(started.reasoning)
         if self._ids is not None:
             self.prompt_ids = unpack(started.prompt_ids).tolist()
 

@@ -53,7 +53,7 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int
 
 
-class ThoughtTokens(msgspec.Struct):
+class ReasoningTokens(msgspec.Struct):
     """Of an answer: tokens of thoughts, those of their tags aside."""
 
     reasoning_tokens: int
@@ -66,7 +66,7 @@ class Counts(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ThoughtTokens | UnsetType = UNSET
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
     reasoning_tokens: int | UnsetType = UNSET
 
 
@@ -156,7 +156,7 @@ class ResponseUsage(msgspec.Struct):
     input_tokens: int
     input_tokens_details: CachedTokens
     output_tokens: int
-    output_tokens_details: ThoughtTokens
+    output_tokens_details: ReasoningTokens
     total_tokens: int
 
 

@@ -55,7 +55,7 @@ from pipeinfer.gateway.ledger import (
 )
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.gateway.peers import Peers, Siblings
+from pipeinfer.gateway.peers import HostGateways, Peers
 from pipeinfer.gateway.pooling import PairScorer, TextPairs, VectorSink
 from pipeinfer.gateway.requests import (
     ParsedRequest,
@@ -526,7 +526,7 @@ class HandlerContext:
     browsers: BrowserGuard
     answers: ResumableAnswers
     peers: Peers
-    siblings: Siblings
+    siblings: HostGateways
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
     fingerprint: str = ""

@@ -54,7 +54,7 @@ from pipeinfer.gateway.health import Health, expected_stages
 from pipeinfer.gateway.ledger import AdoptionEnded, Backlog, RequestTraces, StatusChanged
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies, VllmMetrics
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.gateway.peers import Peers, SharedQueue, Siblings, is_forwarded
+from pipeinfer.gateway.peers import HostGateways, Peers, SharedQueue, is_forwarded
 from pipeinfer.gateway.pooling import takes_query_and_document
 from pipeinfer.gateway.requests import AdapterRegistry, RequestDefaults, sampling_defaults
 from pipeinfer.gateway.response_handlers import Adopter
@@ -292,7 +292,7 @@ def _listen(context: StageContext) -> list[socket.socket]:
     return servers.open_sockets(context.settings.host, context.settings.port)
 
 
-def _siblings(context: StageContext, health: Health) -> Siblings:
+def _siblings(context: StageContext, health: Health) -> HostGateways:
     """The gateways that share the port with this one, and those of other hosts."""
     me, topology = context.identity, context.topology
     address, others = topology.address(me.id), dict[str, str]()
@@ -306,7 +306,7 @@ def _siblings(context: StageContext, health: Health) -> Siblings:
         apart = entry.http != topology.entry(me.id).http and entry.identity.id not in others
         if entry.http and apart and entry.identity != me:
             elsewhere.setdefault(entry.http, []).append(entry.identity.id)
-    return Siblings(me.id, address, others, health, first=first, elsewhere=elsewhere)
+    return HostGateways(me.id, address, others, health, first=first, elsewhere=elsewhere)
 
 
 def _context_length(settings: Settings, folder: Path) -> int:

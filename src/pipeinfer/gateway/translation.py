@@ -99,7 +99,7 @@ class TranslatedEncoder:
     def started(self, index: int, started: Started) -> None:
         self._prompt_tokens = started.prompt_tokens
         if self._parser_factory is not None:
-            parser = self._parser_factory(started.thoughts)
+            parser = self._parser_factory(started.reasoning)
             self._parser, self._reasoning_counter = parser, parser.reasoning
 
     def delta(self, index: int, delta: OutputDelta) -> bytes:

@@ -4,7 +4,7 @@ A row has a MaskSource. It is transient: it can be built again from the row's id
 gives the same masks then.
 
 - GrammarSource: by a grammar.
-- AfterThoughtsSource: by a grammar that begins behind the thoughts.
+- AfterReasoningSource: by a grammar that begins behind the thoughts.
 - ThinkingBudgetSource: ends the thoughts after a number of tokens.
 - UnconstrainedSource, FailedSource: allow everything, nothing.
 - RowSource: around one of the others, with tokens that are forced ahead (jump-forward decoding).
@@ -22,7 +22,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary, error_message
-from pipeinfer.params import Thoughts, ThoughtState
+from pipeinfer.params import ReasoningContext, ReasoningState
 
 # A row moves to another compiled copy only if the copy has at most so many ids to read, which takes
 # a millisecond for eight rows.
@@ -135,7 +135,7 @@ class GrammarSource:
         return self.error
 
 
-class AfterThoughtsSource:
+class AfterReasoningSource:
     """Allows what a grammar allows behind the thoughts.
 
     - Amid the thoughts all tokens are allowed except those that end the request, and those that
@@ -144,17 +144,17 @@ class AfterThoughtsSource:
       it is harmless in front of the grammar's text; the grammar's first tokens.
 
     grammar, ids, row: as for GrammarSource.
-    thoughts: tags of the thoughts, and their state behind the prompt.
+    reasoning: tags of the thoughts, and their state behind the prompt.
     """
 
     def __init__(
-        self, grammar: Grammar, thoughts: Thoughts, ids: Sequence[int] = (), row: int = 0
+        self, grammar: Grammar, reasoning: ReasoningContext, ids: Sequence[int] = (), row: int = 0
     ) -> None:
         self._grammar = grammar
         self._vocabulary = grammar.vocabulary
         self._row = row
-        self._thoughts = ThoughtTracker(self._vocabulary, thoughts)
-        opening = self._vocabulary.tokens_of_text(thoughts.opening)
+        self._reasoning = ReasoningTracker(self._vocabulary, reasoning)
+        opening = self._vocabulary.tokens_of_text(reasoning.opening)
         self._opening = self._vocabulary.mask(opening) if len(opening) == 1 else None
         self._source = GrammarSource(grammar, row=row)
         self._spaces = (
@@ -164,11 +164,11 @@ class AfterThoughtsSource:
 
     @property
     def matcher(self) -> LLMatcher | None:
-        return None if self._thoughts.state == "open" else self._source.matcher
+        return None if self._reasoning.state == "open" else self._source.matcher
 
     def feed(self, ids: Sequence[int]) -> str:
         for at, token in enumerate(ids):
-            if self._thoughts.state == "over":
+            if self._reasoning.state == "over":
                 return self._source.feed(ids[at:])
             if error := self._read(token):
                 return error
@@ -176,14 +176,14 @@ class AfterThoughtsSource:
 
     def _read(self, token: int) -> str:
         """Takes the next token while the thoughts are not over. Returns an error or ""."""
-        thoughts, before = self._thoughts, self._thoughts.state
-        thoughts.read(token)
-        if before == "before" and thoughts.state == "open":  # the grammar begins anew behind them
+        reasoning, before = self._reasoning, self._reasoning.state
+        reasoning.read(token)
+        if before == "before" and reasoning.state == "open":  # the grammar begins anew behind them
             self._source = GrammarSource(self._grammar, row=self._row)
         elif before == "before" and not self._pads(token):
             self._spaces = 0
             return self._source.feed([token])
-        if thoughts.state == "over" and (rest := thoughts.text_after_closing.lstrip()):
+        if reasoning.state == "over" and (rest := reasoning.text_after_closing.lstrip()):
             return self._source.feed(self._vocabulary.tokens.tokenize_bytes(rest))
         return ""
 
@@ -192,24 +192,24 @@ class AfterThoughtsSource:
         allow.
         """
         padding = (
-            self._spaces > 0 and self._thoughts.only_white_space and not self._source.allows(token)
+            self._spaces > 0 and self._reasoning.only_white_space and not self._source.allows(token)
         )
         self._spaces -= padding
         return padding
 
     def force(self) -> list[int]:
-        return self._source.force() if self._thoughts.state == "over" else []
+        return self._source.force() if self._reasoning.state == "over" else []
 
     def check(self, words: np.ndarray) -> str:
-        where = self._thoughts.state
+        where = self._reasoning.state
         if where == "open":
             words[:] = self._vocabulary.no_end_mask
-            unfit = self._thoughts.closing_and_more()
+            unfit = self._reasoning.closing_and_more()
             if unfit is not None:
                 words &= ~unfit
             return ""
         error = self._source.check(words)
-        if not error and self._thoughts.only_white_space:
+        if not error and self._reasoning.only_white_space:
             if self._opening is not None:
                 words |= self._opening
             if self._spaces > 0:
@@ -242,7 +242,7 @@ class ThinkingBudgetSource:
 
     behind: the source for all other tokens; has read `output` already.
     budget: tokens of thoughts.
-    thoughts: tags of the thoughts, and their state behind the prompt.
+    reasoning: tags of the thoughts, and their state behind the prompt.
     output: the row's output ids so far.
     """
 
@@ -251,12 +251,12 @@ class ThinkingBudgetSource:
         vocabulary: GrammarVocabulary,
         answer: MaskSource,
         budget: int,
-        thoughts: Thoughts,
+        reasoning: ReasoningContext,
         output: Sequence[int] = (),
     ) -> None:
-        self._closing = vocabulary.tokens_of_text(thoughts.closing)
+        self._closing = vocabulary.tokens_of_text(reasoning.closing)
         self._inner = answer
-        self._thoughts = ThoughtTracker(vocabulary, thoughts)
+        self._reasoning = ReasoningTracker(vocabulary, reasoning)
         self._budget_left = budget
         self._closing_tokens = 0  # tokens of the closing tag since the budget was used up
         self._count(output)
@@ -267,14 +267,14 @@ class ThinkingBudgetSource:
 
     @property
     def _spent(self) -> bool:
-        return self._thoughts.state == "open" and self._budget_left <= 0
+        return self._reasoning.state == "open" and self._budget_left <= 0
 
     def feed(self, ids: Sequence[int]) -> str:
         self._count(ids)
         return self._inner.feed(ids)
 
     def force(self) -> list[int]:
-        ids = [] if self._thoughts.state == "open" else self._inner.force()
+        ids = [] if self._reasoning.state == "open" else self._inner.force()
         self._count(ids)
         return ids
 
@@ -287,9 +287,9 @@ class ThinkingBudgetSource:
     def _count(self, ids: Sequence[int]) -> None:
         for token in ids:
             self._closing_tokens += self._spent
-            amid = self._thoughts.state == "open"
-            self._thoughts.read(token)
-            self._budget_left -= amid and self._thoughts.state == "open"
+            amid = self._reasoning.state == "open"
+            self._reasoning.read(token)
+            self._budget_left -= amid and self._reasoning.state == "open"
 
 
 class FailedSource:
@@ -374,18 +374,18 @@ def _allow_only(token: int, words: np.ndarray) -> None:
 
 
 def make_source(
-    grammar: Grammar, output: Sequence[int], thoughts: Thoughts | None, row: int = 0
+    grammar: Grammar, output: Sequence[int], reasoning: ReasoningContext | None, row: int = 0
 ) -> MaskSource:
     """The source of a request with a grammar.
 
     grammar: what is allowed.
     output: the request's output ids so far.
-    thoughts: behind which the grammar begins; None: there are none.
+    reasoning: behind which the grammar begins; None: there are none.
     row: as for GrammarSource.
     """
-    if thoughts is None or thoughts.state == "over":
+    if reasoning is None or reasoning.state == "over":
         return GrammarSource(grammar, output, row)
-    return AfterThoughtsSource(grammar, thoughts, output, row)
+    return AfterReasoningSource(grammar, reasoning, output, row)
 
 
 def fill_masks(executor: LLExecutor, sources: Sequence[MaskSource], masks: np.ndarray) -> list[str]:
@@ -403,19 +403,19 @@ def fill_masks(executor: LLExecutor, sources: Sequence[MaskSource], masks: np.nd
     return [source.check(masks[i]) for i, source in enumerate(sources)]
 
 
-class ThoughtTracker:
+class ReasoningTracker:
     """Follows the thoughts of one answer, token by token.
 
-    state: "before", "open" or "over", as ThoughtState.
+    state: "before", "open" or "over", as ReasoningState.
     text_after_closing: bytes behind the closing tag, in the token that completed the tag.
     """
 
-    def __init__(self, vocabulary: GrammarVocabulary, thoughts: Thoughts) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, reasoning: ReasoningContext) -> None:
         self._vocabulary = vocabulary
-        self._opening, self._closing = thoughts.opening.encode(), thoughts.closing.encode()
+        self._opening, self._closing = reasoning.opening.encode(), reasoning.closing.encode()
         # The end of the text so far. "before": all of it; "open": what may begin the closing tag.
         self._tail = b""
-        self.state: ThoughtState = thoughts.state
+        self.state: ReasoningState = reasoning.state
         self.text_after_closing = b""
 
     def read(self, token: int) -> None:

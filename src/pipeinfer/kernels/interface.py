@@ -91,7 +91,7 @@ class DeviceStep:
         only if `lists_pages`.
     kv_indices int32: pages row after row if `lists_pages`, else the page table of all slots.
     row_page_table int32 [n, pages]: the page table of the last n rows, for backends that want pages
-        by row: of all rows, of the prefill rows, or of none (Traits.page_table).
+        by row: of all rows, of the prefill rows, or of none (BackendCapabilities.page_table).
     logits_indices int64 [L]: the token from which a row of logits is computed.
     write_slots int64 [L]: the slot of last_token that gets the sampled id.
     sample_positions int64 [L]: the position of the sampled id.

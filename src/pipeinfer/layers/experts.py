@@ -318,13 +318,13 @@ def resolve_backend(name: str, device: str) -> str:
             + did_you_mean(name, known)
         )
     if name == "flashinfer":
-        refuse(name, _flashinfer_obstacle())
+        refuse(name, _flashinfer_unsupported_reason())
     if name != "auto":
         return name
     return "triton" if device == "cuda" else "torch"
 
 
-def _flashinfer_obstacle() -> str:
+def _flashinfer_unsupported_reason() -> str:
     """Why FlashInfer has no fused experts on this host's GPU, or ""."""
     if importlib.util.find_spec("flashinfer") is None:
         return "the package flashinfer is not installed (pip install pipeinfer[cuda])"

@@ -6,9 +6,9 @@
 - `ActivationQuantizer`: how a weight that multiplies in FP8 quantizes its input, if nothing before
   it has done so as its last step.
 - `packed_bytes`, `layout_of`, `packed_over`: matrices that oneDNN has packed, as bytes, so that
-  they can lie in memory of ours; `obstacle`: why there can be none here. torch has no public call
-  for the last step; that of its compiler's runtime is used, a C function of a stable name, and
-  tried before it is relied on.
+  they can lie in memory of ours; `unsupported_reason`: why there can be none here. torch has no
+  public call for the last step; that of its compiler's runtime is used, a C function of a stable
+  name, and tried before it is relied on.
 - `SmallMGemm`: the project's own GEMM kernels for few rows; `ExactGemm`: those of exact mode.
 
 Knows no layer, no shard and no format (quantized.py).
@@ -666,7 +666,7 @@ def _calls() -> tuple[Callable[..., int], Callable[[int], torch.Tensor]]:
 
 
 @lru_cache(maxsize=4)
-def obstacle(dtype: torch.dtype) -> str:
+def unsupported_reason(dtype: torch.dtype) -> str:
     """Why no matrix of `dtype` can be made over bytes here; "" where a small one gives the products
     of the one whose bytes they are."""
     source = torch.Generator().manual_seed(0)

@@ -32,7 +32,7 @@ from pipeinfer.memory.pages import (
     SlotArrays,
 )
 from pipeinfer.memory.prefix_cache import PrefixCache, make_cache
-from pipeinfer.messages import Admit, Extend, Plan, Release
+from pipeinfer.messages import Admit, AppendTokens, Plan, Release
 from pipeinfer.wire import COUNT_OF_ONE, NO_DRAFTS
 
 _NONE = np.empty(0, dtype=np.int32)
@@ -57,13 +57,14 @@ class Rows:
     free, evictable: pages after the plan.
     evicted: pages that the cache has evicted since the epoch began.
     digest: 64 bits, hash of all decisions since the epoch began.
-    to_zero: int32 [n], freed pages that may hold NaN: no finite logits were computed from them. A
-        step zeroes them before it computes; see KVPool.zero_pages.
+    pages_to_zero: int32 [n], freed pages that may hold NaN: no finite logits were computed from
+        them. A step zeroes them before it computes; see KVPool.zero_pages.
     drafts: int32 [R], as in Plan, with starts and counts as if all drafts so far were accepted;
         None if no request has any.
     first_drafts: by slot, the tokens that are computed of requests that this plan gives drafts for
         the first time.
-    claimed: int32 [n], pages that the page directory must call invalid before a step is launched.
+    invalidated: int32 [n], pages that the page directory must call invalid before a step is
+    launched.
     fills: which pages the step fills; None where nobody tracks it.
     """
 
@@ -81,10 +82,10 @@ class Rows:
     evictable: int = 0
     evicted: int = 0
     digest: int = 0
-    to_zero: np.ndarray = field(default_factory=lambda: _NONE)
+    pages_to_zero: np.ndarray = field(default_factory=lambda: _NONE)
     drafts: np.ndarray | None = None
     first_drafts: dict[int, int] = field(default_factory=dict[int, int])
-    claimed: np.ndarray = field(default_factory=lambda: _NONE)
+    invalidated: np.ndarray = field(default_factory=lambda: _NONE)
     fills: StepFills | None = None
 
 
@@ -126,7 +127,9 @@ class MemoryManager:
         self.cache = make_cache(cache, page_size)
         self.table = PageTable(max_slots, -(-max_model_len // page_size))
         self.slots = SlotArrays(max_slots)
-        self._to_zero: list[np.ndarray] = []  # freed since the last plan, see Rows.to_zero
+        self._pages_to_zero: list[
+            np.ndarray
+        ] = []  # freed since the last plan, see Rows.pages_to_zero
         # bool [pages], the dummy page 0 included: pages, also cached ones, from which no finite
         # logits were computed so far. They are zeroed when they are freed.
         self._maybe_nan = np.zeros(self.allocator.num_pages + 1, dtype=bool)
@@ -135,7 +138,7 @@ class MemoryManager:
 
     def reset(self, found: PageChains | None = None) -> None:
         """An epoch begins: slots are empty, the digest is 0, and the cache has the pages `found`,
-        which are `PageChains.believed`, from whichever epoch; all others are free."""
+        which are `PageChains.verified`, from whichever epoch; all others are free."""
         kept = _NONE if found is None else found.pages
         for slot in np.flatnonzero(self.slots.active).tolist():
             self._maybe_nan[self.table.owned_pages(slot)] = True
@@ -197,10 +200,10 @@ class MemoryManager:
         rows.free, rows.evictable = self.num_free, self.num_evictable
         rows.evicted = self.num_evicted
         rows.digest = self._digest.close()
-        if self._to_zero:
-            rows.to_zero, self._to_zero = np.concatenate(self._to_zero), []
+        if self._pages_to_zero:
+            rows.pages_to_zero, self._pages_to_zero = np.concatenate(self._pages_to_zero), []
         if self.chains is not None:
-            rows.claimed = self.chains.take_claimed()
+            rows.invalidated = self.chains.take_invalidated()
             rows.fills = self.chains.plan(rows, self.table, self.slots)
         return rows
 
@@ -218,9 +221,9 @@ class MemoryManager:
             self._cache_unfinished_prompt(slot, plan.number)
         if plan.reset:  # of the prefix cache
             self._evict(self.num_evictable)
-            self._claim(np.arange(1, self.allocator.num_pages + 1, dtype=np.int32))
+            self._invalidate(np.arange(1, self.allocator.num_pages + 1, dtype=np.int32))
         cached = [self._admit(admit, plan.number) for admit in plan.admits]
-        for extend in plan.extends:
+        for extend in plan.appends:
             self._extend(extend)
         rows = self._advance_rows(slots, counts, *self._parse_drafts(plan, slots, counts))
         rows.admitted = np.array([admit.slot for admit in plan.admits], np.int32)
@@ -351,7 +354,7 @@ class MemoryManager:
             self.chains.admit(slot, salt, tokens[:cached], pages)
         return cached
 
-    def _extend(self, extend: Extend) -> None:
+    def _extend(self, extend: AppendTokens) -> None:
         """More token ids of a request are known, some of them perhaps computed already."""
         slot = self._check_active(extend.slot, "extend")
         tokens = _ids(extend.ids, f"extend of slot {slot}")
@@ -465,14 +468,14 @@ class MemoryManager:
             self._evict(missing)
         pages = self.allocator.allocate(count)
         self._add_to_digest(pages)
-        self._claim(pages)
+        self._invalidate(pages)
         self._maybe_nan[pages] = True
         return pages
 
-    def _claim(self, pages: np.ndarray) -> None:
+    def _invalidate(self, pages: np.ndarray) -> None:
         """What the directory says of these pages holds no more."""
         if self.chains is not None:
-            self.chains.claim(pages, self._number)
+            self.chains.invalidate(pages, self._number)
 
     def _evict(self, count: int) -> None:
         pages = self.cache.evict(count)
@@ -488,8 +491,8 @@ class MemoryManager:
         """Those that are will be zeroed, so they hold no more what the directory says."""
         pages = pages[self._maybe_nan[pages]]
         if len(pages):
-            self._claim(pages)
-            self._to_zero.append(pages)
+            self._invalidate(pages)
+            self._pages_to_zero.append(pages)
             self._maybe_nan[pages] = False
 
     def _add_to_digest(self, *decisions: np.ndarray) -> None:
@@ -617,7 +620,7 @@ class SteadyDecode:
             and plan.counts == self._count_bytes
             and not plan.releases
             and not plan.admits
-            and not plan.extends
+            and not plan.appends
             and not plan.cache_slots
             and not plan.reset
             and not plan.drafts

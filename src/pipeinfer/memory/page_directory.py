@@ -102,7 +102,7 @@ class PageChains:
             self.ids[chosen],
         )
 
-    def believed(self) -> PageChains:
+    def verified(self) -> PageChains:
         """Those whose digests are right, whose whole chain is there, and that repeat no other
         page's digest; by depth, then page. Of repeated ones the lowest page stays."""
         order = np.lexsort((self.pages, self.depths))
@@ -128,11 +128,11 @@ class PageChains:
         held = np.zeros((pages, 2), dtype=np.int64)
         held[self.pages] = self.digests.view(np.int64)
         same = (gather(held) == held).all(axis=(0, 2)) & held.any(axis=1)
-        return self.only(same[self.pages]).believed()
+        return self.only(same[self.pages]).verified()
 
     def sequences(self) -> Iterable[tuple[bytes, np.ndarray, np.ndarray]]:
         """For the end of each chain: its salt, its token ids int32 [k * page_size], and its pages
-        int32 [k], from the first on. Of `believed` chains."""
+        int32 [k], from the first on. Of `verified` chains."""
         row_of = {digest.tobytes(): row for row, digest in enumerate(self.digests)}
         inner = {parent.tobytes() for parent in self.parents}
         for row, digest in enumerate(self.digests):
@@ -252,7 +252,7 @@ class PageDirectory:
         self._valid[pages] = 1
 
     def read(self) -> PageChains:
-        """All valid pages; `believed` of them are those that a successor may use."""
+        """All valid pages; `verified` of them are those that a successor may use."""
         pages = np.flatnonzero(self._valid).astype(np.int32)
         pages = pages[pages > 0]
         return PageChains(
@@ -330,17 +330,17 @@ class ChainTracker:
         self.page_size = page_size
         self._max_slots = max_slots
         self._last_request = 0
-        self._claimed_by = np.empty(pages, dtype=np.int64)  # plan that claimed each page last
+        self._invalidated_by = np.empty(pages, dtype=np.int64)  # plan that claimed each page last
         self._ids = np.zeros((max_slots, page_size), dtype=np.int32)  # of the page that fills
         self.reset(None)
 
     def reset(self, chains: PageChains | None) -> None:
         """An epoch begins, with the pages that are believed; None: no page is."""
-        self._claimed_by[:] = -1
-        others = np.ones(len(self._claimed_by), dtype=bool)
+        self._invalidated_by[:] = -1
+        others = np.ones(len(self._invalidated_by), dtype=bool)
         if chains is not None:
             others[chains.pages] = False
-        self._claimed: list[np.ndarray] = [np.flatnonzero(others).astype(np.int32)]
+        self._invalidated: list[np.ndarray] = [np.flatnonzero(others).astype(np.int32)]
         self._digests: dict[int, bytes] = {}  # by page, of those that are valid
         if chains is not None:
             digests = [digest.tobytes() for digest in chains.digests]
@@ -353,18 +353,18 @@ class ChainTracker:
         # Steps that repeat each other, not written to `_ids` yet, with what each row sampled.
         self._put_aside: list[tuple[StepFills, np.ndarray]] = []
 
-    def claim(self, pages: np.ndarray, number: int) -> None:
+    def invalidate(self, pages: np.ndarray, number: int) -> None:
         """Plan `number` gave `pages` int32 [n] to requests, or they are not to be believed."""
-        self._claimed_by[pages] = number
-        self._claimed.append(pages)
+        self._invalidated_by[pages] = number
+        self._invalidated.append(pages)
         for page in pages.tolist():
             self._digests.pop(page, None)
 
-    def take_claimed(self) -> np.ndarray:
+    def take_invalidated(self) -> np.ndarray:
         """int32 [n], pages that were claimed since this was asked last: they are to be invalid
         before the next step is launched."""
-        claimed, self._claimed = self._claimed, []
-        return np.concatenate(claimed) if claimed else _NO_PAGES
+        invalidated, self._invalidated = self._invalidated, []
+        return np.concatenate(invalidated) if invalidated else _NO_PAGES
 
     def admit(self, slot: int, salt: bytes, ids: np.ndarray, cached: np.ndarray) -> None:
         """A request with a salt of digest `salt` enters `slot`. `cached` int32 [k] are its pages
@@ -389,7 +389,7 @@ class ChainTracker:
         """The request in `slot` is gone."""
         self._requests[slot] = 0
 
-    def distrust(self, step: StepFills, rows: np.ndarray) -> None:
+    def mark_unusable(self, step: StepFills, rows: np.ndarray) -> None:
         """Requests of these `rows` int64 [n] of the plan fill no more pages: bad logits may have
         left NaN anywhere, and where no id was sampled, nobody knows what a step under way goes on
         with. Slots that have other requests by now go on."""
@@ -562,6 +562,6 @@ class ChainTracker:
         digest = self._parents[slot] = page_digest(parent, salt, ids)
         # A page that was claimed since belongs to somebody else: this request reads another one by
         # now, which holds the same.
-        if self._claimed_by[page] <= step.number:
+        if self._invalidated_by[page] <= step.number:
             self._digests[page] = digest
             found.append((page, depth, digest, parent, salt, ids))

@@ -28,7 +28,7 @@ import numpy as np
 
 from pipeinfer.control import Observed, RequestSpan, StepMade, Watch
 from pipeinfer.core import ANY_PLAN, PlanFilter, Send
-from pipeinfer.messages import Begin, Message, Plan, Result
+from pipeinfer.messages import BeginEpoch, Message, Plan, Result
 from pipeinfer.observe.spans import (
     Exchange,
     SpanObserver,
@@ -468,7 +468,7 @@ class LastMinute:
             message = send.message
             if type(message) is Plan:
                 self._steps.on_plan(message, ended)
-            elif type(message) is Begin:
+            elif type(message) is BeginEpoch:
                 self._steps.begin()
 
     def sums(self, before: float) -> tuple[StepMade, ...]:

@@ -6,9 +6,9 @@ the stage's kind writes to it what messages say of requests:
     stage        a span lasts
     gateway      from a client's Call to the OutputDelta or Failed that ends the choice
     tokenizer    from Submit until the request is passed on
-    scheduler    from Work to the request's last row
+    scheduler    from TokenizedRequest to the request's last row
     engine       from Admit to Release
-    detokenizer  from Open to the request's last text
+    detokenizer  from OpenStream to the request's last text
 
 The messages that carry spans to others are control.RequestSpan (a span) and control.TimedEvent (one
 of its events). Times are passed in. Local events of the gateway are known by name and shape: its
@@ -34,12 +34,12 @@ from pipeinfer.messages import (
     Abort,
     Accepted,
     Admitted,
-    Begin,
+    BeginEpoch,
     Delivered,
     Done,
     Fault,
     Message,
-    Open,
+    OpenStream,
     Plan,
     Refused,
     Release,
@@ -47,8 +47,8 @@ from pipeinfer.messages import (
     StopHit,
     Submit,
     Text,
+    TokenizedRequest,
     Tokens,
-    Work,
 )
 from pipeinfer.params import RequestParams, choice_id, choice_ids
 
@@ -483,7 +483,7 @@ class TokenizerObserver:
     def _accepted(self, send: Send, at: float) -> None:
         accepted: Any = send.message
         if accepted.group >= 0:
-            return  # its Work says so
+            return  # its TokenizedRequest says so
         for choice in accepted.choices:
             name = choice_id(accepted.request_id, choice)
             self.spans.mark(name, at, "encoded", prompt_tokens=accepted.prompt_tokens)
@@ -501,7 +501,7 @@ class TokenizerObserver:
         Done: _done,
     }
     _on_output: ClassVar[dict[type, Callable[[Any, Send, float], None]]] = {
-        Work: _work,
+        TokenizedRequest: _work,
         Accepted: _accepted,
         Refused: _refused,
     }
@@ -514,9 +514,10 @@ class _SlotRecord(NamedTuple):
     number: int
 
 
-def _taken(work: Work, outputs: Sequence[Send]) -> bool:
-    """Whether the scheduler took the request: it answers a repeated Work with nothing."""
-    answers = (send.message for send in outputs if type(send.message) in (Open, Refused))
+def _taken(work: TokenizedRequest, outputs: Sequence[Send]) -> bool:
+    """Whether the scheduler took the request: it answers a repeated TokenizedRequest with
+    nothing."""
+    answers = (send.message for send in outputs if type(send.message) in (OpenStream, Refused))
     return work.request_id in [getattr(message, "request_id", "") for message in answers]
 
 
@@ -531,7 +532,7 @@ class SchedulerObserver:
     def on_exchange(self, exchange: Exchange) -> None:
         event, outputs, began, ended = exchange
         taken = self._on_input.get(type(event))
-        if taken is not None and (type(event) is not Work or _taken(event, outputs)):
+        if taken is not None and (type(event) is not TokenizedRequest or _taken(event, outputs)):
             taken(self, event, began)
         # What a result brought comes first, although its rows are sent behind the next plan: that
         # plan releases the slots of those that the result has ended.
@@ -550,7 +551,7 @@ class SchedulerObserver:
 
     # --------------------------------------------------------------------------------------- inputs
 
-    def _work(self, work: Work, at: float) -> None:
+    def _work(self, work: TokenizedRequest, at: float) -> None:
         name = work.request_id
         span = self.spans.get(name)
         if span is not None and work.attempt <= span.attempt:
@@ -613,7 +614,7 @@ class SchedulerObserver:
     def _handed_over(self, handed_over: Delivered, at: float) -> None:
         self.spans.end(handed_over.request_id, at, "handed_over")
 
-    def _begin(self, _begin: Begin, at: float) -> None:
+    def _begin(self, _begin: BeginEpoch, at: float) -> None:
         for record in self._slots.values():
             self.spans.mark(record.request_id, at, "engine_lost")
         self._slots.clear()
@@ -631,7 +632,7 @@ class SchedulerObserver:
             self.spans.mark(admit.request_id, at, "admitted", slot=admit.slot, tokens=tokens)
 
     _on_input: ClassVar[dict[type, Callable[[Any, Any, float], None]]] = {
-        Work: _work,
+        TokenizedRequest: _work,
         Abort: _abort,
         Done: _done,
         StopHit: _stop_hit,
@@ -642,7 +643,7 @@ class SchedulerObserver:
         Tokens: _tokens,
         Refused: _refused,
         Delivered: _handed_over,
-        Begin: _begin,
+        BeginEpoch: _begin,
     }
 
 
@@ -673,7 +674,7 @@ class EngineObserver:
         kinds = {type(send.message) for send in outputs}
         if type(event) is Plan:
             self._plan(event, began, ended)
-        elif type(event) is Begin:
+        elif type(event) is BeginEpoch:
             self._lose(began)
             self._epoch, self._plans = event.epoch, PlanFilter()
         elif type(event) is StepDone and Result not in kinds:
@@ -781,7 +782,7 @@ class DetokenizerObserver:
         for text in texts:
             self._text(text, began, ended)
 
-    def _open(self, opened: Open, at: float) -> None:
+    def _open(self, opened: OpenStream, at: float) -> None:
         name = opened.request_id
         span = self.spans.get(name)
         if opened.attempt <= self._over.get(name, -1):
@@ -835,7 +836,7 @@ class DetokenizerObserver:
                     self._over.popitem(last=False)
 
     _on_input: ClassVar[dict[type, Callable[[Any, Any, float], None]]] = {
-        Open: _open,
+        OpenStream: _open,
         Abort: _abort,
         Done: _done,
         Refused: _refused,

@@ -34,10 +34,10 @@ from pipeinfer.command_line import counted
 from pipeinfer.core import LOCAL, Core, GraphDue, Send, StepDone
 from pipeinfer.engine.core import (
     AdapterRead,
-    ClaimPages,
     Compute,
     FillPages,
     FoundPages,
+    InvalidatePages,
     StepFailed,
 )
 from pipeinfer.memory.page_directory import PageChains
@@ -317,7 +317,7 @@ class ReplayPace:
 
 Deliver = Callable[[Any], None]
 # What a device does, or hears of its pages, whose steps are played.
-DEVICE = ("Compute", "Capture", "ClaimPages", "FillPages", "LoadAdapter")
+DEVICE = ("Compute", "Capture", "InvalidatePages", "FillPages", "LoadAdapter")
 
 
 class CorePlayer:
@@ -402,7 +402,7 @@ class DevicePlayback:
         """A step for the device, a graph to capture, or what becomes of pages: a replay keeps no
         directory of them, but remembers which ones its device has filled."""
         match message:
-            case ClaimPages():
+            case InvalidatePages():
                 for page in message.pages.tolist():
                     self._digests.pop(page, None)
             case FillPages():
@@ -691,6 +691,6 @@ def debugger(core: Core, entry: TraceEntry) -> None:
 
 
 def _is_begin(exchange: TraceExchange, incarnation: int) -> bool:
-    """True for the Begin of an epoch that this engine takes part in."""
+    """True for the BeginEpoch of an epoch that this engine takes part in."""
     incarnations = getattr(exchange.input.message, "incarnations", ())
-    return exchange.input.kind == "Begin" and incarnation in incarnations
+    return exchange.input.kind == "BeginEpoch" and incarnation in incarnations

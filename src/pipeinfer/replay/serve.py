@@ -25,7 +25,7 @@ from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import EVERYONE, PlanFilter, Send
 from pipeinfer.messages import (
     Admitted,
-    Begin,
+    BeginEpoch,
     GroupStatus,
     Hello,
     Message,
@@ -107,7 +107,7 @@ class EngineRole:
         self.finished = False
 
     def take(self, channel: str, message: Message) -> list[TimedSend]:
-        if isinstance(message, Begin):
+        if isinstance(message, BeginEpoch):
             return self._begin(message)
         if isinstance(message, Plan) and message.epoch == self._epoch:
             return self._plan(message)
@@ -116,7 +116,7 @@ class EngineRole:
     def tick(self) -> list[TimedSend]:
         return [] if self._epoch is not None else [self._say(0.0, self._hello)]
 
-    def _begin(self, begin: Begin) -> list[TimedSend]:
+    def _begin(self, begin: BeginEpoch) -> list[TimedSend]:
         if self._hello.incarnation not in begin.incarnations:
             self._epoch = None
             return []
@@ -189,7 +189,7 @@ class SchedulerRole:
         if self._running:
             return []
         lives = () if self._live is None else (self._live.incarnation,)
-        return [TimedSend(0.0, Send("plan", EVERYONE, Begin(self._epoch, lives)))]
+        return [TimedSend(0.0, Send("plan", EVERYONE, BeginEpoch(self._epoch, lives)))]
 
     def _meet(self, hello: Hello) -> list[TimedSend]:
         for name in ("page_size", "pages", "max_slots", "max_model_len"):

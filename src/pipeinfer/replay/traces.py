@@ -29,7 +29,7 @@ import msgspec
 
 from pipeinfer.command_line import counted
 from pipeinfer.core import ANY_PLAN, PlanFilter, Send, StepDone
-from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result
+from pipeinfer.messages import Admit, Admitted, BeginEpoch, Plan, Result
 from pipeinfer.topology import Identity
 from pipeinfer.trace.format import (
     End,
@@ -178,7 +178,7 @@ def load(path: Path) -> LoadedTrace:
             # The remark that ends a recording has no time of its own.
             at = r.time or (entries[-1].time if entries else 0.0)
             message, counts = trace.message(r), True
-            if isinstance(message, Begin):
+            if isinstance(message, BeginEpoch):
                 plans = PlanFilter()
             elif isinstance(message, Plan):
                 counts = plans.take(message.number) == "next"
@@ -311,7 +311,7 @@ class Subjects:
         """Ids of the requests, without repeats; empty where a message is about none."""
         message = entry.message
         match message:
-            case Begin():
+            case BeginEpoch():
                 self._slots.clear()
                 return ()
             case Plan() if entry.counts:

@@ -28,8 +28,8 @@ from pipeinfer.core import (
     Drain,
     Leave,
     Send,
+    SendFailed,
     Tick,
-    Unsent,
     heartbeat_period,
 )
 from pipeinfer.messages import Fenced, GroupFault, Message, Recover, State
@@ -64,7 +64,7 @@ class UnsentMessages:
         self.total = 0
         self._logged: set[tuple[str, str, str]] = set()
 
-    def record(self, send: Send, error: Exception) -> Sequence[Unsent]:
+    def record(self, send: Send, error: Exception) -> Sequence[SendFailed]:
         """One more message; returns the events for the core, if the message belongs to a request.
 
         Nothing where the receiver does not exist: a peer made up its name.
@@ -81,7 +81,7 @@ class UnsentMessages:
         attempt: object = getattr(message, "attempt", None)
         if isinstance(error, NoSuchStage) or not isinstance(attempt, int):
             return ()
-        return (Unsent(str(request_id), attempt, reason),)
+        return (SendFailed(str(request_id), attempt, reason),)
 
 
 # Seconds until a stage that is stopped says what it waits for: the last steps of requests that have
@@ -276,7 +276,7 @@ class Shell:
             return
         driver, local = self._stage.driver, list[Message]()
         hook = self._hook if self._hook is not None and self._hook.active else None
-        unsent: list[Unsent] = []
+        unsent: list[SendFailed] = []
         try:
             sends = self._stage.core.handle(event, now)
             for send in sends:  # hot path: in a gateway once for every token of every stream
@@ -292,7 +292,7 @@ class Shell:
             for message in local:  # last: a driver may feed the next event before it returns
                 assert driver is not None
                 driver.deliver(message)
-            if not isinstance(event, Unsent):  # that its answer cannot be sent either it knows
+            if not isinstance(event, SendFailed):  # that its answer cannot be sent either it knows
                 for one in unsent:
                     self.handle(one)
         except Exception as error:  # a broken invariant ends the stage, with the reason in its log
@@ -337,7 +337,7 @@ class Shell:
             raise StoppedWhileBuilding(self.identity.id)
         return built.result()
 
-    def _send(self, send: Send, hook: RecorderHook | None) -> Sequence[Unsent]:
+    def _send(self, send: Send, hook: RecorderHook | None) -> Sequence[SendFailed]:
         """Sends a message; returns the events for the core if that cannot be done."""
         if isinstance(send.message, GroupFault):
             # A supervisor acts on the message; without one, this line is what a person sees.

@@ -38,6 +38,7 @@ from pipeinfer.messages import (
     Done,
     Ended,
     Fault,
+    GrammarCompiled,
     GroupFault,
     GroupReadiness,
     GroupStatus,
@@ -46,7 +47,6 @@ from pipeinfer.messages import (
     Message,
     MissedPlan,
     Plan,
-    Prepared,
     PromptLogprobs,
     RankStatus,
     Ready,
@@ -57,8 +57,8 @@ from pipeinfer.messages import (
     SetSleep,
     State,
     StopHit,
+    TokenizedRequest,
     TokenRow,
-    Work,
 )
 from pipeinfer.scheduler.engine_state import (
     BAD_LOGITS,
@@ -138,7 +138,7 @@ class SchedulerCore:
         while this stage does, because what they say meanwhile waits to be read."""
         handler = self._handlers.get(type(event))
         if handler is None:
-            return []  # Unsent; and GroupStatus and GroupFault, which nobody sends to a scheduler
+            return []  # SendFailed; nobody sends GroupStatus and GroupFault to a scheduler
         if isinstance(event, Tick):
             self._suspend_aware_clock.tick(now)
         self._now, clock_time = now, self._suspend_aware_clock.at(now)
@@ -216,7 +216,7 @@ class SchedulerCore:
 
     # -------------------------------------------------------------------------------- requests
 
-    def _on_work(self, work: Work, now: float) -> None:
+    def _on_work(self, work: TokenizedRequest, now: float) -> None:
         known = self._live.get(work.request_id)
         if known is not None:
             if work.attempt <= known.work.attempt:
@@ -225,7 +225,7 @@ class SchedulerCore:
         if self._drain_state == "left" or self._records.has_ended(work.request_id, work.attempt):
             return
         if not self.options.shares_prefixes:
-            work = msgspec.structs.replace(work, group_leader="")
+            work = msgspec.structs.replace(work, sampling_group="")
         request = self._live.new_request(work, self._now, now)
         if self._drain_state == "draining":
             self._refuse(request, 503, "the server is shutting down", None)
@@ -267,7 +267,7 @@ class SchedulerCore:
         request = self._live.get(hand_over.request_id)
         waits = self._roll_call.complete and not self._epochs.running
         if request is not None and request.work.attempt == hand_over.attempt and waits:
-            delivered = self._records.hand_over(request, self._planner.lone_crashes(request))
+            delivered = self._records.hand_over(request, self._planner.crashes_alone(request))
             self._outbox.send_each("recovery", self._records.tokenizers, delivered)
             self._drop(request, "handed_over")
 
@@ -295,7 +295,7 @@ class SchedulerCore:
         self._enqueue_deferred(self._sleep.begin())
         self._epochs.sleep(self._sleep.level, self._sleep.refuses, now)
         lost, in_flight = self._engine.on_epoch_lost()
-        self._planner.on_epoch_lost(lost, in_flight, blameless=True)
+        self._planner.on_epoch_lost(lost, in_flight, not_request_fault=True)
         self._begin(now)
 
     def _enqueue_deferred(self, deferred: list[Request]) -> None:
@@ -469,7 +469,7 @@ class SchedulerCore:
         reason = f"rank {fault.rank}: {fault.reason}"
         if fault.orderly:
             self._epochs.end(reason)
-            self._on_epoch_lost(blameless=True)
+            self._on_epoch_lost(not_request_fault=True)
         else:
             self._end_epoch(reason, now)
 
@@ -480,7 +480,7 @@ class SchedulerCore:
         plans = self._engine.published.since(missed.number)
         if not plans:
             reason = f"rank {missed.rank}: plan {missed.number} is missing and is not kept"
-            self._end_epoch(reason, now, blameless=True)
+            self._end_epoch(reason, now, not_request_fault=True)
         for plan in plans:
             self._outbox.send("plan", EVERYONE, plan)
         self.counts["repeated_plans"] += len(plans)
@@ -503,32 +503,32 @@ class SchedulerCore:
             self._on_epoch_lost()
         self._epochs.fenced.on_ended(rank, ended.incarnation)
 
-    def _end_epoch(self, reason: str, now: float, blameless: bool = False) -> None:
+    def _end_epoch(self, reason: str, now: float, not_request_fault: bool = False) -> None:
         """Of several ranks one may be inside a collective for which the others never come."""
         if self.options.tp > 1:
-            self._restart_ranks(reason, now, blameless)
+            self._restart_ranks(reason, now, not_request_fault)
             return
         self._epochs.end(reason)
-        self._on_epoch_lost(blameless)
+        self._on_epoch_lost(not_request_fault)
 
-    def _restart_ranks(self, reason: str, now: float, blameless: bool = False) -> None:
+    def _restart_ranks(self, reason: str, now: float, not_request_fault: bool = False) -> None:
         self._epochs.restart_ranks(reason, now, self._announcer.ranks.alive())
-        self._on_epoch_lost(blameless)
+        self._on_epoch_lost(not_request_fault)
         self._publish_fault(reason)
 
     def _publish_fault(self, reason: str) -> None:
         fault = GroupFault(self.group, reason, self._epochs.fenced.to_kill)
         self._outbox.send("group", EVERYONE, fault)
 
-    def _on_epoch_lost(self, blameless: bool = False) -> None:
+    def _on_epoch_lost(self, not_request_fault: bool = False) -> None:
         lost, in_flight = self._engine.on_epoch_lost()
         self._takeover.begin(lost, self._clock_time)
-        culprit = self._planner.on_epoch_lost(lost, in_flight, blameless)
+        culprit = self._planner.on_epoch_lost(lost, in_flight, not_request_fault)
         if culprit is not None:
             self._fail(culprit, "error", "the engine crashed repeatedly on this request")
 
-    def _on_prepared(self, prepared: Prepared, _now: float) -> None:
-        for request in self._planner.on_prepared(prepared):
+    def _on_grammar_compiled(self, prepared: GrammarCompiled, _now: float) -> None:
+        for request in self._planner.on_grammar_compiled(prepared):
             self._without_grammar(request, prepared.error)
 
     def _on_adapter_loaded(self, loaded: AdapterLoaded, _now: float) -> None:
@@ -547,7 +547,7 @@ class SchedulerCore:
         try:
             self._engine.on_admitted(admitted)
         except InvalidReport as error:
-            self._end_epoch(str(error), now, blameless=True)
+            self._end_epoch(str(error), now, not_request_fault=True)
 
     def _on_result(self, result: Result, now: float) -> None:
         if not self._epochs.running or result.epoch != self._epochs.epoch:
@@ -561,7 +561,7 @@ class SchedulerCore:
                         self._prefill_times.observe(now - request.admitted_at)
                     self._accept(request, tokens, logprobs)
         except (InvalidReport, RanksDisagree) as error:
-            self._end_epoch(str(error), now, blameless=True)  # who answers has not crashed
+            self._end_epoch(str(error), now, not_request_fault=True)  # who answers has not crashed
 
     def _on_digests(self, digests: Digests, now: float) -> None:
         if self._epochs.running and digests.epoch == self._epochs.epoch:
@@ -578,7 +578,7 @@ class SchedulerCore:
             if request is not None and request.add_prompt_logprobs(scores.first, scores.logprobs):
                 self._outbox.add(self._outbox.prompt_logprobs(request, scores.first))
         except (InvalidReport, ValueError) as error:
-            self._end_epoch(str(error), now, blameless=True)
+            self._end_epoch(str(error), now, not_request_fault=True)
 
     def _without_grammar(self, request: Request, why: str) -> None:
         """Its client has read some of the output, or gets an error that says what it may do. why:
@@ -627,7 +627,7 @@ class SchedulerCore:
                 self._outbox.send_each("recovery", self._records.tokenizers, ended)
         if self._announcer.ranks.check(now) and self._epochs.running and self.options.groups > 1:
             reason = f"an engine rank was not heard for {self.options.host_loss:g} s"
-            self._end_epoch(reason, now, blameless=True)  # another group may go on
+            self._end_epoch(reason, now, not_request_fault=True)  # another group may go on
         self._begin(now)
         if self._epochs.running and (probe := self._planner.probe(self._epochs.epoch, now)):
             self._publish(probe)
@@ -657,7 +657,7 @@ class SchedulerCore:
         while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
             self._publish(plan)
         if self._epochs.running:  # a plan may have found a request whose grammar is not there
-            for prepare in self._planner.grammars_to_prepare(now):
+            for prepare in self._planner.grammars_to_compile(now):
                 self._outbox.send("plan", EVERYONE, prepare)
             for load in self._planner.adapters_to_load(self._epochs.epoch, now):
                 self._outbox.send("plan", EVERYONE, load)
@@ -667,7 +667,7 @@ class SchedulerCore:
         self._outbox.send("plan", EVERYONE, plan)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., None]]] = {
-        Work: _on_work,
+        TokenizedRequest: _on_work,
         Abort: _on_abort,
         Done: _on_done,
         StopHit: _on_stop_hit,
@@ -677,7 +677,7 @@ class SchedulerCore:
         Hello: _on_hello,
         Asleep: _on_asleep,
         Ready: _on_ready,
-        Prepared: _on_prepared,
+        GrammarCompiled: _on_grammar_compiled,
         AdapterLoaded: _on_adapter_loaded,
         Admitted: _on_admitted,
         PromptLogprobs: _on_prompt_scores,
@@ -720,7 +720,7 @@ class LiveRequests:
         """The request, if it is live."""
         return self._requests.get(request_id)
 
-    def new_request(self, work: Work, now: float, since: float) -> Request:
+    def new_request(self, work: TokenizedRequest, now: float, since: float) -> Request:
         """The next request, which is not live yet; times as for `request_of`."""
         self.arrivals += 1
         return request_of(work, self.arrivals, now, since)

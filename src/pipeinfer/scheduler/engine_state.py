@@ -18,8 +18,8 @@ import numpy as np
 from pipeinfer.messages import (
     Admit,
     Admitted,
+    AppendTokens,
     Digests,
-    Extend,
     Plan,
     PromptLogprobs,
     Release,
@@ -311,10 +311,10 @@ class Slots:
         }
         return self.forced_ahead
 
-    def extend(self, rows: Iterable[PlannedRow]) -> tuple[Extend, ...]:
+    def extend(self, rows: Iterable[PlannedRow]) -> tuple[AppendTokens, ...]:
         """The forced ids of these rows that the engine has not got, for requests that go on by
         forced ids alone. From now on they count as sent (Request.jump)."""
-        return tuple(Extend(slot=r.slot, ids=pack(r.jump(count))) for r, count in rows)
+        return tuple(AppendTokens(slot=r.slot, ids=pack(r.jump(count))) for r, count in rows)
 
     def take_releases(self) -> tuple[Release, ...]:
         """The releases of the plan that is written now; their slots are free for its admits."""
@@ -356,7 +356,7 @@ class Slots:
             score_from=request.score_from,
             bad_word_ids=work.bad_word_ids,
             trace=work.trace,
-            thoughts=work.thoughts,
+            reasoning=work.reasoning,
             adapter_slot=request.adapter_slot,
         )
 
@@ -483,7 +483,7 @@ class StepsInFlight:
             self.recomputed += request.take_recomputed(cached)
             if request.slot == slot and request.admission == admission:
                 projected_before, request.cache_hit = request.projected, cached
-                request.rebase(cached)
+                request.replay_in_flight(cached)
                 if request.projected > projected_before:
                     further.append((projected_before, request.projected))
         return further

@@ -21,7 +21,7 @@ from pipeinfer.core import EVERYONE, Send, heartbeat_period
 from pipeinfer.messages import (
     PROTOCOL,
     Asleep,
-    Begin,
+    BeginEpoch,
     Ended,
     GroupReadiness,
     GroupStatus,
@@ -106,7 +106,7 @@ class Epochs:
             return False
         known = self._hellos.get(hello.rank)
         if self.running and known is not None and known.incarnation == hello.incarnation:
-            return False  # sent before it received Begin
+            return False  # sent before it received BeginEpoch
         ended = self.running
         if ended:
             self.end(f"engine rank {hello.rank} was started again")
@@ -137,7 +137,7 @@ class Epochs:
         self.sleep_level, self.refuses, self._since = level, refuses, now
 
     def wake_up(self) -> None:
-        """The next Begin wakes the ranks."""
+        """The next BeginEpoch wakes the ranks."""
         self.end("wakes up")
         self.sleep_level = 0
         self._asleep.clear()
@@ -148,15 +148,16 @@ class Epochs:
         if self.sleep_level and known is not None and known.incarnation == asleep.incarnation:
             self._asleep[asleep.rank] = asleep
 
-    def begin(self, now: float) -> Begin | Sleep | None:
-        """The Begin or Sleep to publish now, or None: ranks disagree, the epoch runs, or all sleep.
+    def begin(self, now: float) -> BeginEpoch | Sleep | None:
+        """The BeginEpoch or Sleep to publish now, or None: ranks disagree, the epoch runs, or all
+        sleep.
 
         Published again and again until all ranks have answered: a subscription may be late.
         """
         if self.running or self._sleeps_as_asked():
             return None
         if len(self._hellos) < self.tp:
-            return Begin(self.epoch, ())  # engines of an earlier scheduler: say hello
+            return BeginEpoch(self.epoch, ())  # engines of an earlier scheduler: say hello
         first = self._hellos[min(self._hellos)]
         for hello in self._hellos.values():
             for name in AGREED:
@@ -177,7 +178,7 @@ class Epochs:
             self._since = now
             self._steps.clear()
         self.reason = f"epoch {self.epoch} begins" + (f" ({self._ended})" if self._ended else "")
-        return Begin(self.epoch, self.incarnations)
+        return BeginEpoch(self.epoch, self.incarnations)
 
     def ready(self, ready: Ready) -> bool:
         """Takes a rank's answer; True if the epoch runs from now on. Raises RanksDiverged."""

@@ -14,13 +14,13 @@ from math import inf
 from pipeinfer.core import Histogram
 from pipeinfer.messages import (
     AdapterLoaded,
+    AppendTokens,
+    CompileGrammar,
     Delivered,
-    Extend,
+    GrammarCompiled,
     Hello,
     LoadAdapter,
     Plan,
-    Prepare,
-    Prepared,
 )
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.drafting import Drafter
@@ -119,16 +119,16 @@ class Planner:
         self._number = 0
 
     def on_epoch_lost(
-        self, requests: Sequence[Request], in_flight: Sequence[Request], blameless: bool
+        self, requests: Sequence[Request], in_flight: Sequence[Request], not_request_fault: bool
     ) -> Request | None:
         """The epoch is over: all `requests` had slots; those that were `in_flight` may have ended
-        it, unless they are `blameless`. Returns a request that must fail because of it.
+        it, unless they are `not_request_fault`. Returns a request that must fail because of it.
 
         Every other one goes back to the queue with the tokens it has. After a first loss all do,
         and resume together; those that were in flight at another loss before, and have had no
         token since, are suspects, which wait in the quarantine.
         """
-        suspects = [r for r in in_flight if r.phase == "lost" and not blameless]
+        suspects = [r for r in in_flight if r.phase == "lost" and not not_request_fault]
         culprit = self._quarantine.on_epoch_lost(suspects)
         for request in requests:
             # The one that was being tried may have had a slot and no part in the last step.
@@ -173,14 +173,14 @@ class Planner:
         self._queue.adapters.release(request)
         self._queue.on_finished(request, phase == "running")
 
-    def grammars_to_prepare(self, now: float) -> Iterator[Prepare]:
+    def grammars_to_compile(self, now: float) -> Iterator[CompileGrammar]:
         """Grammars that engines are to be asked for now."""
         return self._queue.grammars.take_due(now)
 
-    def on_prepared(self, prepared: Prepared) -> list[Request]:
+    def on_grammar_compiled(self, prepared: GrammarCompiled) -> list[Request]:
         """What a rank says of a grammar. Those that waited for it go on; if it cannot be had, they
         are returned."""
-        free = self._queue.grammars.on_prepared(prepared)
+        free = self._queue.grammars.on_grammar_compiled(prepared)
         if prepared.error:
             return free
         for request in free:
@@ -217,10 +217,10 @@ class Planner:
         """Requests that may have crashed an engine."""
         return len(self._quarantine)
 
-    def lone_crashes(self, request: Request) -> int:
+    def crashes_alone(self, request: Request) -> int:
         """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
         token since."""
-        return self._quarantine.lone_crashes(request)
+        return self._quarantine.crashes_alone(request)
 
     def clear(self, request: Request) -> None:
         """`request` produced a token: it crashes no engine."""
@@ -355,11 +355,11 @@ class Planner:
                 self.queue_times.observe(now - request.arrived_at)
         # Without the rows of requests that were preempted later in this composition.
         rows = [(request, count) for request, count in composer.rows if request.phase == "running"]
-        extends: tuple[Extend, ...] = ()
+        appends: tuple[AppendTokens, ...] = ()
         if self._slots.forced_ahead:
             jumps = [(request, count) for request, count in rows if composer.jumps(request, count)]
             self.counts["jumped_tokens"] += sum(count - 1 for _, count in jumps)
-            extends = self._slots.extend(jumps)
+            appends = self._slots.extend(jumps)
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
         # Projects the requests.
@@ -379,7 +379,7 @@ class Planner:
             slots=slots,
             counts=counts,
             reset=self._slots.take_reset(number),
-            extends=extends,
+            appends=appends,
             cache_slots=prefix_sources,
             drafts=drafts,
             ends=ends,

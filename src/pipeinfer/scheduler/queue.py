@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from pipeinfer.core import FairQueue, block_hashes
 from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS
-from pipeinfer.messages import Prepare, Prepared
+from pipeinfer.messages import CompileGrammar, GrammarCompiled
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.scheduler.adapters import AdapterSlots
 from pipeinfer.scheduler.engine_state import PlannedRow
@@ -184,9 +184,9 @@ class SamplingGroups:
     """Requests that sample from one prompt, as the choices of `n`: one computes it, and the others
     wait for its pages without a slot.
 
-    Groups go by the leader that `Work.group_leader` names. The leader need not be that request: it
-    is the first of the group that wants to run, and the next one if the leader ends before its
-    prompt is computed.
+    Groups go by the leader that `TokenizedRequest.sampling_group` names. The leader need not be
+    that request: it is the first of the group that wants to run, and the next one if the leader
+    ends before its prompt is computed.
     """
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class SamplingGroups:
         """Takes `request`, which is to run, if another computes its prompt; it waits here then.
         Else its `prefix_source` becomes the request in whose pages it will find its prompt, if
         there is one. True if it was taken."""
-        name, request.prefix_source = request.work.group_leader, None
+        name, request.prefix_source = request.work.sampling_group, None
         if not name:
             return False
         lead = self._leaders.setdefault(name, request)
@@ -219,16 +219,16 @@ class SamplingGroups:
         if not self._waiting:
             return []
         sources = {
-            r.work.group_leader: r
+            r.work.sampling_group: r
             for r in running
-            if r.work.group_leader in self._waiting and r.provides_prefix
+            if r.work.sampling_group in self._waiting and r.provides_prefix
         }
         return [one for name, source in sources.items() for one in self._take_all(name, source)]
 
     def on_finished(self, request: Request, ran: bool) -> list[Request]:
         """`request` has ended; `ran`: in a slot. Returns those that need not wait any more: all if
         its prompt stays in the prefix cache, else the next one, which then leads."""
-        name = request.work.group_leader
+        name = request.work.sampling_group
         if not name:
             return []
         waiting = self._waiting.get(name, [])
@@ -421,7 +421,7 @@ class PendingGrammar:
     sent: when engines were asked last, in seconds.
     """
 
-    prepare: Prepare
+    prepare: CompileGrammar
     waiting: list[Request] = field(default_factory=list[Request])
     ranks_prepared: set[int] = field(default_factory=set[int])
     sent: float = float("-inf")
@@ -485,7 +485,7 @@ class GrammarQueue:
                     one.waiting.append(request)
                 return False
         slow = request.work.slow_grammar
-        prepare = Prepare(request_id=request.id, spec=spec, slow=slow)
+        prepare = CompileGrammar(request_id=request.id, spec=spec, slow=slow)
         if slow:
             self._slow.put(request.work.client, 1, request.id)
         self._pending[request.id] = PendingGrammar(prepare, [request])
@@ -501,7 +501,7 @@ class GrammarQueue:
                     del self._pending[key]
                 return
 
-    def take_due(self, now: float) -> Iterator[Prepare]:
+    def take_due(self, now: float) -> Iterator[CompileGrammar]:
         """What engines are to be asked now."""
         while self._current_slow not in self._pending and len(self._slow):
             self._current_slow = self._slow.take()
@@ -512,7 +512,7 @@ class GrammarQueue:
                 one.sent = now
                 yield one.prepare
 
-    def on_prepared(self, prepared: Prepared) -> list[Request]:
+    def on_grammar_compiled(self, prepared: GrammarCompiled) -> list[Request]:
         """A rank has it, or cannot have it: those that need not wait any more."""
         if (prepared.rank, prepared.incarnation) not in enumerate(self._processes):
             return []

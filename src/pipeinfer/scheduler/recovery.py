@@ -27,12 +27,12 @@ from pipeinfer.messages import (
     Delivered,
     FinishReason,
     Message,
-    Open,
+    OpenStream,
     PromptTokens,
     Refused,
+    TokenizedRequest,
     TokenRow,
     Tokens,
-    Work,
 )
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 from pipeinfer.wire import SCORES_PER_MESSAGE, pack
@@ -43,7 +43,7 @@ ORPHANED_SECONDS = 60.0  # seconds that what was delivered waits for its work
 # Seconds, at most, after which one that has finished is asked after.
 MAX_RETENTION_SECONDS = 3_600.0
 
-LONE_CRASHES = 3  # not the first: an engine may be killed from outside while a suspect runs
+CRASHES_ALONE = 3  # not the first: an engine may be killed from outside while a suspect runs
 
 
 class Quarantine:
@@ -52,7 +52,7 @@ class Quarantine:
     An engine may be lost for any reason, so a request is a suspect only when it was in flight at
     two losses and had no token in between. Requests that lost their slot without being suspects are
     resumed first (Planner._compose). Then each suspect runs alone until it has produced a token,
-    which clears it. One that is alone in LONE_CRASHES crashes is the culprit and fails by itself.
+    which clears it. One that is alone in CRASHES_ALONE crashes is the culprit and fails by itself.
     under_test: the suspect that is tried now; it may have finished since.
     """
 
@@ -66,8 +66,8 @@ class Quarantine:
         culprit = None
         tested, self.under_test = self.under_test, None
         if tested in requests:
-            tested.lone_crashes += 1
-            if tested.lone_crashes >= LONE_CRASHES:
+            tested.crashes_alone += 1
+            if tested.crashes_alone >= CRASHES_ALONE:
                 culprit = tested
                 requests = [r for r in requests if r is not culprit]
         elif tested is not None and tested.phase != "finished":
@@ -85,14 +85,14 @@ class Quarantine:
         """Another group lost its engine to it, or to others; `crashes` with it alone."""
         request.move("quarantined")
         request.lost_in_flight = True
-        request.lone_crashes = crashes
+        request.crashes_alone = crashes
         self._suspects.append(request)
 
-    def lone_crashes(self, request: Request) -> int:
+    def crashes_alone(self, request: Request) -> int:
         """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
         token since. A group that takes it over tries it alone even after a first loss: its engine
         serves others."""
-        return request.lone_crashes if request.lost_in_flight else -1
+        return request.crashes_alone if request.lost_in_flight else -1
 
     def next(self) -> Request | None:
         """The request to run alone now; None without suspects."""
@@ -107,7 +107,7 @@ class Quarantine:
         """`request` produced a token."""
         request.lost_in_flight = False
         if request is self.under_test:
-            request.lone_crashes = 0
+            request.crashes_alone = 0
             self.under_test = None
 
     def remove(self, request: Request) -> None:
@@ -257,7 +257,7 @@ class RecoveryRecords:
         ]
 
 
-def answer_retention(work: Work) -> float:
+def answer_retention(work: TokenizedRequest) -> float:
     """For which a finished request is kept though its client may have all of it."""
     return 0.0 if work.retention is None else work.retention.seconds
 
@@ -356,7 +356,7 @@ class Outbox:
     def open_message(self, request: Request) -> Send:
         """Comes before a request's first row."""
         work = request.work
-        opened = Open(
+        opened = OpenStream(
             request_id=work.request_id,
             attempt=work.attempt,
             gateway=work.gateway,

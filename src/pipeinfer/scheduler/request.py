@@ -11,7 +11,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeinfer.messages import Delivered, FinishReason, Hello, Work
+from pipeinfer.messages import Delivered, FinishReason, Hello, TokenizedRequest
 from pipeinfer.wire import no_score, score_bytes
 
 RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
@@ -49,7 +49,7 @@ class Request:
     first_cache_hit: tokens that the prefix cache had at its first admission, -1 until known.
         cache_hit: at its last admission.
     deferrals: steps in a row in which the engine had no page for it.
-    lone_crashes: of engines that ran it alone. lost_in_flight: a step of it was in flight when an
+    crashes_alone: of engines that ran it alone. lost_in_flight: a step of it was in flight when an
         engine was lost, and it has had no token since. bad_logits: its logits were not finite, so
         that nobody may reuse what was computed of it.
     lost_tokens: tokens computed by an engine that was lost since; 0 once its successor has said
@@ -66,7 +66,7 @@ class Request:
         the plan in which it had one last, counted by MaskBudget; below 0: it goes first.
     """
 
-    work: Work
+    work: TokenizedRequest
     arrival: int
     deadline: float
     max_total: int = 0
@@ -84,7 +84,7 @@ class Request:
     first_cache_hit: int = -1
     cache_hit: int = 0
     deferrals: int = 0
-    lone_crashes: int = 0
+    crashes_alone: int = 0
     lost_in_flight: bool = False
     lost_tokens: int = 0
     queued_tokens: int = 0
@@ -224,9 +224,9 @@ class Request:
     def confirm(self, computed: int) -> None:
         """The oldest row in flight has left the engine at `computed`; projects the others anew."""
         del self.counts_in_flight[0]
-        self.rebase(computed)
+        self.replay_in_flight(computed)
 
-    def rebase(self, computed: int) -> None:
+    def replay_in_flight(self, computed: int) -> None:
         """The engine is at `computed` before the rows in flight."""
         self.computed = computed
         for count in self.counts_in_flight:
@@ -340,7 +340,7 @@ def _fill(scores: bytearray, size: int) -> None:
     scores.extend(bytes(max(size - len(scores), 0)))
 
 
-def request_of(work: Work, arrival: int, now: float, since: float = 0.0) -> Request:
+def request_of(work: TokenizedRequest, arrival: int, now: float, since: float = 0.0) -> Request:
     """A request in its first state. Deadline: `now` + timeout, or never."""
     of_prompt = work.params.prompt_logprobs
     return Request(

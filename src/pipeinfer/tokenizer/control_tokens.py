@@ -23,8 +23,8 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from pipeinfer.params import JsonObject, JsonValue, ThoughtState
-from pipeinfer.text import SPACE, ThoughtTags, content_text, thought_state
+from pipeinfer.params import JsonObject, JsonValue, ReasoningState
+from pipeinfer.text import SPACE, ReasoningTags, content_text, reasoning_state
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, argument_forms
 
 MAX_TEMPLATE_LETTERS = 65_536  # of a request's template: several times the longest one known
@@ -87,18 +87,18 @@ class ChatRenderer:
             partial(_render_continuation, chosen) if continues else chosen.render, chat, arguments
         )
 
-    def thought_state(
-        self, chat: list[JsonObject], arguments: JsonObject, prompt: str, tags: ThoughtTags
-    ) -> ThoughtState:
+    def reasoning_state(
+        self, chat: list[JsonObject], arguments: JsonObject, prompt: str, tags: ReasoningTags
+    ) -> ReasoningState:
         """Where `prompt`, which `render` made of this chat, leaves the thoughts of its answer. Tags
         that a client spells do not count, except in a message that the model continues. Raises
         TemplateFailed."""
         if arguments.get("continue_final_message"):
             answer = content_text(chat[-1].get("content"))
             return (
-                "open" if thought_state(answer, tags) == "open" else "over"
+                "open" if reasoning_state(answer, tags) == "open" else "over"
             )  # the answer has begun
-        state = thought_state(prompt, tags)
+        state = reasoning_state(prompt, tags)
         if state == "before":
             return state
         source, arguments = self._request_template(arguments), arguments.copy()
@@ -107,14 +107,14 @@ class ChatRenderer:
         if any(tag in text for text, _ in client_strings(chat, arguments) for tag in tags.pair):
             chat, arguments = map_client_strings(chat, arguments, partial(_without_tags, tags=tags))
             prompt = _with_argument_forms(templates.render, chat, arguments)
-            state = thought_state(prompt, tags)
+            state = reasoning_state(prompt, tags)
         if state == "open" and prompt.rpartition(tags.opening)[2].strip(SPACE):
             # The tag may belong to the template's instructions about the form of answers.
             without_prompt = _with_argument_forms(
                 templates.render, chat, {**arguments, "add_generation_prompt": False}
             )
             if without_prompt != prompt and prompt.startswith(without_prompt):
-                state = thought_state(prompt[len(without_prompt) :], tags)
+                state = reasoning_state(prompt[len(without_prompt) :], tags)
         return state
 
     def _request_template(self, arguments: JsonObject) -> str | None:
@@ -162,7 +162,7 @@ def _with_argument_forms(
         raise
 
 
-def _without_tags(text: str, _kind: StringKind, tags: ThoughtTags) -> str:
+def _without_tags(text: str, _kind: StringKind, tags: ReasoningTags) -> str:
     """`text` with the tags broken, so that the template sees a text of the same kind."""
     for tag in tags.pair:
         text = text.replace(tag, f"{tag[:1]}\ue000{tag[1:]}")

@@ -23,8 +23,8 @@ from pipeinfer.core import (
     Leave,
     RollCall,
     Send,
+    SendFailed,
     Tick,
-    Unsent,
     bracketed_answer,
     stage_number,
 )
@@ -49,9 +49,9 @@ from pipeinfer.messages import (
     SetSleep,
     State,
     Submit,
-    Work,
+    TokenizedRequest,
 )
-from pipeinfer.params import Thoughts, ThoughtState, choice_id, choice_ids, choice_seed
+from pipeinfer.params import ReasoningContext, ReasoningState, choice_id, choice_ids, choice_seed
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, TokenizedPrompt
 from pipeinfer.tokenizer.routing import (
     GroupMonitor,
@@ -96,7 +96,7 @@ class Encoded(Message, frozen=True):
 
     prompt_ids: int32 bytes.
     status, message, param, code: of the refusal; status 0: none.
-    thought_state, thoughts: of the TokenizedPrompt.
+    reasoning_state, thoughts: of the TokenizedPrompt.
     """
 
     request_id: str
@@ -106,8 +106,8 @@ class Encoded(Message, frozen=True):
     message: str = ""
     param: str | None = None
     code: str | None = None
-    thought_state: ThoughtState = "before"
-    thoughts: Thoughts | None = None
+    reasoning_state: ReasoningState = "before"
+    reasoning: ReasoningContext | None = None
 
 
 class EncodeNext(Message, frozen=True):
@@ -338,7 +338,7 @@ class TokenizerCore:
         if event.status:
             why = (event.status, event.message, event.param, event.code)
             return self._refuse_all(pending.submit, *why)
-        prompt = TokenizedPrompt(unpack(event.prompt_ids), event.thought_state, event.thoughts)
+        prompt = TokenizedPrompt(unpack(event.prompt_ids), event.reasoning_state, event.reasoning)
         return self._route(pending, prompt)
 
     def _refuse_all(
@@ -355,7 +355,7 @@ class TokenizerCore:
 
     def _refuse(
         self,
-        event: Submit | Work,
+        event: Submit | TokenizedRequest,
         status: int,
         message: str,
         param: str | None = None,
@@ -420,13 +420,13 @@ class TokenizerCore:
             prompt_ids=ids.tobytes() if event.return_prompt_ids else b"",
             prompt_text=self._encoder.text(ids, skip_special_tokens) if with_text else "",
             choices=event.choices,
-            thoughts=prompt.thought_state,
+            reasoning=prompt.reasoning_state,
             refusal=pending.refusal,
             token_strs=self._encoder.token_strs(ids) if event.return_token_strs else (),
         )
 
-    def _works(self, event: Submit, prompt: TokenizedPrompt) -> list[Work]:
-        """One Work for each choice. Here they share the bytes of the prompt."""
+    def _works(self, event: Submit, prompt: TokenizedPrompt) -> list[TokenizedRequest]:
+        """One TokenizedRequest for each choice. Here they share the bytes of the prompt."""
         first = self._work(event, prompt)
         if event.choices == (0,):
             return [first]
@@ -435,15 +435,15 @@ class TokenizerCore:
                 first,
                 request_id=choice_id(event.request_id, number),
                 seed=choice_seed(event.seed, number),
-                group_leader=event.request_id,
+                sampling_group=event.request_id,
             )
             for number in event.choices
         ]
 
-    def _work(self, event: Submit, prompt: TokenizedPrompt) -> Work:
+    def _work(self, event: Submit, prompt: TokenizedPrompt) -> TokenizedRequest:
         spec = event.params.structured_outputs
         verdict = None if spec is None else self._pending.verdicts.get(grammar_digest(spec))
-        return Work(
+        return TokenizedRequest(
             request_id=event.request_id,
             attempt=event.attempt,
             gateway=event.gateway,
@@ -459,7 +459,7 @@ class TokenizerCore:
             bad_word_ids=self._encoder.bad_word_ids(event.params),
             client=event.client,
             slow_grammar=verdict is not None and verdict.slow,
-            thoughts=prompt.thoughts,
+            reasoning=prompt.reasoning,
             token_offsets=event.token_offsets,
             adapter=event.adapter,
             retention=None
@@ -467,7 +467,7 @@ class TokenizerCore:
             else msgspec.structs.replace(event.retention, format=b""),
         )
 
-    def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
+    def _on_send_failed(self, event: SendFailed, _now: float) -> list[Send]:
         """A message about a request could not be sent: the request is refused. The gateway's
         Done ends what has been sent of it."""
         entry = self._routed.get(event.request_id)
@@ -697,7 +697,7 @@ class TokenizerCore:
         Tick: _on_tick,
         Drain: _on_drain,
         Leave: _on_leave,
-        Unsent: _on_unsent,
+        SendFailed: _on_send_failed,
     }
 
 

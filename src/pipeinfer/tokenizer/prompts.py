@@ -25,18 +25,24 @@ from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.pooling import label_ids
 from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.messages import Submit
-from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, RequestParams, Thoughts, ThoughtState
+from pipeinfer.params import (
+    MAX_BAD_IDS,
+    MAX_BAD_WORD_IDS,
+    ReasoningContext,
+    ReasoningState,
+    RequestParams,
+)
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.text import (
     REASONING_PARSERS,
     SPACE,
-    ThoughtTags,
+    ReasoningTags,
     load_tokenizer,
     read_end_ids,
     read_tokenizer_config,
+    reasoning_state,
+    reasoning_tags,
     template_sources,
-    thought_state,
-    thought_tags,
     vocabulary_setup,
 )
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, load_templates
@@ -80,13 +86,13 @@ class TokenizedPrompt(NamedTuple):
     """An encoded prompt.
 
     ids: int32 [n], 0 < n < max_model_len.
-    thought_state: where a chat's prompt leaves the thoughts of the answer.
-    thoughts: as for Work.
+    reasoning_state: where a chat's prompt leaves the thoughts of the answer.
+    reasoning: as for TokenizedRequest.
     """
 
     ids: np.ndarray
-    thought_state: ThoughtState = "before"
-    thoughts: Thoughts | None = None
+    reasoning_state: ReasoningState = "before"
+    reasoning: ReasoningContext | None = None
 
 
 class PromptEncoder:
@@ -100,7 +106,7 @@ class PromptEncoder:
     allow_control_tokens: messages may spell control tokens.
     multithreaded: the process has nothing else to do, so the library may start threads.
     tags: around the reasoning in answers to chats, if a reasoning parser separates it.
-    thought_budgets: whether engines end thoughts that exceed a budget.
+    reasoning_budgets: whether engines end thoughts that exceed a budget.
     """
 
     def __init__(
@@ -112,13 +118,13 @@ class PromptEncoder:
         eos_ids: tuple[int, ...] = (),
         allow_control_tokens: bool = False,
         multithreaded: bool = False,
-        tags: ThoughtTags | None = None,
+        tags: ReasoningTags | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._tags = tags
         # A budget counts reasoning also without a reasoning parser.
         self._budget_tags = tags or _find_tags(tokenizer)
-        self.thought_budgets = True
+        self.reasoning_budgets = True
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
@@ -176,10 +182,10 @@ class PromptEncoder:
             state = None  # the end of the rendered prompt is cut off
         if not _counts_only(submit):
             self._check_length(len(truncated), submit.params, param)
-        return self._with_thoughts(submit, truncated, state)
+        return self._with_reasoning(submit, truncated, state)
 
-    def _with_thoughts(
-        self, submit: Submit, ids: np.ndarray, state: ThoughtState | None
+    def _with_reasoning(
+        self, submit: Submit, ids: np.ndarray, state: ReasoningState | None
     ) -> TokenizedPrompt:
         """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: to be found
         from the ids."""
@@ -190,28 +196,28 @@ class PromptEncoder:
         if spec is not None and spec.after and (tags is None or spec.after != tags.closing):
             # The client names the text behind which its grammar begins.
             closed = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(spec.after)
-            thoughts = Thoughts("", spec.after, "over" if closed else "open")
-            return TokenizedPrompt(ids, state or "before", thoughts)
+            reasoning = ReasoningContext("", spec.after, "over" if closed else "open")
+            return TokenizedPrompt(ids, state or "before", reasoning)
         if tags is None or not (chat or budget or spec is not None):
             return TokenizedPrompt(ids)
         if state is None:
-            state = self._thought_state(ids, tags)
+            state = self._reasoning_state(ids, tags)
         waits = budget or spec is not None
         if spec is not None and not chat and not spec.after:
             # A completion's grammar is about all of its text, unless the prompt begins thoughts.
             at_end = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(tags.opening)
             waits = state == "open" and (budget or at_end)
-        return TokenizedPrompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
+        return TokenizedPrompt(ids, state, ReasoningContext(*tags.pair, state) if waits else None)
 
-    def _thought_state(self, ids: np.ndarray, tags: ThoughtTags) -> ThoughtState:
+    def _reasoning_state(self, ids: np.ndarray, tags: ReasoningTags) -> ReasoningState:
         """Where a prompt that was not made by a template leaves the thoughts."""
         assert self._tokenizer is not None
         opening, closing = map(self._tokenizer.token_to_id, tags.pair)
         if opening is None or closing is None:
-            return thought_state(self._decode(ids[-TAG_SEARCH_IDS:]), tags)
+            return reasoning_state(self._decode(ids[-TAG_SEARCH_IDS:]), tags)
         tags_at = np.flatnonzero((ids == opening) | (ids == closing))
         return (
-            thought_state(self._decode(ids[tags_at[-1] :][:TAIL_IDS]), tags)
+            reasoning_state(self._decode(ids[tags_at[-1] :][:TAIL_IDS]), tags)
             if len(tags_at)
             else "before"
         )
@@ -266,7 +272,7 @@ class PromptEncoder:
 
     # ------------------------------------------------------------------------------------- encoding
 
-    def _encode_chat(self, submit: Submit) -> tuple[np.ndarray, ThoughtState | None]:
+    def _encode_chat(self, submit: Submit) -> tuple[np.ndarray, ReasoningState | None]:
         """The ids of a chat, and the state of reasoning at their end; None if it is not known."""
         assert submit.chat is not None
         tags, state = self._tags or self._budget_tags, None
@@ -274,7 +280,7 @@ class PromptEncoder:
             rendered = self._renderer.render(submit.chat, submit.template_arguments)
             if tags is not None:
                 text = rendered.text
-                state = self._renderer.thought_state(
+                state = self._renderer.reasoning_state(
                     submit.chat, submit.template_arguments, text, tags
                 )
             self._check_text_length(rendered.text, submit, "messages")
@@ -340,7 +346,7 @@ class PromptEncoder:
 
     def _check_params(self, params: RequestParams) -> None:
         if params.thinking_token_budget is not None and not (
-            self.thought_budgets and self._budget_tags
+            self.reasoning_budgets and self._budget_tags
         ):
             message = "this model, or this server, has no <think> and </think> to count between"
             raise Rejected(message, "thinking_token_budget")
@@ -399,7 +405,7 @@ def _counts_only(submit: Submit) -> bool:
     return submit.only_encode and submit.params.max_tokens == 0
 
 
-def _find_tags(tokenizer: Tokenizer | None) -> ThoughtTags | None:
+def _find_tags(tokenizer: Tokenizer | None) -> ReasoningTags | None:
     """The tags of thoughts that are tokens of `tokenizer`; None if there are none."""
     for tags in REASONING_PARSERS.values():
         if tokenizer is not None and None not in map(tokenizer.token_to_id, tags.pair):
@@ -452,12 +458,12 @@ def load_encoder(folder: Path, settings: Settings, multithreaded: bool = False) 
         eos_ids,
         settings.control_tokens_in_messages,
         multithreaded,
-        thought_tags(settings.reasoning_parser, shown),
+        reasoning_tags(settings.reasoning_parser, shown),
     )
     if multithreaded:  # a worker process, which only encodes
         return EncoderParts(encoder, eos_ids, None, "")
     if settings.grammar_backend == "none":
-        encoder.thought_budgets = False  # engines count reasoning by their masks
+        encoder.reasoning_budgets = False  # engines count reasoning by their masks
         return EncoderParts(encoder, eos_ids, None, "this server was started without grammars")
     try:
         vocabulary = vocabulary_setup(tokenizer, model.vocab_size, eos_ids)

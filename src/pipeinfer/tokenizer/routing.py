@@ -31,7 +31,7 @@ from msgspec import structs
 
 from pipeinfer.command_line import none_of
 from pipeinfer.core import SuspendAwareClock, block_hashes, silence_limit
-from pipeinfer.messages import Accepted, Adopt, Ended, GroupStatus, Submit, Work
+from pipeinfer.messages import Accepted, Adopt, Ended, GroupStatus, Submit, TokenizedRequest
 from pipeinfer.params import StructuredOutputs, choice_id, choice_ids
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.wire import pack
@@ -620,7 +620,7 @@ class Origin(NamedTuple):
     waited: float = 0.0
 
 
-def with_origin(work: Work, origin: Origin, stage: str) -> Work:
+def with_origin(work: TokenizedRequest, origin: Origin, stage: str) -> TokenizedRequest:
     """`work` of a request whose answer is kept, and with it what the tokenizer `stage` would tell a
     gateway that is started again, unless that is too large."""
     assert work.retention is not None
@@ -642,7 +642,7 @@ class RoutedRequest:
     origin: of a request whose answer is kept; else None.
     """
 
-    work: Work
+    work: TokenizedRequest
     group: int
     group_certain: bool = True
     in_one_group: bool = True
@@ -678,12 +678,12 @@ class RoutedRequests:
             return None
         return (entry.group,) if entry.in_one_group else self._groups
 
-    def of_group(self, group: int) -> Iterator[Work]:
+    def of_group(self, group: int) -> Iterator[TokenizedRequest]:
         """The requests that the scheduler of `group` has or may have. It must get both: it aborts
         requests that are not among them, also while another group goes on with them."""
         return (e.work for e in self._entries.values() if e.group == group or not e.group_certain)
 
-    def mark_leaving(self, group: int) -> list[Work]:
+    def mark_leaving(self, group: int) -> list[TokenizedRequest]:
         """The requests of `group`, which is asked to hand them over: from now on they may be in
         several groups."""
         entries = [e for e in self._entries.values() if e.group == group]
@@ -691,7 +691,7 @@ class RoutedRequests:
             self._entries[entry.work.request_id] = replace(entry, in_one_group=False)
         return [entry.work for entry in entries]
 
-    def move(self, request_id: str, group: int, attempt: int) -> Work:
+    def move(self, request_id: str, group: int, attempt: int) -> TokenizedRequest:
         """`group` goes on with an unfinished request, as this attempt; returns its work."""
         entry = self._entries[request_id]
         work = structs.replace(entry.work, attempt=attempt)
@@ -701,7 +701,7 @@ class RoutedRequests:
     def group_of_leader(self, entry: RoutedRequest) -> int | None:
         """The group that has the first choice of the same prompt; None if that is the same group,
         or if there is no other choice."""
-        leader = self._entries.get(entry.work.group_leader, entry)
+        leader = self._entries.get(entry.work.sampling_group, entry)
         return leader.group if leader.group != entry.group else None
 
     def get(self, request_id: str) -> RoutedRequest | None:
@@ -732,7 +732,7 @@ class RoutedRequests:
             accepted = structs.replace(origin.accepted, group=group, **changes)
             yield Origin(submit, accepted, origin.waited)
 
-    def of_gateway(self, gateway: int) -> Iterable[Work]:
+    def of_gateway(self, gateway: int) -> Iterable[TokenizedRequest]:
         """Requests of `gateway`, as a list: requests may be removed meanwhile."""
         return [e.work for e in self._entries.values() if e.work.gateway == gateway]
 

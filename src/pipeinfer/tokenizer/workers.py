@@ -440,8 +440,8 @@ def encode_submit(encoder: PromptEncoder, submit: Submit) -> Encoded:
     name, attempt = submit.request_id, submit.attempt
     try:
         prompt = encoder.prompt(submit)
-        ids, state, thoughts = prompt.ids.tobytes(), prompt.thought_state, prompt.thoughts
-        return Encoded(name, attempt, ids, thought_state=state, thoughts=thoughts)
+        ids, state, reasoning = prompt.ids.tobytes(), prompt.reasoning_state, prompt.reasoning
+        return Encoded(name, attempt, ids, reasoning_state=state, reasoning=reasoning)
     except Rejected as error:
         return Encoded(
             request_id=name,

@@ -70,7 +70,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     builder knows beyond the settings. snapshot: the core's state before the first record
     (trace/snapshot.py), None where the trace begins with a fresh core. error: of a flight
     recording, the exception that ended the stage. broken: records before the first one are missing,
-    so that nothing can be replayed before a Begin.
+    so that nothing can be replayed before a BeginEpoch.
     """
 
     protocol: int
@@ -272,7 +272,7 @@ class End(Message, frozen=True):
     lost: int = 0
 
 
-COMMON_MESSAGES = ("Tick", "Drain", "Leave", "Unsent")  # of core.py, taken by every core
+COMMON_MESSAGES = ("Tick", "Drain", "Leave", "SendFailed")  # of core.py, taken by every core
 LOCAL_IN = {
     "gateway": (
         "pipeinfer.gateway.ledger:Call",
@@ -318,7 +318,14 @@ LOCAL_OUT = {
     "engine": (
         *(
             f"pipeinfer.engine.core:{name}"
-            for name in ("Compile", "Capture", "DistrustPages", "FindPages", "Suspend", "Resume")
+            for name in (
+                "Compile",
+                "Capture",
+                "MarkPagesUnusable",
+                "FindPages",
+                "Suspend",
+                "Resume",
+            )
         ),
         "pipeinfer.messages:LoadAdapter",
     ),

@@ -163,8 +163,8 @@ class Recorder:
     """Rows in, files out.
 
     add: takes a row; the hot path, on the stage's loop, as all else here but the thread's own part.
-    identify: names the checkpoint; called once, in the thread. restarts: a `Begin` makes the core
-    as good as new, so a segment of the ring begins there without a snapshot.
+    identify: names the checkpoint; called once, in the thread. restarts: a `BeginEpoch` makes the
+    core as good as new, so a segment of the ring begins there without a snapshot.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class Recorder:
         self._done += size
 
     def _split(self, chunk: list[Row]) -> list[list[Row]]:
-        """The chunk, cut before each Begin if that restarts the core."""
+        """The chunk, cut before each BeginEpoch if that restarts the core."""
         if not self._restarts or self.ring is None:
             return [chunk]
         bounds = [0, *(at for at, row in enumerate(chunk) if at and _restarts(row)), len(chunk)]

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
-from pipeinfer.params import JsonValue, ThoughtState
-from pipeinfer.text import ThoughtTags
+from pipeinfer.params import JsonValue, ReasoningState
+from pipeinfer.text import ReasoningTags
 from pipeinfer.wire import unpack_few
 
 WHITESPACE = " \t\r\n"  # between parts of an output
@@ -68,7 +68,7 @@ class ChoiceParser(OutputParser, Protocol):
 
 
 # Makes a parser from the state of reasoning at the end of the prompt.
-ParserFactory = Callable[[ThoughtState], ChoiceParser]
+ParserFactory = Callable[[ReasoningState], ChoiceParser]
 
 
 class PlainTextParser:
@@ -241,7 +241,7 @@ class ReasoningParser:
     def __init__(
         self,
         next_parser: OutputParser,
-        tags: ThoughtTags,
+        tags: ReasoningTags,
         opened_by_prompt: bool,
         include_reasoning: bool = True,
         strip_answer: bool = False,

@@ -73,7 +73,7 @@ from pipeinfer.gateway.tool_parsers.xml_calls import (
     XmlTags,
     xml_grammar,
 )
-from pipeinfer.params import JsonObject, ThoughtState
+from pipeinfer.params import JsonObject, ReasoningState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text import (
     CHANNEL,
@@ -81,9 +81,9 @@ from pipeinfer.text import (
     REASONING_PARSERS,
     START,
     AddedId,
-    ThoughtTags,
+    ReasoningTags,
     parser_of,
-    thought_state,
+    reasoning_state,
 )
 
 Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
@@ -344,7 +344,7 @@ class OutputParsers:
         return replace(self, continues_message=True)
 
     @property
-    def reasoning_tags(self) -> ThoughtTags | None:
+    def reasoning_tags(self) -> ReasoningTags | None:
         """The tags around reasoning."""
         return REASONING_PARSERS.get(self.reasoning_parser_name)
 
@@ -364,9 +364,11 @@ class OutputParsers:
         ]
         return any(token.special for token in tokens)
 
-    def reasoning_state(self, answer: str) -> ThoughtState:
+    def reasoning_state(self, answer: str) -> ReasoningState:
         """The state of reasoning behind `answer`, the begin of an answer."""
-        return "over" if self.reasoning_tags is None else thought_state(answer, self.reasoning_tags)
+        return (
+            "over" if self.reasoning_tags is None else reasoning_state(answer, self.reasoning_tags)
+        )
 
     def factory_for(self, options: ParserOptions | None) -> ParserFactory | None:
         """parser_factory, of a request with these options; None: its output is not parsed."""
@@ -402,7 +404,7 @@ class OutputParsers:
         if factory is None or not custom_tools:
             return factory
 
-        def with_custom_tools(state: ThoughtState) -> ChoiceParser:
+        def with_custom_tools(state: ReasoningState) -> ChoiceParser:
             parser = factory(state)
             return BoundedFeedParser(CustomToolParser(parser, custom_tools), parser.reasoning)
 
@@ -422,7 +424,7 @@ class OutputParsers:
         if calls is None and tags is None:
             return None
 
-        def make(state: ThoughtState = "before") -> ChoiceParser:
+        def make(state: ReasoningState = "before") -> ChoiceParser:
             parser: OutputParser = PlainTextParser() if calls is None else calls(schemas or {})
             if first_call_only:
                 parser = FirstCallParser(parser)
@@ -442,7 +444,7 @@ class OutputParsers:
     def _harmony_factory(
         self, schemas: Schemas | None, first_call_only: bool, include_reasoning: bool
     ) -> ParserFactory:
-        def make(_state: ThoughtState = "before") -> ChoiceParser:
+        def make(_state: ReasoningState = "before") -> ChoiceParser:
             counter = ReasoningTokenCounter()
             parser = HarmonyParser(
                 schemas,
