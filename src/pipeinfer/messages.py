@@ -25,7 +25,7 @@ from pipeinfer.params import (
 )
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 18
+PROTOCOL = 19
 
 REMEMBERED_UNLOADED = 8  # names of unloaded adapters; of others only the version is known
 
@@ -387,7 +387,7 @@ class Admit(Message, frozen=True):
     - cache_salt: separates prefix caches
     - score_from: log-probs of the prompt's tokens from this position on are wanted, so what comes
       right before it is computed; -1: of none, or they are known
-    - bad_word_ids, trace, thoughts: as in TokenizedRequest
+    - bad_word_ids, trace, reasoning: as in TokenizedRequest
     - adapter_slot: where LoadAdapter has put its adapter; 0: it has none
     """
 
@@ -1001,10 +1001,11 @@ class GroupFault(Message, frozen=True):
 class Recover(Message, frozen=True):
     """`stage`, a new process, asks for all that it should know, until it was answered.
 
-    Tokenizers ask gateways (for Submits), schedulers tokenizers (Works) and detokenizers
-    (Delivered), and detokenizers schedulers (OpenStream, Tokens). Gateways ask tokenizers (Adopt), then
-    detokenizers (Adopt of what a tokenizer has forgotten, Text); requests of older ones are lost
-    unless their answers are kept.
+    - Tokenizers ask gateways (Submit).
+    - Schedulers ask tokenizers (TokenizedRequest) and detokenizers (Delivered).
+    - Detokenizers ask schedulers (OpenStream, Tokens).
+    - Gateways ask tokenizers (Adopt), then detokenizers (Adopt of what a tokenizer has forgotten,
+      Text); requests of older ones are lost unless their answers are kept.
 
     Attributes:
     - again: of a gateway that has asked before: what came since then is its own

@@ -97,7 +97,7 @@ CASES: list[tuple[str, Message, dict[str, Message]]] = [
     ("plan", plan(releases=(Release(0, True, ONE),), admits=(admit(ONE),)), {
         "releases: 5 bytes of output_ids": plan(releases=(Release(0, True), Release(1, True, ODD))),
         "admits: 5 bytes of token_ids": plan(admits=(admit(ODD),)),
-        "extends: 5 bytes of ids": plan(appends=(AppendTokens(0, ODD),)),
+        "appends: 5 bytes of ids": plan(appends=(AppendTokens(0, ODD),)),
     }),
     ("result", admitted(), {
         "slots, cached have 8, 4 bytes": admitted(slots=ONE * 2),

@@ -94,7 +94,7 @@ def test_ranks_decide_the_same_whenever_results_arrive(seed: int, delays: list[i
     for one, other in zip(prompt.steps, late.steps, strict=True):
         for name in ("slots", "starts", "counts", "samples", "tokens"):
             assert (getattr(one, name) == getattr(other, name)).all()
-        for name in ("slots", "columns", "pages", "admitted", "to_zero"):
+        for name in ("slots", "columns", "pages", "admitted", "pages_to_zero"):
             assert np.array_equal(getattr(one.delta, name), getattr(other.delta, name))
 
 

@@ -187,7 +187,7 @@ async def generated(api: aiohttp.ClientSession) -> float:
 
 def kill_engine(server: ServerUnderTest) -> None:
     """-9, of the first group's engine."""
-    os.kill(server.pids()["engine", 0, 0], signal.SIGKILL)
+    os.kill(server.pids()["engine-0-0"], signal.SIGKILL)
 
 
 def swap(server: ServerUnderTest) -> None:

@@ -228,7 +228,7 @@ async def test_a_killed_engine_leaves_its_weights_and_pages_to_the_next_one(
     with ServerUnderTest(settings, "-v") as server:
         async with aiohttp.ClientSession(server.url) as api:
             before, long_before = await ask(api, model, short), await ask(api, model, long)
-            os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
+            os.kill(server.pids()["engine-0-0"], signal.SIGKILL)
             after, long_after = await ask(api, model, short), await ask(api, model, long)
         log = server.log()
     print(log)

@@ -118,7 +118,7 @@ async def test_answers_are_the_same_after_a_sleep_and_after_a_death_in_it(
                 print(f"level {level}: {slept:.2f} s to sleep, {asleep - awake:.2f} GiB more free")
                 assert asleep - awake >= 0.75, "the pool holds 262,144 tokens"
                 if kills:
-                    os.kill(server.pids()[("engine", 0, 0)], signal.SIGKILL)
+                    os.kill(server.pids()["engine-0-0"], signal.SIGKILL)
                 print(f"{await post('/wake_up'):.2f} s to wake up")
                 text, logprobs, cached = await ask(api, model, prompt)
                 assert (text, cached) == (before[0], 0)

@@ -24,8 +24,8 @@ def engine_with_standby(server: ServerUnderTest, killed: list[int]) -> int:
     """The process that serves after these, once its standby is ready."""
     wanted = len(killed) + 1
     server.wait(lambda: server.log().count("has a standby of") == wanted, "a standby is ready")
-    server.wait(lambda: server.pids()[("engine", 0, 0)] not in killed, "its engine is known")
-    return server.pids()[("engine", 0, 0)]
+    server.wait(lambda: server.pids()["engine-0-0"] not in killed, "its engine is known")
+    return server.pids()["engine-0-0"]
 
 
 def taken_mib(server: ServerUnderTest) -> list[int]:

@@ -139,8 +139,8 @@ def test_stage_that_raises_ends_with_code_5_and_a_traceback(written, capsys):
     file = written(rows(Done(()), work, channel="work"), stage="tokenizer-0", stages=stages)
     assert main(["run", "tokenizer", str(file), "--json"]) == 5
     shown = capsys.readouterr()
-    assert "Traceback" in shown.err and "crashed on message 1: Work" in shown.err
-    assert '"replayed": "TypeError: the tokenizer takes no Work"' in shown.out
+    assert "Traceback" in shown.err and "crashed on message 1: TokenizedRequest" in shown.err
+    assert '"replayed": "TypeError: the tokenizer takes no TokenizedRequest"' in shown.out
 
 
 def test_missing_last_outputs_count_only_if_the_recording_ended_in_order(written, capsys):

@@ -671,8 +671,8 @@ def test_each_choice_is_a_work_that_names_its_leader():
     core = make()
     accepted, *sends = core.handle(submit_choices(), 0.0)
     assert accepted.message == Accepted("r", 1, 0, 3, choices=(0, 1, 2))
-    made = [send.message for send in sends]
-    assert [(w.request_id, w.seed, w.sampling_group) for w in made if isinstance(w, TokenizedRequest)] == [
+    made = [send.message for send in sends if isinstance(send.message, TokenizedRequest)]
+    assert [(request.request_id, request.seed, request.sampling_group) for request in made] == [
         ("r", SEED_MASK - 1, "r"), ("r/1", SEED_MASK, "r"), ("r/2", 0, "r"),
     ]  # fmt: skip
     assert core.stats()["prompt_tokens_total"] == 3 and core.stats()["ledger"] == 3

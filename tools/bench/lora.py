@@ -21,7 +21,7 @@ import psutil
 from bench import shapes
 from bench.adapters import write_adapters
 from bench.takeover import Client
-from harness.server import ServerUnderTest, leftovers
+from harness.server import ServerUnderTest, leftovers, name_of
 from pipeinfer import LoRARequest
 from pipeinfer.bench.client import percentiles
 from pipeinfer.checkpoint.source import resolve_model
@@ -142,7 +142,8 @@ class Loading:
     def _memory(self) -> dict[str, int]:
         """MiB that each stage has for itself."""
         found: dict[str, int] = {}
-        for (name, _, _), pid in sorted(self._server.pids().items()):
+        for stage, pid in sorted(self._server.pids().items()):
+            name = name_of(stage)
             found[name] = found.get(name, 0) + psutil.Process(pid).memory_full_info().uss // MIB
         return found
 

@@ -220,7 +220,7 @@ class Run:
         if self._options.swaps:
             await asyncio.to_thread(swap_engine, server.process.pid)
         else:
-            ranks = [key for key in server.pids() if key[:2] == ("engine", 0)]
+            ranks = [stage for stage in server.pids() if stage.startswith("engine-0-")]
             rank = sorted(ranks)[len(self._kills) % len(ranks)]  # one after the other
             os.kill(server.pids()[rank], signal.SIGKILL)
         count = "pipeinfer_takeovers_total"

@@ -232,7 +232,8 @@ class FaultRun:
 
     Attributes:
     - pauses: for each kind of fault, seconds of the longest pause of any stream
-    - beside: of each stream that resumed after each fault, seconds of its pause beyond the fault's
+    - cut: of each stream that was cut by a fault and resumed, seconds of its pause
+    - beside: of the same streams, seconds of the pause beyond the fault's own
     - resumed, retried: answers, under deaths of gateways
     - emptied: seconds until no stage kept anything, after the last answer
     - broken: promises that did not hold
@@ -248,6 +249,7 @@ class FaultRun:
         gateway_dies: bool = False,
     ) -> None:
         self._gateway_dies = gateway_dies
+        self.cut: list[float] = []
         self.beside: list[float] = []
         self.resumed = self.retried = 0
         self.emptied = 0.0
@@ -306,7 +308,9 @@ class FaultRun:
         clients = [self._client(n, question) for n, question in enumerate(self._questions)]
         over = asyncio.Event()
         patience = aiohttp.ClientTimeout(total=PATIENCE)
-        connections = aiohttp.TCPConnector(limit=0)
+        # Where gateways die each answer has a connection of its own: one that stays open leads to
+        # a gateway that lives, so in the end none would lead to those that were killed.
+        connections = aiohttp.TCPConnector(limit=0, force_close=self._gateway_dies)
         async with aiohttp.ClientSession(
             server.url, timeout=patience, connector=connections
         ) as api:
@@ -362,6 +366,7 @@ class FaultRun:
                 return
             await asyncio.sleep(fault.wait)
             self._during = f"{number + 1}/{len(faults)} {fault.kind} {fault.what}"
+            resumed = [client.resumed for client in clients]
             injected = time.monotonic()
             try:
                 await asyncio.to_thread(fault.inject)
@@ -371,11 +376,13 @@ class FaultRun:
             await self._all_moved(ready, clients)
             pause = round(max(client.pause(injected, ready) for client in clients), 2)
             self.pauses.setdefault(fault.kind, []).append(pause)
-            restart = ready - injected
-            resuming = [client for client in clients if client.resumes]
-            self.beside += [
-                round(max(client.pause(injected, ready) - restart, 0.0), 3) for client in resuming
+            cut = [
+                client.pause(injected, ready)
+                for client, before in zip(clients, resumed, strict=True)
+                if client.resumed > before
             ]
+            self.cut += cut
+            self.beside += [max(seconds - (ready - injected), 0.0) for seconds in cut]
             said = f"{time.strftime('%H:%M:%S')} {self._during}: {pause:.2f} s"
             print(said, file=sys.stderr, flush=True)
 

@@ -26,7 +26,7 @@ import msgspec
 import psutil
 
 from harness.processes import Helper
-from harness.server import ServerUnderTest, Stage
+from harness.server import ServerUnderTest, Stage, name_of
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.topology import PORT_OFFSETS
@@ -51,7 +51,7 @@ class Network:
         self._ports: dict[Stage, int] = {}
         entries: list[topologies.StageEntry] = []
         for number, entry in enumerate(local.entries):
-            port = self._ports[entry.name, entry.group, entry.rank] = FIRST_PORT + PORTS * number
+            port = self._ports[entry.identity.id] = FIRST_PORT + PORTS * number
             address = f"tcp://{self._listen}:{port}"
             entries.append(msgspec.structs.replace(entry, address=address, bind=self._goal))
         handle, self.file = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".toml")
@@ -184,24 +184,29 @@ def _well(server: ServerUnderTest, before: dict[Stage, int], killed: Sequence[St
     def back() -> bool:
         nonlocal now
         health = server.health()
-        now = {(s["name"], s["group"], s["rank"]): s["pid"] for s in health["stages"]}
+        now = {row["stage"]: row["pid"] for row in health["stages"]}
         replaced = all(now.get(victim) not in (None, before[victim]) for victim in killed)
         return replaced and health["status"] == "ready"
 
     try:
-        server.wait(back, f"{' and '.join(map(str, killed)) or 'the server'} came back")
+        server.wait(back, f"{' and '.join(killed) or 'the server'} came back")
     except TimeoutError as error:
         raise Broken(str(error)) from None
-    groups = {group for name, group, _ in killed if name == "engine"}
+    groups = {_group_of(stage) for stage in killed if name_of(stage) == "engine"}
     lost = [
         stage
         for stage, process in before.items()
         if now.get(stage) != process
         and stage not in killed
-        and not (stage[0] == "engine" and stage[1] in groups)
+        and not (name_of(stage) == "engine" and _group_of(stage) in groups)
     ]
     if lost:
         raise Broken(f"nobody hurt {lost}, and they are other processes now")
+
+
+def _group_of(engine: Stage) -> str:
+    """The number of an engine rank's data-parallel group."""
+    return engine.split("-")[1]
 
 
 KINDS = {
@@ -230,8 +235,7 @@ class Harm:
     wait: float
 
     def __str__(self) -> str:
-        names = "+".join(f"{name}-{group}-{rank}" for name, group, rank in self.stages)
-        return f"{names} {' '.join(self.sockets)}".strip()
+        return f"{'+'.join(self.stages)} {' '.join(self.sockets)}".strip()
 
 
 def drawn(kinds: Sequence[str], stages: Sequence[Stage], count: int, seed: int) -> list[Harm]:
@@ -250,9 +254,9 @@ def _harm(kind: str, stages: Sequence[Stage], source: random.Random) -> Harm:
     wait = source.uniform(0.0, WAIT)
     if kind == "full":
         return Harm(kind, (), (), wait)
-    names = sorted({name for name, _, _ in stages} - ({"gateway"} if kind in SPARED else set()))
+    names = sorted(set(map(name_of, stages)) - ({"gateway"} if kind in SPARED else set()))
     chosen = source.sample(names, 2 if kind == "two" else 1)
-    victims = tuple(source.choice([p for p in stages if p[0] == name]) for name in chosen)
+    victims = tuple(source.choice([s for s in stages if name_of(s) == name]) for name in chosen)
     if kind not in LINKS:
         return Harm(kind, victims, (), wait)
     heard = ("plan", "telemetry") if chosen == ["scheduler"] else ("telemetry",)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chaos import harms
 from chaos.fault_run import Fault, FaultRun, summary
-from harness.server import ServerUnderTest, Stage
+from harness.server import ServerUnderTest, Stage, name_of
 
 REATTACH = 30.0  # seconds that streams wait for their clients where gateways die
 POOL = {"kv_pages": 600, "threads": 1}  # too small for 64 streams at once: some are preempted
@@ -57,28 +56,31 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
 
 
 def _of_gateways(faults: FaultRun) -> dict[str, Any]:
-    """Seconds of pauses beyond a gateway's restart, of all streams that were resumed."""
-    beside = sorted(faults.beside) or [0.0]
+    """Seconds of the pauses of all streams that were cut and resumed, and of what of these was
+    beyond the gateway's restart, for which they wait where there is one gateway."""
     return {
         "resumed": faults.resumed,
         "retried": faults.retried,
-        "beside_restart": {
-            "count": len(faults.beside),
-            "p50": statistics.median(beside),
-            "p99": beside[min(len(beside) * 99 // 100, len(beside) - 1)],
-            "max": beside[-1],
-        },
+        "cut": _percentiles(faults.cut),
+        "beside_restart": _percentiles(faults.beside),
         "emptied_after": faults.emptied,
     }
 
 
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds) or [0.0]
+    at = {"p50": len(ordered) // 2, "p99": len(ordered) * 99 // 100, "max": len(ordered) - 1}
+    named = {name: round(ordered[place], 3) for name, place in at.items()}
+    return {"count": len(seconds), **named}
+
+
 def drawn(stages: list[Stage], kills: int, source: random.Random) -> list[Stage]:
     """Victims: of every kind as many, one of each kind a round, in a drawn order."""
-    kinds = sorted({name for name, _, _ in stages})
+    kinds = sorted(set(map(name_of, stages)))
     victims: list[Stage] = []
     while len(victims) < kills:
         for kind in source.sample(kinds, len(kinds)):
-            victims.append(source.choice([stage for stage in stages if stage[0] == kind]))
+            victims.append(source.choice([stage for stage in stages if name_of(stage) == kind]))
     return victims[:kills]
 
 
@@ -92,12 +94,14 @@ class Kills:
         stages = sorted(
             stage
             for stage in server.pids()
-            if (self._only == "gateway") == (stage[0] == "gateway") and self._only in stage[0]
+            if (self._only == "gateway") == (name_of(stage) == "gateway") and self._only in stage
         )
         victims = drawn(stages, self._kills, self._random)
         return [self._fault(server, victim) for victim in victims]
 
     def _fault(self, server: ServerUnderTest, victim: Stage) -> Fault:
-        kind = f"rank {victim[2]}" if victim[0] == "engine" else victim[0]
+        kind = name_of(victim)
+        if kind == "engine":
+            kind = f"rank {victim.rpartition('-')[2]}"
         wait = self._random.random()
-        return Fault(kind, str(victim), wait, lambda: harms.kill(server, [victim]))
+        return Fault(kind, victim, wait, lambda: harms.kill(server, [victim]))

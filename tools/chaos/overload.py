@@ -155,12 +155,12 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     """The metrics."""
     offered = {"rate": options.rate, "seconds": options.seconds, "tokens": options.tokens}
     with ServerUnderTest({**SERVER, **settings}) as server:
-        gateway = psutil.Process(server.pids()[("gateway", 0, 0)])
+        gateway = psutil.Process(server.pids()["gateway-0"])
         calm = gateway.memory_info().rss
         with Helper("chaos.overload:offer", url=server.url, **offered) as helper:
             rows, samples = asyncio.run(_watched(server, gateway, helper))
         pids = server.pids()
-        alive = pids[("gateway", 0, 0)] == gateway.pid
+        alive = pids["gateway-0"] == gateway.pid
     metrics = judged(rows, samples, options)
     metrics["gateway_calm_mib"] = calm >> 20
     if not alive:

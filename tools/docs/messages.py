@@ -20,10 +20,10 @@ from pipeinfer.messages import CHANNEL_USERS, CHANNELS
 
 INTRODUCTION = """Stages speak by these messages alone. A message is an array in MessagePack: its \
 name, then its fields in order. `Int32s` and `UInt64s` are raw little-endian bytes. A `Number` is \
-from 0 to 2^31 - 1, a `NonNegativeInt` from 0, a `PositiveInt` from 1. A frame that holds anything
-else, or that \ lacks some of its rows, is counted, logged with its channel and sender, and dropped.
-Structs grow \ only at their end, with defaults. Any other change is a new protocol; this is
-protocol {}. \ [Architecture](../architecture.md) says who needs which channel, and why."""
+from 0 to 2^31 - 1, a `NonNegativeInt` from 0, a `PositiveInt` from 1. A frame that holds anything \
+else, or that lacks some of its rows, is counted, logged with its channel and sender, and dropped. \
+Structs grow only at their end, with defaults. Any other change is a new protocol; this is \
+protocol {}. [Architecture](../architecture.md) says who needs which channel, and why."""
 CONTROL_SAID = """What people ask of a running stage. These messages are for the process around a \
 stage's core, and are not recorded."""
 

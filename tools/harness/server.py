@@ -25,9 +25,14 @@ from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime import supervisor
 from pipeinfer.runtime.servers import RunningServer, running_servers
 
-Stage = tuple[str, int, int]  # name, group and rank of a stage
+Stage = str  # the id of a stage, such as "gateway-1" or "engine-0-1"
 RETURN_SECONDS = 120.0  # seconds for a stage to come back
 TRACEBACK = "Traceback (most recent call last)"
+
+
+def name_of(stage: Stage) -> str:
+    """The name of a stage, such as "engine"."""
+    return stage.partition("-")[0]
 
 
 class ServerUnderTest:
@@ -85,7 +90,7 @@ class ServerUnderTest:
 
     def pids(self) -> dict[Stage, int]:
         """The process of each stage."""
-        return {(s["name"], s["group"], s["rank"]): s["pid"] for s in self.health()["stages"]}
+        return {row["stage"]: row["pid"] for row in self.health()["stages"]}
 
     def wait(
         self, condition: Callable[[], object], what: str, seconds: float = RETURN_SECONDS

@@ -37,7 +37,7 @@ from pipeinfer.engine.calibrate import (
     dummy_step,
     largest_step,
 )
-from pipeinfer.engine.device import Device, HostDevice, Replay, Tensors, TokenizedRequest, nothing
+from pipeinfer.engine.device import Device, HostDevice, Replay, Tensors, Work, nothing
 from pipeinfer.engine.device_memory import Allocate, CudaMemory, DeviceMemory, HostMemory
 from pipeinfer.engine.graphs import MIN_SHARED_DECODES
 from pipeinfer.engine.runner import Runner
@@ -241,7 +241,7 @@ class CudaDevice:
         self._polling = False
         self._memory: Any = None  # of all that is captured
 
-    def submit(self, work: TokenizedRequest, /, *, before: TokenizedRequest = nothing) -> CudaEvent:
+    def submit(self, work: Work, /, *, before: Work = nothing) -> CudaEvent:
         """The stream is current then, and stays it: what torch looks up to enter and leave one
         takes as long as the launch of a graph.
         """
@@ -255,7 +255,7 @@ class CudaDevice:
         last, self._last = self._last, ended
         return CudaEvent(self, began, ended, last)
 
-    def run(self, work: TokenizedRequest) -> None:
+    def run(self, work: Work) -> None:
         with torch.cuda.stream(self.stream):
             torch.cuda.synchronize()  # on any thread, it makes the GPU's context the current one
             work()
@@ -280,7 +280,7 @@ class CudaDevice:
         # What is captured next may use the same memory.
         return Replay(graph.replay, tuple(map(non_owning_view, tensors)))
 
-    def seconds(self, work: TokenizedRequest, times: int) -> float:
+    def seconds(self, work: Work, times: int) -> float:
         """Less often if it takes long: what disturbs it takes as long as always."""
         found: list[float] = []
         while len(found) < times and sum(found) < LONG:

@@ -693,4 +693,4 @@ def debugger(core: Core, entry: TraceEntry) -> None:
 def _is_begin(exchange: TraceExchange, incarnation: int) -> bool:
     """True for the BeginEpoch of an epoch that this engine takes part in."""
     incarnations = getattr(exchange.input.message, "incarnations", ())
-    return exchange.input.kind == "Begin" and incarnation in incarnations
+    return exchange.input.kind == "BeginEpoch" and incarnation in incarnations

@@ -218,8 +218,8 @@ def _marks(stage: str, entry: TraceEntry) -> Marks:
 _SINGLE = {
     ("gateway", "in", "Call"): "called",
     ("gateway", "out", "Submit"): "submitted",
-    ("tokenizer", "out", "Work"): "tokenized",
-    ("scheduler", "in", "Work"): "queued",
+    ("tokenizer", "out", "TokenizedRequest"): "tokenized",
+    ("scheduler", "in", "TokenizedRequest"): "queued",
 }
 _ROWS = {
     ("scheduler", "out", "Tokens"): "token",

@@ -138,7 +138,7 @@ class SchedulerCore:
         while this stage does, because what they say meanwhile waits to be read."""
         handler = self._handlers.get(type(event))
         if handler is None:
-            return []  # SendFailed; and GroupStatus and GroupFault, which nobody sends to a scheduler
+            return []  # SendFailed; nobody sends GroupStatus and GroupFault to a scheduler
         if isinstance(event, Tick):
             self._suspend_aware_clock.tick(now)
         self._now, clock_time = now, self._suspend_aware_clock.at(now)

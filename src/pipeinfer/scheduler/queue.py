@@ -184,9 +184,9 @@ class SamplingGroups:
     """Requests that sample from one prompt, as the choices of `n`: one computes it, and the others
     wait for its pages without a slot.
 
-    Groups go by the leader that `Work.sampling_group` names. The leader need not be that request:
-    it is the first of the group that wants to run, and the next one if the leader ends before its
-    prompt is computed.
+    Groups go by the leader that `TokenizedRequest.sampling_group` names. The leader need not be
+    that request: it is the first of the group that wants to run, and the next one if the leader
+    ends before its prompt is computed.
     """
 
     def __init__(self) -> None:
