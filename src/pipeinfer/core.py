@@ -118,8 +118,8 @@ class StepDone(Message, frozen=True):
     - token_ids: int32 bytes, row after row
     - seconds: that the step took
     - bad: int32 bytes, those of the L rows whose logits were not finite
-    - logprobs: scores (wire.py) of those ids whose rows ask for them
-    - prompt_logprobs: scores of each of the chunks whose tokens are scored
+    - logprobs: log-probs (wire.py) of those ids whose rows ask for them
+    - prompt_logprobs: log-probs of each of the step's `prompt_logprob_chunks`
     - refused: by row, why its grammar allows nothing
     - mask_units: by row, what its mask costs, where that is news
     """

@@ -1,8 +1,8 @@
 """The protocol: every message between stages, and which of them travels on which channel.
 
 Knows no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
-struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, scores are those
-of wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
+struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, log-probs are
+those of wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
 control.py has what a person asks.
 """
 
@@ -385,8 +385,8 @@ class Admit(Message, frozen=True):
     - seed: of its noise
     - suppressed_ids: ids not sampled before `params.min_tokens` outputs
     - cache_salt: separates prefix caches
-    - score_from: log-probs of the prompt's tokens from this position on are wanted, so what comes
-      right before it is computed; -1: of none, or they are known
+    - prompt_logprobs_from: log-probs of the prompt's tokens from this position on are wanted, so
+      what comes right before it is computed; -1: of none, or they are known
     - bad_word_ids, trace, reasoning: as in TokenizedRequest
     - adapter_slot: where LoadAdapter has put its adapter; 0: it has none
     """
@@ -400,7 +400,7 @@ class Admit(Message, frozen=True):
     seed: int
     suppressed_ids: tuple[Number, ...] = ()
     cache_salt: str = ""
-    score_from: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)] = -1
+    prompt_logprobs_from: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)] = -1
     bad_word_ids: tuple[tuple[Number, ...], ...] = ()
     trace: str = ""
     reasoning: ReasoningContext | None = None
@@ -615,7 +615,7 @@ class Result(Message, frozen=True):
     - free, evictable, evicted: as in Admitted
     - digest: running hash of the rank's decisions
     - bad: int32 bytes, slots whose logits were not finite: such a row has produced nothing
-    - logprobs: scores of the ids whose requests ask for them, in the ids' order
+    - logprobs: log-probs of the ids whose requests ask for them, in the ids' order
     - refused: by slot, why its grammar allows nothing: such a row has produced nothing either
     - mask_units: by slot, what a mask costs in units of work (grammars/compiling.py), where that is
       much, or no longer is
@@ -643,8 +643,8 @@ class PromptLogprobs(Message, frozen=True):
     """Log-probs of prompt tokens that step `number` found. Comes before its Result.
 
     Attributes:
-    - first: position in the prompt of the first scored token
-    - logprobs: a score for each token
+    - first: position in the prompt of the first token
+    - logprobs: a log-prob record for each token
     """
 
     epoch: int
@@ -725,7 +725,7 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
       result
     - error: with "error", for the client
     - cached_tokens: of the prompt, from the prefix cache
-    - logprobs: a score for each of `ids`, if the request asks for them
+    - logprobs: a log-prob record for each of `ids`, if the request asks for them
     """
 
     request_id: str
@@ -745,7 +745,7 @@ class PromptTokens(Message, frozen=True):
     Attributes:
     - first: position of the first id in the prompt
     - ids: int32 bytes
-    - logprobs: a score for each id; the prompt's first token has an empty one
+    - logprobs: a log-prob record for each id; the prompt's first token has an empty one
     - group: whose scheduler sends it; -1: unknown
     """
 
@@ -840,13 +840,13 @@ class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):
     """Log-probs of some tokens, to be shown.
 
     Attributes:
-    - scores: one for each token
+    - logprobs: a log-prob record for each token
     - texts: the bytes of each token, followed by those of its alternatives
     - offsets: int32 bytes, letters of text before each token
     - ids: int32 bytes of prompt tokens; empty for output tokens, whose row has them
     """
 
-    scores: bytes
+    logprobs: bytes
     texts: tuple[bytes, ...]
     offsets: Int32s
     ids: Int32s = b""
@@ -1037,8 +1037,8 @@ class Delivered(Message, frozen=True):
     - ended: no more of them is wanted
     - finish, error: as in the scheduler's last row; None if the detokenizer ended it
     - crashes: of engines that ran it alone, if it is suspected of one; else -1
-    - logprobs: a score for each id, if asked for
-    - prompt_logprobs: a score for each prompt token so far, if asked for
+    - logprobs: a log-prob record for each id, if asked for
+    - prompt_logprobs: a log-prob record for each prompt token so far, if asked for
     """
 
     request_id: str

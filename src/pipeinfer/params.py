@@ -111,7 +111,7 @@ class ReasoningContext(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a request asks for: how to choose tokens, when to stop, which scores. Callers of the
+    """What a request asks for: how to choose tokens, when to stop, which log-probs. Callers of the
     offline classes write RequestParams, with vLLM's fields (offline/calls.py).
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeinfer.params import ReasoningContext, StructuredOutputs
-from pipeinfer.wire import REJECTED, SCORE_WORDS, WORD
+from pipeinfer.wire import LOGPROB_WORDS, REJECTED, WORD
 
 LAST_TOKEN = -1  # in Step.tokens: take the id that the slot has sampled last, last_token[slot]
 
@@ -143,7 +143,7 @@ class MaskRows:
 
 
 @dataclass(frozen=True)
-class ScoredChunk:
+class PromptLogprobChunk:
     """Prompt tokens whose log-probs are asked for.
 
     Attributes:
@@ -259,9 +259,9 @@ class Sampled:
     - num_sampled: int32 [L], how many tokens each gave
     - ids: int32 [the sum of num_sampled], row after row
     - bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none
-    - logprobs: scores (wire.py) of the ids of rows that ask for them, and float32 vectors of those
-      that ask for these, row after row
-    - prompt_logprobs: scores of each of the step's `scored_chunks`
+    - logprobs: log-probs (wire.py) of the ids of rows that ask for them, and float32 vectors of
+      those that ask for these, row after row
+    - prompt_logprobs: log-probs of each of the step's `prompt_logprob_chunks`
     - refused: rows whose grammar allowed nothing, each with the reason; they gave none either
     - mask_units: by row, what a mask of it costs in units (grammars/compiling.py), where that was
       found out anew and is much, or was
@@ -347,7 +347,8 @@ class Step:
     - penalties, logprobs, vectors: of those rows of logits whose requests ask for them
     - delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then,
       at offset p % page_size. Page 0 is a dummy that no request owns
-    - scored_chunks: known tokens whose log-probs are asked for; the step computes those before them
+    - prompt_logprob_chunks: known tokens whose log-probs are asked for; the step computes those
+      before them
     - masked: rows of logits of which only what grammars allow may be sampled, which is known only
       when the step before has ended
     - shared_prefixes: None where attention shares no reads, or no decodes have a prefix in common
@@ -369,7 +370,7 @@ class Step:
     penalties: PenaltyRows | None = None
     delta: StepDelta = NO_CHANGES
     logprobs: LogprobRows | None = None
-    scored_chunks: tuple[ScoredChunk, ...] = ()
+    prompt_logprob_chunks: tuple[PromptLogprobChunk, ...] = ()
     masked: MaskRows | None = None
     shared_prefixes: SharedPrefixes | None = None
     vectors: VectorRows | None = None
@@ -387,13 +388,13 @@ class Step:
         count = int(np.count_nonzero(self.samples))
         return count if self.drafts is None else count + int(self.drafts.clip(min=0).sum())
 
-    def score_sizes(self) -> np.ndarray | None:
+    def logprob_sizes(self) -> np.ndarray | None:
         """int64 [L], bytes of `Sampled.logprobs` for each id of a row; None if no row asks."""
         if self.logprobs is None and self.vectors is None:
             return None
         sizes = np.zeros(self.num_logits, dtype=np.int64)
         if self.logprobs is not None:
-            sizes[self.logprobs.rows] = WORD * (SCORE_WORDS + 2 * self.logprobs.num_alternatives)
+            sizes[self.logprobs.rows] = WORD * (LOGPROB_WORDS + 2 * self.logprobs.num_alternatives)
         if self.vectors is not None:
             sizes[self.vectors.rows] = WORD * self.vectors.sizes
         return sizes

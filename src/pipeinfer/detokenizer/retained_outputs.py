@@ -36,9 +36,9 @@ class OutputBounds(NamedTuple):
 NO_BOUNDS = OutputBounds(2**63, 2**63)
 
 
-def single_tokens(row: TokenRow, begin: int, score_size: int) -> Iterator[TokenRow]:
+def single_tokens(row: TokenRow, begin: int, logprob_size: int) -> Iterator[TokenRow]:
     """`row` from output token `begin` on, cut into one row for each token that is shown, and one
-    for the end. score_size: bytes of a token's log-probs."""
+    for the end. logprob_size: bytes of a token's log-probs."""
     if row.offset > begin:
         yield row  # what lies before it was lost
         return
@@ -51,14 +51,14 @@ def single_tokens(row: TokenRow, begin: int, score_size: int) -> Iterator[TokenR
             finish=None,
             stop_token=None,
             error="",
-            logprobs=row.logprobs[score_size * at : score_size * (at + 1)],
+            logprobs=row.logprobs[logprob_size * at : logprob_size * (at + 1)],
         )
     if row.finish is not None:
         yield msgspec.structs.replace(
             row,
             offset=row.offset + shown,
             ids=row.ids[4 * shown :],
-            logprobs=row.logprobs[score_size * shown :],
+            logprobs=row.logprobs[logprob_size * shown :],
         )
 
 

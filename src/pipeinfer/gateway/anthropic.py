@@ -486,7 +486,7 @@ class MessagesFormatter:
         yield {"type": "message_start", "message": self._message([], None, None, usage)}
         yield {"type": "ping"}
 
-    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
+    def block_events(self, step: BlockEvent, logprobs: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
         if step.action == "more":
             if self._omit_reasoning and block.kind == "reasoning":

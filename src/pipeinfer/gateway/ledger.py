@@ -3,7 +3,7 @@
 - Call, ClientDisconnected, SetAdapters, QueueShare; Started, OutputDelta, Failed, AdoptionEnded,
   StatusChanged: events between the core and its driver, which is the HTTP side or an offline class.
   They never travel on the bus.
-- token_scores: log-probs as answers show them, from the packed scores that text rows carry.
+- decode_logprobs: log-probs as answers show them, from the packed ones that text rows carry.
 - RequestRecord: what was delivered of a request, and what of a row is new.
 - EndedRequests: which ends a restarted tokenizer may have missed.
 - Backlog: whether there is room for more requests.
@@ -46,7 +46,7 @@ from pipeinfer.params import (
     StructuredOutputs,
     choice_id,
 )
-from pipeinfer.wire import SCORE_WORDS, WORD, score_bytes, unpack_few, unpack_scores
+from pipeinfer.wire import LOGPROB_WORDS, WORD, logprob_bytes, unpack_few, unpack_logprobs
 
 Status = Literal["starting", "ready", "degraded", "asleep", "draining"]
 
@@ -213,7 +213,7 @@ class RankedToken(NamedTuple):
     rank: int
 
 
-class TokenScore(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """Log-probs at one place of a text.
 
     sampled: the token that stands there, with rank 0 if nothing comes before it.
@@ -230,7 +230,7 @@ def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
     count = max(len(texts.offsets) // OFFSET_BYTES, 1)
     return msgspec.structs.replace(
         texts,
-        scores=texts.scores[tokens * len(texts.scores) // count :],
+        logprobs=texts.logprobs[tokens * len(texts.logprobs) // count :],
         texts=texts.texts[tokens * len(texts.texts) // count :],
         offsets=texts.offsets[tokens * OFFSET_BYTES :],
         ids=texts.ids[tokens * ID_BYTES :],
@@ -239,33 +239,33 @@ def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
 
 def num_alternatives(texts: LogprobTexts, tokens: int) -> int:
     """How many likely tokens are given for each of `tokens` tokens."""
-    return (len(texts.scores) // (WORD * tokens) - SCORE_WORDS) // 2 if tokens else 0
+    return (len(texts.logprobs) // (WORD * tokens) - LOGPROB_WORDS) // 2 if tokens else 0
 
 
-def token_scores(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenScore]:
-    """The scores of all tokens in `parts`, each with its tokens' ids (int32 bytes)."""
-    return chain.from_iterable(_decode_scores(texts, ids) for texts, ids in parts)
+def decode_logprobs(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenLogprobs]:
+    """The log-probs of all tokens in `parts`, each with its tokens' ids (int32 bytes)."""
+    return chain.from_iterable(_decode_texts(texts, ids) for texts, ids in parts)
 
 
-def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
-    """The scores of a prompt's tokens."""
-    return token_scores((texts, texts.ids) for texts in parts)
+def decode_prompt_logprobs(parts: Iterable[LogprobTexts]) -> Iterator[TokenLogprobs]:
+    """The log-probs of a prompt's tokens."""
+    return decode_logprobs((texts, texts.ids) for texts in parts)
 
 
-def _decode_scores(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
+def _decode_texts(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenLogprobs]:
     ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
     alternatives = num_alternatives(texts, len(ids))
-    found = unpack_scores(texts.scores, alternatives)
-    for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
+    found = unpack_logprobs(texts.logprobs, alternatives)
+    for n, (token, offset, position) in enumerate(zip(ids, offsets, found, strict=True)):
         at = n * (1 + alternatives)
-        sampled = RankedToken(token, texts.texts[at], score.logprob, score.rank)
+        sampled = RankedToken(token, texts.texts[at], position.logprob, position.rank)
         top = [
             RankedToken(id, texts.texts[at + rank], logprob, rank)
             for rank, (id, logprob) in enumerate(
-                zip(score.ids, score.logprobs, strict=True), start=1
+                zip(position.ids, position.logprobs, strict=True), start=1
             )
         ]
-        yield TokenScore(sampled, offset, top)
+        yield TokenLogprobs(sampled, offset, top)
 
 
 TRACEPARENT = "traceparent"
@@ -309,7 +309,7 @@ class RequestTraces:
 BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
 # Output tokens whose log-probs count: how many there will be is not known, and max_tokens may be
 # any number.
-MAX_SCORED_OUTPUTS = 4096
+MAX_LOGPROB_OUTPUTS = 4096
 TEXT_BYTES = 28  # bytes that a text which is not all ASCII occupies beside its letters
 VALUE_BYTES = 64  # bytes that a value of a chat or of template arguments occupies beside its text
 
@@ -317,10 +317,10 @@ VALUE_BYTES = 64  # bytes that a value of a chat or of template arguments occupi
 def occupied_tokens(params: RequestParams, prompt_tokens: int) -> int:
     """Prompt tokens as which a request counts: its own, and bytes of its log-probs by
     BYTES_PER_TOKEN."""
-    outputs = min(params.max_tokens or MAX_SCORED_OUTPUTS, MAX_SCORED_OUTPUTS)
-    of_output = score_bytes(params.logprobs, params.vector_size)
-    scores = prompt_tokens * score_bytes(params.prompt_logprobs) + outputs * of_output
-    return prompt_tokens + scores // BYTES_PER_TOKEN
+    outputs = min(params.max_tokens or MAX_LOGPROB_OUTPUTS, MAX_LOGPROB_OUTPUTS)
+    of_output = logprob_bytes(params.logprobs, params.vector_size)
+    logprobs = prompt_tokens * logprob_bytes(params.prompt_logprobs) + outputs * of_output
+    return prompt_tokens + logprobs // BYTES_PER_TOKEN
 
 
 def call_tokens(call: Call) -> int:
@@ -447,7 +447,8 @@ class RequestRecord:
     submit: kept to the end, for a restarted tokenizer. choice: its number within `submit`.
     tokenizer: id of the stage that got it. group: that computes it, -1 until Accepted.
     size: tokens as which it counts in the backlog. deadline: monotonic seconds, or infinite.
-    prompt_tokens: -1 until Accepted. scored: prompt tokens whose log-probs were delivered.
+    prompt_tokens: -1 until Accepted. num_prompt_logprobs: prompt tokens whose log-probs were
+        delivered.
     early: rows that arrived before Accepted, which comes from another stage on another socket.
     has_output: whether text or ids were delivered.
     ids: delivered output ids, int32 bytes. tokens: how many. bytes: delivered text, in UTF-8.
@@ -464,8 +465,8 @@ class RequestRecord:
         "group",
         "has_output",
         "ids",
+        "num_prompt_logprobs",
         "prompt_tokens",
-        "scored",
         "size",
         "submit",
         "tokenizer",
@@ -487,7 +488,7 @@ class RequestRecord:
         self.bytes = 0
         self.ids = bytearray()
         self.tokens = 0
-        self.scored = 0
+        self.num_prompt_logprobs = 0
         self.awaited = ""
 
     @property
@@ -543,13 +544,13 @@ class RequestRecord:
         delivered. Raises StreamGap."""
         if row.prompt is None:
             return None
-        repeated, count = self.scored - row.prompt_offset, len(row.prompt.ids) // 4
+        repeated, count = self.num_prompt_logprobs - row.prompt_offset, len(row.prompt.ids) // 4
         if repeated < 0:
             raise StreamGap(
-                f"log-probs continue at prompt token {row.prompt_offset}, but {self.scored} were "
-                "delivered"
+                f"log-probs continue at prompt token {row.prompt_offset}, but "
+                f"{self.num_prompt_logprobs} were delivered"
             )
-        self.scored = max(self.scored, row.prompt_offset + count)
+        self.num_prompt_logprobs = max(self.num_prompt_logprobs, row.prompt_offset + count)
         return without_first(row.prompt, repeated) if repeated < count else None
 
     def _new_text(self, row: TextRow, repeated_bytes: int) -> str:

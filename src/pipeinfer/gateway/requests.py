@@ -362,7 +362,7 @@ def parse_completion(
         request, defaults.sampling, limit, output_options, {"max_tokens": field}, constraint
     )
     if output_options.echo and output_options.logprobs is not None and limit == 1:
-        # A client that scores a prompt this way (lm-eval) takes the last log-prob for that of the
+        # A client that asks for a prompt's log-probs so (lm-eval) takes the last for that of the
         # one output token. A stop token has no log-prob, so no token may stop the output.
         params = replace(params, ignore_eos=True)
     choices = _best_of(request, params.n)

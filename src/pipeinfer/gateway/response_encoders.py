@@ -28,9 +28,9 @@ from pipeinfer.gateway.ledger import (
     Failed,
     OutputDelta,
     Started,
-    TokenScore,
-    prompt_scores,
-    token_scores,
+    TokenLogprobs,
+    decode_logprobs,
+    decode_prompt_logprobs,
 )
 from pipeinfer.gateway.response_json import (
     DONE,
@@ -299,19 +299,19 @@ class ChoiceCollector:
     def add_logprobs(self, delta: OutputDelta) -> None:
         """Keeps the delta's log-probs, and those of the prompt."""
         if delta.prompt is not None:
-            of_prompt = list(prompt_scores([delta.prompt]))
+            of_prompt = list(decode_prompt_logprobs([delta.prompt]))
             if self._prompt is not None:
                 self._prompt.add(of_prompt)
             if self._completion is not None and self._echo:
                 self._completion.add(of_prompt)
         if delta.logprobs is not None:
-            self._add(list(token_scores([(delta.logprobs, delta.ids)])))
+            self._add(list(decode_logprobs([(delta.logprobs, delta.ids)])))
 
-    def _add(self, scores: list[TokenScore]) -> None:
+    def _add(self, logprobs: list[TokenLogprobs]) -> None:
         if self._chat is not None:
-            self._chat.add(scores)
+            self._chat.add(logprobs)
         if self._completion is not None:
-            self._completion.add(scores, len(self.prompt_text))
+            self._completion.add(logprobs, len(self.prompt_text))
 
     def parse(self, delta: OutputDelta) -> Sequence[ParsedDelta]:
         """The parsed deltas that are certain now; none where all output is content."""
@@ -387,8 +387,8 @@ class BestOf:
         """Counts a delta; returns the part that the client asked for."""
         if delta.logprobs is None:
             return delta
-        for score in token_scores([(delta.logprobs, delta.ids)]):
-            self._sums[index] += score.sampled.logprob
+        for position in decode_logprobs([(delta.logprobs, delta.ids)]):
+            self._sums[index] += position.sampled.logprob
             self._tokens[index] += 1
         return delta if self._with_logprobs else msgspec.structs.replace(delta, logprobs=None)
 

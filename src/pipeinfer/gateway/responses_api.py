@@ -638,10 +638,10 @@ class ResponsesFormatter:
         self._blocks.clear()
         self.final = None
 
-    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
+    def block_events(self, step: BlockEvent, logprobs: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
         if step.action == "more":
-            yield self._delta_event(block, step.text, scores)
+            yield self._delta_event(block, step.text, logprobs)
         elif step.action == "open":
             self._blocks.append(block)
             item = self._item(block, "in_progress")
@@ -676,7 +676,7 @@ class ResponsesFormatter:
         self.final = response
         return self._event("response.failed", response=response)
 
-    def _delta_event(self, block: OutputBlock, text: str, scores: list[JsonValue]) -> JsonObject:
+    def _delta_event(self, block: OutputBlock, text: str, logprobs: list[JsonValue]) -> JsonObject:
         if block.kind in CALL_BLOCKS:
             _, _, name = CALL_ITEM_EVENTS[block.kind]
             return self._event(
@@ -685,7 +685,7 @@ class ResponsesFormatter:
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **self._position(block), delta=text)
         return self._event(
-            "response.output_text.delta", **self._position(block), delta=text, logprobs=scores
+            "response.output_text.delta", **self._position(block), delta=text, logprobs=logprobs
         )
 
     def _done_events(self, block: OutputBlock) -> Iterator[JsonObject]:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.ledger import OutputDelta, Started, token_scores
+from pipeinfer.gateway.ledger import OutputDelta, Started, decode_logprobs
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_chat
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage, chat_token_logprob
 from pipeinfer.gateway.schema import ChatMessage, ChatRequest, ContentPart, Role
@@ -58,8 +58,8 @@ class ResponseFormatter(Protocol):
         """Events before the first block."""
         ...
 
-    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
-        """Events of a change of a block. `scores`: log-probs of tokens that came with it."""
+    def block_events(self, step: BlockEvent, logprobs: list[JsonValue]) -> Iterator[JsonObject]:
+        """Events of a change of a block. `logprobs`: log-probs of tokens that came with it."""
         ...
 
     def end_events(self, blocks: OutputBlocks, end: ResponseEnd) -> Iterator[JsonObject]:
@@ -125,7 +125,7 @@ class TranslatedEncoder:
             yield from formatter.start_events(self._prompt_tokens)
         if delta.logprobs is not None:
             self._pending_logprobs += map(
-                chat_token_logprob, token_scores([(delta.logprobs, delta.ids)])
+                chat_token_logprob, decode_logprobs([(delta.logprobs, delta.ids)])
             )
         self._reasoning_counter.add_offsets(delta.offsets)
         parsed = [*self._parser.feed(delta.text)]
@@ -142,12 +142,12 @@ class TranslatedEncoder:
 
     def _formatted(self, steps: Iterable[BlockEvent]) -> Iterator[JsonObject]:
         for step in steps:
-            scores: list[JsonValue] = []
+            logprobs: list[JsonValue] = []
             if step.action == "more":
-                scores, self._pending_logprobs = self._pending_logprobs, []
+                logprobs, self._pending_logprobs = self._pending_logprobs, []
                 if step.block.kind == "content":
-                    step.block.logprobs += scores
-            yield from self._formatter.block_events(step, scores)
+                    step.block.logprobs += logprobs
+            yield from self._formatter.block_events(step, logprobs)
 
 
 def server_sent_event(content: JsonObject) -> bytes:

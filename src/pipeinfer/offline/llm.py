@@ -432,7 +432,7 @@ class Chunk(TypedDict):
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _LogprobOptions:
     """Which log-probs are returned: `of` outputs, with those of so many `others`, and of the
     prompt's tokens from `start` on, if that is not negative."""
 
@@ -447,12 +447,12 @@ class _Batch:
 
     asked: list[OfflineRequest]
     single: bool
-    scores: _Scores
+    logprob_options: _LogprobOptions
 
     def result(self, outputs: Sequence[RequestOutput]) -> Chunk | list[Chunk]:
         """Of each prompt, each of its choices."""
         made = [
-            _finished_chunk(output, one, self.scores)
+            _finished_chunk(output, one, self.logprob_options)
             for output in outputs
             for one in output.outputs
         ]
@@ -523,14 +523,14 @@ class Engine(SyncModel):
         self._check_open()
         if (prompt is None) == (ids is None):
             raise RequestError("give either prompt or input_ids", "prompt")
-        scores = _scores(options, stream)
+        logprob_options = _logprob_options(options, stream)
         priority, salt = options.pop("priority", None), options.pop("cache_salt", None)
         rid = options.pop("rid", None)
         _refuse("generate", options, NOT_GENERATING)
         given: Any = ids if prompt is None else prompt
         listed = calls.as_list(given)
         wanted = params if isinstance(params, Sequence) else [params or {}] * len(listed)
-        read = [_sampling(one, scores) for one in wanted]
+        read = [_sampling(one, logprob_options) for one in wanted]
         each = calls.each(read, len(listed), "sampling_params")
         if not self._detokenize:
             each = [calls.without_texts(one) for one in each]
@@ -541,7 +541,7 @@ class Engine(SyncModel):
             for name, one, chosen in zip(names, listed, each, strict=True)
         ]
         single = listed == [given] and asked[0].call.params.n == 1
-        return _Batch(asked, single, scores)
+        return _Batch(asked, single, logprob_options)
 
     async def _collect(self, batch: _Batch) -> list[RequestOutput]:
         total = sum(asked.call.params.n for asked in batch.asked)
@@ -578,7 +578,7 @@ class Engine(SyncModel):
             name = asked.call.request_id
             if delta.prompt_tokens:
                 prompts[name] = delta.prompt_tokens, delta.cached_tokens
-            made = _chunk(name, output, prompts.get(name, (0, 0)), batch.scores)
+            made = _chunk(name, output, prompts.get(name, (0, 0)), batch.logprob_options)
             yield made if batch.single else {**made, "index": delta.index}
 
 
@@ -586,7 +586,7 @@ async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
     return await anext(chunks, None)
 
 
-def _sampling(given: Given, scores: _Scores) -> SamplingParams:
+def _sampling(given: Given, logprob_options: _LogprobOptions) -> SamplingParams:
     """From SGLang's names. RequestError names all that there are not."""
     known = SamplingParams.__struct_fields__
     fields: dict[str, Any] = {"max_tokens": MAX_NEW_TOKENS}
@@ -602,20 +602,20 @@ def _sampling(given: Given, scores: _Scores) -> SamplingParams:
     _refuse("sampling_params", unknown, NOT_SAMPLING)
     if form:
         fields["structured_outputs"] = StructuredOutputsParams(**form)
-    if scores.of:
-        fields["logprobs"] = scores.others
-        fields["prompt_logprobs"] = scores.others if scores.start >= 0 else None
+    if logprob_options.of:
+        fields["logprobs"] = logprob_options.others
+        fields["prompt_logprobs"] = logprob_options.others if logprob_options.start >= 0 else None
     return SamplingParams(**fields)
 
 
-def _scores(options: dict[str, Any], stream: bool) -> _Scores:
+def _logprob_options(options: dict[str, Any], stream: bool) -> _LogprobOptions:
     """Takes what it needs out of `options`."""
     of = bool(options.pop("return_logprob", False))
     start, others = options.pop("logprob_start_len", None), options.pop("top_logprobs_num", None)
-    scores = _Scores(of, -1 if start is None else start, others or 0)
-    if stream and of and scores.start >= 0:
+    chosen = _LogprobOptions(of, -1 if start is None else start, others or 0)
+    if stream and of and chosen.start >= 0:
         raise RequestError("logprob_start_len is not for streams: use stream=False", "stream")
-    return scores
+    return chosen
 
 
 def _refuse(of: str, given: Given, reasons: Mapping[str, str]) -> None:
@@ -637,21 +637,25 @@ def _add(output: CompletionOutput, delta: Delta) -> None:
     output.error = delta.error
 
 
-def _finished_chunk(result: RequestOutput, output: CompletionOutput, scores: _Scores) -> Chunk:
+def _finished_chunk(
+    result: RequestOutput, output: CompletionOutput, logprob_options: _LogprobOptions
+) -> Chunk:
     tokens = len(result.prompt_token_ids), result.cached_tokens
-    made = _chunk(result.request_id, output, tokens, scores)
-    if scores.of and scores.start >= 0:
+    made = _chunk(result.request_id, output, tokens, logprob_options)
+    if logprob_options.of and logprob_options.start >= 0:
         pairs = list(zip(result.prompt_token_ids, result.prompt_logprobs or [], strict=True))
-        pairs = pairs[scores.start :]
+        pairs = pairs[logprob_options.start :]
         made["meta_info"]["input_token_logprobs"] = [
             _token_logprob(token, found) for token, found in pairs
         ]
-        if scores.others:
+        if logprob_options.others:
             made["meta_info"]["input_top_logprobs"] = [_top(found) for _, found in pairs]
     return made
 
 
-def _chunk(name: str, output: CompletionOutput, prompt: tuple[int, int], scores: _Scores) -> Chunk:
+def _chunk(
+    name: str, output: CompletionOutput, prompt: tuple[int, int], logprob_options: _LogprobOptions
+) -> Chunk:
     """The output so far. prompt: (tokens of the prompt, how many were cached)."""
     info: dict[str, Any] = {
         "id": name,
@@ -660,11 +664,11 @@ def _chunk(name: str, output: CompletionOutput, prompt: tuple[int, int], scores:
         "completion_tokens": len(output.token_ids),
         "cached_tokens": prompt[1],
     }
-    if scores.of:
+    if logprob_options.of:
         found = output.logprobs or []
         pairs = zip(output.token_ids, found, strict=True)
         info["output_token_logprobs"] = [_token_logprob(token, one) for token, one in pairs]
-        if scores.others:
+        if logprob_options.others:
             info["output_top_logprobs"] = [_top(one) for one in found]
     return {"text": output.text, "output_ids": list(output.token_ids), "meta_info": info}
 

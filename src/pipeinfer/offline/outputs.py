@@ -16,7 +16,7 @@ from typing import Any
 from pipeinfer.gateway import ledger
 from pipeinfer.gateway.ledger import Call, Failed, Started, num_alternatives
 from pipeinfer.messages import FinishReason, LogprobTexts
-from pipeinfer.wire import NO_ID, score_layout, unpack, unpack_few
+from pipeinfer.wire import NO_ID, logprob_layout, unpack, unpack_few
 
 
 class RequestError(ValueError):
@@ -164,7 +164,7 @@ def _by_position(texts: LogprobTexts, raw_ids: bytes) -> Iterator[Logprobs]:
     ids = unpack_few(raw_ids)
     most = num_alternatives(texts, len(ids))
     step, names = 1 + most, texts.texts
-    for n, words in enumerate(score_layout(most).iter_unpack(texts.scores)):
+    for n, words in enumerate(logprob_layout(most).iter_unpack(texts.logprobs)):
         rank, first = words[1], n * step
         if not rank:
             yield {}

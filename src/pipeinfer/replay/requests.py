@@ -328,7 +328,7 @@ def _first_difference(before: RecordedResponse, now: RecordedResponse, tolerance
             mine, theirs = getattr(one, field), getattr(other, field)
             if mine != theirs:
                 return f"choice {number}: {_differs(field, mine, theirs)}"
-        if where := _other_score(_scores(one), _scores(other), tolerance):
+        if where := _other_logprob(_token_logprobs(one), _token_logprobs(other), tolerance):
             return f"choice {number}: {where}"
     return ""
 
@@ -343,17 +343,17 @@ def _differs(field: str, before: Any, now: Any) -> str:
     return f"token {first} differs: recorded {before[first]}, now {now[first]}"
 
 
-def _scores(choice: Choice) -> list[list[float]]:
+def _token_logprobs(choice: Choice) -> list[list[float]]:
     """The log-probs of each token: its own, if it has one, and those of the tokens beside it."""
     found = choice.logprobs or ChoiceLogprobs()
     if found.content is not None:
         return [[one.logprob, *(top.logprob for top in one.top_logprobs)] for one in found.content]
-    own = [[] if score is None else [score] for score in found.token_logprobs or ()]
+    own = [[] if logprob is None else [logprob] for logprob in found.token_logprobs or ()]
     beside = [list((tops or {}).values()) for tops in found.top_logprobs or [None] * len(own)]
     return [one + other for one, other in zip(own, beside, strict=False)]
 
 
-def _other_score(before: list[list[float]], now: list[list[float]], tolerance: float) -> str:
+def _other_logprob(before: list[list[float]], now: list[list[float]], tolerance: float) -> str:
     """Which log-prob differs first by more than `tolerance`, or ""."""
     if [*map(len, before)] != [*map(len, now)]:
         return f"log-probs of {len(before)} tokens recorded, of {len(now)} now, or of other tokens"

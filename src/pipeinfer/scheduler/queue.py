@@ -303,7 +303,7 @@ class PrefixesInProgress:
         here then. Else it will find `shared_len` tokens in the pages of its `prefix_source`, if
         there is one: a step that computes them has been planned. True if it was taken."""
         request.shared_len = 0
-        if not self._block_size or request.prefix_source is not None or request.prompt_score_size:
+        if not self._block_size or request.prefix_source is not None or request.prompt_logprob_size:
             return False
         keys, leads = self._prefix_keys(request), self._index()
         lead, blocks = None, 0

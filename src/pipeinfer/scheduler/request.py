@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeinfer.messages import Delivered, FinishReason, Hello, TokenizedRequest
-from pipeinfer.wire import no_score, score_bytes
+from pipeinfer.wire import logprob_bytes, no_logprob
 
 RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
 TOKEN_BYTES = 4  # of packed ids
@@ -57,9 +57,9 @@ class Request:
     queued_tokens: tokens to compute, as counted when it came into the queue.
     prefix_source: the request whose pages this one will share: those of the first shared_len
         tokens, or of the whole prompt if shared_len is 0.
-    logprobs, prompt_logprobs: packed scores of its outputs, or its vector, and of its prompt's
-        tokens so far; of score_size and prompt_score_size bytes each, 0 where they are not asked
-        for.
+    logprobs, prompt_logprobs: packed log-probs of its outputs, or its vector, and of its prompt's
+        tokens so far; of logprob_size and prompt_logprob_size bytes each, 0 where they are not
+        asked for.
     draft_rate: 0 to 1, of its latest draft tokens how many were accepted; see Drafter.
     adapter_slot: of engines, where its adapter lies or will lie; 0: it has none, or waits for one.
     mask_units: what a mask of its grammar costs, as engines found out last, -1 before. mask_turn:
@@ -92,8 +92,8 @@ class Request:
     bad_logits: bool = False
     arrived_at: float = 0.0
     admitted_at: float = 0.0
-    score_size: int = 0
-    prompt_score_size: int = 0
+    logprob_size: int = 0
+    prompt_logprob_size: int = 0
     logprobs: bytearray = field(default_factory=bytearray)
     prompt_logprobs: bytearray = field(default_factory=bytearray)
     prefix_source: Request | None = None
@@ -151,7 +151,7 @@ class Request:
     def prefix_tokens(self) -> int:
         """Tokens that it will find in the pages of another, if the next plan admits it."""
         lead = self.prefix_source
-        if lead is None or self.score_from >= 0:
+        if lead is None or self.prompt_logprobs_from >= 0:
             return 0
         if self.shared_len:
             return (
@@ -186,14 +186,15 @@ class Request:
         return max(known, 0) + max(outputs - len(self.outputs), 0)
 
     @property
-    def num_scored(self) -> int:
-        """Prompt tokens that have their scores."""
-        return len(self.prompt_logprobs) // self.prompt_score_size if self.prompt_score_size else 0
+    def num_prompt_logprobs(self) -> int:
+        """Prompt tokens that have their log-probs."""
+        size = self.prompt_logprob_size
+        return len(self.prompt_logprobs) // size if size else 0
 
     @property
-    def score_from(self) -> int:
+    def prompt_logprobs_from(self) -> int:
         """See messages.Admit."""
-        return self.num_scored if 0 < self.num_scored < self.prompt_len else -1
+        return self.num_prompt_logprobs if 0 < self.num_prompt_logprobs < self.prompt_len else -1
 
     def move(self, phase: Phase) -> None:
         """Only whoever keeps it from now on moves it, or who ends it."""
@@ -260,16 +261,16 @@ class Request:
     def resume(self, delivered: Delivered) -> None:
         """It will go on after output that another scheduler had sampled, and that was delivered.
 
-        How much of its prompt was cached then is not known any more. Scores that nobody knows any
-        more, because a gateway alone has the ids, are zeros: its client has them.
+        How much of its prompt was cached then is not known any more. Log-probs that nobody knows
+        any more, because a gateway alone has the ids, are zeros: its client has them.
         """
         self.outputs = array("i", delivered.ids)
         self.logprobs = bytearray(delivered.logprobs)
         if len(delivered.prompt_logprobs) > len(self.prompt_logprobs):
             self.prompt_logprobs = bytearray(delivered.prompt_logprobs)
         if self.outputs:
-            _fill(self.logprobs, len(self.outputs) * self.score_size)
-            _fill(self.prompt_logprobs, self.prompt_len * self.prompt_score_size)
+            _fill(self.logprobs, len(self.outputs) * self.logprob_size)
+            _fill(self.prompt_logprobs, self.prompt_len * self.prompt_logprob_size)
         self.first_cache_hit = 0
         self.lost_tokens = self.length - 1 if self.outputs else 0
         self.arrival = self.arrival % RESUMED - RESUMED  # once, also where it is told twice
@@ -277,12 +278,12 @@ class Request:
     def truncate(self, length: int) -> None:
         """So many outputs are all there are."""
         del self.outputs[length:]
-        del self.logprobs[length * self.score_size :]
+        del self.logprobs[length * self.logprob_size :]
 
     def add_prompt_logprobs(self, first: int, raw: bytes) -> int:
-        """Takes scores of prompt tokens from position `first` on; returns how many are new.
+        """Takes log-probs of prompt tokens from position `first` on; returns how many are new.
         ValueError if some before them are missing, or they are no prompt's."""
-        known, size = self.num_scored, self.prompt_score_size
+        known, size = self.num_prompt_logprobs, self.prompt_logprob_size
         if first > known:
             raise ValueError(f"log-probs from token {first} on, where {known} are known")
         if not size or len(raw) % size or first < 0 or first + len(raw) // size > self.prompt_len:
@@ -290,22 +291,22 @@ class Request:
                 f"{len(raw)} bytes of log-probs from token {first} on, of {size} bytes for each of "
                 f"{self.prompt_len} tokens"
             )
-        self.prompt_logprobs += raw[(known - first) * self.prompt_score_size :]
-        return self.num_scored - known
+        self.prompt_logprobs += raw[(known - first) * self.prompt_logprob_size :]
+        return self.num_prompt_logprobs - known
 
     def append(
         self, tokens: list[int], logprobs: bytes = b""
     ) -> tuple[FinishReason | None, int | None]:
-        """Appends confirmed output ids with their scores; what follows a stop token or the limit
+        """Appends confirmed output ids with their log-probs; what follows a stop token or the limit
         does not exist.
 
         Returns with what that ends it, if it does, and the stop token if it is one.
         """
-        if self.score_size:
+        if self.logprob_size:
             self.logprobs += logprobs
         finish = self._accept(tokens)
-        if self.score_size:
-            del self.logprobs[len(self.outputs) * self.score_size :]
+        if self.logprob_size:
+            del self.logprobs[len(self.outputs) * self.logprob_size :]
         return finish
 
     def _accept(self, tokens: list[int]) -> tuple[FinishReason | None, int | None]:
@@ -335,9 +336,9 @@ class Request:
         self.slot = -1
 
 
-def _fill(scores: bytearray, size: int) -> None:
+def _fill(logprobs: bytearray, size: int) -> None:
     """Zeros up to `size` bytes."""
-    scores.extend(bytes(max(size - len(scores), 0)))
+    logprobs.extend(bytes(max(size - len(logprobs), 0)))
 
 
 def request_of(work: TokenizedRequest, arrival: int, now: float, since: float = 0.0) -> Request:
@@ -350,9 +351,9 @@ def request_of(work: TokenizedRequest, arrival: int, now: float, since: float = 
         arrived_at=since,
         prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
-        score_size=score_bytes(work.params.logprobs, work.params.vector_size),
-        prompt_score_size=score_bytes(of_prompt),
-        prompt_logprobs=bytearray() if of_prompt is None else bytearray(no_score(of_prompt)),
+        logprob_size=logprob_bytes(work.params.logprobs, work.params.vector_size),
+        prompt_logprob_size=logprob_bytes(of_prompt),
+        prompt_logprobs=bytearray() if of_prompt is None else bytearray(no_logprob(of_prompt)),
     )
 
 
