@@ -43,7 +43,7 @@ MAX_TOKENS = 128
 
 
 class JsonLine(msgspec.Struct):
-    """What --json prints of a prompt."""
+    """The line that --json prints for a prompt."""
 
     prompt: str
     text: str = ""
@@ -109,7 +109,8 @@ def generate_parser() -> CommandLine:
 
 
 def _take_model(options: argparse.Namespace) -> str:
-    """Of several words the first is MODEL; returns it, "" for another."""
+    """Takes the first of several words as MODEL and returns it; "" if there is one word, or --model
+    is given."""
     if "model" in options or len(options.words) == 1:
         return ""
     model, *options.words = options.words

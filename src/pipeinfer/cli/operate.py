@@ -200,14 +200,14 @@ def add_server_flags(command_line: argparse.ArgumentParser) -> None:
 
 
 def chosen_topology(options: argparse.Namespace) -> Topology:
-    """That of the server that the flags mean. Raises ConfigurationError, which lists the servers
-    if there are several."""
+    """The topology of the server that the flags name. Raises ConfigurationError, which lists the
+    servers if there are several."""
     return running_topology(options.topology, options.port)
 
 
 def announced_topology(options: argparse.Namespace) -> Topology:
-    """As `chosen_topology`, for commands that change a server: before anything is done to it, says
-    on stderr which one was found, unless --topology names it."""
+    """The topology as of `chosen_topology`, for commands that change a server: says on stderr which
+    server was found, before anything is done to it, unless --topology names it."""
     if options.topology:
         return chosen_topology(options)
     server = running_server(options.port)
@@ -412,7 +412,7 @@ def _chosen(topology: Topology, named: list[str] | None) -> list[str]:
 
 
 class _Session:
-    """One recording of several stages: waits for a heartbeat of each, asks it to record, waits for
+    """A recording of several stages: waits for a heartbeat of each, asks it to record, waits for
     the end."""
 
     def __init__(self, caller: ControlClient, stages: list[str], request: StartRecording) -> None:

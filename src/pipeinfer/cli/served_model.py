@@ -161,7 +161,8 @@ class ServedModel:
         return answer
 
     async def _end(self, client: aiohttp.ClientSession, stream: str) -> None:
-        """Nobody reads the stream any more: the server need not wait for its reader."""
+        """Deletes the stream, whose reader has left: the server need not wait for another
+        reader."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT)
             async with client.delete(f"{self._url}/v1/streams/{stream}", timeout=timeout):
@@ -228,7 +229,7 @@ class _Place:
         self._lost_at = 0.0
 
     def on_event(self, event: str) -> None:
-        """One more event came."""
+        """Counts an event that has come."""
         self.event, self._lost_at = event, 0.0
 
     def may_resume(self) -> bool:
@@ -274,7 +275,7 @@ async def _text_deltas(
 
 
 def _message(text: str) -> str:
-    """Of an error in OpenAI's form, or else the text itself."""
+    """The message of an error in OpenAI's form; the text itself if it has another form."""
     try:
         decoded = msgspec.json.decode(text, type=dict[str, JsonValue])
     except msgspec.DecodeError:
@@ -304,7 +305,7 @@ def servers_of(model: str = "") -> list[tuple[RunningServer, ServerInfo]]:
 
 
 def _paths(served: ServerInfo) -> set[str]:
-    """What means the served folder or file."""
+    """Paths that name the served folder or file."""
     file = Path(served.path)
     alone = file.suffix.lower() == ".gguf" and not (file.parent / "config.json").exists()
     return {served.path, str(file.parent)} if alone else {served.path}

@@ -240,7 +240,7 @@ def _screen_lines(
 
 
 def _milliseconds(latency: LatencyQuantiles) -> list[str]:
-    """Of the last minute."""
+    """The quantiles of the last minute in milliseconds, as a line; [] if there are none."""
     quantiles = (("p50", latency.p50), ("p90", latency.p90), ("p99", latency.p99))
     shown = ", ".join(f"{name} {value:,.1f}" for name, value in quantiles if value is not None)
     return [f"{shown} ms ({latency.count:,} in the last minute)"]

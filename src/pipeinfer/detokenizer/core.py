@@ -589,7 +589,7 @@ class RequestStream:
         return 0 if self._scores is None else self._scores.output.score_size
 
     def output(self) -> RetainedOutput:
-        """What there is so far of a retained request."""
+        """The prompt and the output so far of a retained request."""
         return RetainedOutput(self.opened, tuple(self.prompts), self.delivered())
 
     def fail(self, reason: str) -> TextRow:
@@ -597,7 +597,8 @@ class RequestStream:
         return self._row(self.num_tokens, b"", "", finish="error", error=reason)
 
     def delivered(self, last: TokenRow | None = None) -> Delivered:
-        """What a restarted scheduler must know; `last`: the row with which it ended."""
+        """The message that tells a restarted scheduler of this request; `last`: the row with which
+        it ended."""
         scores = self._scores
         same_stop = self.stop_len is not None  # the end, in the same ids
         return Delivered(

@@ -75,7 +75,7 @@ class RetainedOutput(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """That it occupies, about."""
+        """Bytes that the output occupies, about."""
         prompts = sum(len(one.ids) + len(one.logprobs) for one in self.prompts)
         delivered, retention = self.delivered, self.opened.retention
         origin = 0 if retention is None else len(retention.origin)
@@ -91,7 +91,7 @@ class RetainedOutput(NamedTuple):
 
 
 class Origins:
-    """What gateways that are started again must know of requests: see Retention.origin."""
+    """The requests that restarted gateways must learn of: see Retention.origin."""
 
     def __init__(self, opened: Iterable[OpenStream]) -> None:
         self._of_choices: dict[str, tuple[Adopt, int]] = {}
@@ -110,7 +110,7 @@ class Origins:
                 self._of_choices[name] = adopt, number
 
     def adopt(self, opened: OpenStream) -> Adopt | None:
-        """Of one choice; None if it was too large to be kept here."""
+        """The Adopt message of one choice; None if it was too large to be kept here."""
         adopt, number = self._of_choices.get(opened.request_id, (None, 0))
         if adopt is None:
             return None
@@ -145,7 +145,7 @@ class RetainedOutputs:
         return (opened for _, opened in self._dropped.items())
 
     def add(self, output: RetainedOutput, now: float) -> list[RetainedOutput]:
-        """One more; returns those that are dropped, perhaps this one."""
+        """Adds an output; returns the outputs that are dropped for it, perhaps this one."""
         name, owner = output.opened.request_id, _owner(output)
         self._outputs[name] = output
         owned = self._owners.setdefault(owner, {})

@@ -74,7 +74,7 @@ class SourceBlock(msgspec.Struct, frozen=True):
 
 
 class DocumentSource(msgspec.Struct, frozen=True):
-    """Where a document's text is: `data`, with "text", or `content`, with "content"."""
+    """The text of a document: in `data`, with type "text", or in `content`, with type "content"."""
 
     type: str
     media_type: str | None = None
@@ -406,7 +406,8 @@ _BLOCK_HANDLERS = {
 
 
 def _document(block: TextBlock, where: str) -> str:
-    """What a model is shown of a document: tags around its title, its context and its text."""
+    """The text that a model sees for a document: tags around its title, its context and its
+    text."""
     citations = block.citations
     if citations is not None and not isinstance(citations, list) and citations.enabled:
         param = f"{where}.citations"
@@ -435,7 +436,7 @@ def _document(block: TextBlock, where: str) -> str:
 
 
 def _texts(content: str | Sequence[SourceBlock], where: str) -> list[str]:
-    """Of its blocks, all of which must be texts."""
+    """The texts of a source's blocks. Raises ApiError for a block that is no text."""
     if isinstance(content, str):
         return [content]
     return [_text(block, f"{where}[{j}]") for j, block in enumerate(content)]

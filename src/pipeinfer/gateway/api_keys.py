@@ -32,12 +32,11 @@ ADMIN = "admin"  # marks the key of an operator, who may see requests of other c
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One API key.
+    """An API key of a client or an operator.
 
-    name: shown in logs and as a label of metrics.
-    digest: SHA-256 of the key's text, 32 bytes; kept out of the repr.
-    limits: what its clients may use.
-    admin: whether it is an operator's, who may see other clients' requests.
+    name: shown in logs and as a label of metrics. digest: SHA-256 of the key's text, 32 bytes; kept
+    out of the repr. limits: what its clients may use. admin: whether it is an operator's, who may
+    see other clients' requests.
     """
 
     name: str
@@ -212,7 +211,7 @@ class TokenBucket:
         self._updated_at = now
 
     def level(self, now: float) -> float:
-        """What is there at `now` (seconds); a clock that goes back adds nothing."""
+        """The bucket's level at `now` (seconds); a clock that goes back adds nothing."""
         passed = now - self._updated_at  # hot path: once for every token of a key with such a limit
         if passed <= 0:
             return self._level
@@ -227,7 +226,7 @@ class TokenBucket:
             self._updated_at = now
 
     def missing(self, amount: float, now: float) -> float:
-        """What the level is below `amount`; 0 if it is not."""
+        """The units by which the level is below `amount`; 0 if it is not below."""
         missing = amount - self.level(now)
         return missing if missing > ROUNDING else 0.0
 
@@ -239,9 +238,9 @@ class TokenBucket:
 
 
 class KeyUsage:
-    """What one key uses now. Each request that `start_request` let in must be released, with
-    all its choices. Where several gateways share the key's limits, this is what one of them lets
-    in: see SharedLimitHolder (gateway/peers.py).
+    """The use of one key at this moment. Each request that `start_request` let in must be released,
+    with all its choices. Where several gateways share the key's limits, this is what one of them
+    lets in: see SharedLimitHolder (gateway/peers.py).
 
     Tokens are taken when their number is known: a request is let in while any are left, and running
     requests may take the level below zero. Later requests wait then.

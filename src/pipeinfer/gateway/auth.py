@@ -1,4 +1,4 @@
-"""What stands in front of the HTTP handlers: keys, rate limits, access log, and browser guard.
+"""The checks in front of the HTTP handlers: keys, rate limits, access log, and browser guard.
 
 - Admission: API keys and their limits, and what each request uses of them.
 - AccessLog: one line of the log for each request.
@@ -92,12 +92,11 @@ class Client:
 
 
 class Principal(NamedTuple):
-    """Who sent a request.
+    """The sender of a request, as its API key tells.
 
-    name: of the key, or ANONYMOUS.
-    operator: whether requests of other clients may be shown.
-    sees: hash of the client whose requests may be shown in any case; None: there are no keys, and
-        all may be.
+    name: of the key, or ANONYMOUS. operator: whether requests of other clients may be shown. sees:
+    hash of the client whose requests may be shown in any case; None: there are no keys, and all may
+    be.
     """
 
     name: str
@@ -106,7 +105,7 @@ class Principal(NamedTuple):
 
 
 class RequestUsage:
-    """What one HTTP request used of the pipeline.
+    """The part of the pipeline that one HTTP request has used.
 
     request_id: of its first call. finish: finish reason of the choice that ended last.
     prompt_tokens, output_tokens: of all its choices.
@@ -121,7 +120,7 @@ class RequestUsage:
 
 
 class ClientRequest:
-    """One HTTP request while it is handled.
+    """An HTTP request while it is handled.
 
     client: who sent it. choices: answers that are made for it, as counted against the key's limit.
     limited: whether a limit refused it. outcome: its label in metrics. usage: see RequestUsage.
@@ -181,7 +180,8 @@ class Admission:
         return bool(self._keys)
 
     def principal(self, request: web.Request) -> Principal:
-        """Who sent `request`, by the keys that are valid now: long-lived answers ask repeatedly.
+        """The sender of `request`, by the keys that are valid now: long-lived answers ask
+        repeatedly.
 
         Raises ApiError 401 if the request's key is missing, wrong or withdrawn.
         """
@@ -191,7 +191,8 @@ class Admission:
         return Principal(client.name, client.admin or keyless, sees)
 
     def owner(self, request: web.Request) -> str:
-        """Whose the answers to `request` are: a digest of its key's name. Raises ApiError 401."""
+        """The owner of the answers to `request`: a digest of its key's name. Raises ApiError
+        401."""
         return self._names.of_key(self._authenticate(request).name)
 
     def adopted(self, owner: str) -> ClientRequest | None:
@@ -209,7 +210,7 @@ class Admission:
         return lambda: account.release(choices)
 
     def metered_adopted(self, request: ClientRequest, sink: ResponseSink) -> ResponseSink:
-        """As `metered`."""
+        """A sink as `metered` makes it, for a request that another gateway has let in."""
         return _MeteredSink(sink, request, self._clock)
 
     def may_operate(self, request: web.Request) -> bool:
@@ -425,7 +426,7 @@ def x_request_id(request: web.Request) -> str:
 
 
 class AccessLog:
-    """One line of the log for each request that a client sent to the pipeline.
+    """Writes a line of the log for each request that a client sent to the pipeline.
 
     Stands around all other middlewares, so it logs the status that the client sees. traces: names
     the trace of each request.
@@ -520,7 +521,8 @@ class ClientHashes:
         return self.of_peer(request.remote or "", peer)
 
     def of_peer(self, address: str, peer: object) -> str:
-        """As of_connection. peer: address and port, which differ between connections."""
+        """The hash of a client without a key, as `of_connection` makes it. peer: address and port,
+        which differ between connections."""
         return f"{self._hash(host_bytes(address))}/{self._hash(repr(peer).encode())}"
 
     def _hash(self, name: bytes) -> str:

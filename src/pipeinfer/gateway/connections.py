@@ -220,7 +220,7 @@ def connection_limit() -> int:
 
 
 class CountedConnection(Protocol):
-    """What counts as an open connection.
+    """An open connection that counts against the limit.
 
     head_since: loop seconds when the first byte of an unfinished request head arrived, else None.
     """
@@ -348,7 +348,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """One HTTP connection. before: its TLS handshake, in whose place it counts.
+    """An HTTP connection of a client. before: its TLS handshake, in whose place it counts.
 
     head_since: see CountedConnection.
     """

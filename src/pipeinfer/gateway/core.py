@@ -250,7 +250,7 @@ class GatewayCore:
         return [Send("requests", to, Reattached(tuple(names))) for to, names in tokenizers.items()]
 
     def _on_reset_cache(self, reset: ResetCache, _now: float) -> list[Send]:
-        """One tokenizer passes the request to reset on to all groups."""
+        """Sends the reset to one tokenizer, which passes it on to all groups."""
         detokenizer = self._detokenizer(reset.name)
         reset = msgspec.structs.replace(reset, gateway=self._index, detokenizer=detokenizer)
         return [Send("requests", self._choose(self._tokenizers, b""), reset)]
@@ -578,7 +578,8 @@ class GatewayCore:
     def _cut(
         self, record: RequestRecord, reason: str, failed: Failed, out: list[Send], now: float
     ) -> None:
-        """Its client gets what it has, or `failed` without any output."""
+        """Ends a request early: its client gets the output so far, or `failed` if there is no
+        output."""
         out.append(self._abort(record, reason, now))
         if not record.has_output:
             out.append(local(failed))
@@ -596,7 +597,8 @@ class GatewayCore:
         out.append(local(delta))
 
     def _on_leave(self, event: Leave, now: float) -> list[Send]:
-        """Its connections cannot be handed over; kept answers are adopted by the successor."""
+        """Drains, to leave. Connections cannot be handed over; the successor adopts kept
+        answers."""
         self._leaves = True
         return self._on_drain(event, now)
 
@@ -624,7 +626,8 @@ class GatewayCore:
         self._backlog.remove(record.size)
 
     def _update_size(self, record: RequestRecord) -> None:
-        """Its prompt tokens are known: they count in the backlog if they exceed the estimate."""
+        """Counts a request's prompt tokens in the backlog, now that they are known, if they exceed
+        the estimate."""
         extra_tokens = occupied_tokens(record.submit.params, record.prompt_tokens) - record.size
         if extra_tokens > 0 and not record.has_output:
             record.size += extra_tokens
@@ -693,12 +696,10 @@ def _again(send: Send) -> Send:
 
 
 class Adoption:
-    """What a new gateway asks at its start, so that it has the requests of the one before it whose
-    answers are kept: first tokenizers for the requests, then detokenizers for their text.
-
-    asks_detokenizers: tokenizers have told what they know. complete: all have answered, or it was
-    waited long enough for those that have not.
-    """
+    """The questions of a new gateway at its start, by which it gets the requests of the previous
+    gateway whose answers are kept. It asks first tokenizers for the requests, then detokenizers for
+    their text. asks_detokenizers: tokenizers have answered, or were waited for long enough.
+    complete: all have answered, or ADOPTION_TIMEOUT is over."""
 
     def __init__(self, tokenizers: RollCall, detokenizers: RollCall) -> None:
         self._tokenizers = tokenizers

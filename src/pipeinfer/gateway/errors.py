@@ -1,4 +1,4 @@
-"""What a client is told when a request cannot be served.
+"""Errors of requests that cannot be served, as clients see them.
 
 - `ApiError`: status, `{"error": {...}}` as OpenAI's clients expect it, and all codes.
 - Fields of request bodies that other servers, or other endpoints of this one, honour. Each is in

@@ -192,7 +192,8 @@ class Health:
         )
 
     def reason(self) -> str:
-        """One line about what is missing; empty if nothing is. The first MAX_NAMED are named."""
+        """A line about missing stages, of which the first MAX_NAMED are named; "" if none is
+        missing."""
         named = [self._order[number] for number in self._not_ready[:MAX_NAMED]]
         parts = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
         if len(self._not_ready) > MAX_NAMED:
@@ -200,7 +201,8 @@ class Health:
         return "; ".join(parts)
 
     def one_per_group(self, name: str) -> list[StageStatus]:
-        """One stage called `name` (a scheduler or an engine) of each group, rank 0 of the engines.
+        """The stages called `name` (schedulers or engines), one of each group, and rank 0 of the
+        engines.
 
         Those that still start, whose statistics are not complete, are left out.
         """
@@ -224,7 +226,8 @@ def kv_usage(engine: StageStatus) -> float:
 
 
 def describe_takeover(statistics: Mapping[str, float]) -> str:
-    """What a scheduler's statistics say of engines that were lost; "" where none was."""
+    """A line about how lost engines were replaced, from a scheduler's statistics; "" if none was
+    lost."""
     seconds = takeover_seconds(statistics)
     if not seconds:
         return ""

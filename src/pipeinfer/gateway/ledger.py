@@ -91,9 +91,9 @@ class Call(Message, frozen=True):
 
 
 class ClientDisconnected(Message, frozen=True):
-    """Nobody wants more of a request: its client is gone, has all of it, or has deleted what was
-    kept. Nothing more is delivered, and what is kept of its answer goes. An unknown id is no error.
-    """
+    """driver -> core: no client wants more of a request. Its client is gone, has all of it, or has
+    deleted the kept answer. Nothing more is delivered, and what is kept of its answer goes. An
+    unknown id is no error."""
 
     request_id: str
     reason: str = "client"
@@ -172,7 +172,8 @@ class Failed(Message, frozen=True):
 
     @property
     def outcome(self) -> str:
-        """Its label in metrics: "abort", "refused" (it never ran) or "error"."""
+        """The label of the failure in metrics: "abort", "refused" (the request never ran) or
+        "error"."""
         if self.status == 408:
             return "abort"
         busy = self.never_ran and self.status == 503
@@ -226,7 +227,7 @@ class TokenScore(NamedTuple):
 
 
 def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
-    """The same log-probs without those of the first `tokens` tokens."""
+    """A copy of the log-probs without those of the first `tokens` tokens."""
     count = max(len(texts.offsets) // OFFSET_BYTES, 1)
     return msgspec.structs.replace(
         texts,
@@ -358,8 +359,8 @@ BEGINNING_BYTES = 128  # so many have less than the 64 tokens that routing to gr
 
 
 def prompt_beginning(call: Call) -> bytes:
-    """What prompts that share a prefix of the cache have in common: the salt, and the first bytes
-    of the ids, of the text, or of the texts of the chat."""
+    """The beginning of a prompt, equal for prompts that share a cached prefix: the salt, and the
+    first bytes of the ids, of the text, or of the texts of the chat."""
     if call.prompt_ids is not None:
         found = call.prompt_ids[:BEGINNING_BYTES]
     elif call.text is not None:
@@ -442,17 +443,16 @@ class OutputDiverged(ValueError):
 
 
 class RequestRecord:
-    """One live request: a choice of what `submit` asks for.
+    """A live request: one choice of `submit`.
 
     submit: kept to the end, for a restarted tokenizer. choice: its number within `submit`.
-    tokenizer: id of the stage that got it. group: that computes it, -1 until Accepted.
-    size: tokens as which it counts in the backlog. deadline: monotonic seconds, or infinite.
-    prompt_tokens: -1 until Accepted. scored: prompt tokens whose log-probs were delivered.
-    early: rows that arrived before Accepted, which comes from another stage on another socket.
-    has_output: whether text or ids were delivered.
-    ids: delivered output ids, int32 bytes. tokens: how many. bytes: delivered text, in UTF-8.
-    awaited: of a request that was begun by the gateway before this one: its detokenizer, which
-        tells all of its text once it is asked; else empty.
+    tokenizer: id of the stage that got it. group: that computes it, -1 until Accepted. size: tokens
+    as which it counts in the backlog. deadline: monotonic seconds, or infinite. prompt_tokens: -1
+    until Accepted. scored: prompt tokens whose log-probs were delivered. early: rows that arrived
+    before Accepted, which comes from another stage on another socket. has_output: whether text or
+    ids were delivered. ids: delivered output ids, int32 bytes. tokens: how many. bytes: delivered
+    text, in UTF-8. awaited: of a request that was begun by the gateway before this one: its
+    detokenizer, which tells all of its text once it is asked; else empty.
     """
 
     __slots__ = (

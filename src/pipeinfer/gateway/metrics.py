@@ -264,7 +264,8 @@ class Metrics:
 
 
 class GatewayMetrics(Collector):
-    """What gateways count themselves: this one, and those whose samples are `others`.
+    """The metrics that gateways count themselves: those of this gateway, and `others` of the other
+    gateways.
 
     own: collectors of this gateway's. stage: its id, which is a label of all samples where there
     are several gateways; "": it is the only one. others: by stage id, for the next scrape.
@@ -754,7 +755,7 @@ class VllmMetrics(Collector):
         yield from self._of_engines()
 
     def counted_here(self) -> Iterator[Metric]:
-        """What this gateway counts itself."""
+        """The metrics that this gateway counts itself."""
         for row in self._groups_of("scheduler"):
             self.group(row.group)  # so that rates have a zero to start from
         yield from self._counted()
@@ -903,7 +904,7 @@ class VllmMetrics(Collector):
 
 
 class _VllmCounted(Collector):
-    """What a gateway counts itself under vLLM's names."""
+    """Collects what a gateway counts itself, under vLLM's names."""
 
     def __init__(self, metrics: VllmMetrics) -> None:
         self._metrics = metrics

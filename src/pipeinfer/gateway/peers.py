@@ -88,14 +88,15 @@ ADAPTERS, LIMIT = "adapters", "limit"
 
 
 class SharedLimitHolder(Protocol):
-    """What has limits of several kinds, and uses of each what its share allows."""
+    """An object with limits of several kinds, which uses of each limit only this gateway's
+    share."""
 
     def whole(self, kind: str) -> int:
         """The limit that all gateways hold together; 0: none."""
         ...
 
     def free(self, kind: str, now: float) -> int:
-        """What is left of the share at `now` (seconds); below zero if more was used."""
+        """The unused part of the share at `now` (seconds); below zero if more was used."""
         ...
 
     def set_share(self, kind: str, size: int, now: float) -> None:
@@ -144,8 +145,8 @@ class LimitShare:
         return units
 
     def merge(self, sender: int, given: int, taken: int, free: int) -> bool:
-        """What gateway `sender` says that it has given to this one, taken from it, and left.
-        Whether something was given, or taken of the process before this one."""
+        """Takes the units that gateway `sender` has given to this one, has taken from it, and has
+        left. Returns whether something was given, or was taken from the process before this one."""
         self._free_elsewhere[sender] = free
         news = given > self.taken[sender] or taken > self.given[sender]
         self.taken[sender] = max(self.taken[sender], given)
@@ -187,12 +188,12 @@ class SharedLimits:
         self._shares[limit].wanted = units
 
     def free(self, limit: LimitName, now: float) -> int:
-        """What is left of the share, below 0 if more is in use; 0 where there is no limit."""
+        """The unused part of the share, below 0 if more is in use; 0 if there is no limit."""
         holder = self._holders.get(limit.name)
         return 0 if holder is None or not holder.whole(limit.kind) else holder.free(limit.kind, now)
 
     def state(self, limit: LimitName, now: float) -> ShareState:
-        """What the others are told of it."""
+        """This gateway's state of a limit, as it is sent to the others."""
         share = self._shares[limit]
         return ShareState(
             name=limit.name,
@@ -204,7 +205,7 @@ class SharedLimits:
         )
 
     def free_elsewhere(self, limit: LimitName) -> int:
-        """What the other gateways have left, as far as they have said."""
+        """The units that the other gateways have left, by their latest messages."""
         share = self._shares.get(limit)
         return 0 if share is None else share.free_elsewhere()
 
@@ -463,7 +464,7 @@ class Peers:
         await self._until(met, MEET_SECONDS)
 
     async def counted(self) -> dict[str, tuple[MetricSamples, ...]]:
-        """What each other gateway has counted, by its id; without those that do not answer."""
+        """The metrics of each other gateway, by its id, without gateways that do not answer."""
         question, asked = f"{self._stage}-{time.monotonic_ns()}", self._live()
         found = self._answers[question] = {}
         try:
@@ -575,7 +576,7 @@ def socket_name(address: str) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a gateway is asked, or any of those that share a port.
+    """An address at which a gateway is asked, or any of the gateways that share a port.
 
     stages: their ids. url: without a path. connect: makes connections to it. mark: the header that
     says who passes a request on. lacks: statuses of who does not have what is asked for. unsure:
@@ -677,7 +678,8 @@ class HostGateways:
     async def _ask(
         self, request: web.Request, place: _Place, session: aiohttp.ClientSession
     ) -> tuple[_Place, aiohttp.ClientResponse | None]:
-        """What a gateway there says; None if it was killed, or hangs."""
+        """Passes the request to the gateway at `place`; returns its answer, or None if it was
+        killed or hangs."""
         given = {header: request.headers.get(header, "") for header in ASKED_WITH}
         # Bytes that are no UTF-8 cannot be passed on, and must not be left out: they are wrong.
         headers = {h: v.encode(errors="replace").decode() for h, v in given.items() if v}
@@ -739,8 +741,8 @@ class _AbstractConnector(aiohttp.UnixConnector):
 
 
 def _connector() -> aiohttp.TCPConnector:
-    """Of connections that end when the host at their other end is gone, also where nothing is sent
-    on them."""
+    """A connector whose connections end when the host at their other end is gone, also if nothing
+    is sent on them."""
 
     def make(found: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socket:
         made = socket.socket(*found[:3])

@@ -119,8 +119,8 @@ def embedding_calls(
     defaults: RequestDefaults,
     trace: str,
 ) -> list[Call]:
-    """One call for each text or list of ids. If there are several, their ids are `request_id` with
-    -0, -1 ... ApiError 400."""
+    """Calls to embed texts or lists of ids, one call for each. If there are several, their ids are
+    `request_id` with -0, -1 ... Raises ApiError 400."""
     prompts = listed_prompts(request.input, defaults.max_prompts, "input")
     before = prompt_before(request, pooling)
     shared = shared_call(request, embedding_params(request, options.size), defaults, trace)
@@ -132,12 +132,12 @@ def embedding_calls(
 
 
 def vector_params(size: int) -> RequestParams:
-    """Of a request for a vector: one token, which costs least."""
+    """Parameters of a request for a vector: one greedy token, which costs least."""
     return RequestParams(temperature=0, max_tokens=1, ignore_eos=True, vector_size=size)
 
 
 def embedding_params(request: EmbeddingRequest, size: int) -> RequestParams:
-    """Of a call for a vector of `size` numbers. ApiError 400."""
+    """Parameters of a call for a vector of `size` numbers. Raises ApiError 400."""
     kept, side = request.truncate_prompt_tokens, request.truncation_side
     params = replace(vector_params(size), truncate_prompt_tokens=kept)
     if side is not None:

@@ -93,7 +93,8 @@ class AdapterRegistry:
 
     @classmethod
     def of(cls, settings: Settings) -> AdapterRegistry:
-        """Those of the settings. Raises ConfigurationError for one that is not served."""
+        """The adapters of the settings. Raises ConfigurationError for an adapter that cannot be
+        served."""
         rank = settings.max_lora_rank
         found = [
             identify(name, str(files.folder), rank)
@@ -106,7 +107,7 @@ class AdapterRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all."""
+        """Names of all adapters."""
         return tuple(self._by_name)
 
     def get(self, name: str | None) -> Adapter | None:
@@ -198,7 +199,7 @@ class RequestDefaults:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """What one HTTP request asks for.
+    """An HTTP request's calls and the form of its response.
 
     Attributes:
     - calls: one for each prompt, in order; built lazily, to be iterated once
@@ -347,11 +348,9 @@ def _check_continuation(parsers: OutputParsers, last: JsonObject, params: Reques
 def parse_completion(
     request: CompletionRequest, request_id: str, defaults: RequestDefaults, trace: str
 ) -> ParsedRequest:
-    """One call for each prompt. If there are several, their ids are `request_id` with -0, -1 ...
-    ApiError 400.
-
-    With best_of all choices need log-probs, by which the best are chosen.
-    """
+    """Parses a completion into calls, one for each prompt. If there are several, their ids are
+    `request_id` with -0, -1 ... Raises ApiError 400. With best_of all choices need log-probs, by
+    which the best are chosen."""
     prompts = listed_prompts(request.prompt, defaults.max_prompts)
     limit, field = _limit(request, COMPLETION_MAX_TOKENS)
     assert limit is not None
@@ -457,7 +456,7 @@ def _parsed_request(
 def _shared_call(
     request: Generation, params: RequestParams, defaults: RequestDefaults, trace: str
 ) -> Call:
-    """As shared_call, with what only requests for texts have."""
+    """A call as shared_call makes it, with the fields that only requests for texts have."""
     salt = _salt(request.cache_salt or "", request.extra_key or "")
     adapter = defaults.adapters.get(request.model)
     return replace(

@@ -199,7 +199,7 @@ class StreamEncoder:
     def _parsed_chunks(
         self, index: int, delta: OutputDelta, parsed: Sequence[ParsedDelta], logprobs: bytes
     ) -> bytes:
-        """One chunk for each parsed delta; log-probs go with the first."""
+        """The chunks of a delta, one for each parsed delta; log-probs go with the first."""
         chunks, collector = self._chunks, self._collectors[index]
         data: list[bytes] = []
         for parsed_delta in parsed:
@@ -212,7 +212,8 @@ class StreamEncoder:
         return b"".join(data)
 
     def _finish(self, index: int, delta: OutputDelta) -> bytes:
-        """What follows the last chunk of a choice."""
+        """The bytes behind the last chunk of a choice: usage and [DONE] after the last choice, else
+        none."""
         self._usage.add(delta, self._collectors[index].reasoning_tokens)
         self._unfinished -= 1
         if self._unfinished:

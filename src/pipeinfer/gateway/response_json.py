@@ -26,7 +26,7 @@ _json = msgspec.json.Encoder()
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
-    """What a response contains beside new text.
+    """Parts of a response beside new text.
 
     Attributes:
     - logprobs: number of alternatives of each output token; None: no log-probs
@@ -74,7 +74,7 @@ class ToolCallOptions(msgspec.Struct, frozen=True):
 
 
 class ResponseMetadata(msgspec.Struct, frozen=True):
-    """What all chunks and bodies of one response have in common.
+    """The parts that all chunks and bodies of one response have in common.
 
     Attributes:
     - chat: a chat, else a text completion
@@ -135,7 +135,8 @@ class TokenUsage:
         return fields
 
     def fields_without_cache(self, chat: bool) -> JsonObject:
-        """Of a response that has not ended: cached tokens are not known yet."""
+        """Usage of a response that has not ended: without cached tokens, which are not known
+        yet."""
         fields = self.fields(chat)
         del fields["prompt_tokens_details"]
         return fields
@@ -533,7 +534,7 @@ class JsonListEncoder:
 
 
 def chat_token_logprob(score: TokenScore) -> JsonObject:
-    """One token of a chat's log-probs."""
+    """A token's log-probs in the form of chats."""
     tops: list[JsonValue] = [_token(token) for token in score.top]
     return {**_token(score.sampled), "top_logprobs": tops}
 

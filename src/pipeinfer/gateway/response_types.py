@@ -33,7 +33,7 @@ class Error(msgspec.Struct):
 
 
 class MessageErrorDetail(msgspec.Struct):
-    """Its kind, and what is wrong."""
+    """The kind of an error, and its message."""
 
     type: str
     message: str
@@ -48,13 +48,13 @@ class MessageError(msgspec.Struct):
 
 
 class CachedTokens(msgspec.Struct):
-    """Of a prompt."""
+    """Cached tokens of a prompt."""
 
     cached_tokens: int
 
 
 class ReasoningTokens(msgspec.Struct):
-    """Of an answer: tokens of thoughts, those of their tags aside."""
+    """Reasoning tokens of an answer, without those of the tags."""
 
     reasoning_tokens: int
 
@@ -94,7 +94,7 @@ class ToolCall(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """What the model said."""
+    """A message that the model wrote."""
 
     role: Literal["assistant"]
     content: str | None
@@ -105,7 +105,7 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One choice of a chat."""
+    """A choice of a chat."""
 
     index: int
     message: AssistantMessage
@@ -128,7 +128,7 @@ class ChatAnswer(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct):
-    """One choice of a completion."""
+    """A choice of a completion."""
 
     index: int
     text: str
@@ -239,7 +239,7 @@ class InputItems(msgspec.Struct):
 
 
 class ThinkingTokens(msgspec.Struct):
-    """Of a message."""
+    """Reasoning tokens of a message."""
 
     thinking_tokens: int
 
@@ -260,7 +260,7 @@ class MessageUsage(msgspec.Struct):
 
 
 class Caller(msgspec.Struct):
-    """Who calls a tool: the model."""
+    """The caller of a tool: the model."""
 
     type: Literal["direct"]
 
@@ -423,7 +423,7 @@ class Models(msgspec.Struct):
 
 
 class StageHealth(msgspec.Struct):
-    """One process of the pipeline. stage: its id. kv_cache_dtype: of engines, what their pages
+    """A process of the pipeline. stage: its id. kv_cache_dtype: of engines, what their pages
     hold."""
 
     stage: str
@@ -463,6 +463,6 @@ class Liveness(msgspec.Struct):
 
 
 class Version(msgspec.Struct):
-    """Of this software."""
+    """The version of this software."""
 
     version: str

@@ -107,7 +107,7 @@ class InputPart(msgspec.Struct, frozen=True):
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """One item of the conversation. `type`: message (also where there is none), function_call,
+    """An item of the conversation. `type`: message (also where there is none), function_call,
     custom_tool_call, the same with _output, or reasoning; each has some of the other fields."""
 
     type: str | None = None
@@ -125,7 +125,7 @@ class InputItem(msgspec.Struct, frozen=True):
 
 
 class ToolFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the input of a custom tool is: any text, or one of a grammar."""
+    """The form of a custom tool's input: any text, or a text of a grammar."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -181,7 +181,7 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """What the answer's text is like. `verbosity` is a wish, and changes nothing."""
+    """Options of the answer's text. `verbosity` is a wish, and changes nothing."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -546,13 +546,13 @@ def items_of(given: str | list[InputItem]) -> list[InputItem]:
 
 
 def stored_items(stored: StoredResponse) -> list[InputItem]:
-    """What a stored response adds to a conversation: its own input, then its output."""
+    """The items that a stored response adds to a conversation: its own input, then its output."""
     response = msgspec.json.decode(stored.response, type=_Output)
     return [*msgspec.json.decode(stored.input, type=list[InputItem]), *response.output]
 
 
 class _Output(msgspec.Struct):
-    """Of a response, what the next one reads."""
+    """The part of a response that the next one reads."""
 
     output: list[InputItem]
 

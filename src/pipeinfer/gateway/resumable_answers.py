@@ -78,10 +78,10 @@ FULL = "other answers that are kept leave no room for this one"
 
 @dataclass(frozen=True)
 class RetainedResponse:
-    """What else is retained of a response of /v1/responses.
+    """A response of /v1/responses that is retained, beside its stream.
 
-    formatter: knows how far it is. background: it was asked for without a connection.
-    input: of the request's body.
+    formatter: knows how far it is. background: it was asked for without a connection. input: of the
+    request's body.
     """
 
     formatter: ResponsesFormatter
@@ -223,7 +223,7 @@ class ResumableAnswer:
             self._end((0, [server_sent_event(event)]))
 
     def accept(self) -> None:
-        """Its client has its head from another gateway."""
+        """Marks the answer as accepted: its client got the head from another gateway."""
         self._accept(None)
 
     def finish(self) -> None:
@@ -351,11 +351,9 @@ class ResumableAnswers:
         release: Callable[[], None],
         settle: Settle | None = None,
     ) -> web.StreamResponse:
-        """As `run`, and answers the client that asked.
-
-        Raises ApiError if there is no answer. Whoever leaves before the answer was accepted knows
-        no id, and ends the request.
-        """
+        """Runs the answer as `run` does, and answers the client that asked. Raises ApiError if
+        there is no answer. A client that leaves before the answer was accepted knows no id, so its
+        request ends."""
         name, changed = retention.name, asyncio.Event()
         reader = None
         if not retention.answers_at_once:
@@ -564,7 +562,7 @@ MAX_FORMAT_BYTES = 2**20
 
 
 class ResponsesForm(msgspec.Struct, frozen=True):
-    """Of a stream of /v1/responses.
+    """The format of a stream of /v1/responses.
 
     Attributes:
     - fields: of the response, that do not change while it grows
@@ -581,7 +579,7 @@ class ResponsesForm(msgspec.Struct, frozen=True):
 
 
 class MessagesForm(msgspec.Struct, frozen=True):
-    """Of a stream of /v1/messages: see MessagesFormatter."""
+    """The format of a stream of /v1/messages: see MessagesFormatter."""
 
     omit_reasoning: bool
     request_id: str
@@ -609,8 +607,8 @@ class StreamFormat(msgspec.Struct, frozen=True):
 
     @property
     def partitions(self) -> int:
-        """Of the stream's events: a partition for each choice, and one for what comes behind
-        them."""
+        """Number of partitions of the stream's events: one for each choice, and one for the events
+        behind them; 1 for a single choice."""
         return self.choices + 1 if 1 < self.choices < MAX_PARTITIONS else 1
 
     def encoded(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What outlives connections: streams in memory, and finished responses in a file.
+"""Answers that outlive connections: streams in memory, and finished responses in a file.
 
 - ResumableStream: the events of one answer, from the first that is retained to the last.
 - StreamReader: how far one connection has come in a stream.
@@ -53,7 +53,7 @@ class StreamGone(LookupError):
 
 
 class StreamsFull(Exception):
-    """What cannot be dropped leaves no room for another stream."""
+    """No room for another stream, because the streams that are there cannot be dropped."""
 
 
 class RetentionPolicy(NamedTuple):
@@ -85,12 +85,12 @@ def parse_event_id(text: str) -> tuple[int, ...] | None:
 
 
 class StreamReader:
-    """One connection that reads a stream.
+    """A connection that reads a stream.
 
     position: number of the next event of all partitions that it looks at. passed: events of each
-    partition before that. received: events of each partition that the client has.
-    on_change(): called when there is more to read, and at the end. lost: the stream was dropped, or
-    the event at `position`, or another connection took this one's place.
+    partition before that. received: events of each partition that the client has. on_change():
+    called when there is more to read, and at the end. lost: the stream was dropped, or the event at
+    `position`, or another connection took this one's place.
     """
 
     __slots__ = ("lost", "on_change", "passed", "position", "received")
@@ -464,7 +464,7 @@ Result = TypeVar("Result")
 
 
 class StoredResponse(NamedTuple):
-    """One response.
+    """A response of /v1/responses in the store.
 
     owner: name of the key that asked for it. previous: id of the response before it, "" for none.
     response, input: JSON of the response, and of the items that came with its own request.

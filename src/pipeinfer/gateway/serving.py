@@ -224,10 +224,8 @@ class _ZlibDecoder:
         self._stream = zlib.decompressobj(16 + zlib.MAX_WBITS) if self._gzip else None
 
     def parts(self, data: bytes) -> Iterator[bytes]:
-        """What `data` decompresses to, at most DECOMPRESSED_AT_ONCE bytes at a time.
-
-        Raises zlib.error if it is broken.
-        """
+        """Decompresses `data`, and yields at most DECOMPRESSED_AT_ONCE bytes at a time. Raises
+        zlib.error if it is broken."""
         if self._stream is None:
             bare = data[0] & 0x0F != 8
             self._stream = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS)
@@ -502,19 +500,16 @@ def _check_unsupported(
 
 @dataclass(frozen=True)
 class HandlerContext:
-    """What handlers of HTTP requests share.
+    """Objects and options that the HTTP handlers share.
 
-    core: live requests, and health. sessions: where calls go in and deltas come out.
-    metrics, access_log, admission, browsers, answers: see their classes.
-    model: the served name. defaults: of requests, with limits and parsers.
-    max_body_bytes: after decompression. context_length: most tokens of prompt and output, 0:
-        unknown.
-    fingerprint: `system_fingerprint` of answers. tokenizer_info: JSON of /tokenizer_info.
-    monitor: None where there is no page. created: Unix seconds, shown by /v1/models.
-    pooling: how vectors or scores are made; None: texts are generated. template_roles: the chat
-        template takes the roles "query" and "document".
-    store: None without --store. peers: the other gateways. siblings: those that are
-        asked for kept answers.
+    core: live requests, and health. sessions: where calls go in and deltas come out. metrics,
+    access_log, admission, browsers, answers: see their classes. model: the served name. defaults:
+    of requests, with limits and parsers. max_body_bytes: after decompression. context_length: most
+    tokens of prompt and output, 0: unknown. fingerprint: `system_fingerprint` of answers.
+    tokenizer_info: JSON of /tokenizer_info. monitor: None where there is no page. created: Unix
+    seconds, shown by /v1/models. pooling: how vectors or scores are made; None: texts are
+    generated. template_roles: the chat template takes the roles "query" and "document". store: None
+    without --store. peers: the other gateways. siblings: those that are asked for kept answers.
     """
 
     core: GatewayCore
@@ -666,7 +661,7 @@ class Serving:
         return body
 
     def response_metadata(self, name: str, parsed: ParsedRequest, chat: bool) -> ResponseMetadata:
-        """What all parts of the response with id `name` have in common."""
+        """The parts that all chunks of the response with id `name` have in common."""
         return ResponseMetadata(
             chat=chat,
             id=name,
@@ -679,7 +674,7 @@ class Serving:
         )
 
     def _fingerprint(self, adapter: Adapter | None) -> str:
-        """Of answers: another one for each content of an adapter."""
+        """The `system_fingerprint` of answers: another one for each content of an adapter."""
         base = self.context.fingerprint
         if adapter is None or not base:
             return base

@@ -118,7 +118,7 @@ class _SpanIds:
 
 
 class OpenTelemetryExporter:
-    """Those of one stage. Raises ConfigurationError as `check`."""
+    """Exports the spans of one stage. Raises ConfigurationError as `check` does."""
 
     def __init__(self, settings: Settings, identity: Identity) -> None:
         check_opentelemetry(settings)
@@ -472,7 +472,8 @@ class LastMinute:
                 self._steps.begin()
 
     def sums(self, before: float) -> tuple[StepMade, ...]:
-        """Those that had ended at `before` (Unix seconds), and began at most a minute earlier."""
+        """The sums that had ended at `before` (Unix seconds), and began at most a minute
+        earlier."""
         from_ = before - SUM_SECONDS * MAX_SUMS
         return tuple(one for one in self._sums if from_ <= one.at <= before - SUM_SECONDS)
 

@@ -212,7 +212,7 @@ class SpanStore:
 
 
 class Exchange(NamedTuple):
-    """One input of a core and all that came of it.
+    """An input of a core and all outputs that followed from it.
 
     event: the input. outputs: what the core sent. began, ended: Unix seconds at which the input
     came, and at which the outputs had left.
@@ -305,12 +305,12 @@ class Traceparent(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As the header has it."""
+        """The header's text of this trace context."""
         return f"00-{self.trace_id}-{self.span_id}-{_SAMPLED if self.sampled else 0:02x}"
 
 
 def read_traceparent(text: str) -> Traceparent | None:
-    """What the header says; None if it is none that may be gone on with."""
+    """Parses the header; None if it is invalid or its trace cannot be continued."""
     found = _TRACEPARENT.fullmatch(text)
     if found is None:
         return None
@@ -858,5 +858,6 @@ def span_observer(name: str, spans: SpanStore) -> SpanObserver:
 
 
 def _ids(raw: bytes) -> list[int]:
-    """As wire.unpack, without numpy, which no other user of this module needs."""
+    """Unpacks ids as wire.unpack does, but without numpy, which no other user of this module
+    needs."""
     return memoryview(raw).cast("i").tolist()

@@ -167,8 +167,8 @@ class AsyncLLM:
             await self._pipeline.stop()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without params gets: vLLM's defaults under the checkpoint's own. A copy,
-        which the caller may change."""
+        """A copy of the parameters of a request without params: vLLM's defaults under the
+        checkpoint's own. The caller may change it."""
         return self._defaults.clone()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -206,7 +206,7 @@ class AsyncLLM:
         return self._running().stats()
 
     def waits_for(self) -> str:
-        """What start() waits for at the moment, in words; any thread may ask."""
+        """The step for which start() waits at the moment, in words; any thread may ask."""
         return self._step if self._pipeline is None else waiting_summary(self._pipeline.states())
 
     def generate(
@@ -257,7 +257,8 @@ class AsyncLLM:
     def template_arguments(
         self, variables: Mapping[str, JsonValue] | None, options: ChatOptions
     ) -> tuple[JsonObject, Options]:
-        """As calls.template_arguments. RequestError for tools that the template would leave out."""
+        """Template arguments and other options of a chat: see calls.template_arguments. Raises
+        RequestError for tools that the template would leave out."""
         arguments, rest = calls.template_arguments(variables, options)
         template = str(arguments.get("chat_template") or "")
         if arguments.get("tools") and "tools" not in (template or self._chat_template):

@@ -84,7 +84,7 @@ class ProgressBar:
         self._bar.close()
 
     def show(self) -> None:
-        """What is known now: the rates are those of the whole batch so far."""
+        """Shows the progress so far; rates are those of the whole batch."""
         if getattr(self._bar, "disable", False):
             return
         seconds = max(time.monotonic() - self._began, 1e-9)
@@ -179,8 +179,8 @@ class SyncModel:
         self.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without params gets: vLLM's defaults under the checkpoint's own. A copy,
-        which the caller may change."""
+        """A copy of the parameters of a request without params: vLLM's defaults under the
+        checkpoint's own. The caller may change it."""
         return self._llm.get_default_sampling_params()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -355,7 +355,8 @@ class LLM(SyncModel):
             return self._thread.run(asked, bar.show)
 
     def _params(self, first: Params, second: Params, count: int) -> list[AnyParams]:
-        """One for each of `count` prompts."""
+        """The parameters of each of `count` prompts: `first`, or `second` if that is None, or the
+        defaults."""
         chosen = next((one for one in (first, second) if one is not None), None)
         given = self.get_default_sampling_params() if chosen is None else chosen
         listed = calls.each_params(given, count)
@@ -450,7 +451,7 @@ class _Batch:
     scores: _Scores
 
     def result(self, outputs: Sequence[RequestOutput]) -> Chunk | list[Chunk]:
-        """Of each prompt, each of its choices."""
+        """A chunk for each choice of each prompt; a single one if the batch is single."""
         made = [
             _finished_chunk(output, one, self.scores)
             for output in outputs
@@ -506,7 +507,7 @@ class Engine(SyncModel):
         stream: bool = False,
         **options: object,
     ) -> Chunk | list[Chunk] | AsyncIterator[Chunk]:
-        """The same on the caller's event loop; with `stream` it is an async iterator."""
+        """Generates on the caller's event loop; with `stream` it returns an async iterator."""
         batch = self._read(prompt, sampling_params, input_ids, options, stream)
         if stream:
             return self._chunks_async(batch)
@@ -564,7 +565,7 @@ class Engine(SyncModel):
             await self._elsewhere(chunks.aclose())
 
     async def _elsewhere(self, coroutine: Coroutine[object, None, T]) -> T:
-        """What the coroutine gives on the model's own loop, for the caller's."""
+        """Runs the coroutine on the model's own loop; returns its result on the caller's loop."""
         return await asyncio.wrap_future(self._thread.submit(coroutine))
 
     async def _made(self, batch: _Batch) -> AsyncGenerator[Chunk, None]:
@@ -670,12 +671,13 @@ def _chunk(name: str, output: CompletionOutput, prompt: tuple[int, int], scores:
 
 
 def _token_logprob(token: int, found: Logprobs | None) -> tuple[float | None, int, None]:
-    """Of the token itself; of the prompt's first one nothing is known."""
+    """(log-prob, id, None) of the token itself; the log-prob of the prompt's first token is
+    None."""
     return (None if found is None else found[token].logprob, token, None)
 
 
 def _top(found: Logprobs | None) -> list[tuple[float, int, None]] | None:
-    """Of the likeliest ones, those first."""
+    """(log-prob, id, None) of the likeliest tokens, by rank."""
     if found is None:
         return None
     best = sorted(found.items(), key=lambda pair: pair[1].rank)
@@ -704,7 +706,7 @@ def stream_and_merge(llm: Engine, prompt: str, sampling_params: Given) -> str:
 async def async_stream_and_merge(
     llm: Engine, prompt: str, sampling_params: Given
 ) -> AsyncIterator[str]:
-    """What is new in each chunk of a stream."""
+    """Yields the new text of each chunk of a stream."""
     seen = 0
     chunks = await llm.async_generate(prompt, sampling_params, stream=True)
     async for chunk in cast("AsyncIterator[Chunk]", chunks):

@@ -1,4 +1,5 @@
-"""What a caller of the offline classes gets back, and how it is gathered from a request's deltas.
+"""Outputs that callers of the offline classes get, and how they are gathered from a request's
+deltas.
 
 Knows the gateway's local events; no pipeline and no threads.
 """
@@ -30,8 +31,8 @@ class RequestError(ValueError):
 
 @dataclass(slots=True)
 class Logprob:
-    """Of a token at one position. rank: 1 is the likeliest. decoded_token: the token by itself;
-    U+FFFD is what is only a part of a character."""
+    """The log-prob of a token at one position. rank: 1 is the likeliest. decoded_token: the token
+    by itself; U+FFFD is what is only a part of a character."""
 
     logprob: float
     rank: int
@@ -70,7 +71,7 @@ class Delta:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. token_ids: without the stop token, but with those of a stop string.
+    """A completion of a prompt. token_ids: without the stop token, but with those of a stop string.
 
     stop_reason: the stop string or stop token id, None for the model's own end. `error` says what
     happened if finish_reason is "error". logprobs: of each of token_ids, if asked for;
@@ -107,7 +108,7 @@ class RequestMetrics:
     last_token_time: float | None = None
 
     def add(self, other: RequestMetrics) -> None:
-        """Those of another choice: the first token of both, and the last."""
+        """Adds the times of another choice: the first token of both, and the last."""
         if other.first_token_time is None or other.last_token_time is None:
             return
         if self.first_token_time is None or other.first_token_time < self.first_token_time:
@@ -147,20 +148,21 @@ class RequestOutput:
 
 
 def logprobs_of(delta: ledger.OutputDelta) -> list[Logprobs] | None:
-    """As callers see them; None if the delta has none."""
+    """The delta's log-probs in the form of callers; None if the delta has none."""
     return None if delta.logprobs is None else list(_by_position(delta.logprobs, delta.ids))
 
 
 def prompt_logprobs_of(delta: ledger.OutputDelta) -> list[Logprobs | None] | None:
-    """The same of the prompt's tokens in it."""
+    """Log-probs of the prompt's tokens in the delta, in the form of callers; None if it has
+    none."""
     if delta.prompt is None:
         return None
     return [listed or None for listed in _by_position(delta.prompt, delta.prompt.ids)]
 
 
 def _by_position(texts: LogprobTexts, raw_ids: bytes) -> Iterator[Logprobs]:
-    """Of each token; nothing of one that nothing comes before. Hot path: once for every token, so
-    that nothing is made in between."""
+    """Log-probs of each token; an empty dict for the prompt's first token, which has no token
+    before it. Hot path: runs once for every token, so no intermediate objects are made."""
     ids = unpack_few(raw_ids)
     most = num_alternatives(texts, len(ids))
     step, names = 1 + most, texts.texts
@@ -281,7 +283,7 @@ class Collector:
         self._done(self)
 
     def output(self) -> RequestOutput:
-        """What was gathered, as of a request with this choice alone."""
+        """The output so far, as of a request with this choice alone."""
         cached = self.end.pop("cached_tokens", 0)
         ids = unpack(b"".join(self._ids)).tolist()
         text, logprobs = "".join(self._text), self._logprobs
@@ -319,7 +321,7 @@ class Progress:
 
 
 def output_of(choices: Sequence[Collector], call: OfflineRequest) -> RequestOutput:
-    """What was gathered of a request; of its prompt the first choice knows."""
+    """The output of a request with all its choices; the first choice has the prompt."""
     whole, *others = [choice.output() for choice in choices]
     for index, other in enumerate(others, start=1):
         other.outputs[0].index = index

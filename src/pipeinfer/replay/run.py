@@ -260,7 +260,7 @@ class ReplayCounts:
         return self.first is not None and not self._keep_going
 
     def add(self, difference: Difference | None) -> None:
-        """What one input brought."""
+        """Counts the difference of one input; None is none."""
         if difference is not None:
             self.first = self.first or difference
             self.messages[difference.cause.kind] += 1
@@ -358,7 +358,8 @@ class CorePlayer:
         return first_difference(exchange, outputs, self._skips, tail=exchange.is_last)
 
     def _for_the_device(self, send: Send) -> bool:
-        """Whoever computes gets it. Arrays for a device are not in the recording."""
+        """Gives a local message for the device to the device, if there is one. Returns whether the
+        recording notes the message; arrays for a device are not in the recording."""
         if send.channel != LOCAL:
             return False
         if self._deliver is not None and type(send.message).__name__ in DEVICE:
@@ -556,7 +557,7 @@ def replay_run(options: argparse.Namespace, overrides: Mapping[str, object]) -> 
 
 
 class ReplayRun:
-    """One replay, from the first exchange to the verdict.
+    """A replay, from the first exchange to the verdict.
 
     `counts` and `seconds` are its numbers.
     """
@@ -599,7 +600,8 @@ class ReplayRun:
         return self._verdict(exchanges)
 
     def _exchanges(self) -> list[TraceExchange]:
-        """What to play: all of it, or for a device from where its memory is known to be empty."""
+        """The exchanges to play: all of them; for a device, those from which its memory is known to
+        be empty."""
         exchanges, header = list(self._recording.exchanges()), self._recording.header
         if self._device is None and header.snapshot is not None:
             restore(self._rebuilt.stage.core, header.snapshot)

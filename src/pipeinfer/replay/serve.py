@@ -62,7 +62,7 @@ class ReplayDiverged(Exception):
 
 
 class TimedSend(NamedTuple):
-    """What to send, and how many recorded seconds after the live message that caused it."""
+    """A message to send, and how many recorded seconds after the live message that caused it."""
 
     after: float
     send: Send
@@ -84,7 +84,7 @@ class Role(Protocol):
 
 @dataclass
 class RecordedAnswers:
-    """What an engine said of one plan: at once, and when the step was done."""
+    """An engine's recorded answers to one plan: those at once, and those when the step was done."""
 
     plan: Plan
     at: float

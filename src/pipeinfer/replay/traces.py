@@ -50,7 +50,7 @@ CRASHED = 5  # the stage raised
 
 
 class CannotReplay(Exception):
-    """One line for the user, and the exit code that goes with it."""
+    """An error of the user's input: a line of text, and the exit code that goes with it."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ Direction = Literal["in", "out", "note"]
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One line of a trace.
+    """A line of a trace.
 
     time: seconds of the stage's monotonic clock; of an input the `now` that its core was given.
     peer: the sender of an input, the receiver of an output ("" for everyone, and for local ones).
@@ -89,7 +89,7 @@ class TraceEntry:
 
 @dataclass(slots=True)
 class TraceExchange:
-    """One input of a core, and what came of it: recorded outputs and notes, in their order.
+    """An input of a core and its consequences: recorded outputs and notes, in their order.
 
     is_last: the recording broke off here, perhaps before all of its outputs.
     """
@@ -135,7 +135,7 @@ class LoadedTrace:
 
     @property
     def title(self) -> str:
-        """One line: what was recorded, of which version, and how much of it there is."""
+        """A line that says what was recorded, of which version, and how much."""
         header = self.header
         what = {"record": "recording", "flight": "flight recording"}[header.reason]
         extras = [" from mid-life"] if header.snapshot is not None else []
@@ -196,7 +196,7 @@ def load(path: Path) -> LoadedTrace:
 
 
 def load_stage(path: Path, stage: str) -> LoadedTrace:
-    """The same, for a trace of the stage called `stage`."""
+    """Loads a trace, which must be of the stage called `stage`. Raises CannotReplay."""
     recording = load(path)
     if recording.header.name != stage:
         raise CannotReplay(USAGE, f"{path} is a trace of {recording.stage}, not of a {stage}")
@@ -257,8 +257,9 @@ class Offset(NamedTuple):
 
 
 def offsets(recordings: Sequence[LoadedTrace]) -> list[Offset]:
-    """Of each recording against the first. Zero wherever that is possible: the stages of one host
-    share a monotonic clock, and two hosts that were not started together never come so close."""
+    """Clock offsets of each recording against the first. Zero wherever that is possible: the stages
+    of one host share a monotonic clock, and two hosts that were not started together never come so
+    close."""
     if not recordings:
         return []
     bounds = _bounds(recordings)
@@ -395,7 +396,7 @@ class Mismatch(NamedTuple):
 def first_mismatch(
     recorded: object, replayed: object, skips: Skips = ignored_fields
 ) -> Mismatch | None:
-    """Where `replayed` first differs from `recorded`, in the order of the fields, or None.
+    """The first difference between `recorded` and `replayed`, in the order of the fields, or None.
 
     `skips(type name)`: fields of such a struct that are left out. Floats are equal or not: what a
     core computes from the same numbers is the same to the last bit.
@@ -544,7 +545,7 @@ class Difference:
     cause: TraceEntry
 
     def as_json(self) -> dict[str, object]:
-        """What `--json` prints."""
+        """The object that `--json` prints."""
         names = ("seq", "channel", "field", "recorded", "replayed")
         return {name: getattr(self, name) for name in names}
 
@@ -768,7 +769,7 @@ def comparable(recording: LoadedTrace, outputs_only: bool) -> Iterator[TraceEntr
 
 
 def print_count_changes(a: list[TraceEntry], b: list[TraceEntry]) -> None:
-    """What the two do not have equally often."""
+    """Prints the kinds of messages whose counts differ between the two traces."""
     ours, theirs = (Counter((e.direction, e.channel, e.kind) for e in side) for side in (a, b))
     for key in sorted(ours.keys() | theirs.keys()):
         if ours[key] != theirs[key]:

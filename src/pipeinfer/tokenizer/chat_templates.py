@@ -80,8 +80,8 @@ class ChatTemplates:
                 self.syntax_errors[name] = f"line {error.lineno}: {error.message}"
 
     def with_template(self, source: str) -> ChatTemplates:
-        """The same with the template `source` in place of all. Raises TemplateFailed if that does
-        not compile."""
+        """A copy with the template `source` in place of all. Raises TemplateFailed if it does not
+        compile."""
         made = ChatTemplates({"default": source}, self._variables, self._strftime_now)
         for problem in made.syntax_errors.values():
             raise TemplateFailed(f"chat_template, {problem}", "chat_template")
@@ -138,10 +138,8 @@ def load_templates(
 
 
 class _CompiledTemplate:
-    """One template.
-
-    probes: the forms that it takes.
-    """
+    """A compiled template with its variables. probes: the forms of messages that the template
+    takes."""
 
     def __init__(self, template: Template, variables: dict[str, str]) -> None:
         self._template = template

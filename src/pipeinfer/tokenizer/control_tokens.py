@@ -90,9 +90,9 @@ class ChatRenderer:
     def reasoning_state(
         self, chat: list[JsonObject], arguments: JsonObject, prompt: str, tags: ReasoningTags
     ) -> ReasoningState:
-        """Where `prompt`, which `render` made of this chat, leaves the thoughts of its answer. Tags
-        that a client spells do not count, except in a message that the model continues. Raises
-        TemplateFailed."""
+        """The state in which `prompt`, which `render` made of this chat, leaves the reasoning of
+        its answer. Tags that a client spells do not count, except in a message that the model
+        continues. Raises TemplateFailed."""
         if arguments.get("continue_final_message"):
             answer = content_text(chat[-1].get("content"))
             return (
@@ -445,7 +445,7 @@ def _message(message: JsonObject, write: MapString) -> JsonObject:
 
 
 def _part(part: JsonValue, write: MapString) -> JsonValue:
-    """Of a content, whose text a template shows as it shows a whole content."""
+    """A part of a content, whose text a template shows as it shows a whole content."""
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         return _nested(part, write)
     return {
@@ -590,7 +590,7 @@ class Component(msgspec.Struct, frozen=True):
 
 
 def components(component: Normalizer | PreTokenizer | None) -> list[Component]:
-    """Its parts, with sequences flattened."""
+    """The parts of a normalizer or pre-tokenizer, with sequences flattened; [] for None."""
     if component is None:
         return []
     waiting = [msgspec.json.decode(component.__getstate__(), type=Component)]

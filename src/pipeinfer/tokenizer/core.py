@@ -426,7 +426,7 @@ class TokenizerCore:
         )
 
     def _works(self, event: Submit, prompt: TokenizedPrompt) -> list[TokenizedRequest]:
-        """One TokenizedRequest for each choice. Here they share the bytes of the prompt."""
+        """A TokenizedRequest for each choice; all share the bytes of the prompt."""
         first = self._work(event, prompt)
         if event.choices == (0,):
             return [first]
@@ -575,8 +575,9 @@ class TokenizerCore:
         return out
 
     def _hand_over_lost(self, now: float) -> list[Send]:
-        """The same for groups that cannot be asked: gateways hand over, since they know the output
-        that clients have. Requests that no group takes fail in the end."""
+        """Hands over requests of groups that cannot be asked: gateways do it, since they know the
+        output that clients have. Requests that no group takes are refused after GIVE_UP_FACTOR
+        times --host-loss."""
         out: list[Send] = []
         for group, seconds in self._monitor.lost(now):
             give_up = seconds > GIVE_UP_FACTOR * self._monitor.host_loss

@@ -210,7 +210,7 @@ class PromptEncoder:
         return TokenizedPrompt(ids, state, ReasoningContext(*tags.pair, state) if waits else None)
 
     def _reasoning_state(self, ids: np.ndarray, tags: ReasoningTags) -> ReasoningState:
-        """Where a prompt that was not made by a template leaves the thoughts."""
+        """The state in which a prompt that no template made leaves the reasoning."""
         assert self._tokenizer is not None
         opening, closing = map(self._tokenizer.token_to_id, tags.pair)
         if opening is None or closing is None:
@@ -420,12 +420,11 @@ def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 class EncoderParts(NamedTuple):
-    """What `load_encoder` made of a checkpoint.
+    """The parts that `load_encoder` makes of a checkpoint.
 
-    encoder: for its prompts.
-    eos_ids: ids that end a request by themselves.
-    grammar_setup: the vocabulary for grammars; None: no grammars are served.
-    no_grammars_because: the refusal of requests with grammars then.
+    encoder: for its prompts. eos_ids: ids that end a request by themselves. grammar_setup: the
+    vocabulary for grammars; None: no grammars are served. no_grammars_because: the refusal of
+    requests with grammars then.
     """
 
     encoder: PromptEncoder

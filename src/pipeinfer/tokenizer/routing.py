@@ -73,7 +73,7 @@ class RoutingPolicy(Protocol):
     """Chooses among the groups that are up."""
 
     def choose(self, groups: Sequence[int], hashes: list[bytes], length: int) -> int:
-        """One of `groups`. `hashes`: block_hashes of the prompt, `length`: its tokens."""
+        """Returns one of `groups`. hashes: block_hashes of the prompt; length: its tokens."""
         ...
 
 
@@ -362,11 +362,10 @@ class ApproximateCache:
 
 @dataclass
 class _GroupState:
-    """One group.
+    """The last status of a group, and when it came.
 
-    status: the last of its scheduler.
-    received_at: when it came, in seconds of the suspend-aware clock.
-    lost: whether the scheduler is silent or has ended since.
+    status: the last of its scheduler. received_at: when it came, in seconds of the suspend-aware
+    clock. lost: whether the scheduler is silent or has ended since.
     """
 
     status: GroupStatus
@@ -430,7 +429,7 @@ class GroupMonitor:
         return state.status.group, state.report
 
     def tick(self, now: float) -> None:
-        """This stage's timer fired."""
+        """Advances the clock; to be called at each tick of this stage."""
         self._suspend_aware_clock.tick(now)
 
     def newly_silent(self, now: float) -> list[tuple[int, GroupReport]]:
@@ -493,7 +492,7 @@ class PendingPrompt:
     refusal: str = ""
 
     def with_fallback_grammar(self, refusal: str) -> PendingPrompt:
-        """This request with its second grammar, because the first one is refused."""
+        """A copy with the request's second grammar, because the first one is refused."""
         fallback = self.submit.fallback_grammar
         params = structs.replace(self.submit.params, structured_outputs=fallback)
         submit = structs.replace(self.submit, params=params, fallback_grammar=None)
@@ -610,7 +609,7 @@ class PendingPrompts:
 
 
 class Origin(NamedTuple):
-    """What a gateway that is started again must know of a request whose answer is kept.
+    """The messages from which a restarted gateway makes a request whose answer is kept.
 
     submit: as it came, with all its choices. accepted: the answer to it. waited: as in Adopt.
     """

@@ -60,7 +60,7 @@ FeedCore = Callable[[Message], None]
 
 
 class Worker(Protocol):
-    """One worker process. All methods but `close` are called from one thread."""
+    """A worker process. All methods but `close` are called from one thread."""
 
     def start(self) -> None:
         """Starts the process before there is a job; blocks. An error shows in `work`."""

@@ -63,7 +63,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What was recorded, and all that it takes to build the same stage again.
+    """The first record of a trace: all that is needed to build the same stage again.
 
     stage: its id, e.g. "engine-0-0". settings: all of Settings but api_key. stages: ids of the
     topology. wall, monotonic: seconds of both clocks at the beginning of the trace. facts: what the
@@ -98,7 +98,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, array_like=True):
-    """One message that a core took ("in") or gave ("out"), or a remark ("note").
+    """A message that a core took ("in") or gave ("out"), or a remark ("note").
 
     time: monotonic seconds; of an input exactly the `now` that its core was given. channel: of the
     bus, or "local". peer: stage id of the sender or receiver, "" for everyone and for local ones.
@@ -174,7 +174,7 @@ def pack_state(state: bytes) -> bytes:
 
 
 def unpack_state(packed: bytes) -> bytes:
-    """What `pack_state` packed."""
+    """Unpacks a state that `pack_state` has packed."""
     return zstandard.ZstdDecompressor().decompress(packed)
 
 

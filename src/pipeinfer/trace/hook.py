@@ -322,7 +322,7 @@ class RecorderHook:
         )
 
     def _flight_folders(self) -> list[Path]:
-        """Where the ring may be written, the best place first."""
+        """Folders into which the ring may be written, the best one first."""
         named = self._settings.flight_dir or self._settings.record
         fallback = Path(tempfile.gettempdir(), f"pipeinfer-{os.getuid()}")
         return [Path(named)] if named else [default_folder(), fallback]

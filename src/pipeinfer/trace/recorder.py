@@ -424,7 +424,7 @@ class TraceFile:
 
 
 def default_folder() -> Path:
-    """Where flight recordings go without --flight-dir: XDG's folder for state."""
+    """The folder of flight recordings without --flight-dir: XDG's folder for state."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "pipeinfer"
 
@@ -468,7 +468,8 @@ def _digest(folder: Path) -> str:
 
 
 def _header_digest(file: Path) -> str:
-    """Of size and first bytes: there are key-values, vocabulary and a list of tensors."""
+    """A digest of a GGUF file's size and first bytes: key-values, vocabulary and the list of
+    tensors."""
     total = sha256(f"{file.stat().st_size}\0".encode())
     with file.open("rb") as stream:
         total.update(stream.read(MAX_GGUF_HEADER))
@@ -558,7 +559,7 @@ class Recording:
         self._on_change(self._outcome("recording"))
 
     def fail(self, reason: str) -> None:
-        """It cannot begin."""
+        """Ends the recording as failed: it cannot begin."""
         self._settle("failed", reason)
 
     def take(self, rows: Sequence[Row], block: bytes | None) -> None:

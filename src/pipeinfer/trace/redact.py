@@ -51,7 +51,7 @@ class TokenPermutation:
         return np.where(inside, table[np.where(inside, ids, 0)], ids).astype("<i4")
 
     def one(self, token: int) -> int:
-        """One id, renamed."""
+        """The new name of one id."""
         return int(self._table[token]) if 0 <= token < len(self._table) else token
 
 
@@ -282,7 +282,7 @@ class Redactor:
         return msgspec.structs.replace(header, redacted=True, snapshot=state)
 
     def message(self, message: M) -> M:
-        """The same message without text, its ids renamed."""
+        """A copy of the message without text, with its ids renamed."""
         fields = REDACTED_FIELDS.get(type(message).__name__, {})
         changed = {}
         for name, how in fields.items():
@@ -311,11 +311,12 @@ class Redactor:
         return blake2b(salt.encode(), key=self._key, digest_size=16).hexdigest() if salt else ""
 
     def _why(self, error: str) -> str:
-        """What a grammar's compiler says; "" is no error, and a scheduler knows one by its text."""
+        """The redacted error of a grammar's compiler. NO_GRAMMAR_MEMORY stays, since a scheduler
+        compares its text; so does "", which is no error."""
         return error if error == NO_GRAMMAR_MEMORY else self._salt(error)
 
     def _error(self, error: str) -> str:
-        """What a scheduler says: its own words hold numbers alone."""
+        """The redacted error of a scheduler: its own words hold numbers alone, and stay."""
         if not error.startswith(GRAMMAR_ERROR):
             return error
         return GRAMMAR_ERROR + self._why(error.removeprefix(GRAMMAR_ERROR))

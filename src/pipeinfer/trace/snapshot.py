@@ -368,7 +368,8 @@ class _Builder:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    """Of plain numbers; NumPy itself would take a whole language."""
+    """The dtype of plain numbers called `name`. Raises RestoreError for others: NumPy itself would
+    take a whole language."""
     if not re.fullmatch("[<>|=][biuf][1248]", name):
         raise RestoreError(f"numbers of type {name!r}")
     return np.dtype(name)

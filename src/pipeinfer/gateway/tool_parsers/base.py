@@ -1,4 +1,4 @@
-"""What parsers of a model's output text share, and the parsers of reasoning.
+"""Common parts of the parsers of a model's output text, and the parsers of reasoning.
 
 The output text of one choice goes through a chain of parsers: reasoning, then tool calls, then
 plain content. Each parser takes text as it is decoded and returns what is certain.
@@ -131,7 +131,7 @@ class ReasoningTokenCounter:
 
 
 class MarkerMatch:
-    """What find_marker found.
+    """The result of find_marker.
 
     Attributes:
     - before: text that is certainly no part of a marker
@@ -271,7 +271,7 @@ class ReasoningParser:
 
     @property
     def _buffer_start(self) -> int:
-        """Where in the whole output the buffered text begins, in characters."""
+        """The position in the whole output at which the buffered text begins, in characters."""
         return self._total_chars - len(self._buffer)
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:

@@ -61,7 +61,7 @@ class UnsupportedInputGrammar(UnsupportedSchema):
 
 @dataclass(frozen=True)
 class GrammarRequest:
-    """What a grammar of calls must enforce.
+    """Requirements that a grammar of tool calls must enforce.
 
     Attributes:
     - schemas: of the parameters of each function that may be called, by name; None: any object
@@ -219,7 +219,7 @@ def repeated(request: GrammarRequest, name: str, between: str) -> str:
 
 
 def rule(name: str, alternatives: Iterable[str]) -> str:
-    """One of the alternatives."""
+    """A grammar rule that allows one of the alternatives."""
     return f"{name}: " + "\n  | ".join(alternatives)
 
 
@@ -230,7 +230,7 @@ def call_object(request: GrammarRequest, name: str, key: str) -> str:
 
 
 def call_schema(request: GrammarRequest, name: str, key: str) -> str:
-    """The same as call_object, as one schema."""
+    """A call in the form of call_object, as one JSON schema."""
     text = request.input_grammars.get(name)
     regex = None if text is None else input_regex(name, text, None)
     arguments = _arguments(arguments_schema(request, name, regex))
@@ -327,7 +327,7 @@ def optional_text(text: str) -> str:
 
 
 def sequence(*parts: str) -> str:
-    """One after the other; texts that follow each other become one."""
+    """Grammar parts in sequence; texts that follow each other become one text."""
     joined: list[str] = []
     for part in filter(None, parts):
         if joined and joined[-1].startswith('"') and part.startswith('"'):
@@ -443,9 +443,8 @@ class _Token(NamedTuple):
 
 
 def grammar_to_regex(definition: str) -> str:
-    """One regular expression for all texts of the grammar. Raises RecursiveGrammar,
-    UnsupportedGrammar.
-    """
+    """A regular expression for all texts of the grammar. Raises RecursiveGrammar,
+    UnsupportedGrammar."""
     return _Grammar(definition).expression()
 
 

@@ -404,11 +404,9 @@ EFFORTS = ("low", "medium", "high")
 
 
 def harmony_messages(chat: Sequence[JsonObject]) -> list[JsonObject]:
-    """The same conversation in messages that the template shows completely; system messages first.
-
-    The template shows one system message, one call a message, and either reasoning or content
-    beside it; other things it leaves out silently, or refuses.
-    """
+    """The conversation in messages that the template shows completely; system messages first. The
+    template shows one system message, one call in each message, and either reasoning or content
+    beside the call; it leaves out or refuses everything else."""
     return list(_template_messages(chat))
 
 

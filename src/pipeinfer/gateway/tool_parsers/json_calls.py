@@ -367,9 +367,8 @@ class JsonCallParser:
         return True
 
     def _find_closing(self, deltas: list[ParsedDelta]) -> bool:
-        """What stands before the closing is dropped. If another call opens first, or the output
-        ends, the closing was forgotten and the text is content.
-        """
+        """Looks for the closing marker and drops the text before it. If another call opens first,
+        or the output ends, the closing marker was forgotten, and the text is content."""
         found = find_marker(self._buffer, self._markers)
         self._suffix.append(found.before)
         self._buffer = found.tail

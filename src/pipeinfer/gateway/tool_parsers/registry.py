@@ -91,7 +91,7 @@ Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 
 @dataclass(frozen=True)
 class ToolParser:
-    """One format of tool calls, how it is parsed and how it is enforced.
+    """A format of tool calls: how it is parsed and how it is enforced.
 
     Attributes:
     - make_parser: from the tools' schemas by name to the parser of one choice
@@ -268,7 +268,7 @@ HARMONY = ("openai", "openai_gptoss")
 
 
 class ParserOptions(msgspec.Struct, frozen=True):
-    """What of a request its output parsers depend on: see OutputParsers.parser_factory.
+    """Properties of a request on which its output parsers depend: see OutputParsers.parser_factory.
 
     Attributes:
     - continues_message: see OutputParsers
@@ -340,7 +340,7 @@ class OutputParsers:
         return TOOL_PARSERS[self.tool_parser_name] if self.tool_parser_name else ANY_MODEL
 
     def continuing_message(self) -> OutputParsers:
-        """The same for an answer that continues the last message."""
+        """A copy for an answer that continues the last message."""
         return replace(self, continues_message=True)
 
     @property
