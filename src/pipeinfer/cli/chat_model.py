@@ -70,8 +70,10 @@ class ChatModel(Protocol):
 class AnswerOptions:
     """How a command wants its answers.
 
-    max_tokens: of each answer, if no flag says so. batch: whether only the time of all of them
-    counts. token_ids: whether deltas need their token ids.
+    Attributes:
+    - max_tokens: of each answer, if no flag says so
+    - batch: whether only the time of all of them counts
+    - token_ids: whether deltas need their token ids
     """
 
     max_tokens: int | None = None

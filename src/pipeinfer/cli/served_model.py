@@ -81,9 +81,13 @@ class ServedModel:
         model: str = "",
         pid: int = 0,
     ) -> None:
-        """url: with or without /v1. model: "" for MODEL, or else the first that the server names.
-        pid: of a server on this host, which may still start. ConfigurationError for a URL or a key
-        that no request can have."""
+        """A model behind the server at `url`. Raises ConfigurationError for a URL or a key that no
+        request can have.
+
+        - url: with or without /v1
+        - model: "" for MODEL, or else the first that the server names
+        - pid: of a server on this host, which may still start
+        """
         self._url = base_url(url)
         self._shown = without_password(self._url)
         self.name = model or flags.model or self._shown
@@ -219,8 +223,10 @@ class ServedModel:
 class _Place:
     """How far a stream was read.
 
-    stream: its id; "" where the server has told none, and it cannot be resumed. event: id of the
-    last event that came. ended: it came to its end.
+    Attributes:
+    - stream: its id; "" where the server has told none, and it cannot be resumed
+    - event: id of the last event that came
+    - ended: it came to its end
     """
 
     def __init__(self) -> None:

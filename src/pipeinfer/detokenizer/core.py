@@ -436,13 +436,17 @@ def _dropped(opened: OpenStream) -> Send:
 class RequestStream:
     """The text of one request, from token rows to text rows. It has the last word on the end of the
     request, because it alone reads tokens as text in order. After a row with `finish` the request
-    has ended and its stream must be dropped.
+    has ended and its stream must be dropped. All ids read are kept: a restarted scheduler goes on
+    from them.
 
-    num_tokens: output tokens read so far. stop_len: the number of output tokens up to and including
-    the one that completed a stop string, None while there was none. gateway: the number of the
-    gateway that sent the request. group: the data-parallel group whose row was the last, or that
-    opened the request since. All ids read are kept: a restarted scheduler goes on from them.
-    opened: with what it began. prompts: of a retained request, what came of its prompt's log-probs.
+    Attributes:
+    - num_tokens: output tokens read so far
+    - stop_len: the number of output tokens up to and including the one that completed a stop
+      string, None while there was none
+    - gateway: the number of the gateway that sent the request
+    - group: the data-parallel group whose row was the last, or that opened the request since
+    - opened: with what it began
+    - prompts: of a retained request, what came of its prompt's log-probs
     """
 
     __slots__ = (
@@ -718,8 +722,10 @@ class RequestStream:
 class SequenceLogprobs:
     """Log-probs of the tokens of an output, or of a prompt.
 
-    num_alternatives: of each token; None: not asked for. score_size: bytes of a token's packed
-    scores. raw: those of all tokens so far, which a restarted scheduler must know.
+    Attributes:
+    - num_alternatives: of each token; None: not asked for
+    - score_size: bytes of a token's packed scores
+    - raw: those of all tokens so far, which a restarted scheduler must know
     """
 
     __slots__ = ("_offsets", "_texts", "num_alternatives", "raw", "score_size")

@@ -34,9 +34,11 @@ ADMIN = "admin"  # marks the key of an operator, who may see requests of other c
 class ApiKey:
     """An API key of a client or an operator.
 
-    name: shown in logs and as a label of metrics. digest: SHA-256 of the key's text, 32 bytes; kept
-    out of the repr. limits: what its clients may use. admin: whether it is an operator's, who may
-    see other clients' requests.
+    Attributes:
+    - name: shown in logs and as a label of metrics
+    - digest: SHA-256 of the key's text, 32 bytes; kept out of the repr
+    - limits: what its clients may use
+    - admin: whether it is an operator's, who may see other clients' requests
     """
 
     name: str
@@ -171,9 +173,10 @@ ROUNDING = 1e-6  # what a sum of floats may lack of a whole request
 class KeyLimits:
     """Bounds of one key; 0: no bound.
 
-    concurrent: answers that are made at a time.
-    requests: prompts a minute.
-    tokens: tokens of prompts and outputs a minute.
+    Attributes:
+    - concurrent: answers that are made at a time
+    - requests: prompts a minute
+    - tokens: tokens of prompts and outputs a minute
     """
 
     concurrent: int = 0
@@ -185,11 +188,12 @@ class KeyLimits:
 class KeyLimitExceeded:
     """Why a request is not taken.
 
-    reason: for the client.
-    wait: seconds until the request would be taken; 0 if it never would be, or if that depends on
-        when other requests end.
-    lacking: of which limit the share is too small, and by how many units; other gateways may have
-        some. "" where the whole limit is.
+    Attributes:
+    - reason: for the client
+    - wait: seconds until the request would be taken; 0 if it never would be, or if that depends on
+      when other requests end
+    - lacking: of which limit the share is too small, and by how many units; other gateways may have
+      some; "" where the whole limit is too small
     """
 
     reason: str

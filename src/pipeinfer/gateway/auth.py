@@ -72,8 +72,11 @@ RATE_LIMIT_HEADERS = "x-ratelimit-"  # as OpenAI's servers call them
 class Client:
     """State of one API key, or of all clients where no key is needed.
 
-    name: the key's. account: what it uses. admin: whether the key is an operator's.
-    prompt, output: counters of tokens, labelled with the name.
+    Attributes:
+    - name: the key's
+    - account: what it uses
+    - admin: whether the key is an operator's
+    - prompt, output: counters of tokens, labelled with the name
     """
 
     __slots__ = ("account", "admin", "name", "output", "prompt")
@@ -92,11 +95,13 @@ class Client:
 
 
 class Principal(NamedTuple):
-    """The sender of a request, as its API key tells.
+    """The sender of a request, found by its API key.
 
-    name: of the key, or ANONYMOUS. operator: whether requests of other clients may be shown. sees:
-    hash of the client whose requests may be shown in any case; None: there are no keys, and all may
-    be.
+    Attributes:
+    - name: of the key, or ANONYMOUS
+    - operator: whether requests of other clients may be shown
+    - sees: hash of the client whose requests may be shown in any case; None: there are no keys, and
+      all may be
     """
 
     name: str
@@ -107,8 +112,10 @@ class Principal(NamedTuple):
 class RequestUsage:
     """The part of the pipeline that one HTTP request has used.
 
-    request_id: of its first call. finish: finish reason of the choice that ended last.
-    prompt_tokens, output_tokens: of all its choices.
+    Attributes:
+    - request_id: of its first call
+    - finish: finish reason of the choice that ended last
+    - prompt_tokens, output_tokens: of all its choices
     """
 
     __slots__ = ("finish", "output_tokens", "prompt_tokens", "request_id")
@@ -122,8 +129,12 @@ class RequestUsage:
 class ClientRequest:
     """An HTTP request while it is handled.
 
-    client: who sent it. choices: answers that are made for it, as counted against the key's limit.
-    limited: whether a limit refused it. outcome: its label in metrics. usage: see RequestUsage.
+    Attributes:
+    - client: who sent it
+    - choices: answers that are made for it, as counted against the key's limit
+    - limited: whether a limit refused it
+    - outcome: its label in metrics
+    - usage: see RequestUsage
     """
 
     __slots__ = ("choices", "client", "limited", "outcome", "usage")
@@ -627,11 +638,12 @@ MAX_NAME_LETTERS = 253  # letters of a name, of which DNS has no more
 class BrowserGuard:
     """Refuses requests that web pages of other sites make.
 
-    hosts: names with a dot under which the server may be reached; {"*"}: all.
-    hosts_named: whether --allowed-hosts is set; then other names are refused also with keys.
-    cors: the origins that are allowed.
-    keyless(): whether no key is needed now.
-    is_protected(path): whether the path would need a key.
+    Attributes:
+    - hosts: names with a dot under which the server may be reached; {"*"}: all
+    - hosts_named: whether --allowed-hosts is set; then other names are refused also with keys
+    - cors: the origins that are allowed
+    - keyless(): whether no key is needed now
+    - is_protected(path): whether the path would need a key
     """
 
     hosts: frozenset[str]

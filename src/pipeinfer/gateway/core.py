@@ -105,9 +105,9 @@ class GatewayCore:
     A request past its timeout fails with status 408 if nothing of it was delivered; else it ends
     with finish "abort" and keeps its text.
 
-    The pipeline keeps a request with `retention` also when it has ended, until the driver feeds
-    ClientDisconnected. A new core asks for the requests that the one before it has left so
-    (Adoption): it has them as its own from Adopt on, and their text from the beginning.
+    A request with `retention` stays in all stages after its end, until the driver feeds
+    ClientDisconnected. A restarted gateway asks for such requests (Adoption); from Adopt on they
+    are its own records, and their text comes from the beginning.
     """
 
     def __init__(

@@ -130,8 +130,10 @@ class Metrics:
     Requests are counted by outcome: a finish reason ("abort" if the client left or its time was
     up), or "refused" if the request never ran.
 
-    ready(): whether a request sent now would be served. targets: the latency targets that are set.
-    vllm: the same under vLLM's names, None unless wanted.
+    Attributes:
+    - ready(): whether a request sent now would be served
+    - targets: the latency targets that are set
+    - vllm: the same under vLLM's names, None unless wanted
     """
 
     def __init__(
@@ -267,8 +269,11 @@ class GatewayMetrics(Collector):
     """The metrics that gateways count themselves: those of this gateway, and `others` of the other
     gateways.
 
-    own: collectors of this gateway's. stage: its id, which is a label of all samples where there
-    are several gateways; "": it is the only one. others: by stage id, for the next scrape.
+    Attributes:
+    - own: collectors of this gateway's
+    - stage: its id, which is a label of all samples where there are several gateways; "": it is the
+      only one
+    - others: by stage id, for the next scrape
     """
 
     def __init__(self) -> None:
@@ -635,11 +640,15 @@ LABELS = ("model_name", "engine")
 class GroupMetrics:
     """Counts and times of one group's requests, as one gateway measured them.
 
-    max_tokens: of a request; bounds of the histograms of tokens end there.
-    prompt_tokens, output_tokens: totals. finished: requests by reason.
-    Histograms of seconds: time_to_first_token, inter_token (between two outputs),
-    time_per_output_token (after the first), request_seconds, decode_seconds (first output to last).
-    Histograms of tokens: prompts, outputs (of each choice), longest (of a prompt's choices).
+    Attributes:
+    - max_tokens: of a request; bounds of the histograms of tokens end there
+    - prompt_tokens, output_tokens: totals
+    - finished: requests by reason
+    - time_to_first_token, inter_token, time_per_output_token, request_seconds, decode_seconds:
+      histograms of seconds; inter_token between two outputs, time_per_output_token after the first
+      token, decode_seconds from the first output to the last
+    - prompts, outputs, longest: histograms of tokens; outputs of each choice, longest of a prompt's
+      choices
     """
 
     max_tokens: int
@@ -664,9 +673,9 @@ class GroupMetrics:
     ) -> None:
         """Counts a request that ended by stop or length.
 
-        total_seconds: from its arrival to its end. decode_seconds: from its first output to its
-            last.
-        prompt, output: tokens; prompt is 0 where another choice has counted the prompt.
+        - total_seconds: from its arrival to its end
+        - decode_seconds: from its first output to its last
+        - prompt, output: tokens; prompt is 0 where another choice has counted the prompt
         """
         self.request_seconds.observe(total_seconds)
         if output:
@@ -734,8 +743,11 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
 class VllmMetrics(Collector):
     """Metrics under vLLM's names: itself those of other stages' heartbeats.
 
-    model: served name. max_tokens: of a request. caches: whether prefixes are cached.
-    counted: those that this gateway counts itself.
+    Attributes:
+    - model: served name
+    - max_tokens: of a request
+    - caches: whether prefixes are cached
+    - counted: those that this gateway counts itself
     """
 
     def __init__(self, health: Health, model: str, max_tokens: int, caches: bool) -> None:

@@ -87,11 +87,15 @@ RATE_WINDOW = 5.0  # seconds over which rates are taken, at all places
 class StageSnapshot(msgspec.Struct, frozen=True):
     """A process as the page shows it.
 
-    stage, name, group, rank, state, reason, pid: as in the health table. up, heard: seconds since
-    it began, and since its last heartbeat. restarts: how many; last_restart: Unix seconds. waiting,
-    running: requests in its queue, and those it works on. rate: what it did in a second, in `unit`.
-    latency_ms: see docs/page.md. takeover: of a scheduler, how its last lost engine was replaced;
-    "" where none was.
+    Attributes:
+    - stage, name, group, rank, state, reason, pid: as in the health table
+    - up, heard: seconds since it began, and since its last heartbeat
+    - restarts: how many
+    - last_restart: Unix seconds
+    - waiting, running: requests in its queue, and those it works on
+    - rate: what it did in a second, in `unit`
+    - latency_ms: see docs/page.md
+    - takeover: of a scheduler, how its last lost engine was replaced; "" where none was
     """
 
     stage: str
@@ -123,8 +127,13 @@ class EdgeSnapshot(msgspec.Struct, frozen=True):
 
 
 class KvPagesSnapshot(msgspec.Struct, frozen=True):
-    """KV pages of a group. cached: may be evicted; used: may not. page_tokens: tokens of one
-    page."""
+    """KV pages of a group.
+
+    Attributes:
+    - cached: may be evicted
+    - used: may not
+    - page_tokens: tokens of one page
+    """
 
     group: int
     total: int
@@ -147,9 +156,13 @@ class LatencyQuantiles(msgspec.Struct, frozen=True):
 class PipelineSnapshot(msgspec.Struct, frozen=True):
     """The pipeline as the page shows it at one moment, without steps and requests.
 
-    status, reason: as /health. stages, edges: of all kinds. pages: of each group. latency:
-    {"ttft_ms" or "itl_ms": quantiles}. tokens_per_s: sampled, of all groups. requests_running,
-    requests_waiting: in slots, and without one, of all schedulers.
+    Attributes:
+    - status, reason: as /health
+    - stages, edges: of all kinds
+    - pages: of each group
+    - latency: {"ttft_ms" or "itl_ms": quantiles}
+    - tokens_per_s: sampled, of all groups
+    - requests_running, requests_waiting: in slots, and without one, of all schedulers
     """
 
     status: str
@@ -166,8 +179,9 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
 class StageStatistics(NamedTuple):
     """Which statistics of a kind of stage are shown.
 
-    counter: grows with what the stage does, counted in `unit`. waiting, running: its queue, and
-        what it works on; "" for none.
+    Attributes:
+    - counter: grows with what the stage does, counted in `unit`
+    - waiting, running: its queue, and what it works on; "" for none
     """
 
     counter: str
@@ -391,8 +405,10 @@ class MonitoredRequest(msgspec.Struct):
 class _RequestEntry:
     """A request that the monitor keeps.
 
-    request: None before a gateway's span came. spans: by stage and begin. changed: number of the
-    latest change of it.
+    Attributes:
+    - request: None before a gateway's span came
+    - spans: by stage and begin
+    - changed: number of the latest change of it
     """
 
     __slots__ = ("changed", "request", "spans")
@@ -408,9 +424,10 @@ class PipelineMonitor:
 
     Stages are asked, and their answers kept, only while there are watchers.
 
-    stages: ids of all stages of the pipeline, its own among them. changes: number of the latest
-        change.
-    leaving: the gateway ends, and feeds are to be opened at another one.
+    Attributes:
+    - stages: ids of all stages of the pipeline, its own among them
+    - changes: number of the latest change
+    - leaving: the gateway ends, and feeds are to be opened at another one
     """
 
     def __init__(self, stages: Sequence[str], clock: Callable[[], float] = time.time) -> None:

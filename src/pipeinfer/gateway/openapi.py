@@ -57,12 +57,16 @@ STREAM = "Server-sent events"
 class EndpointDoc:
     """An endpoint as the reference and /openapi.json describe it.
 
-    summary, details: a line, and sentences in Markdown. body, answer: types of the request's and
-    the response's body; None: there is none. media: content type of the answer. streams: the answer
-    may be server-sent events. errors: statuses, each with a body of the type `error`. keyed: needs
-    a key if the server has keys. also: further statuses with the body of `answer`. query:
-    parameters of the query, with what they may be, of which the first is the default; without
-    choices a number.
+    Attributes:
+    - summary, details: a line, and sentences in Markdown
+    - body, answer: types of the request's and the response's body; None: there is none
+    - media: content type of the answer
+    - streams: the answer may be server-sent events
+    - errors: statuses, each with a body of the type `error`
+    - keyed: needs a key if the server has keys
+    - also: further statuses with the body of `answer`
+    - query: parameters of the query, with what they may be, of which the first is the default;
+      without choices a number
     """
 
     method: str

@@ -107,8 +107,10 @@ class SharedLimitHolder(Protocol):
 class LimitShare:
     """The share of gateway `index` of one limit.
 
-    given, taken: units, by index of the other gateway; they only grow.
-    wanted: units that are lacking now. published_free: free units, as the others were told last.
+    Attributes:
+    - given, taken: units, by index of the other gateway; they only grow
+    - wanted: units that are lacking now
+    - published_free: free units, as the others were told last
     """
 
     def __init__(self, index: int, gateways: int, limit: int = 0) -> None:
@@ -256,8 +258,13 @@ class SharedLimits:
 
 
 class _Peer:
-    """Another gateway. incarnation: its process. heard: the latest of its changes that has come
-    here. seen: the latest of ours that it has heard of."""
+    """Another gateway.
+
+    Attributes:
+    - incarnation: its process
+    - heard: the latest of its changes that has come here
+    - seen: the latest of ours that it has heard of
+    """
 
     __slots__ = ("heard", "incarnation", "seen")
 
@@ -355,9 +362,12 @@ class SharedQueue:
 class Peers:
     """The other gateways. `open` it before anything is asked of it. See runtime.stage.ControlHook.
 
-    identity, incarnation: of this one. gateways: ids of all. counted(): what this one has counted.
-    monitor: gets the answers to its questions; None where there is no page.
-    limits: those that all gateways hold together.
+    Attributes:
+    - identity, incarnation: of this one
+    - gateways: ids of all
+    - counted(): what this one has counted
+    - monitor: gets the answers to its questions; None where there is no page
+    - limits: those that all gateways hold together
     """
 
     def __init__(
@@ -578,9 +588,13 @@ def socket_name(address: str) -> str:
 class _Place:
     """An address at which a gateway is asked, or any of the gateways that share a port.
 
-    stages: their ids. url: without a path. connect: makes connections to it. mark: the header that
-    says who passes a request on. lacks: statuses of who does not have what is asked for. unsure:
-    statuses from which that does not follow.
+    Attributes:
+    - stages: their ids
+    - url: without a path
+    - connect: makes connections to it
+    - mark: the header that says who passes a request on
+    - lacks: statuses of who does not have what is asked for
+    - unsure: statuses from which that does not follow
     """
 
     stages: Sequence[str]
@@ -594,9 +608,13 @@ class _Place:
 class HostGateways:
     """The other gateways of this host, and those of other hosts that can be asked.
 
-    stage, address: of this one. others: addresses by id. health: who is there. first: whether this
-    one is the first of the gateways, which says for all that the server is ready. elsewhere: ids of
-    gateways of other hosts, by their URL.
+    Attributes:
+    - stage, address: of this one
+    - others: addresses by id
+    - health: who is there
+    - first: whether this one is the first of the gateways, which says for all that the server is
+      ready
+    - elsewhere: ids of gateways of other hosts, by their URL
     """
 
     def __init__(

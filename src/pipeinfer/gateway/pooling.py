@@ -1,15 +1,15 @@
-"""What vectors of texts are asked for by: /v1/embeddings in OpenAI's form, /score in vLLM's and
+"""Endpoints that make vectors of texts: /v1/embeddings in OpenAI's form, /score in vLLM's and
 /v1/rerank in Cohere's.
 
     EmbeddingRequest              the body of /v1/embeddings
-    embedding_calls               from that to the core's calls, one for each text
+    embedding_calls               the core's calls of such a body, one for each text
     VectorSink                    gathers the vectors
     embedding_response            the answer
     ScoreRequest, RerankRequest   the bodies of the others
     TextPairs                     the pairs of such a body
     PairScorer                    from pairs to the core's calls, and from their vectors to scores
 
-A call for a vector samples one token, which nobody sees. A model that makes vectors scores a pair
+A call for a vector samples one token, which is dropped. A model that makes vectors scores a pair
 by the cosine of its two vectors. A model of --task score is asked, as Qwen3-Reranker was trained:
 the score is the probability of "yes" against "no". Knows no HTTP and no tokens.
 """
@@ -257,8 +257,13 @@ class RerankRequest(PoolingBody, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class TextPairs:
-    """queries, documents: as many of each. instruction: what a document is to do for a query; "":
-    INSTRUCTION. field: of the request, that has the documents."""
+    """Pairs of texts to be scored.
+
+    Attributes:
+    - queries, documents: as many of each
+    - instruction: what a document is to do for a query; "": INSTRUCTION
+    - field: the request's field that has the documents
+    """
 
     queries: list[str]
     documents: list[str]

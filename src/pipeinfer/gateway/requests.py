@@ -78,8 +78,10 @@ from pipeinfer.wire import pack
 class AdapterRegistry:
     """Adapters by name, in the order in which they came.
 
-    enabled: whether there may be any. max_rank: the greatest rank of one. changes: what differs
-    from the settings' adapters.
+    Attributes:
+    - enabled: whether there may be any
+    - max_rank: the greatest rank of one
+    - changes: what differs from the settings' adapters
     """
 
     def __init__(

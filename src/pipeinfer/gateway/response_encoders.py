@@ -489,9 +489,11 @@ class EventStream:
     """Sends chunks as they come, those of one iteration of the loop together.
 
     Nothing is sent before the first chunk, so that a refusal is an error with its own status.
-    settle(): awaited before the last chunk is sent.
-    _buffered: chunks of this iteration, or from before the headers. _transport: None before the
-        headers.
+
+    Attributes:
+    - settle(): awaited before the last chunk is sent
+    - _buffered: chunks of this iteration, or from before the headers
+    - _transport: None before the headers
     """
 
     def __init__(

@@ -264,7 +264,11 @@ class ResponseMemory:
         self, owner: str, given: bytes, previous: str, formatter: ResponsesFormatter
     ) -> Settle | None:
         """A function that stores a response once `formatter` has all of it; None if it is not
-        stored. owner: name of the key that asked for it. given, previous: of stored_form."""
+        stored.
+
+        - owner: name of the key that asked for it
+        - given, previous: of stored_form
+        """
         if self._store is None or not given:
             return None
         return partial(self._put, owner, previous, given, formatter)
@@ -548,8 +552,13 @@ def _page(items: list[JsonObject], request: web.Request) -> JsonObject:
 
 
 class _Adopted:
-    """An answer that is being adopted. choices: that it has. known: those that have come.
-    metered: the sink of what is new."""
+    """An answer that is being adopted.
+
+    Attributes:
+    - choices: that it has
+    - known: those that have come
+    - metered: the sink of what is new
+    """
 
     def __init__(
         self, answer: ResumableAnswer, session: AdoptedSession, choices: int, metered: ResponseSink

@@ -1,7 +1,7 @@
-"""What answers look like, as types: for /openapi.json, and for tests that hold answers to them.
+"""Types of answers, for /openapi.json and for tests that compare answers with them.
 
-shapes.py and the dialects write them by hand, because what is the same in all chunks is encoded
-once. What is UNSET may be absent.
+response_json.py and the modules of the APIs write answers by hand, because the parts that are equal
+in all chunks are encoded once. A field that is UNSET may be absent.
 """
 
 from __future__ import annotations

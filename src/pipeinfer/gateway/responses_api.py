@@ -592,8 +592,12 @@ ABORTED_MESSAGE = "the request was ended before its answer was complete: its tim
 
 
 class ResponsesFormatter:
-    """Formats responses of /v1/responses. `fields`: see echoed_fields. `clock`: Unix seconds.
-    final: the response when it has ended.
+    """Formats responses of /v1/responses.
+
+    Attributes:
+    - fields: see echoed_fields
+    - clock: Unix seconds
+    - final: the response when it has ended
     """
 
     def __init__(

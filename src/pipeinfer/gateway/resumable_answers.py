@@ -80,8 +80,10 @@ FULL = "other answers that are kept leave no room for this one"
 class RetainedResponse:
     """A response of /v1/responses that is retained, beside its stream.
 
-    formatter: knows how far it is. background: it was asked for without a connection. input: of the
-    request's body.
+    Attributes:
+    - formatter: knows how far it is
+    - background: it was asked for without a connection
+    - input: of the request's body
     """
 
     formatter: ResponsesFormatter
@@ -93,10 +95,14 @@ class RetainedResponse:
 class AnswerRetention:
     """How the answer to a request is retained.
 
-    name: id of the stream. policy: how long. response: None for other APIs.
-    answers_at_once: the client gets the response as it is when its prompt was accepted.
-    format: how another gateway writes it (an encoded StreamFormat); empty: none can.
-    partitions: of its events. tail: events that come behind all choices.
+    Attributes:
+    - name: id of the stream
+    - policy: how long
+    - response: None for other APIs
+    - answers_at_once: the client gets the response as it is when its prompt was accepted
+    - format: how another gateway writes it (an encoded StreamFormat); empty: none can
+    - partitions: of its events
+    - tail: events that come behind all choices
     """
 
     name: str
@@ -146,11 +152,12 @@ def _seconds(text: str) -> float:
 class ResumableAnswer:
     """Encodes an answer into events of `stream`.
 
-    accepted: done when the client may have the head of its answer: with None, or with the error
-        that it gets instead. A detached answer is accepted with its prompt, since its client must
-        know its id; another one with its first event.
-    ended: done when nothing more comes from the pipeline. The last events wait for finish().
-    request_ids: of its choices, which the pipeline keeps until they are released.
+    Attributes:
+    - accepted: done when the client may have the head of its answer: with None, or with the error
+      that it gets instead. A detached answer is accepted with its prompt, since its client must
+      know its id; another one with its first event.
+    - ended: done when nothing more comes from the pipeline. The last events wait for finish().
+    - request_ids: of its choices, which the pipeline keeps until they are released
     """
 
     def __init__(
@@ -278,10 +285,11 @@ Session = AbstractAsyncContextManager[None]
 class ResumableAnswers:
     """The resumable answers of a gateway.
 
-    reattach: seconds for which other streams than detached ones wait for their client.
-    release(): called with ids of requests that the pipeline need not keep any more. abandon(): with
-    those that go on without this gateway. claim(): with those that another gateway had begun, and
-    for which a client has come back.
+    Attributes:
+    - reattach: seconds for which other streams than detached ones wait for their client
+    - release(): called with ids of requests that the pipeline need not keep any more
+    - abandon(): with those that go on without this gateway
+    - claim(): with those that another gateway had begun, and for which a client has come back
     """
 
     def __init__(

@@ -87,10 +87,13 @@ def parse_event_id(text: str) -> tuple[int, ...] | None:
 class StreamReader:
     """A connection that reads a stream.
 
-    position: number of the next event of all partitions that it looks at. passed: events of each
-    partition before that. received: events of each partition that the client has. on_change():
-    called when there is more to read, and at the end. lost: the stream was dropped, or the event at
-    `position`, or another connection took this one's place.
+    Attributes:
+    - position: number of the next event of all partitions that it looks at
+    - passed: events of each partition before that
+    - received: events of each partition that the client has
+    - on_change(): called when there is more to read, and at the end
+    - lost: the stream was dropped, or the event at `position`, or another connection took this
+      one's place
     """
 
     __slots__ = ("lost", "on_change", "passed", "position", "received")
@@ -112,12 +115,17 @@ class StreamReader:
 class ResumableStream:
     """The events of one answer.
 
-    counts: events of each partition, those that were dropped for their bytes included. dropped: of
-    these the latter. first: the sum of `dropped`.
-    rewritten: another gateway has begun the stream; events may be missing that clients have
-    received. ended: no more events come. delivered: a reader has received the last one.
-    bytes: that it occupies. fixed: those of them that are not of events.
-    deadline: seconds at which it is dropped, infinite while it has a reader or need not have one.
+    Attributes:
+    - counts: events of each partition, those that were dropped for their bytes included
+    - dropped: of these the latter
+    - first: the sum of `dropped`
+    - rewritten: another gateway has begun the stream; events may be missing that clients have
+      received
+    - ended: no more events come
+    - delivered: a reader has received the last one
+    - bytes: that it occupies
+    - fixed: those of them that are not of events
+    - deadline: seconds at which it is dropped, infinite while it has a reader or need not have one
     """
 
     __slots__ = (
@@ -249,8 +257,10 @@ class ResumableStreams:
     ended, the longest loses its older half: whoever reads its end goes on, and it can be resumed
     behind what it lost.
 
-    on_drop(name): called for each stream that is kept no longer, for whatever reason.
-    dropped: streams that went, or lost events, for their bytes. resumed: reads that began later.
+    Attributes:
+    - on_drop(name): called for each stream that is kept no longer, for whatever reason
+    - dropped: streams that went, or lost events, for their bytes
+    - resumed: reads that began later
     """
 
     def __init__(self, bounds: RetentionBounds, on_drop: Callable[[str], None]) -> None:
@@ -466,8 +476,10 @@ Result = TypeVar("Result")
 class StoredResponse(NamedTuple):
     """A response of /v1/responses in the store.
 
-    owner: name of the key that asked for it. previous: id of the response before it, "" for none.
-    response, input: JSON of the response, and of the items that came with its own request.
+    Attributes:
+    - owner: name of the key that asked for it
+    - previous: id of the response before it, "" for none
+    - response, input: JSON of the response, and of the items that came with its own request
     """
 
     id: str

@@ -502,14 +502,23 @@ def _check_unsupported(
 class HandlerContext:
     """Objects and options that the HTTP handlers share.
 
-    core: live requests, and health. sessions: where calls go in and deltas come out. metrics,
-    access_log, admission, browsers, answers: see their classes. model: the served name. defaults:
-    of requests, with limits and parsers. max_body_bytes: after decompression. context_length: most
-    tokens of prompt and output, 0: unknown. fingerprint: `system_fingerprint` of answers.
-    tokenizer_info: JSON of /tokenizer_info. monitor: None where there is no page. created: Unix
-    seconds, shown by /v1/models. pooling: how vectors or scores are made; None: texts are
-    generated. template_roles: the chat template takes the roles "query" and "document". store: None
-    without --store. peers: the other gateways. siblings: those that are asked for kept answers.
+    Attributes:
+    - core: live requests, and health
+    - sessions: where calls go in and deltas come out
+    - metrics, access_log, admission, browsers, answers: see their classes
+    - model: the served name
+    - defaults: of requests, with limits and parsers
+    - max_body_bytes: after decompression
+    - context_length: most tokens of prompt and output, 0: unknown
+    - fingerprint: `system_fingerprint` of answers
+    - tokenizer_info: JSON of /tokenizer_info
+    - monitor: None where there is no page
+    - created: Unix seconds, shown by /v1/models
+    - pooling: how vectors or scores are made; None: texts are generated
+    - template_roles: the chat template takes the roles "query" and "document"
+    - store: None without --store
+    - peers: the other gateways
+    - siblings: those that are asked for kept answers
     """
 
     core: GatewayCore
@@ -633,11 +642,11 @@ def tokenize_response(started: Started, context_length: int) -> JsonObject:
     }
 
 
-# Of a request whose schema is not enforced as a whole: the parts that are not.
+# Schema keywords of this request that the grammar does not enforce.
 IGNORED_SCHEMA = web.RequestKey("left_out", str)
-MAX_IGNORED_SCHEMA = 1_000  # letters of these
+MAX_IGNORED_SCHEMA = 1_000  # characters of these
 MAX_LISTED = 20  # names of models in an error
-HEADER_SAFE = " !#$&'()*+,/:;=?@[]{}|<>"  # letters that need no escape in a header
+HEADER_SAFE = " !#$&'()*+,/:;=?@[]{}|<>"  # characters that need no escape in a header
 
 log = logging.getLogger(__name__)
 
@@ -835,8 +844,8 @@ class Serving:
         return scorer.scores(pairs, vectors), tokens
 
     async def _ids_of_labels(self, request: web.Request) -> tuple[int, ...]:
-        """The ids of the two answers of a model that is asked for scores: a token each, or the
-        tokenizer had not started. Found out once."""
+        """Token ids of the two labels (yes and no) of a model that scores, asked of the tokenizer
+        once. The tokenizer refuses to start if a label is not one token."""
         if not self._label_ids:
             self._label_ids = tuple([await self._label_id(request, label) for label in LABELS])
         return self._label_ids

@@ -141,11 +141,15 @@ class _PromptChoices:
 class _ChoiceRoute:
     """The way of one choice's events, with its times and counts.
 
-    session, sink, index: see _Session and ResponseSink. choices: of its prompt. arrived,
-    first_output, last_output: seconds. tokens: of its output. measured: what comes is new; else it
-    is told to a gateway that has adopted the request. admitted: whether a group has it.
-    prompt_tokens: 0 where another choice has counted them. group_metrics: metrics of its group
-    under vLLM's names, None unless wanted.
+    Attributes:
+    - session, sink, index: see _Session and ResponseSink
+    - choices: of its prompt
+    - arrived, first_output, last_output: seconds
+    - tokens: of its output
+    - measured: what comes is new; else it is told to a gateway that has adopted the request
+    - admitted: whether a group has it
+    - prompt_tokens: 0 where another choice has counted them
+    - group_metrics: metrics of its group under vLLM's names, None unless wanted
     """
 
     __slots__ = (

@@ -466,9 +466,11 @@ FIRST_HEARTBEATS = 1.0  # seconds within which heartbeats of all running stages 
 class HttpDriver:
     """Serves `handler_context` over HTTP or, with a `certificate`, HTTPS.
 
-    listen(): gives the sockets, which the driver closes. url_of(port): the URL for users.
-    queue: of which this gateway has a share.
-    url: set by start().
+    Attributes:
+    - listen(): gives the sockets, which the driver closes
+    - url_of(port): the URL for users
+    - queue: of which this gateway has a share
+    - url: set by start()
     """
 
     def __init__(

@@ -65,14 +65,16 @@ MAX_DURATIONS = 256
 class OpenSpan:
     """A request that is in the stage now.
 
-    began: Unix seconds.
-    trace: the W3C traceparent that the request came with, or "".
-    attempt: the gateway's attempt, as the stage knows it.
-    output_marked: whether the first output has an event.
-    output: how many output tokens there are by now, where they are counted; None once it has ended.
-    span: the traceparent that a gateway passes on, where it has a span of its own; else "".
-    client: of a gateway's: hash of who asks; else "".
-    events: oldest first.
+    Attributes:
+    - began: Unix seconds
+    - trace: the W3C traceparent that the request came with, or ""
+    - attempt: the gateway's attempt, as the stage knows it
+    - output_marked: whether the first output has an event
+    - output: how many output tokens there are by now, where they are counted; None once it has
+      ended
+    - span: the traceparent that a gateway passes on, where it has a span of its own; else ""
+    - client: of a gateway's: hash of who asks; else ""
+    - events: oldest first
     """
 
     __slots__ = (
@@ -214,8 +216,10 @@ class SpanStore:
 class Exchange(NamedTuple):
     """An input of a core and all outputs that followed from it.
 
-    event: the input. outputs: what the core sent. began, ended: Unix seconds at which the input
-    came, and at which the outputs had left.
+    Attributes:
+    - event: the input
+    - outputs: what the core sent
+    - began, ended: Unix seconds at which the input came, and at which the outputs had left
     """
 
     event: Message

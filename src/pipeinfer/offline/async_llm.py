@@ -183,11 +183,13 @@ class AsyncLLM:
     async def sleep(self, level: int = 1, mode: SleepMode = "wait", *, wait: bool = True) -> None:
         """Gives memory back, as `/sleep` of a server does; returns when it is free.
 
-        level: 1: weights of a GPU are copied to the host, 2: all weights are dropped, and read
-        again at waking. mode: what becomes of requests that run: they are answered first ("wait"),
-        go on at waking ("keep"), or end with what they have ("abort"). wait: requests that come
-        meanwhile wait for wake_up; else they are refused. Raises ValueError for another level or
-        mode, RuntimeError where memory cannot be given back.
+        - level: 1: weights of a GPU are copied to the host, 2: all weights are dropped, and read
+          again at waking
+        - mode: what becomes of requests that run: they are answered first ("wait"), go on at waking
+          ("keep"), or end with what they have ("abort")
+        - wait: requests that come meanwhile wait for wake_up; else they are refused
+
+        Raises ValueError for another level or mode, RuntimeError where memory cannot be given back.
         """
         modes = get_args(SleepMode)
         if level not in (1, 2) or mode not in modes:

@@ -217,8 +217,10 @@ def completion(
 class ChatOptions(Options, total=False):
     """Options of a chat beside its messages; None: not given.
 
-    chat_template: another template, as text. tools: a variable of it, in OpenAI's form.
-    continue_final_message: the last message goes on; add_generation_prompt must be False then.
+    Attributes:
+    - chat_template: another template, as text
+    - tools: a variable of it, in OpenAI's form
+    - continue_final_message: the last message goes on; add_generation_prompt must be False then
     """
 
     chat_template: str | None
@@ -403,10 +405,15 @@ ANY_OBJECT = '{"type":"object"}'
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True):
-    """The form that the whole output must have; exactly one of the fields is given. json: a JSON
-    schema, as text or as a dict. regex: a regular expression. choice: one of these texts. grammar:
-    in llguidance's Lark, or GBNF. json_object: any JSON object. after: what comes up to this text
-    is free.
+    """The form that the whole output must have; exactly one of the fields is given.
+
+    Attributes:
+    - json: a JSON schema, as text or as a dict
+    - regex: a regular expression
+    - choice: one of these texts
+    - grammar: in llguidance's Lark, or GBNF
+    - json_object: any JSON object
+    - after: what comes up to this text is free
 
     The other fields are vLLM's. RequestError names all that ask for something that there is not,
     and fields of another type.
@@ -620,8 +627,10 @@ LORA_OFF = "lora_request: the model was loaded without enable_lora=True"
 class LoRARequest:
     """The adapter that a request is computed with, under vLLM's names.
 
-    lora_name: for people. lora_int_id: taken for vLLM's scripts; adapters are told apart by what
-    their files hold. lora_path: a folder with PEFT's files.
+    Attributes:
+    - lora_name: for people
+    - lora_int_id: taken for vLLM's scripts; adapters are told apart by what their files hold
+    - lora_path: a folder with PEFT's files
     """
 
     lora_name: str

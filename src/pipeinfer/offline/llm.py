@@ -137,12 +137,16 @@ def batch_defaults(settings: Mapping[str, object]) -> dict[str, object]:
 class SyncModel:
     """A model, loaded when the constructor returns; an AsyncLLM on a thread of its own.
 
-    `model`: a folder, a hub id, or nothing for the bundled demo model. `settings`: the flags of
-    `pipeinfer serve` with underscores; its defaults are no targets of steps, no late graphs, and
-    the policy `throughput`. Keywords of vLLM's LLM and SGLang's Engine are taken as AsyncLLM does.
-    `skip_tokenizer_init`: outputs have no texts. `chat_template`: a file, or a template as text.
-    Raises ConfigurationError if it cannot be loaded. The processes behind it end with close(), with
-    the `with` block, when nobody holds it any more, or with the interpreter.
+    Arguments:
+    - model: a folder, a hub id, or nothing for the bundled demo model
+    - settings: the flags of `pipeinfer serve` with underscores; its defaults are no targets of
+      steps, no late graphs, and the policy `throughput`; keywords of vLLM's LLM and SGLang's
+      Engine are taken as AsyncLLM does
+    - skip_tokenizer_init: outputs have no texts
+    - chat_template: a file, or a template as text
+
+    Raises ConfigurationError if the model cannot be loaded. The processes behind it end with
+    close(), with the `with` block, when no reference to it is left, or with the interpreter.
     """
 
     def __init__(
@@ -242,12 +246,13 @@ class LLM(SyncModel):
         """Completes one prompt or many, each a text, token ids, or a dict with one of them (see
         TextPrompt, TokensPrompt); results in the prompts' order.
 
-        sampling_params: for all prompts, or a list with one for each; None is
-        get_default_sampling_params(). `params` is another name of it. use_tqdm: whether a bar shows
-        requests and tokens a second; None: where stderr is a terminal; or what makes one, as tqdm
-        does. lora_request: the adapter of all prompts, or of each one; needs enable_lora. priority:
-        a lower one goes first; or one for each prompt. tokenization_kwargs:
-        {"add_special_tokens": False} leaves them out of texts.
+        - sampling_params: for all prompts, or a list with one for each; None is
+          get_default_sampling_params(); `params` is another name of it
+        - use_tqdm: whether a bar shows requests and tokens a second; None: where stderr is a
+          terminal; or what makes one, as tqdm does
+        - lora_request: the adapter of all prompts, or of each one; needs enable_lora
+        - priority: a lower one goes first; or one for each prompt
+        - tokenization_kwargs: {"add_special_tokens": False} leaves them out of texts
 
         Raises ValueError if lengths differ, RequestError for a prompt that is refused (all others
         are aborted then), PipelineStopped if the stages are gone. What fails later ends with
@@ -286,10 +291,13 @@ class LLM(SyncModel):
     ) -> list[RequestOutput]:
         """Answers one chat (a list of dicts with "role" and "content") or a list of chats.
 
-        tools: what the template shows as such, in OpenAI's form; calls come as text.
-        continue_final_message: the last message goes on; needs add_generation_prompt=False, which
-        leaves the assistant's turn unopened. chat_template: another template, as text;
-        chat_template_kwargs: further variables of it. The rest is as for generate().
+        - tools: what the template shows as such, in OpenAI's form; calls come as text
+        - continue_final_message: the last message goes on; needs add_generation_prompt=False, which
+          leaves the assistant's turn unopened
+        - chat_template: another template, as text
+        - chat_template_kwargs: further variables of it
+
+        The rest is as for generate().
         """
         calls.check_content_format(chat_template_content_format)
         chats = calls.as_chats(messages)
@@ -323,8 +331,10 @@ class LLM(SyncModel):
     ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt, a text, token ids, or a dict with one of them, in their order.
 
-        pooling_params: for all of them. use_tqdm, tokenization_kwargs: as for generate(). Raises as
-        AsyncLLM.embed() does.
+        - pooling_params: for all of them
+        - use_tqdm, tokenization_kwargs: as for generate()
+
+        Raises as AsyncLLM.embed() does.
         """
         self._check_open()
         listed = calls.as_list(prompts)

@@ -47,13 +47,18 @@ class Delta:
     """New output of a streamed request; the reader's own. Not frozen: that would cost four times as
     much, for every token.
 
-    offset: output tokens before `token_ids`. finish_reason is set on the last delta only, as are
-    stop_reason (the stop string or stop token id, None for the model's own), cached_tokens
-    (prompt tokens found in the prefix cache) and `error`, which belongs to finish_reason "error".
-    logprobs: of each of token_ids, if asked for. prompt_logprobs: of further tokens of the prompt,
-    all of them before the first output token; None in place of those of its first one.
-    index: of the choice. prompt_tokens: of the prompt. Of several choices the first alone has them
-    and cached_tokens: a prompt counts once.
+    Attributes:
+    - offset: output tokens before `token_ids`
+    - finish_reason: set on the last delta only, as are the next three
+    - stop_reason: the stop string or stop token id, None for the model's own end
+    - cached_tokens: prompt tokens found in the prefix cache
+    - error: belongs to finish_reason "error"
+    - logprobs: of each of token_ids, if asked for
+    - prompt_logprobs: of further tokens of the prompt, all of them before the first output token;
+      None in place of those of its first one
+    - index: of the choice
+    - prompt_tokens: of the prompt; of several choices the first alone has them and cached_tokens: a
+      prompt counts once
     """
 
     text: str
@@ -71,11 +76,14 @@ class Delta:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """A completion of a prompt. token_ids: without the stop token, but with those of a stop string.
+    """A completion of a prompt.
 
-    stop_reason: the stop string or stop token id, None for the model's own end. `error` says what
-    happened if finish_reason is "error". logprobs: of each of token_ids, if asked for;
-    cumulative_logprob: their sum.
+    Attributes:
+    - token_ids: without the stop token, but with those of a stop string
+    - stop_reason: the stop string or stop token id, None for the model's own end
+    - error: what happened, if finish_reason is "error"
+    - logprobs: of each of token_ids, if asked for
+    - cumulative_logprob: their sum
     """
 
     index: int
@@ -119,12 +127,16 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request; outputs: its choices. prompt: the text, of a chat what the template made
-    of it; None if only ids were given.
+    """A finished request.
 
-    cached_tokens: how many of the prompt's tokens were found in the prefix cache, for scripts of
-    vLLM also num_cached_tokens. prompt_logprobs: of each of the prompt's tokens, if asked for; None
-    in place of those of the first one. lora_request: as it was given.
+    Attributes:
+    - outputs: its choices
+    - prompt: the text, of a chat what the template made of it; None if only ids were given
+    - cached_tokens: how many of the prompt's tokens were found in the prefix cache, for scripts of
+      vLLM also num_cached_tokens
+    - prompt_logprobs: of each of the prompt's tokens, if asked for; None in place of those of the
+      first one
+    - lora_request: as it was given
     """
 
     request_id: str
@@ -197,9 +209,11 @@ def _end_of(failed: Failed) -> tuple[FinishReason, str]:
 class OfflineRequest:
     """A call, and what of its answer the caller is to see.
 
-    prompt: the text, where the caller gave one. detokenize: whether outputs have texts.
-    only_prompt: whether outputs have no tokens, either; the call then asks for one, as no step
-    computes less.
+    Attributes:
+    - prompt: the text, where the caller gave one
+    - detokenize: whether outputs have texts
+    - only_prompt: whether outputs have no tokens, either; the call then asks for one, as no step
+      computes less
     """
 
     call: Call

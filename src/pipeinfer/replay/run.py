@@ -242,8 +242,15 @@ def _entry(stage: str) -> StageEntry:
 
 
 class ReplayCounts:
-    """`keep_going`: `over` stays false. first: the first difference. tokens, wrong: ids that a
-    device sampled, and those that were not the recorded ones. requests: of which those were."""
+    """Differences of a replay from its recording, counted.
+
+    Attributes:
+    - keep_going: `over` stays false
+    - first: the first difference
+    - tokens: ids that a device sampled
+    - wrong: of these, ids that are not the recorded ones
+    - requests: requests that got wrong ids
+    """
 
     def __init__(self, keep_going: bool = False) -> None:
         self._keep_going = keep_going

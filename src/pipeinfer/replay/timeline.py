@@ -109,11 +109,14 @@ OUTPUT = ("shown", "text", "token")  # where output is seen, as far down the pip
 
 @dataclass
 class RequestTimes:
-    """Times in seconds on the common clock. `first`: of each of POINTS, the first time.
+    """Times in seconds on the common clock.
 
-    visits: (time, stage, seq) of every entry that was about the request and marked a point. latest,
-    gaps: of each of POINTS, the last time, and the longest from one time to the next.
-    ended: the latest sign of its end, and `finish` how. admissions: 2 or more after a preemption.
+    Attributes:
+    - first: of each of POINTS, the first time
+    - visits: (time, stage, seq) of every entry that was about the request and marked a point
+    - latest, gaps: of each of POINTS, the last time, and the longest from one time to the next
+    - ended: the latest sign of its end, and `finish` how
+    - admissions: 2 or more after a preemption
     """
 
     request_id: str

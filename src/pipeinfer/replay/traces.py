@@ -64,10 +64,12 @@ Direction = Literal["in", "out", "note"]
 class TraceEntry:
     """A line of a trace.
 
-    time: seconds of the stage's monotonic clock; of an input the `now` that its core was given.
-    peer: the sender of an input, the receiver of an output ("" for everyone, and for local ones).
-    sent: seconds of the sender's clock, inputs from the bus only, else 0. size: bytes of the body.
-    counts: False for a plan that had been published before, or that came behind a missing one.
+    Attributes:
+    - time: seconds of the stage's monotonic clock; of an input the `now` that its core was given
+    - peer: the sender of an input, the receiver of an output ("" for everyone, and for local ones)
+    - sent: seconds of the sender's clock, inputs from the bus only, else 0
+    - size: bytes of the body
+    - counts: False for a plan that had been published before, or that came behind a missing one
     """
 
     seq: int

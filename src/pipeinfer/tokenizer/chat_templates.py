@@ -49,12 +49,13 @@ class ChatTemplates:
     """The named templates of one checkpoint: "tool_use" for chats with tools if there is one, else
     "default".
 
-    sources: Jinja text by name.
-    variables: bos_token and the like, as text.
-    strftime_now: today's date in the format that a template asks for.
-    allow_request_templates: requests may bring templates of their own.
-    source: all texts that may be part of a prompt.
-    syntax_errors: by name. Such a template fails the chats that need it, not the checkpoint.
+    Attributes:
+    - sources: Jinja text by name
+    - variables: bos_token and the like, as text
+    - strftime_now: today's date in the format that a template asks for
+    - allow_request_templates: requests may bring templates of their own
+    - source: all texts that may be part of a prompt
+    - syntax_errors: by name; such a template fails the chats that need it, not the checkpoint
     """
 
     def __init__(

@@ -53,9 +53,10 @@ T = TypeVar("T")
 class ChatRenderer:
     """Renders chats so that control tokens come from a template alone.
 
-    texts: the control tokens of the tokenizer.
-    templates: the checkpoint's.
-    always_escaped: see ControlTokenEscaping.
+    Arguments:
+    - texts: the control tokens of the tokenizer
+    - templates: the checkpoint's
+    - always_escaped: see ControlTokenEscaping
     """
 
     def __init__(
@@ -251,9 +252,10 @@ class EscapedPrompt(NamedTuple):
 class EscapeCharacters:
     """Characters that a chat does not hold.
 
-    single: control tokens of one character, each of which is replaced by an escape character.
-    used: characters that cannot be escapes.
-    separator: put between the characters of longer control tokens.
+    Attributes:
+    - single: control tokens of one character, each of which is replaced by an escape character
+    - used: characters that cannot be escapes
+    - separator: put between the characters of longer control tokens
     """
 
     def __init__(self, single: Iterable[str], used: set[str]) -> None:
@@ -489,8 +491,9 @@ class _PlaneTokenizer(NamedTuple):
 class PlaceholderTokens:
     """Encodes texts in which only placeholders are special tokens.
 
-    _special, _non_special: added tokens of the checkpoint, by id.
-    _by_plane: tokenizers by the first placeholder of their plane, made when needed.
+    Attributes:
+    - _special, _non_special: added tokens of the checkpoint, by id
+    - _by_plane: tokenizers by the first placeholder of their plane, made when needed
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

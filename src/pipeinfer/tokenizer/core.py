@@ -94,9 +94,10 @@ class Encode(Message, frozen=True):
 class Encoded(Message, frozen=True):
     """driver -> core: the ids of a prompt, or why the prompt is refused.
 
-    prompt_ids: int32 bytes.
-    status, message, param, code: of the refusal; status 0: none.
-    reasoning_state, thoughts: of the TokenizedPrompt.
+    Attributes:
+    - prompt_ids: int32 bytes
+    - status, message, param, code: of the refusal; status 0: none
+    - reasoning_state, reasoning: of the TokenizedPrompt
     """
 
     request_id: str
@@ -129,9 +130,10 @@ class ValidateGrammar(Message, frozen=True):
 class GrammarVerdict(Message, frozen=True):
     """driver -> core: the verdict on a grammar.
 
-    status, message: why it is not served; status 0: it is served.
-    grammar: digest of the grammar; empty if the verdict holds for this request only.
-    slow: it took so long to compile that other grammars must not wait for it.
+    Attributes:
+    - status, message: why it is not served; status 0: it is served
+    - grammar: digest of the grammar; empty if the verdict holds for this request only
+    - slow: it took so long to compile that other grammars must not wait for it
     """
 
     request_id: str
@@ -145,12 +147,13 @@ class GrammarVerdict(Message, frozen=True):
 class TokenizerCore:
     """Encodes requests and sends each to one scheduler. See core.Core.
 
-    encoder: prompts to token ids.
-    router: chooses the group.
-    monitor: which groups are up.
-    eos_ids: ids that end a request by themselves.
-    stage, incarnation: of this process.
-    gateways: stages that are asked at the start for the requests of the process before this one.
+    Arguments:
+    - encoder: prompts to token ids
+    - router: chooses the group
+    - monitor: which groups are up
+    - eos_ids: ids that end a request by themselves
+    - stage, incarnation: of this process
+    - gateways: stages that are asked at the start for the requests of the process before this one
     """
 
     __transient__ = ("_encoder",)  # no part of a snapshot: made of the checkpoint alone

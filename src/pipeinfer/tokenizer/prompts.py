@@ -70,9 +70,10 @@ COUNTED_CONTEXTS = 16
 class Rejected(ValueError):
     """A prompt that is refused; the text is for the client.
 
-    status: of HTTP, 400.
-    param: the parameter at fault.
-    code: OpenAI's error code, None if there is none.
+    Attributes:
+    - status: of HTTP, 400
+    - param: the parameter at fault
+    - code: OpenAI's error code, None if there is none
     """
 
     def __init__(self, message: str, param: str, code: str | None = None) -> None:
@@ -85,9 +86,10 @@ class Rejected(ValueError):
 class TokenizedPrompt(NamedTuple):
     """An encoded prompt.
 
-    ids: int32 [n], 0 < n < max_model_len.
-    reasoning_state: where a chat's prompt leaves the thoughts of the answer.
-    reasoning: as for TokenizedRequest.
+    Attributes:
+    - ids: int32 [n], 0 < n < max_model_len
+    - reasoning_state: where a chat's prompt leaves the thoughts of the answer
+    - reasoning: as for TokenizedRequest
     """
 
     ids: np.ndarray
@@ -98,15 +100,16 @@ class TokenizedPrompt(NamedTuple):
 class PromptEncoder:
     """Encodes prompts for one model.
 
-    tokenizer: None: only token ids are accepted.
-    templates: for chats.
-    vocab_size: ids of the model.
-    max_model_len: tokens of prompt and output.
-    eos_ids: ids that end a request by themselves.
-    allow_control_tokens: messages may spell control tokens.
-    multithreaded: the process has nothing else to do, so the library may start threads.
-    tags: around the reasoning in answers to chats, if a reasoning parser separates it.
-    reasoning_budgets: whether engines end thoughts that exceed a budget.
+    Attributes:
+    - tokenizer: None: only token ids are accepted
+    - templates: for chats
+    - vocab_size: ids of the model
+    - max_model_len: tokens of prompt and output
+    - eos_ids: ids that end a request by themselves
+    - allow_control_tokens: messages may spell control tokens
+    - multithreaded: the process has nothing else to do, so the library may start threads
+    - tags: around the reasoning in answers to chats, if a reasoning parser separates it
+    - reasoning_budgets: whether engines end thoughts that exceed a budget
     """
 
     def __init__(
@@ -422,9 +425,11 @@ def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
 class EncoderParts(NamedTuple):
     """The parts that `load_encoder` makes of a checkpoint.
 
-    encoder: for its prompts. eos_ids: ids that end a request by themselves. grammar_setup: the
-    vocabulary for grammars; None: no grammars are served. no_grammars_because: the refusal of
-    requests with grammars then.
+    Attributes:
+    - encoder: for its prompts
+    - eos_ids: ids that end a request by themselves
+    - grammar_setup: the vocabulary for grammars; None: no grammars are served
+    - no_grammars_because: the refusal of requests with grammars then
     """
 
     encoder: PromptEncoder

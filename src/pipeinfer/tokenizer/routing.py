@@ -53,12 +53,13 @@ DEFAULT_OUTPUT_TOKENS = 256  # of a request without max_tokens, for the load of 
 class GroupReport:
     """The state of a group.
 
-    up: whether it can be sent requests.
-    tokens: left to compute of its live requests; prompts count in full, cached or not.
-    capacity: tokens that its KV pool holds; 0: unknown.
-    evicted: tokens evicted from its prefix cache in this epoch.
-    epoch: the number of its scheduler's epoch.
-    requests: live ones.
+    Attributes:
+    - up: whether it can be sent requests
+    - tokens: left to compute of its live requests; prompts count in full, cached or not
+    - capacity: tokens that its KV pool holds; 0: unknown
+    - evicted: tokens evicted from its prefix cache in this epoch
+    - epoch: the number of its scheduler's epoch
+    - requests: live ones
     """
 
     up: bool
@@ -80,15 +81,16 @@ class RoutingPolicy(Protocol):
 class GroupTable:
     """All groups: reports, load, cached prefixes. Lists are by group.
 
-    reports: the last of each group.
-    up_count: groups that are up.
-    caches: prefixes that each group should have cached.
-    sent_tokens: of requests that were sent from here and have not ended.
-    open_requests: the number of these requests.
-    total_sent_tokens: of all requests that were sent from here.
-    _holders: first block hash of a prompt -> groups that have it. No other group has any of it.
-    _elsewhere_tokens: of requests that came from elsewhere, as of the last report.
-    _reported: requests from here, and all, summed over the reports: so much of a group is ours.
+    Attributes:
+    - reports: the last of each group
+    - up_count: groups that are up
+    - caches: prefixes that each group should have cached
+    - sent_tokens: of requests that were sent from here and have not ended
+    - open_requests: the number of these requests
+    - total_sent_tokens: of all requests that were sent from here
+    - _holders: first block hash of a prompt -> groups that have it. No other group has any of it.
+    - _elsewhere_tokens: of requests that came from elsewhere, as of the last report
+    - _reported: requests from here, and all, summed over the reports: so much of a group is ours
     """
 
     def __init__(self, count: int) -> None:
@@ -364,8 +366,10 @@ class ApproximateCache:
 class _GroupState:
     """The last status of a group, and when it came.
 
-    status: the last of its scheduler. received_at: when it came, in seconds of the suspend-aware
-    clock. lost: whether the scheduler is silent or has ended since.
+    Attributes:
+    - status: the last of its scheduler
+    - received_at: when it came, in seconds of the suspend-aware clock
+    - lost: whether the scheduler is silent or has ended since
     """
 
     status: GroupStatus
@@ -479,11 +483,12 @@ MAX_ORIGIN_BYTES = 2**20  # of a request, beside its prompt, in scheduler and de
 class PendingPrompt:
     """A request whose prompt is not encoded yet.
 
-    submit: the request, with the choices that have not ended.
-    in_one_group: see RoutedRequest. Decided on arrival: before all gateways have answered the roll
-      call, the process before this one may have sent it to a group.
-    grammar_to_validate: digest of its grammar while that is validated, else empty.
-    refusal: why its first grammar is not served, if it goes on with the other one.
+    Attributes:
+    - submit: the request, with the choices that have not ended
+    - in_one_group: see RoutedRequest. Decided on arrival: before all gateways have answered the
+      roll call, the process before this one may have sent it to a group.
+    - grammar_to_validate: digest of its grammar while that is validated, else empty
+    - refusal: why its first grammar is not served, if it goes on with the other one
     """
 
     submit: Submit
@@ -515,10 +520,11 @@ def without_choice(submit: Submit, request_id: str) -> Submit | None:
 class PendingPrompts:
     """Requests whose prompts are not encoded yet, in order of arrival.
 
-    abandoned: choices that ended before they were encoded.
-    verdicts: on grammars.
-    _prompts: by first choice.
-    _first_choices: of each choice that has not ended, the first choice of its Submit.
+    Attributes:
+    - abandoned: choices that ended before they were encoded
+    - verdicts: on grammars
+    - _prompts: by first choice
+    - _first_choices: of each choice that has not ended, the first choice of its Submit
     """
 
     def __init__(self) -> None:
@@ -611,7 +617,10 @@ class PendingPrompts:
 class Origin(NamedTuple):
     """The messages from which a restarted gateway makes a request whose answer is kept.
 
-    submit: as it came, with all its choices. accepted: the answer to it. waited: as in Adopt.
+    Attributes:
+    - submit: as it came, with all its choices
+    - accepted: the answer to it
+    - waited: as in Adopt
     """
 
     submit: Submit
@@ -634,11 +643,12 @@ def with_origin(work: TokenizedRequest, origin: Origin, stage: str) -> Tokenized
 class RoutedRequest:
     """A request that was sent to a group.
 
-    work: what the scheduler got.
-    group: its data-parallel group.
-    group_certain: False if an earlier tokenizer may have sent it to another group.
-    in_one_group: False if other groups may have the request, too.
-    origin: of a request whose answer is kept; else None.
+    Attributes:
+    - work: what the scheduler got
+    - group: its data-parallel group
+    - group_certain: False if an earlier tokenizer may have sent it to another group
+    - in_one_group: False if other groups may have the request, too
+    - origin: of a request whose answer is kept; else None
     """
 
     work: TokenizedRequest

@@ -82,10 +82,11 @@ class Worker(Protocol):
 class _WorkerSlot:
     """A worker, and the thread that talks to it.
 
-    worker: the process.
-    pool: its one thread.
-    busy: whether a call runs on the thread.
-    starting: whether that call is the first one, `Worker.start`.
+    Attributes:
+    - worker: the process
+    - pool: its one thread
+    - busy: whether a call runs on the thread
+    - starting: whether that call is the first one, `Worker.start`
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -99,9 +100,10 @@ class WorkerPool:
     """Jobs of up to `max_workers` workers. A worker is added when all others are busy, one at a
     time.
 
-    max_workers: processes at most.
-    make_worker: makes the next worker.
-    find_submit: (request_id, attempt) -> the request, None if it has ended. Called when the job's
+    Arguments:
+    - max_workers: processes at most
+    - make_worker: makes the next worker
+    - find_submit: (request_id, attempt) -> the request, None if it has ended. Called when the job's
       turn comes.
     """
 
@@ -314,10 +316,11 @@ class ValidationWorker:
 class GrammarValidation:
     """Validates grammars, quick ones and slow ones in pools of their own.
 
-    setup: the model's vocabulary; None where no grammars are served.
-    find_submit: see WorkerPool.
-    no_grammars_because: the refusal of requests with grammars then.
-    seconds: of processor time that a grammar may take at most.
+    Arguments:
+    - setup: the model's vocabulary; None where no grammars are served
+    - find_submit: see WorkerPool
+    - no_grammars_because: the refusal of requests with grammars then
+    - seconds: of processor time that a grammar may take at most
     """
 
     def __init__(

@@ -63,14 +63,19 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The first record of a trace: all that is needed to build the same stage again.
+    """The header of a trace: all that is needed to build the same stage again.
 
-    stage: its id, e.g. "engine-0-0". settings: all of Settings but api_key. stages: ids of the
-    topology. wall, monotonic: seconds of both clocks at the beginning of the trace. facts: what the
-    builder knows beyond the settings. snapshot: the core's state before the first record
-    (trace/snapshot.py), None where the trace begins with a fresh core. error: of a flight
-    recording, the exception that ended the stage. broken: records before the first one are missing,
-    so that nothing can be replayed before a BeginEpoch.
+    Attributes:
+    - stage: its id, e.g. "engine-0-0"
+    - settings: all of Settings but api_key
+    - stages: ids of the topology
+    - wall, monotonic: seconds of both clocks at the beginning of the trace
+    - facts: what the builder knows beyond the settings
+    - snapshot: the core's state before the first record (trace/snapshot.py), None where the trace
+      begins with a fresh core
+    - error: of a flight recording, the exception that ended the stage
+    - broken: records before the first one are missing, so that nothing can be replayed before a
+      BeginEpoch
     """
 
     protocol: int
@@ -100,11 +105,13 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct, array_like=True):
     """A message that a core took ("in") or gave ("out"), or a remark ("note").
 
-    time: monotonic seconds; of an input exactly the `now` that its core was given. channel: of the
-    bus, or "local". peer: stage id of the sender or receiver, "" for everyone and for local ones.
-    number, sent: the frame's FrameHeader.seq and FrameHeader.sent, 0 for local ones. body: the
-    message as MessagePack (trace/format.py decodes it). seq: its place in the file, set by the
-    reader.
+    Attributes:
+    - time: monotonic seconds; of an input exactly the `now` that its core was given
+    - channel: of the bus, or "local"
+    - peer: stage id of the sender or receiver, "" for everyone and for local ones
+    - number, sent: the frame's FrameHeader.seq and FrameHeader.sent, 0 for local ones
+    - body: the message as MessagePack (trace/format.py decodes it)
+    - seq: its place in the file, set by the reader
     """
 
     time: float

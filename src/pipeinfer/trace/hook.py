@@ -55,10 +55,11 @@ _encode = msgspec.msgpack.Encoder().encode
 class RecorderHook:
     """Between a stage's shell and its recorder, on the stage's event loop; acts between events.
 
-    active: whether rows are wanted; the shell looks before it makes one.
-    answer: `answer(state)` publishes what became of a recording.
-    feed: the shell's `handle`.
-    forks: whether this process may be forked, see StateCopier.
+    Attributes:
+    - active: whether rows are wanted; the shell looks before it makes one
+    - answer: `answer(state)` publishes what became of a recording
+    - feed: the shell's `handle`
+    - forks: whether this process may be forked, see StateCopier
     """
 
     def __init__(

@@ -162,9 +162,12 @@ BEGIN_PREFIX = b"\xa5Begin"  # as an encoded message begins, behind the array's 
 class Recorder:
     """Rows in, files out.
 
-    add: takes a row; the hot path, on the stage's loop, as all else here but the thread's own part.
-    identify: names the checkpoint; called once, in the thread. restarts: a `BeginEpoch` makes the
-    core as good as new, so a segment of the ring begins there without a snapshot.
+    Attributes:
+    - add: takes a row; the hot path, on the stage's loop, as all else here but the thread's own
+      part
+    - identify: names the checkpoint; called once, in the thread
+    - restarts: a `BeginEpoch` makes the core as good as new, so a segment of the ring begins there
+      without a snapshot
     """
 
     def __init__(
@@ -499,8 +502,11 @@ class Quota:
 class Outcome:
     """The state of a recording.
 
-    name: of the recording. path: of its file. records, bytes: written so far.
-    reason: why it ended or failed, "" while it goes on.
+    Attributes:
+    - name: of the recording
+    - path: of its file
+    - records, bytes: written so far
+    - reason: why it ended or failed, "" while it goes on
     """
 
     name: str
