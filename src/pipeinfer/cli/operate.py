@@ -306,7 +306,7 @@ def _list(pids: tuple[int, ...]) -> str:
     return ", ".join(str(pid) for pid in pids)
 
 
-RECORDING_TIMEOUT = 10.0  # seconds in which a stage must be heard and must answer
+RECORDING_TIMEOUT = 10.0  # seconds in which a stage must send a heartbeat and an answer
 HEARTBEAT_TIMEOUT = 5.0  # seconds without a heartbeat after which a stage counts as lost
 DEFAULT_MAX_BYTES = 1 << 30  # of one file without --max-bytes: the client may be gone by then
 KEY_FILE, KEY_BYTES = "redaction.key", 32
@@ -419,7 +419,7 @@ class _Session:
         self._caller = caller
         self._request = request
         self._silent = dict.fromkeys(stages, time.monotonic())  # stages that were not asked yet
-        self._running: dict[str, float] = {}  # stages that were, and when they were heard last
+        self._running: dict[str, float] = {}  # stages that were, and the time of their last message
         self._begun: set[str] = set()
         self._incarnations: dict[str, int] = {}
         self._failed = False

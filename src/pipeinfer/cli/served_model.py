@@ -37,7 +37,7 @@ CONNECT_TIMEOUT = 10.0  # seconds
 POLL_SECONDS = 0.2  # seconds between two looks at a server that starts
 MAX_CONCURRENT = 64  # requests that are sent to a server at a time
 MAX_LINE_BYTES = 1 << 24  # bytes of a line of a stream
-MAX_ERROR_CHARS = 300  # letters of an error that is no JSON
+MAX_ERROR_CHARS = 300  # characters of an error that is no JSON
 
 
 class _Message(msgspec.Struct):
@@ -224,7 +224,7 @@ class _Place:
     """How far a stream was read.
 
     Attributes:
-    - stream: its id; "" where the server has told none, and it cannot be resumed
+    - stream: its id; "" if the server has sent none, so that it cannot be resumed
     - event: id of the last event that came
     - ended: it came to its end
     """

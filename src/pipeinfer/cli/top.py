@@ -2,7 +2,7 @@
 single keys of a terminal, which end it.
 
 Listens to heartbeats. Unless it looks once only, stages are asked for latencies, which they publish
-while somebody watches. The web page shows the same figures.
+only while they are asked. The web page shows the same figures.
 """
 
 from __future__ import annotations

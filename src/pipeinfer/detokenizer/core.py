@@ -107,8 +107,8 @@ class DetokenizerCore:
 
     A request with a `retention` has one text row for each token, and one for its end, however many
     came together. So a gateway that is started again gets the same rows, which are made anew of the
-    ids. Of those that have ended the oldest are dropped beyond `bounds`, and their gateways are
-    told.
+    ids. Of requests that have ended the oldest are dropped beyond `bounds`, and their gateways get
+    an Abort.
     """
 
     __transient__ = ("_decoders",)  # no part of a snapshot: made of the checkpoint alone
@@ -345,7 +345,7 @@ class DetokenizerCore:
     def _on_recover(self, event: Recover, _now: float) -> list[Send]:
         gateway = stage_number(event.stage, "gateway")
         if gateway is not None:
-            # It asks again until schedulers have told what there is.
+            # It asks again until all schedulers have answered.
             known = self._retained_text(gateway) if self._roll_call.complete else None
             return [] if known is None else bracketed_answer(self._stage, event, known)
         group = stage_number(event.stage, "scheduler")
@@ -601,8 +601,7 @@ class RequestStream:
         return self._row(self.num_tokens, b"", "", finish="error", error=reason)
 
     def delivered(self, last: TokenRow | None = None) -> Delivered:
-        """The message that tells a restarted scheduler of this request; `last`: the row with which
-        it ended."""
+        """The request's output for a restarted scheduler; `last`: the row with which it ended."""
         scores = self._scores
         same_stop = self.stop_len is not None  # the end, in the same ids
         return Delivered(

@@ -1,7 +1,7 @@
 """The outputs of retained requests: what their text can be made of again, within bounds of bytes.
 
 - single_tokens: cuts a row so that its pieces are the same however tokens came.
-- RetainedOutput, RetainedOutputs: outputs of requests that have ended, until nobody needs them.
+- RetainedOutput, RetainedOutputs: outputs of requests that have ended, until they are released.
 - Origins: what else their gateways need, if their tokenizers have died as well.
 
 Knows no decoder, and nothing of who asks.

@@ -396,7 +396,7 @@ class TokenOffsets:
         self._waits = not text
 
     def take(self, tokens: int) -> bytes:
-        """Letters of text before each of the first `tokens` tokens since the last call, int32
+        """Characters of text before each of the first `tokens` tokens since the last call, int32
         bytes. The other tokens are not shown."""
         offsets, self._offsets = self._offsets[:tokens], []
         return pack_few(offsets)

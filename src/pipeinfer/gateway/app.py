@@ -591,7 +591,7 @@ def _read_page_file(path: Path, headers: dict[str, str]) -> PageFile:
 EVENT_INTERVAL = 0.25  # seconds between two events of a feed
 MAX_FEEDS = 64  # feeds of a gateway
 MAX_PREFIXES = 16  # prefixes of each group
-MAX_PREFIX_LETTERS = 240  # letters of a prefix's text
+MAX_PREFIX_LETTERS = 240  # characters of a prefix's text
 TEXT_LIFETIME = 600.0  # seconds for which a prefix's text is kept
 MAX_TEXTS = 256  # texts of prefixes that are kept
 _encode = msgspec.json.Encoder().encode

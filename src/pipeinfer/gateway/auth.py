@@ -225,8 +225,8 @@ class Admission:
         return _MeteredSink(sink, request, self._clock)
 
     def may_operate(self, request: web.Request) -> bool:
-        """Whether whoever sent `request` may do what concerns all clients: where some keys are
-        operators', these alone."""
+        """Whether the sender of `request` may use endpoints that concern all clients. If some keys
+        are marked `admin`, only their holders may."""
         admins = any(client.admin for client in self._clients.values())
         return not admins or self._authenticate(request).admin
 
@@ -631,7 +631,7 @@ HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.+-]+\+)?json")
 # Paths for load balancers and Prometheus, under any name. Their answers have no data of clients.
 ANY_HOST_PATHS = ("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version")
-MAX_NAME_LETTERS = 253  # letters of a name, of which DNS has no more
+MAX_NAME_LETTERS = 253  # characters of a name, of which DNS has no more
 
 
 @dataclass(frozen=True)

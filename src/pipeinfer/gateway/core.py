@@ -488,8 +488,8 @@ class GatewayCore:
     # ------------------------------------------------------------- from the gateway before this one
 
     def _on_adopt(self, adopt: Adopt, now: float) -> list[Send]:
-        """A request whose answer is kept is this gateway's, as if it had sent it. What is known, or
-        has ended since, was told before."""
+        """Takes over a request whose answer is kept, as if this gateway had sent it. Ignored if the
+        request is known already, or has ended since."""
         submit = adopt.submit
         names = dict(
             zip(choice_ids(submit.request_id, submit.choices), submit.choices, strict=True)
@@ -516,12 +516,12 @@ class GatewayCore:
         if adopt.accepted is not None:
             accepted = msgspec.structs.replace(adopt.accepted, choices=submit.choices)
             out += self._on_accepted(accepted, now)
-        if self._adoption.asks_detokenizers:  # one of them has told this: its tokenizer died, too
+        if self._adoption.asks_detokenizers:  # a detokenizer sent it: its tokenizer died, too
             out.append(Send("requests", adopt.stage, submit))
         return out
 
     def _on_adapters(self, changes: AdapterChanges, _now: float) -> list[Send]:
-        """A tokenizer tells what gateways before this one have loaded."""
+        """Takes the adapters that earlier gateways have loaded, from a tokenizer."""
         self._adapters = self._adapters.updated(changes)
         return [local(changes)]
 
@@ -605,7 +605,7 @@ class GatewayCore:
     def _on_drain(self, _event: Drain | Leave, now: float) -> list[Send]:
         self._readiness.draining = True
         out: list[Send] = []
-        if self.health.asleep():  # nobody may ever wake it
+        if self.health.asleep():  # it may never be woken
             for record in list(self._records.values()):
                 refusal = self.refusal(1, record.request_id)
                 assert refusal is not None

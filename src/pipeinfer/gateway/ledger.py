@@ -324,7 +324,7 @@ BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
 # Output tokens whose log-probs count: how many there will be is not known, and max_tokens may be
 # any number.
 MAX_SCORED_OUTPUTS = 4096
-TEXT_BYTES = 28  # bytes that a text which is not all ASCII occupies beside its letters
+TEXT_BYTES = 28  # bytes that a text which is not all ASCII occupies beside its characters
 VALUE_BYTES = 64  # bytes that a value of a chat or of template arguments occupies beside its text
 
 
@@ -475,7 +475,7 @@ class RequestRecord:
     - tokens: how many
     - bytes: delivered text, in UTF-8
     - awaited: of a request that was begun by the gateway before this one: its detokenizer, which
-      tells all of its text once it is asked; else empty
+      sends all of its text once it is asked; else empty
     """
 
     __slots__ = (

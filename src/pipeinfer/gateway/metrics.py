@@ -119,7 +119,7 @@ log = logging.getLogger(__name__)
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
-MAX_NAME_LETTERS = 64  # letters of an unknown field's name that are logged
+MAX_NAME_LETTERS = 64  # characters of an unknown field's name that are logged
 MAX_LOGGED_NAMES = 100  # unknown fields that are logged
 KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 

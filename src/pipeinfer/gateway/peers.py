@@ -4,16 +4,16 @@ requests for what another one keeps.
     LimitShare      one gateway's share of a limit that all hold together: it gives of it what
                     another gateway lacks
     SharedLimits    all limits of which a gateway has shares
-    StateExchange   which of this gateway's changes each other one has heard
+    StateExchange   which of this gateway's changes each other one has received
     SharedQueue     the places of the queue, as a limit
     Peers           their messages: adapters that are loaded or unloaded, shares of limits, and at a
                     scrape what each has counted
     HostGateways        passes requests on to the gateways of this host, and to other hosts
 
 A share is a bounded counter (Balegas and others, 2015): all that one gateway has ever given to each
-other one, and taken from it. These numbers only grow, so they may be heard late, twice or not at
-all, and the shares that gateways know of never add up to more than the limit. What a gateway that
-is started again gave and took before, it hears from the others.
+other one, and taken from it. These numbers only grow, so they may arrive late, twice or not at
+all, and the shares that gateways know of never add up to more than the limit. A gateway that is
+started again gets what it gave and took before from the others.
 
 Without other gateways nothing is sent, and nothing is waited for. All but Peers and HostGateways
 are sans-IO.
@@ -26,7 +26,7 @@ Gateways of other hosts are asked in the same way where the topology says `http`
 others of their host, and no further ones.
 The sockets are in Linux's abstract namespace: no file is left of a killed gateway, and another
 container does not reach them. What they serve is what the port serves, to processes of the same
-user; whoever else has taken such a name gets no request, since requests have keys.
+user; another process that has taken such a name gets no request, since requests have keys.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ from pipeinfer.processes import peer_of
 from pipeinfer.topology import Identity
 
 LOOK_SECONDS = 0.1  # between two looks at who is live, while something is waited for
-REPEAT_SECONDS = 0.5  # after which what a gateway has not heard is said again
+REPEAT_SECONDS = 0.5  # after which what a gateway has not confirmed is sent again
 # Seconds for which a request waits for the others' shares of a limit that is used up here: so long
 # only where one of them hangs.
 BORROW_SECONDS = 2.0
 MEET_SECONDS = 3.0  # seconds for which a gateway that starts waits for what the others know
 SCRAPE_SECONDS = 1.0  # seconds for which a scrape waits for what the others have counted
-SPREAD_SECONDS = 5.0  # seconds for which a change waits until all have heard of it
+SPREAD_SECONDS = 5.0  # seconds for which a change waits until all have it
 NOT_LIVE = ("starting", "lost")  # states of gateways that are not waited for
 
 
@@ -110,7 +110,7 @@ class LimitShare:
     Attributes:
     - given, taken: units, by index of the other gateway; they only grow
     - wanted: units that are lacking now
-    - published_free: free units, as the others were told last
+    - published_free: free units, as they were published last
     """
 
     def __init__(self, index: int, gateways: int, limit: int = 0) -> None:
@@ -212,7 +212,7 @@ class SharedLimits:
         return 0 if share is None else share.free_elsewhere()
 
     def refresh(self, now: float) -> list[LimitName]:
-        """The limits of which the others should be told, since what is left here has changed. Of
+        """The limits whose state should be published, since what is left here has changed. Of
         those of all clients, a quarter of the share is kept ready, so that requests need not wait
         for more."""
         changed: list[LimitName] = []
@@ -263,7 +263,7 @@ class _Peer:
     Attributes:
     - incarnation: its process
     - heard: the latest of its changes that has come here
-    - seen: the latest of ours that it has heard of
+    - seen: the latest of ours that it has confirmed
     """
 
     __slots__ = ("heard", "incarnation", "seen")
@@ -274,7 +274,7 @@ class _Peer:
 
 
 class StateExchange:
-    """Changes of process `incarnation`, by number, and who has heard of them.
+    """Changes of process `incarnation`, by number, and which gateways have confirmed them.
 
     number: of the latest change.
     """
@@ -302,26 +302,27 @@ class StateExchange:
         if state.heard_incarnation == self.incarnation:
             peer.seen = max(peer.seen, state.heard)
         if state.since > peer.heard:
-            return False  # meant for the process before this one, which had heard more
+            return False  # meant for the process before this one, which had received more
         news = state.number > peer.heard
         peer.heard = max(peer.heard, state.number)
         return news
 
     def heard_of(self, stage: str) -> tuple[int, int]:
-        """The process of another gateway that was heard last, and its number; 0 before."""
+        """The newest process of another gateway that has sent anything, and the number of its
+        latest change; 0 before."""
         peer = self._peers[stage]
         return peer.incarnation, peer.heard
 
     def seen_by(self, stage: str) -> int:
-        """The number that another gateway has heard last."""
+        """The number of the latest change that another gateway has confirmed."""
         return self._peers[stage].seen
 
     def has_heard(self, stage: str, number: int) -> bool:
-        """Whether another gateway has heard of change `number`."""
+        """Whether another gateway has confirmed change `number`."""
         return self._peers[stage].seen >= number
 
     def news_for(self, stage: str) -> Iterator[Item]:
-        """The items whose latest change another gateway has not heard of, newest first."""
+        """The items whose latest change another gateway has not confirmed, newest first."""
         seen = self._peers[stage].seen
         for item, number in reversed(self._changed.items()):
             if number <= seen:
@@ -430,8 +431,8 @@ class Peers:
         self.limits.add(name, holder, kinds, time.monotonic())
 
     async def borrow(self, name: str, kind: str, units: int) -> None:
-        """Returns when the share has so many free units more, or nobody has any left to give, at
-        the latest after BORROW_SECONDS."""
+        """Returns when the share has so many free units more, or no gateway has any left to give,
+        at the latest after BORROW_SECONDS."""
         limit = LimitName(name, kind)
         if not kind or not self._live():
             return
@@ -452,7 +453,7 @@ class Peers:
 
     async def change_adapter(self, name: str, adapter: Adapter | None) -> bool:
         """Requests may name `adapter` from now on, at all gateways; None: no adapter of that name.
-        False if one of them has not heard of it within SPREAD_SECONDS; it will."""
+        False if one of them has not confirmed it within SPREAD_SECONDS; it will get it."""
         self._adapters.change(name, adapter, stage_number(self._stage, "gateway") or 0)
         number = self._exchange.change((ADAPTERS,))
         self._publish(self._live())
@@ -464,8 +465,8 @@ class Peers:
     # -------------------------------------------------------------------------------- what they say
 
     async def meet(self) -> None:
-        """Returns when all that are live have said what this process must know, at the latest after
-        MEET_SECONDS. Who has not been heard at all may be live."""
+        """Returns when all live gateways have sent what this process needs, at the latest after
+        MEET_SECONDS. A gateway that has sent nothing at all may be live."""
         rows = [self._health.stages[stage] for stage in self._others]
 
         def met() -> bool:
@@ -525,7 +526,7 @@ class Peers:
             self._post(stage, state)
 
     async def _repeat(self) -> None:
-        """Says again what has not been heard."""
+        """Sends changes again that have not been confirmed."""
         while True:
             for limit in self.limits.refresh(time.monotonic()):
                 self._exchange.change((LIMIT, *limit))

@@ -7,7 +7,7 @@ and the paths below.
                           conversation goes on. Without a store there is no memory: nothing is
                           stored, and requests that need it are refused
     ResumableHandlers     streams and responses by their ids: only the key that asked for an answer
-                          finds it; without keys, whoever knows its id
+                          finds it; without keys, every client that knows its id
     Adopter               adopts answers and adapters of the gateway before. The core says which
                           requests it has adopted (Adopt), then delivers their text from the
                           beginning. So an adopted answer is written as one that this gateway was
@@ -274,7 +274,7 @@ class ResponseMemory:
         return partial(self._put, owner, previous, given, formatter)
 
     async def find(self, request: web.Request, name: str) -> StoredResponse | None:
-        """The response, if whoever sent `request` may have it."""
+        """The response, if the sender of `request` may have it; else None."""
         if self._store is None:
             return None
         with _store_errors():

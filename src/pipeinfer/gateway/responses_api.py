@@ -1,6 +1,6 @@
 """OpenAI's Responses API, /v1/responses: its bodies as chats, its responses and events.
 
-Knows no memory: where earlier turns come from is told by who calls.
+Knows no memory: callers pass the earlier turns.
 """
 
 from __future__ import annotations
@@ -616,7 +616,7 @@ class ResponsesFormatter:
         self._blocks: list[OutputBlock] = []
 
     def queued_events(self) -> Iterator[JsonObject]:
-        """Events before those of the start, of a response that nobody need wait for."""
+        """Events before those of the start, of a background response."""
         self._queued = True
         for name in ("created", "queued"):
             yield self._event(f"response.{name}", response=self._response("queued", []))

@@ -9,12 +9,12 @@
 Events belong to partitions: each choice of an answer is one, and what comes behind all choices
 another. An event is known by how many events of each partition there were with it. Within a
 partition that is the same however often the answer is written; between partitions the order is that
-of arrival, which another gateway need not repeat. So whoever names the last event that it has gets
-all others, each once, from any connection and from any gateway.
+of arrival, which another gateway need not repeat. So a client that names the last event that it has
+gets all others, each once, from any connection and from any gateway.
 
 One thread owns the SQLite connection of the file. It takes all work that waits into one
-transaction, so that many responses that end together cost one write to the disk; whoever waits for
-a response to be stored knows that it survives the death of every process, and of the machine.
+transaction, so that many responses that end together cost one write to the disk; a response
+that is reported as stored survives the death of every process, and of the machine.
 
 Knows no HTTP, and nothing about what an event or a response says. Streams know no clock.
 """
@@ -45,7 +45,7 @@ MAX_GONE = 10_000  # dropped streams that are remembered
 
 
 class StreamUnknown(LookupError):
-    """No such stream is kept, or it belongs to somebody else."""
+    """No such stream is kept, or it belongs to another key."""
 
 
 class StreamGone(LookupError):
@@ -254,7 +254,7 @@ class ResumableStreams:
     """All resumable streams, by name.
 
     Over a bound the oldest streams that ended go first, of these the delivered ones. If none has
-    ended, the longest loses its older half: whoever reads its end goes on, and it can be resumed
+    ended, the longest loses its older half: a reader at its end goes on, and it can be resumed
     behind what it lost.
 
     Attributes:
@@ -305,14 +305,14 @@ class ResumableStreams:
     def append(
         self, stream: ResumableStream, events: Sequence[bytes], now: float, partition: int = 0
     ) -> None:
-        """More events of a stream; its readers are told. What comes for a stream that is kept no
-        longer is dropped."""
+        """Adds events to a stream and wakes its readers. Events of a stream that is no longer kept
+        are dropped."""
         if self._has(stream) and events:
             self._grow(stream, stream.add(events, partition), now)
             _notify(stream)
 
     def end(self, stream: ResumableStream, now: float) -> None:
-        """The stream has all of its events; its readers are told."""
+        """Ends a stream, which has all of its events, and wakes its readers."""
         if self._has(stream) and not stream.ended:
             stream.ended = True
             self._owners[stream.owner].place(stream)
@@ -558,7 +558,7 @@ class ResponseStore:
         future: asyncio.Future[Result] = loop.create_future()
 
         def settle(result: object, error: Exception | None) -> None:
-            if future.done():  # whoever waited was cancelled
+            if future.done():  # the waiting task was cancelled
                 return
             if error is not None:
                 future.set_exception(error)

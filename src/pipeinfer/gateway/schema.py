@@ -27,11 +27,11 @@ INT32 = 2**31 - 1
 # Seconds. The ledgers of three stages keep a request until its time is up; a day is longer than
 # any answer takes, and short enough that abandoned requests are forgotten.
 MAX_TIMEOUT = 24 * 3600.0
-MAX_SALT_CHARS = 1024  # letters; enough for any hash or name, and every stage copies the salt
+MAX_SALT_CHARS = 1024  # characters; enough for any hash or name, and every stage copies the salt
 # Chat templates interpret one message after the other, a tenth of a millisecond each.
 MAX_MESSAGES = 10_000
 
-MAX_EFFORT_CHARS = 64  # letters: "minimal", "high" and the like
+MAX_EFFORT_CHARS = 64  # characters: "minimal", "high" and the like
 
 MAX_TOOLS = 128  # OpenAI's; a template writes each of them into the prompt
 

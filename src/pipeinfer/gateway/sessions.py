@@ -49,8 +49,8 @@ REPEAT_SECONDS = 1.0  # after which groups that are not are asked again
 async def reach_sleep_level(
     asked: SetSleep, health: Health, feed: Callable[[Message], None]
 ) -> None:
-    """Returns when all groups sleep as asked, or are awake. What is asked is repeated, because a
-    stage that is started again meanwhile may not have heard of it."""
+    """Returns when all groups sleep as asked, or are awake. The message is repeated, because a
+    stage that is started again meanwhile may not have got it."""
     feed(asked)
     repeat_at = time.monotonic() + REPEAT_SECONDS
     while not health.sleeps_as(asked):
@@ -146,7 +146,8 @@ class _ChoiceRoute:
     - choices: of its prompt
     - arrived, first_output, last_output: seconds
     - tokens: of its output
-    - measured: what comes is new; else it is told to a gateway that has adopted the request
+    - measured: output that comes is new; else it only repeats, for a gateway that has adopted the
+      request
     - admitted: whether a group has it
     - prompt_tokens: 0 where another choice has counted them
     - group_metrics: metrics of its group under vLLM's names, None unless wanted

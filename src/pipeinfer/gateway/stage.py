@@ -649,5 +649,5 @@ class HttpDriver:
             over = CLEAR_LINE if can_rewrite(sys.stdout) else ""
             try:
                 print(f"{over}ready {self.url}", file=sys.stdout, flush=True)
-            except BrokenPipeError:  # nobody reads stdout, which is no reason to end
+            except BrokenPipeError:  # stdout is closed, which is no reason to end
                 discard_unread()

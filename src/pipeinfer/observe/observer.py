@@ -1,7 +1,7 @@
-"""Observes a stage while somebody watches: its request spans, and how long its steps take.
+"""Observes a stage while a page or an exporter watches: request spans, and how long steps take.
 
 - `StageObserver` stands beside the recorder hook in the shell.
-- `StepTimer` and `LastMinute`: while nobody watches, only a scheduler keeps sums of its last
+- `StepTimer` and `LastMinute`: while no page watches, only a scheduler keeps sums of its last
   minute: how long its steps took from plan to result, how many decodes they had, how much prompt.
 - `OpenTelemetryExporter` sends request spans to a collector, from a thread of OpenTelemetry's
   library, which is imported only when it is used. A collector that is slow or gone costs spans, and
@@ -334,7 +334,7 @@ class StageObserver:
             self._ended.append(span)
 
     def _publish_changes(self) -> None:
-        """Four times a second, while somebody watches."""
+        """Publishes changes four times a second, while a page watches."""
         loop = asyncio.get_running_loop()
         self._timer = None
         if self._observer is None:

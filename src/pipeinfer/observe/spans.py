@@ -155,7 +155,8 @@ class SpanStore:
             self.mark(request_id, at, name, **values)
 
     def count_output(self, request_id: str, at: float, output_tokens: int) -> None:
-        """So many output tokens were there at that time. Hot path, while somebody watches."""
+        """Counts the request's output tokens so far, at time `at`. Hot path while spans are
+        kept."""
         span = self._open.get(request_id)
         if span is not None:
             span.output = TimedEvent(at, "streamed", {"output_tokens": output_tokens})
@@ -670,7 +671,7 @@ class EngineObserver:
         self._slots: dict[int, str] = {}
         self._waiting: dict[int, _Waiting] = {}  # by slot
         self._rows: dict[int, frozenset[int]] = {}  # slots, by number of the plan
-        self._epoch: int | None = None  # None: it takes part in whichever it hears of
+        self._epoch: int | None = None  # None: it takes part in the first that a message names
         self._plans = PlanFilter(ANY_PLAN)
 
     def on_exchange(self, exchange: Exchange) -> None:

@@ -629,7 +629,7 @@ class LoRARequest:
 
     Attributes:
     - lora_name: for people
-    - lora_int_id: taken for vLLM's scripts; adapters are told apart by what their files hold
+    - lora_int_id: taken for vLLM's scripts; adapters are distinguished by what their files hold
     - lora_path: a folder with PEFT's files
     """
 

@@ -101,7 +101,7 @@ if TYPE_CHECKING:
 
 Params = AnyParams | Sequence[AnyParams] | None
 NO_TARGETS = {"itl_target": 0.0, "ttft_target": 0.0}
-# Nobody waits for single tokens of a batch; and a batch does not pause, for graphs to be captured.
+# No client waits for single tokens of a batch, and a batch has no pauses for capturing graphs.
 FOR_BATCHES = {**NO_TARGETS, "policy": "throughput", "all_graphs_first": True}
 
 VECTORS = "LLM.embed makes vectors of texts and LLM.score scores of pairs; there are no classes"
@@ -164,7 +164,7 @@ class SyncModel:
             settings["chat_template"] = given
         self._llm = AsyncLLM(model, **batch_defaults(settings))
         self._thread = LoopThread()
-        # Runs once: on close(), when nobody holds the LLM any more, or when the interpreter ends.
+        # Runs once: on close(), when no reference to the LLM is left, or when the interpreter ends.
         self._end = weakref.finalize(self, _end, self._llm, self._thread, os.getpid())
         try:
             self._thread.run(self._llm.start())

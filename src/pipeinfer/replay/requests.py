@@ -250,7 +250,7 @@ class AnswerFile(msgspec.Struct, omit_defaults=True):
     response: msgspec.Raw = msgspec.Raw()
 
 
-# Of a choice, in the order in which a difference is told; the log-probs come last.
+# Fields of a choice, in the order in which differences are reported; log-probs come last.
 COMPARED = ("token_ids", "text", "message", "finish_reason", "stop_reason")
 
 

@@ -323,7 +323,7 @@ class ReplayPace:
 
 
 Deliver = Callable[[Any], None]
-# What a device does, or hears of its pages, whose steps are played.
+# Messages for a device whose steps are played.
 DEVICE = ("Compute", "Capture", "InvalidatePages", "FillPages", "LoadAdapter")
 
 

@@ -473,7 +473,8 @@ def _object(value: JsonObject, write: MapString) -> JsonObject:
 
 
 class AmbiguousControlTokens(ValueError):
-    """Control tokens cannot be told from texts that spell them; the text is for the client."""
+    """Control tokens cannot be distinguished from texts that spell them; the text is for the
+    client."""
 
 
 class _PlaneTokenizer(NamedTuple):

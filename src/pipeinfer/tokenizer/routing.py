@@ -629,8 +629,8 @@ class Origin(NamedTuple):
 
 
 def with_origin(work: TokenizedRequest, origin: Origin, stage: str) -> TokenizedRequest:
-    """`work` of a request whose answer is kept, and with it what the tokenizer `stage` would tell a
-    gateway that is started again, unless that is too large."""
+    """A copy of `work`, of a request whose answer is kept, with the Adopt that the tokenizer
+    `stage` would send to a restarted gateway, unless that is too large."""
     assert work.retention is not None
     adopt = Adopt(stage=stage, submit=origin.submit, accepted=origin.accepted)
     encoded = msgspec.msgpack.encode(adopt)
@@ -747,7 +747,7 @@ class RoutedRequests:
 
 
 MAX_VERDICTS = 16_384  # that are kept
-MAX_REFUSAL_LETTERS = 500  # letters of a refusal, which may quote a client
+MAX_REFUSAL_LETTERS = 500  # characters of a refusal, which may quote a client
 
 
 def grammar_digest(spec: StructuredOutputs) -> bytes:

@@ -6,7 +6,7 @@
 - GrammarValidation: every grammar compiles in a process that may die of it. A first attempt has
   little time, which is enough for nearly all grammars. A grammar that needs more begins again in a
   pool of its own: its text does not show how long a grammar takes, and clients without a key
-  cannot be told from new ones.
+  cannot be distinguished from new ones.
 - TokenizerDriver: the stage's I/O beside the bus.
 - main: the process of an EncoderProcess, `python -m pipeinfer.tokenizer.workers`. It is a process
   because templates and the tokenizers library hold the interpreter for seconds. Its frames are

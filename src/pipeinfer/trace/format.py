@@ -369,7 +369,7 @@ class RecordDecoder:
         if direction == "in":
             common = [getattr(core, name) for name in COMMON_MESSAGES]
             own = [pkgutil.resolve_name(name) for name in LOCAL_IN.get(self._stage, ())]
-            # A gateway hears itself without a socket.
+            # A gateway gets its own heartbeats without a socket.
             return Union[tuple(common + own + [Heartbeat] * (self._stage == "gateway"))]
         names = LOCAL_OUT.get(self._stage)
         if not names:

@@ -250,7 +250,7 @@ class Redactor:
             "text": lambda _: "",
             "texts": lambda _: (),
             "digest": lambda _: b"",
-            "bytes": lambda _: b"",  # lengths of tokens' texts, by which ids could be told
+            "bytes": lambda _: b"",  # lengths of tokens' texts, by which ids could be found
             "list": lambda _: [],
             "dict": lambda _: {},
             "none": lambda _: None,

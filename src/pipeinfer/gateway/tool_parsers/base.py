@@ -160,7 +160,7 @@ def find_marker(text: str, markers: Sequence[str]) -> MarkerMatch:
 
 
 def _begun(text: str, marker: str) -> int:
-    """Letters at the end of `text` that begin `marker`."""
+    """Characters at the end of `text` that begin `marker`."""
     at = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
     while at >= 0:
         if marker.startswith(text[at:]):

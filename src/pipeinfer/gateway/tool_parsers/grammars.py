@@ -265,7 +265,7 @@ def arguments_schema(request: GrammarRequest, name: str, regex: str | None) -> J
 
 
 def _regex_in_schema(regex: str) -> str:
-    """For a schema, in which some classes have fewer letters than in an expression by itself."""
+    """For a schema, in which some classes have fewer characters than in an expression by itself."""
     return re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
 
 
@@ -285,7 +285,7 @@ def input_regex(tool: str, text: StructuredOutputs, excluded: str | None) -> str
     """The regular expression of a custom tool's text. Raises UnsupportedInputGrammar.
 
     None for a grammar without one that can be nested instead, because its texts have none of the
-    letters `excluded`; with `excluded` None no grammar can be nested.
+    characters `excluded`; with `excluded` None no grammar can be nested.
     """
     if text.grammar is None:
         return with_plain_digits(text.regex or "")
@@ -369,11 +369,11 @@ def parameter_schemas(
 
 # ------------------------------------------------------------------- Lark as a regular expression
 
-MAX_DEFINITION_CHARS = 64 * 1024  # letters of a grammar
-# Letters of an expression: rules that are put in each other's places may multiply.
+MAX_DEFINITION_CHARS = 64 * 1024  # characters of a grammar
+# Characters of an expression: rules that are put in each other's places may multiply.
 MAX_REGEX_CHARS = 32 * 1024
-MAX_EXPANDED_CHARS = 16 * MAX_REGEX_CHARS  # letters of all intermediate expressions
-MAX_ATOMS = 1_000  # different letters and classes in which may_contain() searches
+MAX_EXPANDED_CHARS = 16 * MAX_REGEX_CHARS  # characters of all intermediate expressions
+MAX_ATOMS = 1_000  # different characters and classes in which may_contain() searches
 MAX_NESTING = 64  # of rules and brackets within each other
 # A JSON string has these as escapes alone.
 JSON_ESCAPED_CHARS = '"\\' + "".join(map(chr, range(32)))
@@ -422,7 +422,7 @@ _TERMINALS = {
 _TERMINALS["NUMBER"] = f"(?:{_TERMINALS['FLOAT']}|[0-9]+)"
 _TERMINALS["SIGNED_FLOAT"] = rf"[+\-]?{_TERMINALS['FLOAT']}"
 _TERMINALS["SIGNED_NUMBER"] = rf"[+\-]?{_TERMINALS['NUMBER']}"
-# Letters with a meaning in an expression.
+# Characters with a meaning in an expression.
 _METACHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 _FLAGS = frozenset("imsux")
 
@@ -468,7 +468,7 @@ class _Grammar:
         self._rules: dict[str, list[_Token]] = {}
         self._ignored: list[list[_Token]] = []
         self._regex_by_rule: dict[str, str] = {}
-        self._expanded_chars = 0  # letters of all intermediate expressions
+        self._expanded_chars = 0  # characters of all intermediate expressions
         self._open_rules: list[str] = []  # rules that are being expanded
         if len(definition) > MAX_DEFINITION_CHARS:
             raise UnsupportedGrammar(
@@ -574,7 +574,7 @@ class _Grammar:
 
 
 def _token_regex(found: re.Match[str]) -> str | None:
-    """The expression of a string, a range of letters or a regex; None for any other token."""
+    """The expression of a string, a range of characters or a regex; None for any other token."""
     if found["first"]:
         first, last = (_regex_of_text(_literal_text(found[name])) for name in ("first", "last"))
         return f"[{first}-{last}]"
@@ -607,7 +607,7 @@ def _regex_of_text(text: str) -> str:
     return _METACHARACTERS.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 
-# ---------------------------------------------------------------------- letters of an expression
+# ---------------------------------------------------------------------- characters of an expression
 
 _GROUP = re.compile(r"\((?:\?(?:P?<\w+>|(?P<flags>[a-z-]*)(?P<alone>[:)])))?")
 _CLASS_NAMES = {  # of POSIX, in ASCII

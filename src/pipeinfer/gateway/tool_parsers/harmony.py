@@ -46,7 +46,7 @@ BUILT_IN_TOOLS = frozenset(("browser", "python", "container"))
 BROADCAST_RECIPIENTS = frozenset(("user", "all"))  # recipients that are no function
 # Words behind the channel that belong to the header, and are no text of a message.
 HEADER_WORDS = frozenset(("t", "to", "json", "code", "text"))
-MAX_UNMARKED_HEADER_CHARS = 300  # letters that may be a header without its first marker
+MAX_UNMARKED_HEADER_CHARS = 300  # characters that may be a header without its first marker
 _RECIPIENT = re.compile(r"to=([^\s{]*)")
 _ONLY_RECIPIENT = re.compile(r"to=\S*\s*")
 _WORD = re.compile(r"\s*(\w*)")

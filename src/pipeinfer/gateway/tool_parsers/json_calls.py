@@ -43,8 +43,8 @@ from pipeinfer.gateway.tool_parsers.partial_json import (
     CallObjectParser,
 )
 
-MAX_HEADER_CHARS = 256  # letters between the opening and arguments: the name, an id, white space
-IGNORED_AFTER_CALL = WHITESPACE + ",}]`"  # surplus letters that models write behind an object
+MAX_HEADER_CHARS = 256  # characters between the opening and arguments: the name, an id, white space
+IGNORED_AFTER_CALL = WHITESPACE + ",}]`"  # surplus characters that models write behind an object
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"  # between type and name, or behind the name
 KIMI_ARGUMENT_BEGIN = "<|tool_call_argument_begin|>"  # behind the name
 _NAME = r"([^\s<>{}\[\]\"'｜|]{1,128}?)"

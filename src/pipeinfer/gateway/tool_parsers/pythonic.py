@@ -42,7 +42,7 @@ from pipeinfer.gateway.tool_parsers.grammars import (
 from pipeinfer.params import JsonObject, JsonValue
 
 MAX_BRACKET_DEPTH = 64  # brackets within brackets
-LOOKAHEAD_CHARS = 256  # letters behind a quote that decide whether a string ends there
+LOOKAHEAD_CHARS = 256  # characters behind a quote that decide whether a string ends there
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORDS = _PYTHON_WORDS | {word: word for word in _PYTHON_WORDS.values()}

@@ -461,7 +461,7 @@ class OutputParsers:
 
 
 NO_PARSERS = OutputParsers()
-MAX_FEED_CHARS = 1024  # letters that a parser gets at a time
+MAX_FEED_CHARS = 1024  # characters that a parser gets at a time
 
 
 class BoundedFeedParser:

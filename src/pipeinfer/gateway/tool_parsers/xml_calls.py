@@ -48,7 +48,7 @@ from pipeinfer.gateway.tool_parsers.partial_json import JsonValueScanner
 from pipeinfer.gateway.tool_parsers.pythonic import PythonLiteralParser
 from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 
-MAX_NAME_CHARS = 256  # letters of a name of a function or parameter
+MAX_NAME_CHARS = 256  # characters of a name of a function or parameter
 _PYTHON = ("T", "F", "N", "[", "{", "(")  # first letters of Python literals that are no JSON
 _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"'`]+")  # of a function that stands between tags
 
