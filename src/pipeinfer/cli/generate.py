@@ -265,7 +265,7 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forgets the conversation so far."""
         self._messages.clear()
 
     def ask(self, question: str) -> None:

@@ -142,13 +142,17 @@ class DetokenizerCore:
         return ("draining" if self._draining or self._has_left else "ready", "")
 
     def stats(self) -> dict[str, float]:
-        """running: requests that go on. kept: ended requests without a Done or Abort yet.
-        kept_bytes: of those whose answers outlive their gateway. dropped: of these, those that went
-        for their bytes.
-        aborted: requests that ended without a last row here, by an Abort, by a later attempt, or by
-        a Done, where another detokenizer's rows have already ended the answer.
-        late_rows: rows of requests that have ended or are unknown, or from before the answer of
-        their scheduler."""
+        """Statistics; docs/reference/statistics.md explains all of them.
+
+        - running: requests that go on
+        - kept: ended requests without a Done or Abort yet
+        - kept_bytes: bytes of ended requests whose answers outlive their gateway
+        - dropped: of these requests, those that were dropped for their bytes
+        - aborted: requests that ended without a last row here, by an Abort, by a later attempt, or
+          by a Done, where another detokenizer's rows have already ended the answer
+        - late_rows: rows of requests that have ended or are unknown, or from before the answer of
+          their scheduler
+        """
         return {
             "running": len(self._streams),
             "kept": len(self._ended),
@@ -626,7 +630,8 @@ class RequestStream:
             ]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, str | None]:
-        """(text, stop string). With a stop string stop_len is set, and the rest is not decoded."""
+        """Decodes the ids into (text, stop string). With a stop string stop_len is set, and the
+        rest is not decoded."""
         # Hot path: runs once for every output token of every request.
         step = self._decoder.step
         stops, scores, offsets = self._stops, self._scores, self._offsets

@@ -549,9 +549,8 @@ class MessagesFormatter:
 
 
 def _tool_input(text: str) -> JsonObject:
-    """A call's arguments. What is no JSON object, cut off perhaps, stands under a key that no
-    tool knows.
-    """
+    """The arguments of a call. If they are no JSON object, cut off perhaps, their text stands under
+    a key that no tool knows."""
     raw = text.encode("utf-8", "surrogatepass") or b"{}"
     try:
         for _ in prescan(raw, CHAT_LIMITS):
@@ -562,7 +561,7 @@ def _tool_input(text: str) -> JsonObject:
 
 
 def _stop_reason(blocks: OutputBlocks, end: ResponseEnd) -> tuple[str, str | None]:
-    """(stop_reason, stop_sequence). After a timeout: as after max_tokens."""
+    """(stop_reason, stop_sequence) of a finished message. After a timeout: as after max_tokens."""
     if end.finish != "stop":
         return "max_tokens", None
     if isinstance(end.stop_reason, str):

@@ -127,7 +127,8 @@ def parse_keys(text: str, limits: KeyLimits) -> ApiKeys:
 
 
 def _parse_line(fields: list[str], limits: KeyLimits) -> ApiKey:
-    """A line's key. What is wrong is not quoted: it may be a key's text in the wrong place."""
+    """Parses one line into a key. An error does not quote the line: it may have a key's text in the
+    wrong place."""
     name, *rest = fields
     if KEY_NAME.fullmatch(name) is None or (not rest):
         raise ConfigurationError("it must be NAME sha256:HEX, see `pipeinfer api-key`")
@@ -249,7 +250,9 @@ class KeyUsage:
     Tokens are taken when their number is known: a request is let in while any are left, and running
     requests may take the level below zero. Later requests wait then.
 
-    limits: the key's. running: answers that are being made.
+    Attributes:
+    - limits: the key's
+    - running: answers that are being made
     """
 
     def __init__(self, limits: KeyLimits, now: float) -> None:

@@ -153,9 +153,11 @@ CLIENT_REQUEST = web.RequestKey("client_request", ClientRequest)
 class Admission:
     """Checks keys and limits.
 
-    Without keys all clients share `anonymous` limits. loopback: whether the server listens on
-    loopback alone; clients of this host then count as operators if there are no keys. peers: the
-    gateways that hold the limits together with this one; None: it is the only one.
+    Arguments:
+    - anonymous: limits that all clients share if there are no keys
+    - loopback: whether the server listens on loopback alone; clients of this host then count as
+      operators if there are no keys
+    - peers: the gateways that hold the limits together with this one; None: it is the only one
     """
 
     def __init__(

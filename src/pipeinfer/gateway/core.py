@@ -171,10 +171,14 @@ class GatewayCore:
         return "waiting", self.health.reason()
 
     def stats(self) -> dict[str, float]:
-        """running, waiting: requests with and without output; waiting_tokens: of the latter's
-        prompts, as far as is known; kept: requests that have ended and that the pipeline keeps;
-        requests sent on; rows dropped; requests repeated; requests whose tokens came out different
-        when they were computed again; requests of the gateway before."""
+        """Statistics; docs/reference/statistics.md explains all of them.
+
+        - running, waiting: requests with output, and without
+        - waiting_tokens: prompt tokens of waiting requests, as far as they are known
+        - kept: requests that have ended and that the pipeline keeps
+        - counts: requests sent on, rows dropped, requests repeated, requests whose tokens came out
+          different when they were computed again, requests of the gateway before
+        """
         return {
             "running": float(len(self._records) - self._backlog.requests),
             "waiting": float(self._backlog.requests),

@@ -205,8 +205,8 @@ class AdoptionEnded(Message, frozen=True):
 
 
 class StatusChanged(Message, frozen=True):
-    """The pipeline's status. answering: whether a request sent now would be served without a
-    pause."""
+    """core -> driver: the pipeline's status. answering: whether a request sent now would be served
+    without a pause."""
 
     status: Status
     answering: bool
@@ -532,7 +532,7 @@ class RequestRecord:
 
     @property
     def timeout(self) -> float:
-        """Seconds; 0: never."""
+        """The request's timeout in seconds; 0: none."""
         return self.submit.timeout
 
     def once(self, tokens: int) -> int:

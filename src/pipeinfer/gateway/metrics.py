@@ -492,7 +492,7 @@ class _StageCollector(Collector):
     def _histogram(
         self, name: str, text: str, stage: str, bounds: tuple[float, ...]
     ) -> HistogramMetricFamily:
-        """The statistics NAME_... of each group's stage."""
+        """A histogram of each group, from the statistics NAME_... of its stage."""
         family = HistogramMetricFamily(f"pipeinfer_{name}", text, labels=["group"])
         for row in self._health.one_per_group(stage):
             histogram = read_histogram(row.stats, name, bounds)

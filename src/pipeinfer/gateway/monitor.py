@@ -465,7 +465,7 @@ class PipelineMonitor:
                 self._add_steps(message.stage, message.steps)
 
     def close(self) -> None:
-        """Stops asking."""
+        """Stops asking stages for spans."""
         if self._polling is not None:
             self._polling.cancel()
 

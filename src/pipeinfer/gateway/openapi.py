@@ -553,7 +553,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
 
 
 def document() -> JsonObject:
-    """OpenAPI 3.1."""
+    """The server's OpenAPI 3.1 document."""
     paths: JsonObject = {}
     for endpoint in ENDPOINTS:
         operations = paths.setdefault(endpoint.path, {})

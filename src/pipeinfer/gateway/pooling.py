@@ -278,7 +278,7 @@ def takes_query_and_document(templates: Iterable[str]) -> bool:
 
 
 def pairs_to_score(request: ScoreRequest, max_pairs: int) -> TextPairs:
-    """ApiError 400."""
+    """The pairs of a /score body. Raises ApiError 400."""
     named = request.queries is not None or request.documents is not None
     names = ("queries", "documents") if named else ("text_1", "text_2")
     first, second = (_texts(getattr(request, name), name) for name in names)
@@ -293,7 +293,7 @@ def pairs_to_score(request: ScoreRequest, max_pairs: int) -> TextPairs:
 
 
 def pairs_to_rerank(request: RerankRequest, max_pairs: int) -> TextPairs:
-    """ApiError 400."""
+    """The pairs of a /v1/rerank body. Raises ApiError 400."""
     documents = _texts(list(map(_document_text, request.documents)), "documents")
     _check_count(documents, "documents", max_pairs)
     if request.top_n is not None and request.top_n < 1:

@@ -524,7 +524,8 @@ def _params(
     names: dict[str, str],
     constraint: OutputConstraint,
 ) -> RequestParams:
-    """The sampling parameters. names: {name in RequestParams: the request's field}."""
+    """The request's sampling parameters over `defaults`. names: {name in RequestParams: the
+    request's field}. Raises ApiError 400."""
     given = {name: getattr(request, name) for name in SAMPLING_FIELDS}
     known = {name: value for name, value in given.items() if value is not None}
     known["max_tokens"], known["logprobs"] = max_tokens, output_options.logprobs

@@ -347,7 +347,7 @@ class ChoiceCollector:
         return fields
 
     def full_choice(self, finish: FinishReason, stop_reason: str | int | None) -> FinishedChoice:
-        """The whole choice."""
+        """The choice with all of its text, log-probs and calls."""
         text = self.prompt_text + "".join(self._texts)
         of_prompt = None if self._prompt is None else self._prompt.take()
         parsed = None

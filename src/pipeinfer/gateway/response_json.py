@@ -442,7 +442,7 @@ class ChatLogprobs:
         self._content = JsonListEncoder()
 
     def add(self, scores: Iterable[TokenScore]) -> None:
-        """Adds tokens."""
+        """Adds tokens with their log-probs."""
         for score in scores:
             self._content.add(chat_token_logprob(score))
 
@@ -460,9 +460,8 @@ class CompletionLogprobs:
         self._lists = [JsonListEncoder() for _ in COMPLETION_LOGPROB_FIELDS]
 
     def add(self, scores: Iterable[TokenScore], letters: int = 0) -> None:
-        """Adds tokens. `letters`: characters of the response's text before that in which offsets
-        count.
-        """
+        """Adds tokens with their log-probs. `letters`: characters of the response's text before
+        that in which offsets count."""
         for score in scores:
             logprob, tops = self._numbers(score)
             values = _name(score.sampled.text, "bytes:"), logprob, tops, letters + score.offset
@@ -494,7 +493,7 @@ class PromptLogprobsOfRequest:
         self._list = JsonListEncoder()
 
     def add(self, scores: Iterable[TokenScore]) -> None:
-        """Adds tokens."""
+        """Adds tokens with their log-probs."""
         for score in scores:
             if not score.sampled.rank:
                 self._list.add(None)
@@ -524,7 +523,7 @@ class JsonListEncoder:
         self._encoded: list[bytes] = []
 
     def add(self, value: JsonValue) -> None:
-        """Adds a value."""
+        """Adds a value to the list."""
         self._encoded.append(_json.encode(value))
 
     def take(self) -> bytes:

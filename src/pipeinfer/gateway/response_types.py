@@ -78,7 +78,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class CalledCustom(msgspec.Struct):
-    """`input`: a text."""
+    """A call of a custom tool; `input` is a text."""
 
     name: str
     input: str
@@ -416,7 +416,7 @@ class ModelCard(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    """All of them."""
+    """All models of the server."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -437,7 +437,7 @@ class StageHealth(msgspec.Struct):
 
 
 class PipelineHealth(msgspec.Struct):
-    """The whole pipeline."""
+    """The state of the whole pipeline."""
 
     status: Literal["starting", "ready", "degraded", "asleep", "draining"]
     stages: list[StageHealth]
@@ -457,7 +457,7 @@ class Sleeping(msgspec.Struct):
 
 
 class Liveness(msgspec.Struct):
-    """The gateway runs."""
+    """A body that says that the gateway runs."""
 
     status: Literal["live"]
 

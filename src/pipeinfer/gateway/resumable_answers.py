@@ -446,7 +446,7 @@ class ResumableAnswers:
                 self.streams.drop(answer.stream.name)
 
     def close(self) -> None:
-        """Drops everything."""
+        """Drops all streams and answers."""
         if self._sweeper is not None:
             self._sweeper.cancel()
         for name in list(self._answers):

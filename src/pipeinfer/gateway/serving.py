@@ -624,7 +624,7 @@ class EncodedPromptSink:
             self._result.set_result(failed)
 
     async def prompt(self) -> Started:
-        """The encoded prompt. Raises ApiError if it was refused."""
+        """Encodes the prompt of a call. Raises ApiError if it was refused."""
         result = await self._result
         if isinstance(result, Failed):
             raise api_error(result)
@@ -663,7 +663,8 @@ class Serving:
         self._label_ids: tuple[int, ...] = ()
 
     async def read_body(self, request: web.Request, kind: type[BodyType]) -> BodyType:
-        """The decoded body. Raises ApiError before it is read if no request would be taken now."""
+        """Reads and decodes the body. Raises ApiError before it is read if no request would be
+        taken now."""
         await self.refuse_beyond_capacity(1)
         body = await self._bodies.read(request, kind)
         self.check_model(body.model)

@@ -270,7 +270,8 @@ class StageObserver:
         self.active = False
 
     def begin(self) -> None:
-        """The stage begins. ConfigurationError if spans are wanted and cannot be had."""
+        """Begins to observe the stage. Raises ConfigurationError if spans are wanted and cannot be
+        had."""
         self._begin_minute()
         if self._settings.otlp_endpoint:
             self._exporter = OpenTelemetryExporter(self._settings, self._identity)
@@ -398,7 +399,7 @@ class StepTimer:
         self._plans = PlanFilter(ANY_PLAN)
 
     def on_plan(self, plan: Plan, at: float) -> None:
-        """A plan left."""
+        """Takes a plan that was published at `at` (seconds)."""
         if self._plans.take(plan.number) != "next":
             return
         for release in plan.releases:

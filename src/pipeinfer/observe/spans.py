@@ -111,7 +111,7 @@ class SpanStore:
         self._changed: dict[str, None] = {}
 
     def __len__(self) -> int:
-        """Open spans."""
+        """Number of open spans."""
         return len(self._open)
 
     def __contains__(self, request_id: str) -> bool:
@@ -186,7 +186,7 @@ class SpanStore:
         self.end(request_id, at, outcome)
 
     def end_all(self, at: float, outcome: str) -> None:
-        """Ends every span."""
+        """Ends every open span."""
         for request_id in list(self._open):
             self.end(request_id, at, outcome)
 

@@ -224,11 +224,14 @@ class AsyncLLM:
         """Completes a text or token ids; leaving the iterator early aborts the request. Of several
         choices (`n`) the deltas come as they come; `index` says whose each is.
 
-        params: another name of sampling_params. priority: a lower one goes first. timeout: seconds
-        after which the request ends with "abort", 0 is never. cache_salt: shares cached prefixes
-        only with requests of the same. add_special_tokens: of a text. lora_request: its adapter,
-        which needs enable_lora. Raises RequestError if it is refused, PipelineStopped if the stages
-        are gone.
+        - params: another name of sampling_params
+        - priority: a lower one goes first
+        - timeout: seconds after which the request ends with "abort", 0 is never
+        - cache_salt: shares cached prefixes only with requests of the same
+        - add_special_tokens: whether a text gets them
+        - lora_request: its adapter, which needs enable_lora
+
+        Raises RequestError if it is refused, PipelineStopped if the stages are gone.
         """
         options["adapter"] = self.adapters.of(lora_request)
         given = self._chosen(sampling_params, params)

@@ -598,7 +598,7 @@ async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
 
 
 def _sampling(given: Given, scores: _Scores) -> SamplingParams:
-    """From SGLang's names. RequestError names all that there are not."""
+    """SamplingParams of SGLang's names. The RequestError for unknown names lists all of them."""
     known = SamplingParams.__struct_fields__
     fields: dict[str, Any] = {"max_tokens": MAX_NEW_TOKENS}
     unknown: dict[str, Any] = {}

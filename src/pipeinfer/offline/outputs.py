@@ -379,7 +379,7 @@ class DeltaStream:
         return delta
 
     def put(self, delta: Delta | RequestError) -> None:
-        """The next one."""
+        """Adds the next delta, or the error that ends the stream."""
         self._deltas.append(delta)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -431,7 +431,7 @@ class ChoiceStream:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """embedding: the vector."""
+    """The vector of a text (`embedding`)."""
 
     embedding: list[float]
 
@@ -477,7 +477,7 @@ class ScoringRequestOutput:
 
 
 def vector_of(collector: Collector) -> bytes:
-    """Float32. Raises RequestError if the request ended without it."""
+    """The vector as float32 bytes. Raises RequestError if the request ended without it."""
     if not collector.vector:
         raise RequestError(str(collector.end.get("error") or "the request was aborted"))
     return collector.vector

@@ -241,10 +241,8 @@ class RecordedResponse(msgspec.Struct):
 
 
 class AnswerFile(msgspec.Struct, omit_defaults=True):
-    """A file that `verify` reads and writes.
-
-    request: the body. response: the answer as the server gave it; empty: not asked for yet.
-    """
+    """A file that `verify` reads and writes. request: the body; response: the answer as the server
+    gave it, empty if not asked for yet."""
 
     request: dict[str, Any]
     response: msgspec.Raw = msgspec.Raw()

@@ -117,7 +117,8 @@ def rebuild(
 def settings_of(
     recording: LoadedTrace, model: str, overrides: Mapping[str, object]
 ) -> tuple[Settings, list[str]]:
-    """(settings, warnings). Overrides win over facts, facts over recorded settings."""
+    """(settings, warnings) with which a recording is replayed. Overrides win over facts, facts over
+    recorded settings."""
     header = recording.header
     known = set(Settings.__struct_fields__)
     unknown = sorted(set(header.settings) - known)
@@ -540,7 +541,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def replay_run(options: argparse.Namespace, overrides: Mapping[str, object]) -> int:
-    """The exit code. CannotReplay before anything is played."""
+    """Replays a trace; returns the exit code. Raises CannotReplay before anything is played."""
     if options.halt and options.until is None:
         raise CannotReplay(USAGE, "--break needs --until SEQ")
     if options.core_only and options.stage != "engine":

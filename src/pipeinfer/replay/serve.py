@@ -378,7 +378,8 @@ class StagePlayer:
         self._due_last: dict[type[Message], float] = {}
 
     async def run(self) -> int:
-        """The exit code. CannotReplay if the stage's place is taken."""
+        """Plays the role; returns the exit code. Raises CannotReplay if the stage's place is
+        taken."""
         loop = asyncio.get_running_loop()
         self._over: asyncio.Future[int] = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):

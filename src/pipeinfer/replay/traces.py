@@ -555,8 +555,8 @@ class Difference:
 def first_difference(
     exchange: TraceExchange, sends: list[Send], skips: Skips, tail: bool = False
 ) -> Difference | None:
-    """Compares in order. `tail`: the recording may have ended within this exchange, so that missing
-    recorded outputs mean nothing."""
+    """The first difference of an exchange; compares in order. `tail`: the recording may have ended
+    within this exchange, so that missing recorded outputs mean nothing."""
     for entry, send in zip(exchange.outputs, sends, strict=False):
         mismatch = _of_one(entry, send, skips)
         if mismatch is not None:
@@ -663,7 +663,7 @@ MAX_HISTORY_CHARS = 300
 
 
 def explain(recording: LoadedTrace, difference: Difference) -> list[str]:
-    """Lines for people."""
+    """Lines that explain a difference to people."""
     cause = difference.cause
     requests, earlier = history(recording.entries, difference)
     lines = [
@@ -741,7 +741,7 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def replay_diff(options: argparse.Namespace) -> int:
-    """EQUAL or DIFFERENT."""
+    """Compares two traces; returns EQUAL or DIFFERENT."""
     a, b = load(options.a), load(options.b)
     if a.header.name != b.header.name:
         raise CannotReplay(USAGE, f"traces of two stages: {a.stage} and {b.stage}")

@@ -75,8 +75,8 @@ class ChatRenderer:
         return text_weight(chat, arguments) + COMPILE_WEIGHT * brought
 
     def render(self, chat: list[JsonObject], arguments: JsonObject) -> RenderedPrompt:
-        """The prompt. `chat_template` and `continue_final_message` among the arguments are not for
-        the template. Raises TemplateFailed and NoEscapeCharacters."""
+        """Renders the chat into a prompt. `chat_template` and `continue_final_message` among the
+        arguments are not for the template. Raises TemplateFailed and NoEscapeCharacters."""
         source, arguments = self._request_template(arguments), arguments.copy()
         arguments.pop("chat_template", None)
         continues = arguments.pop("continue_final_message", None)
@@ -304,7 +304,7 @@ class ControlTokenEscaping:
         self._has_spaces = any(map(str.isspace, "".join(tokens)))
 
     def render(self, chat: list[JsonObject], arguments: JsonObject) -> RenderedPrompt:
-        """The prompt. Raises TemplateFailed and NoEscapeCharacters.
+        """Renders the chat into a prompt. Raises TemplateFailed and NoEscapeCharacters.
 
         A chat in which nothing looks like a part of a control token is rendered once, as it is.
         Another one is rendered with spelled control tokens escaped, and once more with each of the

@@ -510,8 +510,8 @@ class TokenizerCore:
         return [Send("work", f"scheduler-{to}", Done(tuple(ids))) for to, ids in ended.items()]
 
     def _on_reset_cache(self, event: ResetCache, _now: float) -> list[Send]:
-        """To every group. Work that is sent later comes behind it; what is still being encoded
-        is later work."""
+        """Sends the reset to every group. Work that is sent later comes behind it; prompts that are
+        still being encoded are later work."""
         return [Send("work", f"scheduler-{group}", event) for group in self._monitor.groups]
 
     def _on_set_sleep(self, event: SetSleep, _now: float) -> list[Send]:

@@ -163,7 +163,7 @@ class PromptEncoder:
         return self.prompt(submit).ids
 
     def prompt(self, submit: Submit) -> TokenizedPrompt:
-        """Raises Rejected."""
+        """Encodes the prompt of `submit`. Raises Rejected."""
         param, state = "prompt" if submit.chat is None else "messages", None
         self._check_params(submit.params)
         if submit.chat is not None:
@@ -190,8 +190,8 @@ class PromptEncoder:
     def _with_reasoning(
         self, submit: Submit, ids: np.ndarray, state: ReasoningState | None
     ) -> TokenizedPrompt:
-        """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: to be found
-        from the ids."""
+        """Adds the reasoning state to the prompt `ids`. `state`: where a chat's template leaves the
+        thoughts; None: to be found from the ids."""
         params, chat, tags = submit.params, submit.chat is not None, self._tags
         spec, budget = params.structured_outputs, params.thinking_token_budget is not None
         if budget:

@@ -392,10 +392,11 @@ class _GroupState:
 class GroupMonitor:
     """The last status of each group. A group without a status counts as up: it starts.
 
-    groups: their numbers.
-    host_loss: seconds of silence after which a group is given up; at least the time that many
+    Attributes:
+    - groups: their numbers
+    - host_loss: seconds of silence after which a group is given up; at least the time that many
       groups may take for one round of statuses. Seconds in which this stage was stopped do not
-      count.
+      count
     """
 
     def __init__(self, groups: int = 1, host_loss: float = inf) -> None:

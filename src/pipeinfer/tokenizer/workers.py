@@ -348,7 +348,7 @@ class GrammarValidation:
         self._slow_pool.start(self._on_verdict)
 
     def deliver(self, message: ValidateGrammar) -> None:
-        """Adds a grammar."""
+        """Adds a grammar to be validated."""
         if self._no_grammars_because:
             event = GrammarVerdict(
                 message.request_id, message.attempt, 400, self._no_grammars_because

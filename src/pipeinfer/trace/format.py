@@ -194,7 +194,8 @@ def unpack_records(payload: bytes) -> list[Record]:
 
 
 def unpack_header(payload: bytes, protocol: int | None) -> TraceHeader:
-    """The header. Raises UnreadableTrace, or OtherProtocol unless it is `protocol` (None: any)."""
+    """Unpacks a trace's header. Raises UnreadableTrace, or OtherProtocol unless it is `protocol`
+    (None: any)."""
     try:
         raw = _decompressed(payload)
         found = _version(raw).protocol
@@ -347,7 +348,7 @@ class RecordDecoder:
         self._decoders: dict[tuple[str, str], msgspec.msgpack.Decoder[Any]] = {}
 
     def decode(self, record: Record) -> Message:
-        """The typed message. Raises UnreadableTrace."""
+        """Decodes the record into its typed message. Raises UnreadableTrace."""
         key = (record.direction, record.channel)
         decoder = self._decoders.get(key)
         if decoder is None:

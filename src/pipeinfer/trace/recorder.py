@@ -58,7 +58,7 @@ class _Segment:
 
     @property
     def blocks_bytes(self) -> int:
-        """Without its snapshot."""
+        """Bytes of the segment's blocks, without its snapshot."""
         return self.bytes - len(self.snapshot or b"")
 
 
@@ -107,9 +107,9 @@ class FlightRing:
     def needs_segment(self, now: float, undisturbed: bool = False) -> bool:
         """Whether a new segment should begin: the current one is long, or there is none.
 
-        One that is old and has less in it than a state takes goes on: of a stage that does nothing
-        no state is taken, again and again. undisturbed: taking one delays nothing; where all is
-        kept, that is waited for.
+        An old segment with fewer bytes than a state takes goes on, so that no state is taken again
+        and again of a stage that does nothing. undisturbed: taking a state delays nothing; if all
+        is kept, a new segment waits for that.
         """
         try:
             current = self._segments[-1]
@@ -200,7 +200,7 @@ class Recorder:
 
     @property
     def recording(self) -> int:
-        """Recordings that run."""
+        """Number of recordings that run."""
         return len(self._recordings)
 
     @property

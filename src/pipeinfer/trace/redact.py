@@ -45,7 +45,7 @@ class TokenPermutation:
         return self.array(np.frombuffer(raw, dtype="<i4")).tobytes()
 
     def array(self, ids: np.ndarray) -> np.ndarray:
-        """int32 [n], renamed."""
+        """Renames the ids of an array int32 [n]."""
         table = self._table
         inside = (ids >= 0) & (ids < len(table))
         return np.where(inside, table[np.where(inside, ids, 0)], ids).astype("<i4")

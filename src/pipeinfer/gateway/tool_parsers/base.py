@@ -115,7 +115,8 @@ class ReasoningTokenCounter:
             self._spans.append((self._open_start, at))
 
     def add_offsets(self, offsets: bytes) -> None:
-        """Further tokens. `offsets`: int32 bytes, the characters of output before each token."""
+        """Adds the offsets of further tokens. `offsets`: int32 bytes, the characters of output
+        before each token."""
         if offsets:
             self._offsets += unpack_few(offsets)
 

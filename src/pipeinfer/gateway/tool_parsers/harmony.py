@@ -182,7 +182,7 @@ class HarmonyParser:
         return deltas
 
     def _handle_text(self, text: str, deltas: list[ParsedDelta]) -> None:
-        """Text between markers."""
+        """Handles text between markers."""
         if self._header is None:
             self._emit(text, deltas)
             return
