@@ -208,7 +208,7 @@ async def print_answer(
 async def _separated(
     pieces: AsyncIterator[AnswerDelta], answer_texts: list[str] | None
 ) -> AsyncIterator[tuple[str, str | None]]:
-    """The text of all, with the finish reason; between thoughts and what comes after them is an
+    """The text of all, with the finish reason; between reasoning and what comes after it is an
     empty line."""
     thinks = False
     async for piece in pieces:

@@ -636,7 +636,7 @@ def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
 
 def _message(i: int, message: ChatMessage) -> JsonObject:
     """The message as the tokenizer takes it: a content of texts alone, or null where the message
-    only calls tools; thoughts under one name; no absent fields."""
+    only calls tools; reasoning under one name; no absent fields."""
     reasoning_texts = (message.reasoning_content, message.thinking, message.reasoning)
     reasoning = next((text for text in reasoning_texts if text is not None), None)
     message = replace(message, reasoning_content=reasoning, thinking=None, reasoning=None)

@@ -60,7 +60,7 @@ class ReasoningTokens(msgspec.Struct):
 
 
 class Counts(msgspec.Struct):
-    """Tokens, summed over the choices. Those of thoughts: of a chat alone."""
+    """Tokens, summed over the choices. Only chats count tokens of reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -161,7 +161,7 @@ class ResponseUsage(msgspec.Struct):
 
 
 class OutputItem(msgspec.Struct):
-    """An item of a response: a message, thoughts or a call."""
+    """An item of a response: a message, reasoning or a call."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
@@ -266,7 +266,7 @@ class Caller(msgspec.Struct):
 
 
 class ContentBlock(msgspec.Struct):
-    """A text, thoughts or a call."""
+    """A text, reasoning or a call."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | UnsetType = UNSET

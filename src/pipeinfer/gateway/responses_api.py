@@ -188,7 +188,7 @@ class TextOptions(msgspec.Struct, frozen=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """`effort` is handed to the chat template; "none" asks it for no thoughts."""
+    """`effort` is handed to the chat template; "none" asks it for no reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: str | None = None

@@ -88,7 +88,7 @@ class TokenizedPrompt(NamedTuple):
 
     Attributes:
     - ids: int32 [n], 0 < n < max_model_len
-    - reasoning_state: where a chat's prompt leaves the thoughts of the answer
+    - reasoning_state: state in which a chat's prompt leaves the reasoning of the answer
     - reasoning: as for TokenizedRequest
     """
 
@@ -109,7 +109,7 @@ class PromptEncoder:
     - allow_control_tokens: messages may spell control tokens
     - multithreaded: the process has nothing else to do, so the library may start threads
     - tags: around the reasoning in answers to chats, if a reasoning parser separates it
-    - reasoning_budgets: whether engines end thoughts that exceed a budget
+    - reasoning_budgets: whether engines end reasoning that exceeds a budget
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class PromptEncoder:
     def _with_reasoning(
         self, submit: Submit, ids: np.ndarray, state: ReasoningState | None
     ) -> TokenizedPrompt:
-        """Adds the reasoning state to the prompt `ids`. `state`: where a chat's template leaves the
-        thoughts; None: to be found from the ids."""
+        """Adds the reasoning state to the prompt `ids`. `state`: in which a chat's template leaves
+        the reasoning; None: to be found from the ids."""
         params, chat, tags = submit.params, submit.chat is not None, self._tags
         spec, budget = params.structured_outputs, params.thinking_token_budget is not None
         if budget:
@@ -207,7 +207,7 @@ class PromptEncoder:
             state = self._reasoning_state(ids, tags)
         waits = budget or spec is not None
         if spec is not None and not chat and not spec.after:
-            # A completion's grammar is about all of its text, unless the prompt begins thoughts.
+            # A completion's grammar is about all of its text, unless the prompt begins reasoning.
             at_end = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(tags.opening)
             waits = state == "open" and (budget or at_end)
         return TokenizedPrompt(ids, state, ReasoningContext(*tags.pair, state) if waits else None)
@@ -409,7 +409,7 @@ def _counts_only(submit: Submit) -> bool:
 
 
 def _find_tags(tokenizer: Tokenizer | None) -> ReasoningTags | None:
-    """The tags of thoughts that are tokens of `tokenizer`; None if there are none."""
+    """The reasoning tags that are tokens of `tokenizer`; None if there are none."""
     for tags in REASONING_PARSERS.values():
         if tokenizer is not None and None not in map(tokenizer.token_to_id, tags.pair):
             return tags

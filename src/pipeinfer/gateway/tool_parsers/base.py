@@ -5,7 +5,7 @@ plain content. Each parser takes text as it is decoded and returns what is certa
 
 - ParsedDelta, OutputParser: what a parser returns, and what a parser is.
 - find_marker, ContentBuffer: text that may be the beginning of a marker is held back.
-- ReasoningParser, AnswerTagParser: thoughts between tags, and content between answer tags.
+- ReasoningParser, AnswerTagParser: reasoning between tags, and content between answer tags.
 
 Knows no model and no HTTP.
 """
@@ -267,7 +267,7 @@ class ReasoningParser:
         self._state: Literal["begin", "reasoning", "space", "answer"] = "begin"
         self._buffer: str = ""
         self._leading_space: list[str] = []  # white space before anything else
-        self._pending_space: list[str] = []  # white space after thoughts
+        self._pending_space: list[str] = []  # white space after reasoning
         self._emitted = False
 
     @property
