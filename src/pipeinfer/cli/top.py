@@ -248,7 +248,7 @@ def _milliseconds(latency: LatencyQuantiles) -> list[str]:
 
 def _details(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     parts = DETAILS[row.name](row, shown, rates)
-    if shown.latency_ms is not None and row.name != "gateway":  # whose has a line of its own
+    if shown.latency_ms is not None and row.name != "gateway":  # it has a line of its own
         parts.append(f"latency {shown.latency_ms:,.2f} ms")
     return parts
 

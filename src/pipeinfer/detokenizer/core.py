@@ -349,7 +349,7 @@ class DetokenizerCore:
     def _on_recover(self, event: Recover, _now: float) -> list[Send]:
         gateway = stage_number(event.stage, "gateway")
         if gateway is not None:
-            # It asks again until all schedulers have answered.
+            # The gateway asks again until all schedulers have answered.
             known = self._retained_text(gateway) if self._roll_call.complete else None
             return [] if known is None else bracketed_answer(self._stage, event, known)
         group = stage_number(event.stage, "scheduler")

@@ -40,7 +40,7 @@ def single_tokens(row: TokenRow, begin: int, score_size: int) -> Iterator[TokenR
     """`row` from output token `begin` on, cut into one row for each token that is shown, and one
     for the end. score_size: bytes of a token's log-probs."""
     if row.offset > begin:
-        yield row  # what lies before it was lost
+        yield row  # rows before it were lost
         return
     shown = len(row.ids) // 4 - (row.finish == "stop" and row.stop_token is not None)
     for at in range(begin - row.offset, shown):

@@ -62,7 +62,7 @@ FIELD_NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
 }
-# Of models with efforts alone: budgets below which the effort is low, and medium; else it is high.
+# Budgets below which the effort is low, and medium, of models with efforts alone; else it is high.
 LOW_EFFORT_BUDGET, MEDIUM_EFFORT_BUDGET = 4_096, 16_384
 
 

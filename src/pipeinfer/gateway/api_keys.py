@@ -167,7 +167,7 @@ def new_key(name: str) -> tuple[str, str]:
 
 
 MINUTE = 60.0  # seconds
-ROUNDING = 1e-6  # what a sum of floats may lack of a whole request
+ROUNDING = 1e-6  # the most by which rounding makes a sum smaller than a whole request
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from pipeinfer.runtime.logs import ACCESS
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import is_loopback
 
-ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
+ANONYMOUS = "anonymous"  # the client of requests without a key; all share its limits
 PROTECTED_PATHS = (
     "/v1",
     "/tokenize",
@@ -61,7 +61,7 @@ PROTECTED_PATHS = (
     "/is_sleeping",
     "/monitor",
 )  # and all that is below
-# What proxies add. They may be on this host, and those who ask them elsewhere.
+# Headers that proxies add. Proxies may be on this host, and their clients elsewhere.
 PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-Ip")
 # Requests that a client may make also where so many of its answers run as may.
 ENDS_ANSWERS = re.compile("/*v1/+responses/+[^/]+/+cancel")

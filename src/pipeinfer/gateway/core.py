@@ -135,7 +135,7 @@ class GatewayCore:
         gateways = max(sum(e.name == "gateway" for e in expected), 1)
         self._own_detokenizers = own_detokenizers(self._detokenizers, index, gateways)
         self._records: dict[str, RequestRecord] = {}
-        self._finished: dict[str, RequestRecord] = {}  # whose answers are kept
+        self._finished: dict[str, RequestRecord] = {}  # ended, with kept answers
         self._backlog = backlog or Backlog()
         self._ended = EndedRequests()
         self._deadlines = Deadlines()
@@ -327,7 +327,7 @@ class GatewayCore:
                 self._release(finished, _now)
             return []  # the request has ended, or the next attempt has begun
         if event.stage and self._adoption.awaits(record.awaited):
-            return []  # what was delivered is not known yet; it is asked again
+            return []  # the delivered output is not known yet; the tokenizer asks again
         self._counts["diverged"] += not event.stage
         return [self._next_attempt(record, event.stage or record.tokenizer, event.attempt + 1)]
 

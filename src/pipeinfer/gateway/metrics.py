@@ -630,7 +630,7 @@ VLLM_ITL_BUCKETS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
 )  # fmt: skip
-SHORTEST_REQUEST = 0.3  # of the buckets of whole requests, and of what they go through
+SHORTEST_REQUEST = 0.3  # lowest bucket of whole requests and of their phases
 REQUEST_BUCKETS = tuple(bound for bound in REQUEST_SECONDS if bound >= SHORTEST_REQUEST)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")

@@ -84,7 +84,7 @@ class EmbeddingRequest(PoolingBody, frozen=True, kw_only=True):
     # fmt: on
 
 
-VECTORS_AT_ONCE = 2  # that are written before others get their turn, 1 ms at 4,096 numbers each
+VECTORS_AT_ONCE = 2  # vectors written before other tasks get their turn, 1 ms at 4,096 numbers each
 
 
 class VectorOptions(msgspec.Struct, frozen=True):

@@ -480,7 +480,7 @@ class CompletionLogprobs:
             return None, None
         tops: JsonObject = {}
         for token in (score.sampled, *score.top[: self._alternatives]):
-            # Of several tokens with one text the likeliest counts.
+            # If several tokens have one text, the likeliest counts.
             tops.setdefault(_name(token.text, "bytes:"), json_logprob(token.logprob))
         return json_logprob(score.sampled.logprob), tops
 

@@ -80,7 +80,7 @@ from pipeinfer.params import JsonObject, JsonValue, RequestParams
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # Values of `include` that are accepted.
 KNOWN_INCLUDES = frozenset((INCLUDE_LOGPROBS, "reasoning.encrypted_content"))
-# Of the server's own tools, of which there are none, so a function's calls never count.
+# The most calls of the server's own tools. There are none, and calls of functions do not count.
 MaxToolCalls = Annotated[int, Meta(ge=1, le=INT32)]
 TEXT_PARTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
 CALL_ITEMS = ("function_call", "custom_tool_call")
@@ -583,7 +583,7 @@ def _item_id(prefix: str, name: str) -> str:
 
 
 ITEM_ID_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
-# Of calls: the type of the item, its field that grows, and the prefix of the events of that field.
+# By kind of call: the item's type, its field that grows, and the prefix of that field's events.
 CALL_ITEM_EVENTS = {
     "call": ("function_call", "arguments", "response.function_call_arguments"),
     "custom": ("custom_tool_call", "input", "response.custom_tool_call_input"),

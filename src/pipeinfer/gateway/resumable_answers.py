@@ -522,7 +522,7 @@ async def _run(
     try:
         async with session:
             await answer.ended
-    except ApiError as error:  # of a call that could not even be made
+    except ApiError as error:  # while the calls were made
         answer.fail(error)
     except Exception:
         log.exception("the answer %s failed", answer.stream.name)

@@ -337,7 +337,7 @@ class ResumableStreams:
         Raises StreamGone if some of the others were dropped, ValueError for events that never were.
         """
         received = received or [0] * len(stream.counts)
-        comes = stream.rewritten and not stream.ended  # what clients received before may come again
+        comes = stream.rewritten and not stream.ended  # clients may have received these events
         if len(received) != len(stream.counts) or (not comes and _exceeds(received, stream.counts)):
             raise ValueError("it has no such event")
         if _exceeds(stream.dropped, received):

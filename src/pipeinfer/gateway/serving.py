@@ -283,7 +283,7 @@ class BodyDecoder:
                 for _ in prescanned(raw, kind):
                     continue
                 return decode(raw, kind, self._on_unknown_fields)
-            # One iteration of the loop has time for one part of one body.
+            # Parses one part of a body in each iteration of the event loop.
             parts, unfinished = prescanned(body, kind), True
             while unfinished:
                 async with self._lock:

@@ -37,7 +37,7 @@ from pipeinfer.params import choice_ids
 RESET_TIMEOUT = 10.0
 
 
-SLEEP_TAGS = ("weights", "kv_cache")  # what vLLM wakes one after the other
+SLEEP_TAGS = ("weights", "kv_cache")  # parts that vLLM wakes one after the other
 CANNOT_SLEEP = (
     "{} cannot give its memory back: with --no-keep-memory, on a GPU whose driver exports no "
     "memory, or because its weights are laid out anew when they are loaded"

@@ -349,7 +349,7 @@ WITHOUT_EFFECT_IF_EXACT = frozenset(
 # Settings that name files, whose contents are part of the fingerprint.
 FILE_SETTINGS = frozenset(("chat_template", "model", "revision"))
 MAX_WHOLE_FILE = 32 * 2**20  # bytes up to which a file is read as a whole
-# Of a larger file so many parts are read, which is enough since weights differ everywhere.
+# Number of parts that are read of a larger file: enough, since weights differ everywhere.
 SAMPLES = 8
 SAMPLE_BYTES = 4096  # bytes of each part
 
@@ -450,7 +450,7 @@ def server_url(settings: Settings, port: int) -> str:
     scheme = "https" if settings.tls_cert else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     public = settings.public_address.rstrip("/")
-    # As in Docker's `-p`: a port alone, 0.0.0.0 and [::] stand for all addresses of the host.
+    # A port alone, 0.0.0.0 and [::] stand for all addresses of the host, as in Docker's `-p`.
     at, _, published = public.rpartition(":")
     if published.isdecimal() and at in ("", "0.0.0.0", "[::]"):
         public = f"127.0.0.1:{published}"

@@ -539,8 +539,8 @@ class SchedulerObserver:
         taken = self._on_input.get(type(event))
         if taken is not None and (type(event) is not TokenizedRequest or _taken(event, outputs)):
             taken(self, event, began)
-        # What a result brought comes first, although its rows are sent behind the next plan: that
-        # plan releases the slots of those that the result has ended.
+        # Rows of a result come first, although they are sent behind the next plan: that plan
+        # releases the slots of requests that the result has ended.
         plans: list[Message] = []
         for send in outputs:
             message = send.message

@@ -129,7 +129,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | os.PathLike[str] = "", **settings: object) -> None:
         given = {"model": os.fspath(model), **settings} if model else settings
-        # Whoever gives a template here runs in this process already.
+        # A caller that gives a template runs in this process already.
         self._given = {"trust_request_chat_template": True, **settings_of(given)}
         built = config.build(self._given)
         parse_lora_modules(built)  # raises for what is wrong with them

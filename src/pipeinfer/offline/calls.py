@@ -400,7 +400,7 @@ OF_FORMS: Refusals = {
     "whitespace_pattern": (None, "use grammar"),
     "structural_tag": (None, "use grammar, or after for text that goes before"),
 }
-ELSEWHERE = ("logit_bias", "structured_outputs")  # whose types are checked where they are read
+ELSEWHERE = ("logit_bias", "structured_outputs")  # types are checked where they are read
 ANY_OBJECT = '{"type":"object"}'
 
 

@@ -18,8 +18,9 @@ from pipeinfer import other_servers
 from pipeinfer import settings as config
 from pipeinfer.settings import ConfigurationError, Settings
 
-# Of keywords of others, the values that ask for what is so anyway, their defaults among them. None
-# always does. Where no values stand here: what is empty, 0, False or "auto"; see is_neutral.
+# Values of other servers' keywords that ask for nothing else than this server does anyway, their
+# defaults among them. None always does. Keywords without values here: an empty value, 0, False or
+# "auto"; see is_neutral.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "all2all_backend": ("allgather_reducescatter",),
     "async_scheduling": (True,),
@@ -139,7 +140,7 @@ VLLM_KEYWORDS = frozenset(_FURTHER.split())
 
 SPECULATE = "Use speculate (ngram, or a draft model) and num_speculative_tokens."
 
-# What is said of these names goes before what other_servers.py says of the flags.
+# Sentences about these names take precedence over those of other_servers.py about the flags.
 INSTEAD = {
     "generation_config": "Without params requests have the checkpoint's defaults. Give "
     "SamplingParams() for vLLM's.",

@@ -107,7 +107,7 @@ FOR_BATCHES = {**NO_TARGETS, "policy": "throughput", "all_graphs_first": True}
 VECTORS = "LLM.embed makes vectors of texts and LLM.score scores of pairs; there are no classes"
 FROM_OUTSIDE = "the model is in processes of its own; LLM.stats() says what they do"
 AT_ONCE = "give all prompts to LLM.generate at once, or use AsyncLLM"
-# What vLLM's LLM has and this one has not, and what to use instead.
+# Attributes that vLLM's LLM has and this one has not, and what to use instead.
 MISSING = {
     **dict.fromkeys(("encode", "classify", "reward"), VECTORS),
     "beam_search": "there is no beam search: ask for n outputs, choose by cumulative_logprob",
@@ -410,7 +410,7 @@ NAMES = {
     "no_stop_trim": "include_stop_str_in_output",
 }
 FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
-# What there is not, and what to use instead.
+# Sampling parameters of SGLang that are missing here, and what to use instead.
 NOT_SAMPLING = {
     "stop_regex": "use stop",
     "custom_params": "no code of others runs in a step",

@@ -68,7 +68,7 @@ from pipeinfer.topology import NAMES, StageEntry, Topology
 from pipeinfer.trace.snapshot import restore
 from pipeinfer.wire import unpack
 
-# What the engine's builder found out for itself, as the settings that say it outright.
+# Facts that the engine's builder found out, and the settings that give the same.
 FACTS = {
     "page_size": "page_size",
     "max_slots": "max_running",
@@ -130,7 +130,7 @@ def settings_of(
         if facts.get("pages"):
             values["kv_pages"] = facts["pages"] - 1  # without the dummy
         values["device"] = "auto"  # whatever is there
-        # What was captured before a recording that begins in mid-life is not known; mostly, all.
+        # Graphs captured before a recording that begins in mid-life are not known; mostly all were.
         whole = header.snapshot is None and not header.broken
         values["all_graphs_first"] = not whole or values.get("all_graphs_first", True)
     values |= OURS | ({"model": model} if model else {}) | dict(overrides)
@@ -372,7 +372,7 @@ class CorePlayer:
             return False
         if self._deliver is not None and type(send.message).__name__ in DEVICE:
             self._deliver(send.message)
-        return hasattr(send.message, "note")  # of which the recording says that it was given
+        return hasattr(send.message, "note")  # whether the recording has a note that it was given
 
 
 STEP_SECONDS = 600.0  # a device that is silent for so long has hung

@@ -496,7 +496,7 @@ MICRO = 1e6  # microseconds in a second
 def html(picture: TraceTimeline) -> str:
     """A page that shows the timeline. Names and details are data, never markup."""
     data = json.dumps(_compact(picture), separators=(",", ":"))
-    # What could end the script element from within a string.
+    # "<" could end the script element from within a string.
     return TEMPLATE.read_text().replace(DATA_PLACEHOLDER, data.replace("<", "\\u003c"))
 
 

@@ -501,8 +501,8 @@ class TokenizerCore:
             self._pending.discard(request_id)
             groups = self._routed.remove(request_id)
             if groups is None:
-                # It was refused here. Before all gateways have answered the roll call, it may run
-                # in any group, as may a request that a gateway has sent again.
+                # The request was refused here. Before all gateways have answered the roll call, it
+                # may run in any group, as may a request that a gateway has sent again.
                 here = self._roll_call.complete and not returned
                 groups = () if here else self._monitor.groups
             for group in groups:
@@ -531,7 +531,7 @@ class TokenizerCore:
         out: list[Send] = []
         if gateway is None:
             return out
-        if not event.again:  # what came since is the new gateway's own
+        if not event.again:  # later requests are the new gateway's own
             self._pending.discard_unretained(gateway)
             for work in self._routed.of_gateway(gateway):
                 if work.retention is None:

@@ -149,7 +149,7 @@ class GroupTable:
         if report.epoch != before.epoch:
             self._on_evicted(group, self.caches[group].clear())
         elif report.evicted > before.evicted:
-            # Of what other tokenizers sent there, as much was evicted in proportion.
+            # Evictions hit the prompts of all tokenizers, so in proportion those from here.
             tokens = report.evicted - before.evicted
             if all_requests:
                 tokens = tokens * ours // all_requests
@@ -665,7 +665,7 @@ class RoutedRequests:
     def __init__(self, groups: Sequence[int]) -> None:
         self._groups = tuple(groups)
         self._entries: dict[str, RoutedRequest] = {}
-        self._alone_since: dict[str, float] = {}  # of those that no client has come back for
+        self._alone_since: dict[str, float] = {}  # seconds, of kept answers without reader
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -747,7 +747,7 @@ class RoutedRequests:
         return [e.work for e in self._entries.values() if e.work.gateway == gateway]
 
 
-MAX_VERDICTS = 16_384  # that are kept
+MAX_VERDICTS = 16_384  # verdicts that are kept
 MAX_REFUSAL_LETTERS = 500  # characters of a refusal, which may quote a client
 
 

@@ -238,7 +238,7 @@ class EncoderProcess:
         if self._closed:
             raise ProcessEnded("the stage stops")
         if self._process is None:
-            # One text at a time has no use for threads.
+            # Threads are of no use for one text at a time.
             environment = {"TOKENIZERS_PARALLELISM": "false"}
             self._process = start_child("pipeinfer.tokenizer.workers", environment)
             if self._closed:  # meanwhile
@@ -459,7 +459,7 @@ def encode_submit(encoder: PromptEncoder, submit: Submit) -> Encoded:
 def main() -> None:
     """The process that encodes long prompts: serves until stdin ends."""
     frames, answers = incoming_frames()
-    with contextlib.suppress(OSError):  # what runs out of memory here need not end the stage
+    with contextlib.suppress(OSError):  # running out of memory here need not end the stage
         Path("/proc/self/oom_score_adj").write_text("1000")
     setup = msgspec.msgpack.decode(frames.get(), type=EncoderSetup)
     encoder = load_encoder(Path(setup.folder), setup.settings, multithreaded=True).encoder

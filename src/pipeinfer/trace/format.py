@@ -124,7 +124,7 @@ class Record(msgspec.Struct, array_like=True):
     seq: int = 0
 
 
-# What the hot path makes: the fields of Record without `seq`.
+# The fields of Record without `seq`, as the hot path makes them.
 Row = tuple[float, Direction, str, str, int, float, bytes]
 
 _encode = msgspec.msgpack.Encoder().encode

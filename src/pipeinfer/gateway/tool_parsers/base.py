@@ -369,7 +369,7 @@ class AnswerTagParser:
         self._closing = closing
         self._state: Literal["begin", "space", "inside", "over", "bare"] = "begin"
         self._buffer = ""
-        self._pending_space: list[str] = []  # that may stand before the closing tag
+        self._pending_space: list[str] = []  # white space that may stand before the closing tag
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:
         self._buffer += text

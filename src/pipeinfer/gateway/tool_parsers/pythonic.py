@@ -436,7 +436,7 @@ def _json_chars(text: str) -> str:
 MAX_HEAD_CHARS = 256  # from a bracket to the first value
 FUNCTION_NAME = r"[\w.-]{1,128}"
 ARGUMENT_NAME = r"[^\s()\[\]{}<>,:;=\"'`]{1,128}"
-BETWEEN_PYTHON_CALLS = WHITESPACE + ",;"  # what may stand behind a call, before another one
+BETWEEN_PYTHON_CALLS = WHITESPACE + ",;"  # characters between two calls
 
 # Behind a parenthesis or comma: the end, or a name and the begin of its value.
 _FIRST = rf"(?:(?P<end>\))|(?P<key>{ARGUMENT_NAME})\s*=\s*(?=[^=\s]))"

@@ -162,7 +162,7 @@ def _pythonic(
     )
 
 
-# What may stand between a tag and JSON in a template's text: line ends and the template's syntax.
+# Text between a tag and JSON in a template: line ends and the template's syntax.
 _SYNTAX = r"(?:\\n|[^<>\w])*"
 _OBJECT = rf"<tool_call>(?:{_SYNTAX}\{{\\?[\"'](?:name|arguments)\b|[^<>]{{0,80}}\|\s*tojson)"
 _LINE = r"</arg_key>(?:\\n|\n)"
@@ -240,7 +240,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
         special=True,
     ),
 }  # fmt: skip
-# Of models without a format of their own, which follow a grammar.
+# For models without a format of their own, which follow a grammar.
 ANY_MODEL = ToolParser(lambda _: JsonCallParser(JSON_LIST, opened=True), bare_list_grammar)
 # {format that no parser parses: regular expression of chat templates that use it}; most names are
 # vLLM's.
