@@ -108,8 +108,8 @@ class DetokenizerCore:
 
     A request with a `retention` has one text row for each token, and one for its end, however many
     came together. So a gateway that is started again gets the same rows, which are made anew of the
-    ids. Of those that have ended the oldest are dropped beyond `bounds`, and their gateways are
-    told.
+    ids. Of requests that have ended the oldest are dropped beyond `bounds`, and their gateways get
+    an Abort.
     """
 
     __transient__ = ("_decoders",)  # no part of a snapshot: made of the checkpoint alone
@@ -143,13 +143,17 @@ class DetokenizerCore:
         return ("draining" if self._draining or self._has_left else "ready", "")
 
     def stats(self) -> dict[str, float]:
-        """running: requests that go on. kept: ended requests without a Done or Abort yet.
-        kept_bytes: of those whose answers outlive their gateway. dropped: of these, those that went
-        for their bytes.
-        aborted: requests that ended without a last row here, by an Abort, by a later attempt, or by
-        a Done, where another detokenizer's rows have already ended the answer.
-        late_rows: rows of requests that have ended or are unknown, or from before the answer of
-        their scheduler."""
+        """Statistics; docs/reference/statistics.md explains all of them.
+
+        - running: requests that go on
+        - kept: ended requests without a Done or Abort yet
+        - kept_bytes: bytes of ended requests whose answers outlive their gateway
+        - dropped: of these requests, those that were dropped for their bytes
+        - aborted: requests that ended without a last row here, by an Abort, by a later attempt, or
+          by a Done, where another detokenizer's rows have already ended the answer
+        - late_rows: rows of requests that have ended or are unknown, or from before the answer of
+          their scheduler
+        """
         return {
             "running": len(self._streams),
             "kept": len(self._ended),
@@ -346,7 +350,7 @@ class DetokenizerCore:
     def _on_recover(self, event: Recover, _now: float) -> list[Send]:
         gateway = stage_number(event.stage, "gateway")
         if gateway is not None:
-            # It asks again until schedulers have told what there is.
+            # The gateway asks again until all schedulers have answered.
             known = self._retained_text(gateway) if self._roll_call.complete else None
             return [] if known is None else bracketed_answer(self._stage, event, known)
         group = stage_number(event.stage, "scheduler")
@@ -435,13 +439,17 @@ def _abort_of(dropped: DroppedOutput) -> Send:
 class RequestStream:
     """The text of one request, from token rows to text rows. It has the last word on the end of the
     request, because it alone reads tokens as text in order. After a row with `finish` the request
-    has ended and its stream must be dropped.
+    has ended and its stream must be dropped. All ids read are kept: a restarted scheduler goes on
+    from them.
 
-    num_tokens: output tokens read so far. stop_len: the number of output tokens up to and including
-    the one that completed a stop string, None while there was none. gateway: the number of the
-    gateway that sent the request. group: the data-parallel group whose row was the last, or that
-    opened the request since. All ids read are kept: a restarted scheduler goes on from them.
-    opened: with what it began. prompts: of a retained request, what came of its prompt's log-probs.
+    Attributes:
+    - num_tokens: output tokens read so far
+    - stop_len: the number of output tokens up to and including the one that completed a stop
+      string, None while there was none
+    - gateway: the number of the gateway that sent the request
+    - group: the data-parallel group whose row was the last, or that opened the request since
+    - opened: with what it began
+    - prompts: of a retained request, what came of its prompt's log-probs
     """
 
     __slots__ = (
@@ -589,7 +597,7 @@ class RequestStream:
         return 0 if self._logprobs is None else self._logprobs.output.logprob_size
 
     def output(self) -> RetainedOutput:
-        """What there is so far of a retained request."""
+        """The prompt and the output so far of a retained request."""
         return RetainedOutput(self.opened, tuple(self.prompts), self.delivered())
 
     def fail(self, reason: str) -> TextRow:
@@ -597,7 +605,7 @@ class RequestStream:
         return self._row(self.num_tokens, b"", "", finish="error", error=reason)
 
     def delivered(self, last: TokenRow | None = None) -> Delivered:
-        """What a restarted scheduler must know; `last`: the row with which it ended."""
+        """The request's output for a restarted scheduler; `last`: the row with which it ended."""
         logprobs = self._logprobs
         same_stop = self.stop_len is not None  # the end, in the same ids
         return Delivered(
@@ -622,7 +630,8 @@ class RequestStream:
             ]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, str | None]:
-        """(text, stop string). With a stop string stop_len is set, and the rest is not decoded."""
+        """Decodes the ids into (text, stop string). With a stop string stop_len is set, and the
+        rest is not decoded."""
         # Hot path: runs once for every output token of every request.
         step = self._decoder.step
         stops, logprobs, offsets = self._stops, self._logprobs, self._offsets
@@ -717,8 +726,10 @@ class RequestStream:
 class SequenceLogprobs:
     """Log-probs of the tokens of an output, or of a prompt.
 
-    num_alternatives: of each token; None: not asked for. logprob_size: bytes of a token's packed
-    log-probs. raw: those of all tokens so far, which a restarted scheduler must know.
+    Attributes:
+    - num_alternatives: of each token; None: not asked for
+    - logprob_size: bytes of a token's packed log-probs
+    - raw: those of all tokens so far, which a restarted scheduler must know
     """
 
     __slots__ = ("_offsets", "_texts", "logprob_size", "num_alternatives", "raw")

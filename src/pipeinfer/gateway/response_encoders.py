@@ -199,7 +199,7 @@ class StreamEncoder:
     def _parsed_chunks(
         self, index: int, delta: OutputDelta, parsed: Sequence[ParsedDelta], logprobs: bytes
     ) -> bytes:
-        """One chunk for each parsed delta; log-probs go with the first."""
+        """The chunks of a delta, one for each parsed delta; log-probs go with the first."""
         chunks, collector = self._chunks, self._collectors[index]
         data: list[bytes] = []
         for parsed_delta in parsed:
@@ -212,7 +212,8 @@ class StreamEncoder:
         return b"".join(data)
 
     def _finish(self, index: int, delta: OutputDelta) -> bytes:
-        """What follows the last chunk of a choice."""
+        """The bytes behind the last chunk of a choice: usage and [DONE] after the last choice, else
+        none."""
         self._usage.add(delta, self._collectors[index].reasoning_tokens)
         self._unfinished -= 1
         if self._unfinished:
@@ -346,7 +347,7 @@ class ChoiceCollector:
         return fields
 
     def full_choice(self, finish: FinishReason, stop_reason: str | int | None) -> FinishedChoice:
-        """The whole choice."""
+        """The choice with all of its text, log-probs and calls."""
         text = self.prompt_text + "".join(self._texts)
         of_prompt = None if self._prompt is None else self._prompt.take()
         parsed = None
@@ -488,9 +489,11 @@ class EventStream:
     """Sends chunks as they come, those of one iteration of the loop together.
 
     Nothing is sent before the first chunk, so that a refusal is an error with its own status.
-    settle(): awaited before the last chunk is sent.
-    _buffered: chunks of this iteration, or from before the headers. _transport: None before the
-        headers.
+
+    Attributes:
+    - settle(): awaited before the last chunk is sent
+    - _buffered: chunks of this iteration, or from before the headers
+    - _transport: None before the headers
     """
 
     def __init__(

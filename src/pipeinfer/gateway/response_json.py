@@ -26,7 +26,7 @@ _json = msgspec.json.Encoder()
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
-    """What a response contains beside new text.
+    """Parts of a response beside new text.
 
     Attributes:
     - logprobs: number of alternatives of each output token; None: no log-probs
@@ -74,7 +74,7 @@ class ToolCallOptions(msgspec.Struct, frozen=True):
 
 
 class ResponseMetadata(msgspec.Struct, frozen=True):
-    """What all chunks and bodies of one response have in common.
+    """The parts that all chunks and bodies of one response have in common.
 
     Attributes:
     - chat: a chat, else a text completion
@@ -135,7 +135,8 @@ class TokenUsage:
         return fields
 
     def fields_without_cache(self, chat: bool) -> JsonObject:
-        """Of a response that has not ended: cached tokens are not known yet."""
+        """Usage of a response that has not ended: without cached tokens, which are not known
+        yet."""
         fields = self.fields(chat)
         del fields["prompt_tokens_details"]
         return fields
@@ -441,7 +442,7 @@ class ChatLogprobs:
         self._content = JsonListEncoder()
 
     def add(self, logprobs: Iterable[TokenLogprobs]) -> None:
-        """Adds tokens."""
+        """Adds tokens with their log-probs."""
         for position in logprobs:
             self._content.add(chat_token_logprob(position))
 
@@ -459,9 +460,8 @@ class CompletionLogprobs:
         self._lists = [JsonListEncoder() for _ in COMPLETION_LOGPROB_FIELDS]
 
     def add(self, logprobs: Iterable[TokenLogprobs], letters: int = 0) -> None:
-        """Adds tokens. `letters`: characters of the response's text before that in which offsets
-        count.
-        """
+        """Adds tokens with their log-probs. `letters`: characters of the response's text before
+        that in which offsets count."""
         for position in logprobs:
             logprob, tops = self._numbers(position)
             values = (
@@ -485,7 +485,7 @@ class CompletionLogprobs:
             return None, None
         tops: JsonObject = {}
         for token in (position.sampled, *position.top[: self._alternatives]):
-            # Of several tokens with one text the likeliest counts.
+            # If several tokens have one text, the likeliest counts.
             tops.setdefault(_name(token.text, "bytes:"), json_logprob(token.logprob))
         return json_logprob(position.sampled.logprob), tops
 
@@ -498,7 +498,7 @@ class PromptLogprobsOfRequest:
         self._list = JsonListEncoder()
 
     def add(self, logprobs: Iterable[TokenLogprobs]) -> None:
-        """Adds tokens."""
+        """Adds tokens with their log-probs."""
         for position in logprobs:
             if not position.sampled.rank:
                 self._list.add(None)
@@ -528,7 +528,7 @@ class JsonListEncoder:
         self._encoded: list[bytes] = []
 
     def add(self, value: JsonValue) -> None:
-        """Adds a value."""
+        """Adds a value to the list."""
         self._encoded.append(_json.encode(value))
 
     def take(self) -> bytes:

@@ -1,4 +1,5 @@
-"""What translations of other APIs share: their bodies become chats, parsed deltas responses.
+"""Common parts of the translations of other APIs: bodies become chats, parsed deltas become
+responses.
 
 ConversationBuilder collects a chat from smaller parts; OutputBlocks cut an answer into blocks;
 TranslatedEncoder drives a ResponseFormatter. The bodies and events of each API are the business of
@@ -151,7 +152,7 @@ class TranslatedEncoder:
 
 
 def server_sent_event(content: JsonObject) -> bytes:
-    """One server-sent event, named by its `type`."""
+    """A server-sent event, named by its `type`."""
     return b"event: %s\ndata: %s\n\n" % (str(content["type"]).encode(), _json.encode(content))
 
 
@@ -178,7 +179,7 @@ CALL_BLOCKS = ("call", "custom")
 
 @dataclass
 class OutputBlock:
-    """One block of an answer.
+    """A block of an answer.
 
     Attributes:
     - kind: a text ("content"), "reasoning", or one call of a tool ("call", "custom")
@@ -224,7 +225,7 @@ class OutputBlocks:
         return any(block.kind in CALL_BLOCKS for block in self.all)
 
     def add(self, deltas: Iterable[ParsedDelta]) -> Iterator[BlockEvent]:
-        """What further deltas change, in order."""
+        """Adds parsed deltas; yields the changes of the blocks in order."""
         for delta in deltas:
             if delta.call_index == MESSAGE_BREAK:
                 yield from self.close()
@@ -359,7 +360,8 @@ class ConversationBuilder:
 
 
 def _content(texts: Sequence[str]) -> str | list[ContentPart]:
-    """One text as it is; of several, the template decides how they are joined."""
+    """The content of a message: a single text as it is; of several, the template decides how they
+    are joined."""
     if len(texts) == 1:
         return texts[0]
     return [ContentPart("text", text) for text in texts] if texts else ""
