@@ -632,9 +632,9 @@ class Origin(NamedTuple):
 def with_origin(
     works: Sequence[TokenizedRequest], origin: Origin, stage: str
 ) -> list[TokenizedRequest]:
-    """Copies of `works`, of a request whose answer is kept, each with how many bytes are kept of it;
-    the first with the Adopt that the tokenizer `stage` would send to a restarted gateway, unless
-    that is too large."""
+    """Copies of `works`, of a request whose answer is kept, each with how many bytes are kept of
+    it; the first with the Adopt that the tokenizer `stage` would send to a restarted gateway,
+    unless that is too large."""
     first, *others = works
     encoded = msgspec.msgpack.encode(
         Adopt(stage=stage, submit=origin.submit, accepted=origin.accepted)
