@@ -504,7 +504,7 @@ class SuspendAwareClock:
         return now - self._slept - self._gap(now)
 
     def _gap(self, now: float) -> float:
-        """Seconds beyond MAX_TICK_GAP since the last tick: the time that the process was stopped."""
+        """Seconds beyond MAX_TICK_GAP since the last tick, in which the process was stopped."""
         return max(now - self._ticked - MAX_TICK_GAP, 0.0)
 
 
