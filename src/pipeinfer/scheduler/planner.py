@@ -373,8 +373,8 @@ class Planner:
     def _write(self, composer: StepComposer, epoch: int, now: float) -> Plan:
         """Writes the plan: releases, admits, appends and rows. Preempts, gives out slots, and
         counts tokens, pages and mask units as used."""
-        # In this order: the slots that are released are free for those that are admitted, whose
-        # prefix another request may have that still runs.
+        # Order matters: preempt, then collect releases (their slots become free), then find prefix
+        # sources (they must still run), then admit.
         for request in composer.preempted:
             self._preempt(request)
         releases = self._slots.take_releases()
