@@ -93,8 +93,8 @@ class SchedulerCore:
     """The core of a scheduler; see core.Core. Nothing is planned before all `tokenizers` and
     `detokenizers` have sent their state (RollCall).
 
-    - incarnation: greater than that of any earlier scheduler of the group; epoch numbers start
-      there, so they are greater too
+    - incarnation: greater than that of any earlier scheduler of the group; epochs are numbered from
+      `incarnation` + 1, so their numbers are greater too
     """
 
     def __init__(
