@@ -309,7 +309,7 @@ class MemoryHolder:
         """Begins without memory.
 
         - listener: AF_UNIX, SOCK_SEQPACKET
-        - server: a pipe that the server closes at its end; None: the holder ends with its server
+        - server: a pipe that the server closes at its end; None: `run` lasts until `stop`
         """
         self._listener = listener
         self._clock = clock
