@@ -72,7 +72,7 @@ class Tick(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """The stage is to refuse new requests, finish those that run, and stop."""
+    """The stage is to refuse new requests, finish the live ones, and stop."""
 
 
 class Leave(Message, frozen=True):
@@ -208,8 +208,8 @@ ANY_PLAN = -1
 
 
 class PlanFilter:
-    """Which plans of an epoch count: each once, in the order of their numbers. A plan that some
-    rank has missed is published again, with all plans after it, and all ranks receive them.
+    """Filters the plans of an epoch: each counts once, in the order of their numbers. A plan that
+    some rank has missed is published again, with all plans after it, and all ranks receive them.
 
     Attributes:
     - expected: number of the next plan; ANY_PLAN for a reader that begins amid an epoch

@@ -1,4 +1,4 @@
-"""The protocol: every message between stages, and which of them travels on which channel.
+"""The protocol: every message between stages, and the messages of each channel.
 
 Knows no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec struct,
 encoded as MessagePack; token sequences are raw little-endian int32 bytes, scores are those of
@@ -58,8 +58,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Retention(msgspec.Struct, frozen=True, array_like=True):
-    """How the answer to a request outlives its gateway: all stages keep the request, also when it
-    has ended, until its Done or Abort; a gateway that is started again gets it back.
+    """Retention of an answer beyond the life of its gateway: all stages keep the request, also when
+    it has ended, until its Done or Abort; a gateway that is started again gets it back.
 
     Attributes:
     - stream: id of the stream that the request's choices are part of

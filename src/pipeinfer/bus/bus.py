@@ -5,7 +5,7 @@
                    message
     Listener       subscriptions alone, on an event loop: for supervisors and tools
     ControlClient  blocking, for command lines that send a request on the channel `control`
-    SocketFactory  binds and connects as the topology says: addresses, keys, timeouts
+    SocketFactory  binds and connects by the topology: addresses, keys, timeouts
 
 Also raises the limits of sockets to what a deployment needs. Handlers know the meaning of messages;
 this module does not. Only telemetry is ever dropped by a high-water mark; the gateway's queue limit

@@ -137,8 +137,8 @@ class PageChains:
         return self.only(same[self.pages]).verified()
 
     def sequences(self) -> Iterable[tuple[bytes, np.ndarray, np.ndarray]]:
-        """For the end of each chain: its salt [16], its token ids int32 [k * page_size], and its
-        pages int32 [k], from the first on. Only for `verified` chains."""
+        """Yields, for the last page of each chain: its salt [16], its token ids int32 [k *
+        page_size], and its pages int32 [k], from the first on. Only for `verified` chains."""
         row_of = {digest.tobytes(): row for row, digest in enumerate(self.digests)}
         inner = {parent.tobytes() for parent in self.parents}
         for row, digest in enumerate(self.digests):
@@ -343,7 +343,12 @@ class ChainTracker:
     """
 
     def __init__(self, pages: int, page_size: int, max_slots: int) -> None:
-        """pages: of the pool, with the dummy page 0."""
+        """Begins without pages.
+
+        - pages: of the pool, with the dummy page 0
+        - page_size: tokens of a page
+        - max_slots: most requests at a time
+        """
         self.page_size = page_size
         self._max_slots = max_slots
         self._last_request = 0

@@ -1,6 +1,6 @@
 """Prefix caches: from token prefixes, whole pages at a time, to the pages that hold their KV.
 
-- PrefixCache: what the memory manager calls.
+- PrefixCache: the interface for the memory manager.
 - RadixCache: a radix tree with locks, and segmented least-recently-used eviction. The idea of a
   radix tree over KV is from SGLang (arXiv 2312.07104).
 - NaiveCache: caches nothing.

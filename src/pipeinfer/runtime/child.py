@@ -236,7 +236,7 @@ class Child:
     - identity, command: of the stage
     - numbers: gives incarnations; one object for all processes that may meet
     - process: None before the first start
-    - status: the process's state, and what it does or waits for
+    - status: the process's state, and its activity or the reason why it waits
     - config_valid: whether a process of this stage got past its configuration
     - failure_reason: why the process failed, "" if it did not
     - deaths: ends of processes since one was ready

@@ -176,7 +176,7 @@ class InProcess:
         return next((code for code in codes if code != ORDERLY), ORDERLY)
 
     def states(self) -> dict[str, tuple[State, str]]:
-        """The state of each stage by its id, and what it does or waits for."""
+        """By stage id: the stage's state, and its activity or the reason why it waits."""
         return {shell.identity.id: shell.state() for shell in self._shells}
 
     def reload(self) -> None:

@@ -87,7 +87,7 @@ class HolderRequest(msgspec.Struct, tag=True):
     def apply(self, _state: HolderState, _number: int, _descriptors: list[int]) -> Sequence[int]:
         """Changes the state, as process `number` asks; returns the descriptors to be closed.
 
-        - descriptors: came with the message; those that are kept are taken out
+        - descriptors: came with the message; descriptors that the state keeps are taken out
         """
         return ()
 
@@ -100,7 +100,7 @@ class Attach(HolderRequest, tag=True):
     """Engine to holder: hand over the memory when no other process writes it."""
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See HolderRequest."""
+        """Adds the process to the waiting ones."""
         state.attach(number)
         return ()
 
@@ -109,7 +109,7 @@ class Borrow(HolderRequest, tag=True):
     """Standby to holder: answer Borrowed. The owner of the memory stays the same."""
 
     def answer(self, state: HolderState) -> tuple[msgspec.Struct, list[int]]:
-        """See HolderRequest."""
+        """The Borrowed message, and the descriptors of the shared memory."""
         return state.borrow()
 
 
@@ -128,7 +128,7 @@ class Keep(HolderRequest, tag=True):
     key: bytes = b""
 
     def apply(self, state: HolderState, number: int, descriptors: list[int]) -> Sequence[int]:
-        """See HolderRequest."""
+        """Keeps the descriptor, if there is exactly one."""
         return state.keep(number, self, descriptors.pop()) if len(descriptors) == 1 else ()
 
 
@@ -138,11 +138,11 @@ class Drop(HolderRequest, tag=True):
     name: str
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See HolderRequest."""
+        """Drops the memory; returns its descriptor."""
         return state.drop(number, self.name)
 
     def answer(self, _state: HolderState) -> tuple[msgspec.Struct, list[int]]:
-        """See HolderRequest."""
+        """The Dropped message."""
         return Dropped(), []
 
 
@@ -150,7 +150,7 @@ class Leaving(HolderRequest, tag=True):
     """Engine to holder: the engine ends in good order, so that its end is no loss."""
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See HolderRequest."""
+        """Notes that the end of the process will be no loss."""
         state.leaving(number)
         return ()
 
@@ -159,7 +159,7 @@ class Finish(HolderRequest, tag="End"):
     """To a holder whose server has ended, from the next server: close all, and end."""
 
     def apply(self, state: HolderState, _number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See HolderRequest."""
+        """Drops all memory; returns its descriptors."""
         return state.end()
 
 

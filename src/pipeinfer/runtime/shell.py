@@ -458,7 +458,7 @@ class Shell:
         self._loop.call_soon_threadsafe(self._publish_if_changed)
 
     def state(self) -> tuple[State, str]:
-        """The stage's state, and what it does or waits for."""
+        """The stage's state, and its activity or the reason why it waits."""
         if self._stage is None or self._progress[0] == "failed":
             return self._progress
         return self._stage.core.state()

@@ -279,7 +279,7 @@ class IncarnationFilter:
     def __init__(self) -> None:
         self.dropped = 0
         self._newest: dict[str, int] = {}
-        self._since: dict[str, float] = {}  # when the newest was first heard, in seconds
+        self._since: dict[str, float] = {}  # when the first frame of the newest came, in seconds
         self._notified: dict[
             str, tuple[int, float]
         ] = {}  # the older process notified last, and when

@@ -403,8 +403,8 @@ class Supervisor:
         servers.publish_served_model(Path(self._topology_file), served)
 
     def states(self) -> dict[str, tuple[State, str]]:
-        """The state of each stage of this host by its id, and what it does or waits for; empty once
-        the server is stopping."""
+        """By stage id of this host: the stage's state, and its activity or the reason why it waits;
+        empty once the server is stopping."""
         children = {} if self._stopping.is_set() else self._children
         return {stage: child.status for stage, child in children.items()}
 

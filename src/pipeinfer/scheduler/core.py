@@ -188,7 +188,7 @@ class SchedulerCore:
         )
 
     def stats(self) -> dict[str, float]:
-        """See docs/reference/statistics.md."""
+        """Statistics for the heartbeat; docs/reference/statistics.md lists them."""
         step_tokens, prompt_rate = self._planner.prefill_allowed
         steps, running = self._engine.in_flight, len(self._engine.slots.running)
         return {

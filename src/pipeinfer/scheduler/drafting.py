@@ -36,7 +36,8 @@ RECOVERY = 1 / 500
 
 
 class NgramForecast:
-    """How often the last pair of tokens would have predicted the next token of one request.
+    """A forecast by n-grams for one request: how often the last pair of tokens would have predicted
+    the next token.
 
     Attributes:
     - rate: rate of right predictions among the latest tokens, 0 to 1
@@ -146,7 +147,7 @@ class DraftCounts:
             self.accepted[position] += 1
 
     def statistics(self) -> dict[str, float]:
-        """See docs/reference/statistics.md."""
+        """Statistics for the heartbeat; docs/reference/statistics.md lists them."""
         found: dict[str, float] = {
             "draft_tokens_total": self.drafted,
             "accepted_draft_tokens_total": sum(self.accepted),

@@ -46,8 +46,8 @@ class SchedulerOptions:
     - policy: name of the scheduling policy
     - overlap_depth: most steps in flight
     - max_running: most requests with slots
-    - max_step_tokens: most tokens of a step; 0: as the engine says in Hello, and
-      DEFAULT_STEP_TOKENS if it says nothing
+    - max_step_tokens: most tokens of a step; 0: Hello.step_tokens of the engine, and
+      DEFAULT_STEP_TOKENS if that is 0
     - watchdog: seconds without a result after which a rank hangs
     - tp: ranks of the group
     - mixed_step_tokens: token budget of a step that also decodes, if the policy mixes; 0: see
@@ -151,7 +151,7 @@ class Planner:
 
         - requests: requests that had slots
         - in_flight: requests with a step in flight, which may have ended the epoch
-        - not_request_fault: the loss has another cause, so nobody becomes a suspect by it
+        - not_request_fault: the loss has another cause, so no request becomes a suspect by it
         """
         suspects = [r for r in in_flight if r.phase == "lost" and not not_request_fault]
         culprit = self._quarantine.on_epoch_lost(suspects)

@@ -498,7 +498,7 @@ def last_row(request: Request, finish: FinishReason | None, error: str = "") -> 
 
     - finish: why it ended; None if its detokenizer had ended it, at a stop string. The next
       detokenizer finds the stop string in the same ids again and never reads this row; if it does
-      not find it, rows were lost, and the row says so as an error
+      not find it, rows were lost, and the row is an error about that
     """
     if finish is None:
         finish = "error"

@@ -62,8 +62,7 @@ class Request:
     - crashes_alone: engines that crashed while they ran the request alone
     - lost_in_flight: a step of the request was in flight when an engine was lost, and the request
       has had no token since
-    - bad_logits: the logits were not finite, so that no request may reuse what was computed of this
-      one
+    - bad_logits: the logits were not finite, so that no request may reuse this one's pages
     - lost_tokens: tokens computed by an engine that was lost since; 0 once its successor has
       reported how many of them it found in kept pages
     - queued_tokens: tokens to compute, as counted when the request came into the queue
@@ -210,7 +209,7 @@ class Request:
 
     @property
     def score_from(self) -> int:
-        """See messages.Admit."""
+        """Admit.score_from of the next admission."""
         return self.num_scored if 0 < self.num_scored < self.prompt_len else -1
 
     def move(self, phase: Phase) -> None:
