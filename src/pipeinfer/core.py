@@ -141,7 +141,7 @@ class StepDone(Message, frozen=True):
 # ------------------------------------------------------------------------------------ recovery
 
 DIGITS = re.compile("[0-9]{1,9}")
-RECOVER_RETRY_SECONDS = 1.0  # after which a peer that has not answered is asked again
+RECOVER_RETRY_SECONDS = 1.0  # seconds after which a peer that has not answered is asked again
 
 
 class StepNote(Message, frozen=True):
@@ -317,7 +317,7 @@ def highest_random_weight(stages: Sequence[str], key: bytes) -> str:
 # -------------------------------------------------------------------------------- recent entries
 
 Value = TypeVar("Value")
-SLICES = 8  # of a table's time and size; the oldest goes as a whole
+SLICES = 8  # slices of a table's time and size; the oldest is dropped as a whole
 
 
 class _Span(Generic[Value]):
@@ -390,7 +390,7 @@ class RecentTable(Generic[Value]):
         return spans[-1]
 
 
-HASH_BYTES = 16  # of the hash of a block
+HASH_BYTES = 16  # bytes of the hash of a block
 
 
 def block_hash(parent: bytes, block: bytes) -> bytes:

@@ -904,6 +904,14 @@ class Text(Message, frozen=True):
 
 # ---------------------------------------------------------------------------- telemetry: all -> all
 
+# State of a stage.
+# - starting: its process runs, and builds the stage
+# - loading: an engine loads weights, or waits for the other ranks of its group
+# - waiting: built, but another stage is missing or has not answered
+# - ready: serves
+# - asleep: an engine or its scheduler, see SetSleep
+# - draining: finishes live requests, or leaves, and then stops
+# - failed: its configuration is wrong, or its process was fenced out; the process ends
 State = Literal["starting", "loading", "waiting", "ready", "asleep", "draining", "failed"]
 
 
@@ -1073,7 +1081,8 @@ class Adopt(Message, frozen=True):
     - stage: the tokenizer
     - submit: of the choices that are in one group, with their attempt
     - accepted: None if the request is not tokenized yet
-    - waited: seconds since its gateway died, if no client has come back since; else 0
+    - waited: seconds since this tokenizer first handed the request to a restarted gateway, if no
+      client has come back since; else 0
     """
 
     stage: str

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, c
 
 import msgspec
 
-# Of bodies, templates' arguments and files that others wrote. A value from outside is looked at
-# with isinstance where it comes in.
+# JSON values of bodies, templates' arguments and files. Code that takes a value from outside checks
+# it with isinstance.
 if TYPE_CHECKING:
     JsonValue: TypeAlias = (
         bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"] | None
@@ -39,7 +39,7 @@ MAX_STOP_STRINGS = 16
 # of each; all output is searched for it, in a process that handles the text of all requests
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024  # as for biases; each row with min_tokens masks them
-MAX_BIASES = 1024  # OpenAI's; each row that samples adds them
+MAX_BIASES = 1024  # OpenAI's limit; each row that samples adds them
 MAX_BIAS = 100.0  # OpenAI's
 MAX_ALLOWED_TOKENS = 1024  # as for biases; each row that samples looks all of them up
 # Bad words are compared with the output at every step, in every row that has them.

@@ -54,7 +54,7 @@ def unpack_few(raw: bytes) -> list[int]:
     return unpack(raw).tolist()
 
 
-COUNT_OF_ONE = pack([1])  # of a decode's tokens, or of the ids that a row samples
+COUNT_OF_ONE = pack([1])  # a count of 1: of a decode's tokens, or of the ids that a row samples
 NO_ID = -1  # in place of an alternative's id: the vocabulary has fewer tokens
 # scores of a prompt's tokens in one message: a long message would hold up others
 SCORES_PER_MESSAGE = 256

@@ -409,7 +409,7 @@ class Bus:
                 publisher.sndhwm = TELEMETRY_HWM
             publisher.maxmsgsize = SUBSCRIPTION_BYTES
             self._sockets.bind(publisher, channel)
-        for channel in ("group", CONTROL):  # both to all subscribers
+        for channel in ("group", CONTROL):  # published to all subscribers
             self._publishers[channel] = self._publishers["telemetry"]
 
     def listen(self, stage: str, *channels: str) -> None:
@@ -602,7 +602,7 @@ class ControlClient:
             try:
                 _, header, message = frames.decode(subscriber.recv_multipart(zmq.NOBLOCK))
             except frames.BadFrame:
-                continue  # of another version perhaps; the caller reports a missing answer
+                continue  # perhaps of another version; the caller reports a missing answer
             received.append((header, message))
         return received
 

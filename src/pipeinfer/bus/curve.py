@@ -26,9 +26,9 @@ from pipeinfer.command_line import counted
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import Topology
 
-DEFAULT_KEY = "pipeinfer"  # the pair of a stage whose topology names no other
+DEFAULT_KEY = "pipeinfer"  # name of the key pair of a stage whose entry has no `key`
 KEY_CHARS = 40  # characters of a key
-# Mounted into one container alone, with whatever mode the orchestrator gives it.
+# Folder of secrets that an orchestrator mounts into one container alone, with any file mode.
 SECRETS = Path("/run/secrets")
 
 
@@ -107,7 +107,7 @@ def _line(file: Path) -> bytes:
 
 
 LOG_PERIOD = 60.0  # seconds between two lines
-MAX_REASONS = 8  # that a line names; the others are counted only
+MAX_REASONS = 8  # reasons that a line names; the others are counted only
 
 
 class RefusalLog:
@@ -155,7 +155,7 @@ BROKEN_OFF = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 class CurveAuthenticator:
     """Lets holders of `allowed` keys connect to the sockets of `context`, and logs once a minute
-    which peers were refused. There may be one authenticator for a context.
+    which peers were refused. A context has at most one authenticator.
 
     Answers libzmq's authentication requests (ZAP, ZeroMQ RFC 27), and reads the events of
     handshakes that failed before libzmq asked. Runs in a thread of its own, so that a busy stage
@@ -261,7 +261,7 @@ class CurveAuthenticator:
             return False
         if peer:
             self._refusals.record(f"{peer} at {place} breaks off the handshake; is each key right?")
-        elif event != BY_KEY:  # that one is known from the ZAP request, with its address
+        elif event != BY_KEY:  # a wrong key is known from the ZAP request, with its address
             self._refusals.record(f"somebody at {place} does not know its key")
         return True
 

@@ -364,7 +364,8 @@ DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryErr
 # Most bytes of one part; the sender of a larger one is disconnected. The largest valid part is a
 # request of --max-body-mib (32) as MessagePack, which may take 9 bytes for 4.
 FRAME_BYTES = 256 << 20
-TELEMETRY_BYTES = 1 << 20  # the same for a heartbeat or an answer on `control`: a few kilobytes
+# most bytes of a heartbeat or an answer on `control`, which has a few kilobytes
+TELEMETRY_BYTES = 1 << 20
 
 _encode = msgspec.msgpack.Encoder().encode
 _header = msgspec.msgpack.Decoder(FrameHeader).decode

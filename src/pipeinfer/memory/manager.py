@@ -139,7 +139,7 @@ class MemoryManager:
         # bool [pages], the dummy page 0 included: pages, also cached ones, from which no finite
         # logits were computed so far. They are zeroed when they are freed.
         self._maybe_nan = np.zeros(self.allocator.num_pages + 1, dtype=bool)
-        self._number = -1  # of the plan that is applied
+        self._number = -1  # number of the plan that is applied
         self.reset()
 
     def reset(self, found: PageChains | None = None) -> None:
@@ -186,7 +186,7 @@ class MemoryManager:
 
     @property
     def num_evictable(self) -> int:
-        """Number of pages of the prefix cache that no request has locked."""
+        """Number of pages a reset of the prefix cache that no request has locked."""
         return self.cache.num_evictable
 
     def apply(self, plan: Plan) -> Rows:

@@ -253,7 +253,7 @@ class Child:
     command: Command = Command()
     numbers: IncarnationNumbers = field(
         default_factory=IncarnationNumbers
-    )  # one for all that may meet
+    )  # one object for all that may meet
     process: asyncio.subprocess.Process | None = None
     status: tuple[State, str] = ("starting", "")
     config_valid: bool = False

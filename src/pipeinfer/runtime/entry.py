@@ -130,7 +130,7 @@ def end_on_group_fault(
 
     def give_up(reason: str) -> None:
         log.error("%s; this process ends to be started again", reason)
-        end(FAILED)  # not in order: the thread of a step that hangs would be waited for
+        end(FAILED)  # at once: an orderly end would wait for the thread of a step that hangs
 
     def on_message(_channel: str, _header: FrameHeader, message: Message) -> None:
         if isinstance(message, GroupFault):
@@ -201,7 +201,7 @@ class InProcess:
 # many times a second, which at 1,024 requests more than doubles a step of the scheduler.
 GC_THRESHOLDS = (100_000, 20, 100)
 # Connections that end normally form no cycles either. Others may, of some twenty objects and a few
-# KiB: with the thresholds above tens of MiB would lie about.
+# KiB: with the thresholds above tens of MiB would be left uncollected.
 GATEWAY_GC_THRESHOLDS = (5_000, 20, 100)
 
 

@@ -70,7 +70,8 @@ def set_up_logging(settings: Settings, name: str) -> None:
         handler.setFormatter(JsonLines(name))
         logging.captureWarnings(True)
     else:
-        over = CLEAR_LINE if can_rewrite(sys.stderr) else ""  # a line that says how far a start is
+        # overwrites the status line of a start
+        over = CLEAR_LINE if can_rewrite(sys.stderr) else ""
         form = f"{over}%(asctime)s %(levelname).1s {name} %(message)s"
         handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)

@@ -348,7 +348,7 @@ class Shell:
     def _send(self, send: Send, hook: RecorderHook | None) -> Sequence[SendFailed]:
         """Sends a message; returns the events for the core if that cannot be done."""
         if isinstance(send.message, GroupFault):
-            # A supervisor acts on the message; without one, this line is what a person sees.
+            # A supervisor acts on the message; without one, this line informs a person.
             log.error("group %d is stuck: %s", send.message.group, send.message.reason)
         try:
             number, sent, body = self.bus.send(send)

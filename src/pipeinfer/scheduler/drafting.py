@@ -21,14 +21,15 @@ from pipeinfer.scheduler.request import Request
 from pipeinfer.wire import unpack
 
 RATE_STEP = 1 / 4  # how much one token changes the rate of right predictions
-# The rate from which on n-grams' drafts are worth their computation: one right prediction reaches
-# it, five wrong ones in a row end it. At this rate four drafts give 0.33 tokens more a step. A step
-# of five tokens takes 1.02 times as long as one of one token on a CPU in float32, 1.05 times on an
-# H200 with 1 and 8 requests of 14B, and 1.57 times on a CPU in bfloat16 without AMX (measured);
-# there it loses a little at exactly this rate, and texts that repeat themselves lie far above.
+# Least rate at which n-grams' drafts are worth their computation: one right prediction reaches it,
+# five wrong ones in a row fall below it. At this rate four drafts give 0.33 tokens more a step. A
+# step of five tokens takes 1.02 times as long as one of one token on a CPU in float32, 1.05 times
+# on an H200 with 1 and 8 requests of 14B, and 1.57 times on a CPU in bfloat16 without AMX
+# (measured); there it loses a little at exactly this rate, and texts that repeat themselves lie far
+# above.
 MIN_RATE = 0.25
-# Of a model's draft tokens, the rate of accepted ones from which on they are worth their
-# computation. Reckoned: four of a model of 0.6B beside one of 14B make a step 1.8 times as long.
+# Least rate of accepted drafts at which a model's drafts are worth their computation. Estimated,
+# not measured: four drafts of a model of 0.6B beside one of 14B make a step 1.8 times as long.
 MIN_ACCEPTED = 0.25
 # Added to a request's rate of accepted drafts in each step in which it could draft and does not, so
 # that a request whose drafts were rejected tries again after some tens of tokens.
@@ -47,7 +48,8 @@ class NgramForecast:
     def __init__(self) -> None:
         self.rate = 0.0
         self.seen = 0  # tokens
-        self._next: dict[tuple[int, int], int] = {}  # what followed a pair of tokens last
+        # by pair of tokens: the token that followed it last
+        self._next: dict[tuple[int, int], int] = {}
         self._pair = -1, -1
 
     def add(self, tokens: Sequence[int]) -> None:

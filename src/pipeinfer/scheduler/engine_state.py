@@ -30,8 +30,9 @@ from pipeinfer.scheduler.request import Request
 from pipeinfer.wire import pack, unpack
 
 NO_DRAFTING: Mapping[str, int] = MappingProxyType({})
-PlannedRow = tuple[Request, int]  # a row of a step: the request, and how many tokens it computes
-RowInFlight = tuple[Request, int]  # of a published step: the request, and its `admission` then
+PlannedRow = tuple[Request, int]  # a row of a plan: the request, and how many tokens it computes
+# a row of a published step: the request, and its `admission` then
+RowInFlight = tuple[Request, int]
 
 
 class EngineState:

@@ -32,7 +32,7 @@ from pipeinfer.scheduler.request import Request
 from pipeinfer.step_cost import PrefillBudget, Targets, prefill_budget
 from pipeinfer.wire import NO_DRAFTS, pack
 
-MAX_DEFERRALS = 2  # of one request in a row, after which another one is preempted
+MAX_DEFERRALS = 2  # deferrals of one request in a row, after which another request is preempted
 
 
 DEFAULT_STEP_TOKENS = 2048
@@ -330,7 +330,7 @@ class Planner:
             suspect = self._quarantine.next()
             if suspect is not None and not self._waits_for_engines(suspect):
                 if len(self._steps_in_flight):
-                    return False  # it runs alone, at depth 1
+                    return False  # the suspect runs alone, with no other step in flight
                 self._compose_under_test(suspect, composer)
                 return True
         self._compose_all(composer)

@@ -298,7 +298,8 @@ class TakeoverTimes:
 
     def begin(self, requests: Iterable[Request], now: float) -> None:
         """Takes the loss of an epoch, and with it of the slots of `requests`."""
-        if not self._next or self._next[0] != "restart":  # else no engine has come since
+        # otherwise no engine has come since the last loss
+        if not self._next or self._next[0] != "restart":
             self._since = now
         self.waiting.update(request.id for request in requests)
         self._next.clear()
@@ -326,7 +327,7 @@ class TakeoverTimes:
                 self._next.clear()
 
     def statistics(self) -> dict[str, float]:
-        """The number of takeovers, and the seconds of each phase of the last one."""
+        """The number of takeovers, and the seconds of each phase of the last takeover."""
         seconds = {takeover_statistic(phase): took for phase, took in self._seconds.items()}
         return {"takeovers_total": self.count, **seconds}
 

@@ -18,7 +18,7 @@ from pipeinfer.wire import no_score, score_bytes
 # taken off the arrival number of resumed requests: they come first, in their order
 RESUMED = 1 << 40
 TOKEN_BYTES = 4  # of packed ids
-UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken to need
+UNKNOWN_OUTPUT = 256  # output tokens assumed for a request without max_tokens
 DRAFT_RATE_STEP = 1 / 4  # how much one step's draft tokens change the rate of accepted ones
 
 
