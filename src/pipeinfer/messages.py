@@ -71,6 +71,9 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     - origin: set by the tokenizer on one choice of each Submit: the encoded Adopt message, unless
       it exceeds 1 MiB. The detokenizer sends it to a restarted gateway, for the case that the
       tokenizer died too
+    - kept_bytes: set by the tokenizer: approximate bytes that stages keep of the choice beside
+      `origin` and its output: of its prompt and parameters, and of an Adopt that is too large for
+      `origin`
     """
 
     stream: str
@@ -79,6 +82,7 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     first: Number = 0
     format: bytes = b""
     origin: bytes = b""
+    kept_bytes: NonNegativeInt = 0
 
 
 class Submit(Message, frozen=True):

@@ -33,8 +33,17 @@ POLICIES = {
     "decode-first": "pipeinfer.scheduler.policies:DecodeFirst",
 }
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
+MAX_COUNT = 2**31 - 1  # counts are int32 in messages and on devices
+MAX_BYTES = 2**63 - 1
+Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+NonNegative = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+LargeNonNegative = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+# Stages of one kind, or ranks of a group: more than any deployment was tried with.
+Stages = Annotated[int, Meta(ge=1, le=1024)]
+# Tokens of one step, each of which takes kilobytes of buffers and activations.
+StepTokens = Annotated[int, Meta(ge=0, le=2**20)]
+# A loop cannot wait for an infinite time.
+Timeout = Annotated[float, Meta(ge=0, le=86_400)]
 
 
 class ConfigurationError(ValueError):
@@ -235,7 +244,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request_timeout: Annotated[Annotated[float, Meta(ge=0, le=86400)], about("SECONDS",
         "seconds of requests that name no timeout; 0: none",
         "At most a day. It does not hold for `LLM`.")] = 3600.0
-    drain_timeout: Annotated[Annotated[float, Meta(ge=0)], about("SECONDS",
+    drain_timeout: Annotated[Timeout, about("SECONDS",
         "seconds that running requests have after SIGTERM or Ctrl-C",
         "Then they are cut off.")] = 30.0
 
@@ -248,10 +257,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_running: Annotated[Positive, about("N", "requests that run at a time",
         "The number of slots. The limit in effect is also at most `--max-step-tokens`. On a GPU, "
         "raise `--cuda-graph-max-batch` with it.")] = 256
-    max_step_tokens: Annotated[NonNegative, about("N",
+    max_step_tokens: Annotated[StepTokens, about("N",
         "tokens of a step; default: 2,048 on a CPU, 8,192 on a GPU",
         unset="2,048 on a CPU, 8,192 on a GPU")] = 0
-    mixed_step_tokens: Annotated[NonNegative, about("N",
+    mixed_step_tokens: Annotated[StepTokens, about("N",
         "tokens of a step in which requests decode; default: measured on a GPU",
         "A fixed budget, in place of the targets, for policies that limit prompts beside decodes "
         "(`mixed`, `throughput`). A quarter of it is always left for prompts.",
@@ -284,7 +293,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "for benchmarks: accept draft tokens at random, at this rate; -1: by what is sampled",
         "With `--speculate`. Every request drafts, and the texts are worth nothing: it shows what "
         "drafts cost and save on a machine at a rate of acceptance.")] = -1.0
-    watchdog: Annotated[Annotated[float, Meta(gt=0)], about("SECONDS",
+    watchdog: Annotated[Annotated[float, Meta(gt=0, le=86_400)], about("SECONDS",
         "seconds without a result after which an engine counts as hung",
         "Its process is killed and started again. Seconds in which the scheduler itself was "
         "stopped do not count.")] = 120.0
@@ -293,14 +302,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "What no other group can take, and what needs a lost tokenizer or detokenizer, fails after "
         "ten times as long. After twenty times as long what is kept for a lost stage is dropped.",
     )] = 20.0
-    seed: Annotated[NonNegative, about("N", "start of the seeds of requests that bring none",
+    seed: Annotated[LargeNonNegative, about("N", "start of the seeds of requests that bring none",
         "Random weights of `--load-format dummy` are drawn from it as well.",
         unset="`0`")] = 0
 
     # Memory
     cache: Annotated[Literal["radix", "naive"], about("NAME",
         "prefix cache: radix, or naive for none", group="memory")] = "radix"
-    page_size: Annotated[NonNegative, about("N",
+    page_size: Annotated[Annotated[int, Meta(ge=0, le=65_536)], about("N",
         "tokens of a page; default: what the attention backend prefers",
         unset="16 of the backend `torch`, 64 of the others")] = 0
     kv_pages: Annotated[NonNegative, about("N",
@@ -322,7 +331,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # Devices
     device: Annotated[Literal["auto", "cpu", "cuda"], about("", "auto: a GPU if there is one",
         "Else `auto` is the CPU.", group="devices")] = "auto"
-    threads: Annotated[NonNegative, about("N",
+    threads: Annotated[Annotated[int, Meta(ge=0, le=1024)], about("N",
         "torch's threads in an engine; default: what torch chooses",
         unset="what torch chooses")] = 0
     attention: Annotated[Literal["auto", "torch", "flashinfer", "fa3", "hybrid"], about("NAME",
@@ -336,20 +345,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "CUTLASS kernels, which are compiled for long where they are used first, and timed at "
         "each start; both are for plain weights in bfloat16. On a CPU each expert computes by "
         "itself, which is `torch` there.")] = "auto"
-    tp: Annotated[Positive, about("N", "engines that share the model, each with a GPU of its own",
+    tp: Annotated[Stages, about("N", "engines that share the model, each with a GPU of its own",
         "Tensor parallelism: the engines compute each step together. The number must divide the "
         "model's heads.")] = 1
-    dp: Annotated[Positive, about("N", "groups of --tp engines, each with the whole model",
+    dp: Annotated[Stages, about("N", "groups of --tp engines, each with the whole model",
         "Data parallelism: each group has a scheduler of its own, all behind the same gateways."
         )] = 1
-    gateways: Annotated[Positive, about("N", "gateways, which share the port",
+    gateways: Annotated[Stages, about("N", "gateways, which share the port",
         "One process serves HTTP for some ten thousand tokens a second; more share its work. "
         "Any of them answers for the whole server. See [several fronts](topology.md#several-"
         "fronts).")] = 1
-    tokenizers: Annotated[Positive, about("N", "tokenizers; prompts that begin alike have the same",
+    tokenizers: Annotated[Stages, about("N", "tokenizers; prompts that begin alike have the same",
         "A request's tokenizer is chosen by the first bytes of its prompt, so that each sees all "
         "prompts that share a beginning.")] = 1
-    detokenizers: Annotated[Positive, about("N", "detokenizers, each with its part of the requests",
+    detokenizers: Annotated[Stages, about("N", "detokenizers, each with its part of the requests",
         )] = 1
     routing: Annotated[Literal["prefix", "least-loaded", "round-robin"], about("",
         "how a request finds its group",
@@ -382,7 +391,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "`--host`, `--port` and `--topology` finds pages and weights, if the model and what "
         "decides on its numbers are the same. Prompts and the memory stay as long, however the "
         "server ends.", unset="they end with the server")] = False
-    kept_memory_timeout: Annotated[NonNegative, about("SECONDS",
+    # The kernel waits for at most 2**31 ms.
+    kept_memory_timeout: Annotated[Annotated[int, Meta(ge=0, le=604_800)], about("SECONDS",
         "how long they wait for the next server",
         "With `--keep-memory-on-stop`.")] = 600
     standby: Annotated[bool, about("",
@@ -449,7 +459,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     record: Annotated[str, about("DIR", "record what every stage takes and gives",
         "[Recordings](recording.md) begin at each stage's start.",
         unset="nothing is recorded")] = ""
-    record_max_bytes: Annotated[NonNegative, about("N",
+    record_max_bytes: Annotated[LargeNonNegative, about("N",
         "bytes of each recording; default: without limit",
         "Then it ends.", unset="without limit")] = 0
     flight_recorder_mib: Annotated[NonNegative, about("N",

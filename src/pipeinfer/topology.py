@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import SOCK_STREAM, getaddrinfo
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -303,11 +304,21 @@ def check_topology(topology: Topology) -> Topology:
 
 
 def _check_http(entry: StageEntry) -> None:
-    scheme, separator, host = entry.http.partition("://")
-    right = scheme in ("http", "https") and bool(separator and host) and not set(host) & set("/?#@")
-    if entry.http and not (right and entry.name == "gateway"):
+    if entry.http and not (entry.name == "gateway" and _is_http_place(entry.http)):
         what = "must be http://HOST:PORT or https://HOST:PORT, of a gateway"
         raise ConfigurationError(f"{entry.identity.id}: http = {entry.http!r} {what}")
+
+
+def _is_http_place(url: str) -> bool:
+    """Whether `url` is a scheme, a host and perhaps a port, and nothing else."""
+    scheme, _, place = url.partition("://")
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an unbalanced bracket, or a port that is not a number
+        return False
+    alone = parts.netloc == place and not set(place) & set("@\\") and place.isprintable()
+    return scheme in ("http", "https") and named and alone and " " not in place
 
 
 def _check_hosts(topology: Topology) -> None:

@@ -85,6 +85,8 @@ def test_help_all_of_the_whole_command_has_the_flags_of_all_subcommands(capsys):
         ("version", "unknown command 'version'; did you mean '--version'?"),
         ("serve --kv-pages many", "--kv-pages: 'many' is no whole number"),
         ("serve --port 99999", "--port: must be at most 65535, not 99999"),
+        ("serve --dp 100000", "--dp: must be at most 1024, not 100000"),
+        ("serve --watchdog inf", "--watchdog: must be at most 86400.0, not inf"),
         ("serve --memory-fraction half", "--memory-fraction: 'half' is no number"),
         ("top --seconds soon", "--seconds: 'soon' is no number (`pipeinfer top --help` says more)"),
         ("top --port x", "--port: 'x' is no whole number (`pipeinfer top --help` says more)"),

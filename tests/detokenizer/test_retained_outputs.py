@@ -35,6 +35,7 @@ from pipeinfer.messages import (
     Tokens,
 )
 from pipeinfer.params import RequestParams, choice_ids
+from pipeinfer.trace.snapshot import snapshot
 from pipeinfer.wire import pack, score_bytes
 
 KEPT = Retention(stream="s", owner="alice", seconds=30.0)
@@ -227,6 +228,22 @@ def test_beyond_its_bounds_the_oldest_goes_and_its_gateway_is_told(bound: str) -
     core.handle(mine, 10.0)
     sends = core.handle(Tokens((TokenRow("mine", 0, pack(WORDS[:10]), "length"),), 0), 10.0)
     assert not any(isinstance(send.message, Abort) for send in sends)
+
+
+def test_a_long_prompt_counts_and_is_gone_with_its_output() -> None:
+    """Also where it is too large to come with the request: other stages keep it."""
+    size, large = OUTPUT_BYTES + 40, 10**6
+    core = DetokenizerCore(DECODERS, bounds=OutputBounds(10**9, 2 * (size + large)))
+    for n in range(5):
+        kept = {"origin": bytes(large)} if n % 2 else {"kept_bytes": large}
+        retention = Retention(stream=f"r{n}", owner="alice", seconds=30.0, **kept)  # type: ignore[arg-type]
+        core.handle(msgspec.structs.replace(opened(f"r{n}"), retention=retention), float(n))
+        core.handle(Tokens((TokenRow(f"r{n}", 0, pack(WORDS[:10]), "length"),), 0), float(n))
+        assert core.stats()["kept_bytes"] == min(n + 1, 2) * (size + large)
+        core.handle(Done((f"r{n - 2}",)), float(n))  # as its gateway says when it hears of it
+    assert core.stats()["dropped_total"] == 3
+    core.handle(Done(("r3", "r4")), 5.0)
+    assert core.stats()["kept_bytes"] == 0 and len(snapshot(core)) < large / 2
 
 
 def test_the_tokenizer_of_these_tests_writes_what_it_reads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import shutil
 from dataclasses import fields
 
@@ -15,7 +16,7 @@ from kept_logits import logits_of
 from pipeinfer.engine import choices, machine
 from pipeinfer.engine.calibrate import allow_all, largest_step
 from pipeinfer.engine.choices import choose_engine
-from pipeinfer.engine.loading import load_engine
+from pipeinfer.engine.loading import load_engine, refused_without_memory
 from pipeinfer.engine.machine import available_bytes
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import truncated
@@ -114,6 +115,36 @@ def test_pages_are_no_more_than_all_requests_can_fill(folder):
     engine = load_engine(Settings(max_running=3, max_model_len=100), folder)
     assert engine.pages == 1 + 3 * 7
     assert (engine.max_slots, engine.max_model_len) == (3, 100)
+
+
+def test_more_slots_than_a_step_has_rows_take_no_memory(folder):
+    engine = load_engine(Settings(kv_pages=8, max_running=10**9, max_step_tokens=64), folder)
+    assert engine.max_slots == engine.runner.largest.rows == 64
+
+
+def test_more_pages_than_there_is_memory_are_refused(folder):
+    with pytest.raises(ConfigurationError, match=r"--kv-pages 1,000,000,000: they take .* GiB, of"):
+        load_engine(Settings(kv_pages=10**9), folder)
+
+
+@pytest.mark.parametrize(
+    ("allocate", "said"),
+    [
+        (lambda: np.zeros((2**24, 2**24)), "Unable to allocate"),
+        (lambda: torch.zeros(2**45), "DefaultCPUAllocator"),
+        (lambda: [None] * 2**59, "none is left"),
+        (lambda: mmap.mmap(-1, 2**62), "Cannot allocate"),
+    ],
+)
+def test_arrays_beyond_all_memory_are_refused_in_a_sentence(allocate, said):
+    with (
+        pytest.raises(ConfigurationError, match=f"no memory for it .*{said}.*--max-running"),
+        refused_without_memory(),
+    ):
+        allocate()
+    for error in (RuntimeError("another"), FileNotFoundError(2, "another")):
+        with pytest.raises(type(error), match="another"), refused_without_memory():
+            raise error
 
 
 @pytest.mark.parametrize(

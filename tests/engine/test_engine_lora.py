@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from pipeinfer.checkpoint.lora import identify
+from pipeinfer.engine import lora
 from pipeinfer.engine.core import AdapterRead
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.lora import AdapterLoads
-from pipeinfer.layers.lora import AdaptedLinear, AdaptedModule, AdapterBank
+from pipeinfer.layers.lora import AdaptedLinear, AdaptedModule, AdapterBank, AdapterWeights
 from pipeinfer.messages import LoadAdapter
+from pipeinfer.params import Adapter
 
 SIZE, RANK = 4, 2
 
@@ -85,6 +88,27 @@ async def test_of_several_for_one_slot_the_last_one_is_put(messages: list[LoadAd
     engine.ask(messages[0])  # what is there, while another is being read
     await engine.loads.close()
     assert engine.put() == [AdapterRead(1, 1)] and engine.held() == 1.0
+    engine.device.close()
+
+
+async def test_what_is_asked_for_again_behind_later_plans_is_read_once(
+    messages: list[LoadAdapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' steps run meanwhile: reading may take longer than it takes to be asked again."""
+    read = list[str]()
+
+    def load_adapter(adapter: Adapter, bank: AdapterBank) -> AdapterWeights:
+        read.append(adapter.name)
+        return load(adapter, bank)
+
+    load = lora.load_adapter
+    monkeypatch.setattr(lora, "load_adapter", load_adapter)
+    engine = Engine()
+    for plans in range(3):
+        engine.ask(replace(messages[0], next_plan=plans))
+    await engine.loads.close()
+    assert engine.put() == [AdapterRead(1, 1)] and engine.held() == 1.0
+    assert read == [messages[0].adapter.name]
     engine.device.close()
 
 

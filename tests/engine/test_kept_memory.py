@@ -350,6 +350,39 @@ async def test_a_holder_that_starts_late_still_gets_what_the_engine_keeps(monkey
         thread.join()
 
 
+@pytest.mark.parametrize("listens", [False, True])
+async def test_an_engine_sleeps_wakes_and_ends_while_no_holder_answers(monkeypatch, listens):
+    """Whether or not the next one listens already."""
+    monkeypatch.setattr("pipeinfer.engine.kept_memory.RECONNECT", 0.01)
+    where = f"@pipeinfer-test-{secrets.token_hex(8)}"
+    listener = listen(where)
+    accepting = listener.dup()
+    holder = MemoryHolder(accepting)
+    thread = threading.Thread(target=holder.run)
+    thread.start()
+    kept = KeptMemory(where)
+    kept.begin(b"model")
+    kept.note_sleep(1, False)
+    kept.watch(asyncio.get_running_loop())
+    if not listens:
+        listener.close()
+    holder.stop()
+    thread.join()
+    accepting.close()
+    async with asyncio.timeout(20):
+        while kept.connected or (kept._link.fileno() < 0) is listens:
+            await asyncio.sleep(0.01)
+    slow = threading.Timer(20, listener.close)  # whoever waits for an answer gets an error then
+    slow.start()
+    kept.forget_sleep()
+    kept.note_sleep(2, True)
+    kept.withdraw("pool")
+    kept.close()
+    assert slow.is_alive()
+    slow.cancel()
+    listener.close()
+
+
 async def test_the_next_holder_gets_what_the_one_before_kept():
     address = f"@pipeinfer-test-{secrets.token_hex(8)}"
     listener = listen(address)

@@ -53,6 +53,14 @@ def test_each_backend_of_mixtures_has_weights_of_its_own(checkpoint):
     assert keys[0] == keys[1] != keys[2]
 
 
+def test_another_release_of_transformers_computes_other_pages(checkpoint, monkeypatch):
+    folder = checkpoint("LlamaForCausalLM")
+    before = [key_of(folder, model_impl=name) for name in ("transformers", "pipeinfer")]
+    monkeypatch.setattr(loading.metadata, "version", lambda name: f"another {name}")
+    after = [key_of(folder, model_impl=name) for name in ("transformers", "pipeinfer")]
+    assert before[0] != after[0] and before[1] == after[1]
+
+
 def test_a_few_numbers_that_were_written_into_a_large_file_make_it_another_one(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(3 << 20))

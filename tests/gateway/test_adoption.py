@@ -280,7 +280,8 @@ async def test_a_response_that_ends_after_its_gateways_death_is_stored(
     name = made.json()["id"]
     await until(lambda: len(one.pipeline.fed) == 2)
     other = await start_gateway(left=left(one), store=store)
-    await until(lambda: name in other.driver._context.answers._answers)
+    answers = other.driver._context.answers
+    await until(lambda: name in answers._answers and answers._adopted.is_set())
     last = TextRow(name, 1, "end", 6, 1, pack([1]), "stop", None, 2)
     other.pipeline.rows(last)
     body = {"input": "and?", "previous_response_id": name}
@@ -316,6 +317,24 @@ async def test_what_cannot_be_written_is_aborted(start_gateway: StartGateway, ho
     ended = {abort.request_id for abort in other.pipeline.aborts._queue}  # type: ignore[attr-defined]
     left_over = {submit.request_id for submit in one.pipeline.submits[how == "choice" :]}
     assert ended | set(other.pipeline.done) >= left_over
+
+
+async def test_what_is_dropped_as_it_is_adopted_leaves_its_place_to_others(
+    start_gateway: StartGateway,
+) -> None:
+    """A choice of it is lost, which is known before it has begun to run."""
+    one = await start_gateway(reattach=30.0)
+    await whole(one, "/v1/completions", {"prompt": [WORDS, "more"], "stream": True})
+    told = left(one)
+    told = {
+        "tokenizer-0": [],
+        "detokenizer-0": [*told["tokenizer-0"][1:], *told["detokenizer-0"]],
+    }
+    other = await start_gateway(reattach=30.0, left=told, key_concurrent=2)
+    await until(lambda: other.driver._context.answers._adopted.is_set())
+    for _ in range(2):
+        await whole(other, "/v1/completions", {"prompt": "one", "n": 2})
+    assert not other.driver._context.sessions._routes
 
 
 async def test_what_is_too_large_or_has_too_many_choices_lives_with_its_gateway(

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, MAX_STALE, Drain, Leave, Send, SendFailed, Tick
-from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.core import ADOPTION_PATIENCE, ADOPTION_TIMEOUT, GatewayCore
 from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.gateway.ledger import (
+    AdoptionEnded,
     Backlog,
     Call,
     ClientDisconnected,
@@ -23,6 +24,7 @@ from pipeinfer.gateway.ledger import (
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    Adopt,
     Delivered,
     Done,
     HandOver,
@@ -31,6 +33,7 @@ from pipeinfer.messages import (
     Recover,
     Recovered,
     Refused,
+    Retention,
     StopHit,
     Submit,
     Text,
@@ -533,6 +536,28 @@ def test_output_that_is_sent_again_from_its_beginning_is_shown_once() -> None:
     [last] = harness.local(Text((whole,)))
     assert isinstance(last, OutputDelta)
     assert (last.text, last.ids, last.finish, last.byte_offset) == ("", b"", "stop", 13)
+
+
+def test_what_a_tokenizer_tells_when_it_is_not_waited_for_any_more_is_aborted() -> None:
+    """Its detokenizer has told the text long since: a record of it would never end."""
+    core = GatewayCore(EXPECTED)
+    core.handle(Tick(), 0.0)
+    [opening, end] = nothing_kept(Send("recovery", "detokenizer-0", Recover("gateway-0", 0)))
+    core.handle(Tick(), ADOPTION_PATIENCE)
+    for answer in (opening, end):
+        core.handle(answer, ADOPTION_PATIENCE)
+    [ended] = [s for s in core.handle(Tick(), ADOPTION_TIMEOUT) if s.channel == LOCAL]
+    assert isinstance(ended.message, AdoptionEnded)
+    retention = Retention(stream="s", owner="o", seconds=9.0)
+    submit = Submit("r", 2, 0, PARAMS, 7, text="x", choices=(0, 1), retention=retention)
+    adopt = Adopt("tokenizer-0", submit, Accepted("r", 2, 0, 1, choices=(0, 1)))
+    aborts = core.handle(adopt, ADOPTION_TIMEOUT + 1.0)
+    assert [(s.channel, s.to, s.message) for s in aborts] == [
+        ("requests", "tokenizer-0", Abort(name, 2, "its gateway did not wait for it"))
+        for name in ("r", "r/1")
+    ]
+    assert core.idle() and core.stats()["adopted"] == 0
+    assert core.handle(adopt, ADOPTION_TIMEOUT + 2.0) == [], "told twice"
 
 
 def test_rows_that_go_on_after_the_end_abort_the_request_again() -> None:

@@ -516,6 +516,19 @@ async def test_what_another_host_has_is_found_at_any_of_its_gateways(
     assert (await ask(other_host))[0] == 404
 
 
+@pytest.mark.parametrize("always", [True, False])
+async def test_what_a_proxy_compresses_arrives_as_it_is(doors: list[Door], always: bool) -> None:
+    """Whether or not it was asked to."""
+
+    async def compressed(_request: web.Request) -> web.StreamResponse:
+        response = web.json_response({"text": "word " * 1000})
+        response.enable_compression(web.ContentCoding.gzip if always else None)
+        return response
+
+    doors[2].handler = compressed
+    assert await ask(doors[0]) == (200, {"text": "word " * 1000})
+
+
 async def test_hosts_that_ask_each_other_ask_once(other_host: Door) -> None:
     """However the URLs name them, as with one of a load balancer before all."""
     asked = 0

@@ -25,7 +25,7 @@ TREE = "HTTP_AND_OFFLINE_TREE"  # of the checkout whose `LLM` is measured
 sys.path[:0] = [str(ROOT / "tools"), str(Path(os.environ.get(TREE, ROOT), "src"))]
 
 from bench import batch, shapes  # noqa: E402
-from bench.workload import TokenizedRequest, uniform  # noqa: E402
+from bench.workload import Work, uniform  # noqa: E402
 from harness.processes import cpu_seconds  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
@@ -50,7 +50,7 @@ TARGET = GoodputTarget(0.5, 0.025)
 TEMPERATURE = 0.6
 
 
-def works(options: argparse.Namespace) -> Iterator[tuple[str, int, TokenizedRequest]]:
+def works(options: argparse.Namespace) -> Iterator[tuple[str, int, Work]]:
     """(load, round, requests); no prompt comes twice. Load "warm" is not shown."""
     for load in ("many", "short"):
         count, prompts, _ = LOADS[load]

@@ -312,7 +312,7 @@ def generated(model: str, ranks: int, ids: int, **settings: Any) -> list[list[li
 def offline(shape: str, tp: str, dp: str, all_reduce: str) -> dict[str, Any]:
     """The usual 256 requests, twice as many for two groups, and the time between tokens alone."""
     from bench import batch, shapes, workload
-    from bench.workload import TokenizedRequest
+    from bench.workload import Work
     from pipeinfer import LLM
     from pipeinfer.bench.dataset import TokenRange
 
@@ -323,7 +323,7 @@ def offline(shape: str, tp: str, dp: str, all_reduce: str) -> dict[str, Any]:
     )
     groups, requests = int(dp), 256 if DEVICE == "cuda" else 16
     parts = [workload.uniform(requests, *spans, 500, seed) for seed in range(groups)]
-    work = TokenizedRequest(
+    work = Work(
         [prompt for part in parts for prompt in part.prompts],
         [count for part in parts for count in part.outputs],
     )

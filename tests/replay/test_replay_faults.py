@@ -196,7 +196,7 @@ def test_recording_that_begins_in_mid_life_replays(middle, stage):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 differences" in done.stdout
     if stage == "engine":
-        assert "begins with the Begin at message" in done.stdout
+        assert "begins with the BeginEpoch at message" in done.stdout
         core = tool("run", stage, trace, "--core-only")
         assert core.returncode == 0, core.stdout + core.stderr
 

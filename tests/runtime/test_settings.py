@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from pipeinfer import settings as config
 from pipeinfer import topology as topologies
+from pipeinfer.other_servers import flag
 from pipeinfer.runtime.entry import stage_settings
 from pipeinfer.runtime.supervisor import prepare_settings
 from pipeinfer.settings import ConfigurationError, Settings
@@ -104,3 +106,14 @@ def test_paths_do_not_depend_on_the_folder_of_a_stage(tmp_path, monkeypatch):
     assert settings.record == str(tmp_path / "traces")
     assert settings.chat_template == str(tmp_path / "chat.jinja")
     assert Path(settings.model).is_absolute()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, one in config.settings_help().items() if one.kind in (int, float)]
+)
+def test_every_number_has_a_least_and_a_most(name):
+    """What no process could allocate or wait for is refused before any is started."""
+    infinite = 10**25 if config.settings_help()[name].kind is int else inf
+    for value, said in ((infinite, "at most"), (-infinite, "(at least|more than)")):
+        with pytest.raises(ConfigurationError, match=f"^{flag(name)}: must be {said} "):
+            config.build({name: str(value)})

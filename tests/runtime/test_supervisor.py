@@ -75,9 +75,10 @@ def server(short_path):
         yield lambda says, end, lives: Server(short_path, context, says, end, lives)
 
 
-@pytest.mark.parametrize("end", ["killed", "0"])
+@pytest.mark.parametrize("end", ["killed", "0", "2"])
 async def test_a_stage_that_ends_just_after_it_was_ready_is_started_again(server, end):
-    """As often as that happens: being ready in between, none of its ends is its sixth."""
+    """As often as that happens: being ready in between, none of its ends is its sixth. Also where
+    it is refused what the one before had."""
     one = server("starting,loading,ready", end, MAX_DEATHS + 1)
     task = asyncio.create_task(one.supervisor.run())
     await until(lambda: one.begun() == MAX_DEATHS + 2 or task.done(), 60)

@@ -47,9 +47,20 @@ def test_ids_say_stage_group_and_rank():
         (FIVE.replace("gateway", "gatewax"), "'gatewax' is none of .*; did you mean 'gateway'"),
         (FIVE.replace("ipc:///tmp/x/engine", "ipc:///tmp/x/gateway"), "both take"),
         (FIVE + 'http = "http://x:1"\n', "detokenizer-0: http = .* of a gateway"),
-        (
-            FIVE.replace('x/gateway"', 'x/gateway"\nhttp = "x:1"'),
-            "http = 'x:1' must be http://HOST",
+        *(
+            (FIVE.replace('x/gateway"', f'x/gateway"\nhttp = "{url}"'), f"http = {url!r} must be")
+            for url in (
+                "x:1",
+                "ftp://x:1",
+                "http://",
+                "http://:1",
+                "http://x:0",
+                "http://x:http",
+                "http://x:70000",
+                "http://a@x:1",
+                "http://x:1/",
+                "http://x y:1",
+            )
         ),
         (
             FIVE + '[[stage]]\nname = "engine"\naddress = "ipc:///tmp/x/2"\nrank = 2\n',

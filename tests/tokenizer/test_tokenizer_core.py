@@ -477,6 +477,8 @@ def test_kept_requests_are_told_to_their_new_gateway_and_since_when_they_wait() 
         adopt, submit=both
     )
     assert origins[1] == b"", "one of them is enough"
+    kept = [send.message.retention.kept_bytes for send in works]  # type: ignore[union-attr]
+    assert 4 <= kept[0] == kept[1] < 1000, "each has a prompt of one token, and parameters"
     core.handle(submit("new", prompt_ids=pack([1])), 11.0)
     waited = msgspec.structs.replace(adopt, waited=2.0)
     assert told(12.0, again=True) == [changes, waited] and core.stats()["ledger"] == 3
@@ -491,8 +493,13 @@ def test_kept_requests_are_told_to_their_new_gateway_and_since_when_they_wait() 
 
 def test_a_large_request_does_not_burden_scheduler_and_detokenizer() -> None:
     retention = Retention(stream="s", owner="o", seconds=5.0, format=bytes(MAX_ORIGIN_BYTES))
+    """But counts where it ends: gateways and tokenizers keep it as long as the answer is kept."""
     [_, work] = two_groups().handle(submit("a", prompt_ids=pack([1]), retention=retention), 0.0)
-    assert work.message.retention == msgspec.structs.replace(retention, format=b"")  # type: ignore[union-attr]
+    kept = work.message.retention.kept_bytes  # type: ignore[union-attr]
+    assert MAX_ORIGIN_BYTES < kept < MAX_ORIGIN_BYTES + 1000
+    assert work.message.retention == msgspec.structs.replace(  # type: ignore[union-attr]
+        retention, format=b"", kept_bytes=kept
+    )
 
 
 def test_a_tokenizer_that_leaves_leaves_new_requests_to_its_successor() -> None:

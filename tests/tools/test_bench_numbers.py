@@ -18,7 +18,7 @@ from pipeinfer.bench.dataset import TokenRange
 H200 = floor.Machine(flops=790e12, bandwidth=4.3e12)
 
 
-def published() -> workload.TokenizedRequest:
+def published() -> workload.Work:
     return workload.uniform(256, TokenRange(100, 1024), TokenRange(100, 1024), 10_000, 0)
 
 

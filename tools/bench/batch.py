@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.workload import TokenizedRequest
+from bench.workload import Work
 from pipeinfer import LLM, LoRARequest, SamplingParams
 
 PARTS = ("plan", "pack", "upload", "attention_plan", "forward", "masks", "sample", "result")
@@ -96,7 +96,7 @@ class Measured:
 
 
 def measure(
-    llm: LLM, work: TokenizedRequest, temperature: float, adapters: Sequence[LoRARequest] = ()
+    llm: LLM, work: Work, temperature: float, adapters: Sequence[LoRARequest] = ()
 ) -> Measured:
     """Runs `work` as one call; RuntimeError if any request got another number of tokens. adapters:
     requests have them in turns."""
@@ -124,7 +124,7 @@ def _engine(llm: LLM) -> dict[str, float]:
     return llm.stats()[ENGINE]
 
 
-def summary(work: TokenizedRequest, rounds: list[Measured]) -> dict[str, Any]:
+def summary(work: Work, rounds: list[Measured]) -> dict[str, Any]:
     """The metrics of several rounds of the same work: those of the median round."""
     middle = sorted(rounds, key=lambda one: one.seconds)[len(rounds) // 2]
     steps = middle.engine

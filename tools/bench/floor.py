@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from bench.workload import TokenizedRequest
+from bench.workload import Work
 from pipeinfer.checkpoint.source import resolve_model
 
 EIGHT_BITS = "F8_E4M3"
@@ -114,9 +114,7 @@ def batch_sizes(outputs: list[int], max_running: int) -> list[int]:
     return sizes
 
 
-def floor_seconds(
-    work: TokenizedRequest, size: ModelSize, machine: Machine, max_running: int
-) -> float:
+def floor_seconds(work: Work, size: ModelSize, machine: Machine, max_running: int) -> float:
     """Prefill, the products of each decode step, and reading K and V for each output token."""
     each = size.operations / machine.flops
     prefill = each * work.prompt_tokens
@@ -132,7 +130,7 @@ def floor_seconds(
 
 
 def efficiency(
-    options: argparse.Namespace, settings: Mapping[str, Any], work: TokenizedRequest, seconds: float
+    options: argparse.Namespace, settings: Mapping[str, Any], work: Work, seconds: float
 ) -> dict[str, float]:
     """The share of `seconds` that the machine of --flops and --bandwidth needs at least."""
     from pipeinfer import settings as config

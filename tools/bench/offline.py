@@ -77,7 +77,7 @@ def _run(
 def _metrics(
     options: argparse.Namespace,
     settings: Mapping[str, Any],
-    work: workload.TokenizedRequest,
+    work: workload.Work,
     rounds: list[batch.Measured],
 ) -> dict[str, Any]:
     """Those of one batch's rounds; prints them too."""

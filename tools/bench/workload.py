@@ -12,7 +12,7 @@ from pipeinfer.bench.dataset import TokenRange
 
 
 @dataclass(frozen=True)
-class TokenizedRequest:
+class Work:
     """Request i has prompts[i] and gets outputs[i] tokens, whatever ids they are."""
 
     prompts: list[list[int]]
@@ -29,7 +29,7 @@ class TokenizedRequest:
 
 def uniform(
     requests: int, prompts: TokenRange, outputs: TokenRange, highest_id: int, seed: int
-) -> TokenizedRequest:
+) -> Work:
     """Lengths and ids (0..highest_id) drawn evenly: first all prompts, then all output lengths.
 
     With 256 requests, 100:1024 twice, 10000 and seed 0 this is the benchmark of nano-vllm and
@@ -40,4 +40,4 @@ def uniform(
         [source.randint(0, highest_id) for _ in range(prompts.sample(source))]
         for _ in range(requests)
     ]
-    return TokenizedRequest(ids, [outputs.sample(source) for _ in range(requests)])
+    return Work(ids, [outputs.sample(source) for _ in range(requests)])

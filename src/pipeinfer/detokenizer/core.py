@@ -25,6 +25,7 @@ from pipeinfer.core import (
 )
 from pipeinfer.detokenizer.retained_outputs import (
     NO_BOUNDS,
+    DroppedOutput,
     Origins,
     OutputBounds,
     RetainedOutput,
@@ -255,7 +256,7 @@ class DetokenizerCore:
             output = RetainedOutput(stream.opened, tuple(stream.prompts), delivered, last)
             dropped = self._retained.add(output, now)
             self._counts["dropped"] += len(dropped)
-            hits += [_dropped(output.opened) for output in dropped]
+            hits += map(_abort_of, dropped)
         return hits
 
     def _next_attempt(self, stream: RequestStream) -> Send:
@@ -377,9 +378,7 @@ class DetokenizerCore:
             for begin in range(0, len(rows), ROWS_PER_MESSAGE):
                 part = tuple(rows[begin : begin + ROWS_PER_MESSAGE])
                 yield Send("text", to, Text(part))
-        for opened in self._retained.dropped:
-            if opened.gateway == gateway:
-                yield _dropped(opened)
+        yield from (_abort_of(one) for one in self._retained.dropped if one.gateway == gateway)
 
     def _decode_from_start(self, output: RetainedOutput) -> list[TextRow]:
         """The rows that the gateway before was sent."""
@@ -428,9 +427,9 @@ class DetokenizerCore:
 ROWS_PER_MESSAGE = 512  # text rows of a request that are sent again together
 
 
-def _dropped(opened: OpenStream) -> Send:
-    abort = Abort(opened.request_id, opened.attempt, "too much is kept")
-    return Send("recovery", f"gateway-{opened.gateway}", abort)
+def _abort_of(dropped: DroppedOutput) -> Send:
+    abort = Abort(dropped.request_id, dropped.attempt, "too much is kept")
+    return Send("recovery", f"gateway-{dropped.gateway}", abort)
 
 
 class RequestStream:

@@ -75,11 +75,11 @@ class RetainedOutput(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """That it occupies, about."""
+        """That it occupies in all stages, about."""
         prompts = sum(len(one.ids) + len(one.logprobs) for one in self.prompts)
         delivered, retention = self.delivered, self.opened.retention
-        origin = 0 if retention is None else len(retention.origin)
-        return OUTPUT_BYTES + origin + prompts + len(delivered.ids) + len(delivered.logprobs)
+        others = 0 if retention is None else len(retention.origin) + retention.kept_bytes
+        return OUTPUT_BYTES + others + prompts + len(delivered.ids) + len(delivered.logprobs)
 
     def row(self) -> TokenRow:
         """All of its tokens."""
@@ -123,10 +123,18 @@ class Origins:
 OUTPUT_BYTES = 1024  # bytes, about, of a retained request beside its ids and log-probs
 
 
+class DroppedOutput(NamedTuple):
+    """A retained request whose output is kept no more, and the index of its gateway."""
+
+    request_id: str
+    attempt: int
+    gateway: int
+
+
 class RetainedOutputs:
     """Outputs of retained requests that have ended, oldest first, within bounds.
 
-    bytes: of all. dropped: what was opened for those that went for their bytes.
+    bytes: of all. dropped: those that went for their bytes.
     """
 
     def __init__(self, bounds: OutputBounds) -> None:
@@ -134,17 +142,17 @@ class RetainedOutputs:
         self._outputs: dict[str, RetainedOutput] = {}
         self._owners: dict[str, dict[str, int]] = {}  # by owner, bytes by request
         self._owned_bytes: dict[str, int] = {}  # of them, by owner
-        self._dropped = RecentTable[OpenStream](DROPPED_SECONDS, MAX_DROPPED)
+        self._dropped = RecentTable[DroppedOutput](DROPPED_SECONDS, MAX_DROPPED)
         self.bytes = 0
 
     def __iter__(self) -> Iterator[RetainedOutput]:
         return iter(self._outputs.values())
 
     @property
-    def dropped(self) -> Iterator[OpenStream]:
-        return (opened for _, opened in self._dropped.items())
+    def dropped(self) -> Iterator[DroppedOutput]:
+        return (dropped for _, dropped in self._dropped.items())
 
-    def add(self, output: RetainedOutput, now: float) -> list[RetainedOutput]:
+    def add(self, output: RetainedOutput, now: float) -> list[DroppedOutput]:
         """One more; returns those that are dropped, perhaps this one."""
         name, owner = output.opened.request_id, _owner(output)
         self._outputs[name] = output
@@ -152,7 +160,7 @@ class RetainedOutputs:
         owned[name] = output.bytes
         self._owned_bytes[owner] = self._owned_bytes.get(owner, 0) + output.bytes
         self.bytes += output.bytes
-        gone: list[RetainedOutput] = []
+        gone: list[DroppedOutput] = []
         while self._owned_bytes.get(owner, 0) > self._bounds.per_owner:
             gone.append(self._drop(next(iter(owned)), now))
         while self.bytes > self._bounds.total:
@@ -172,11 +180,12 @@ class RetainedOutputs:
         if not owned:
             del self._owners[owner], self._owned_bytes[owner]
 
-    def _drop(self, name: str, now: float) -> RetainedOutput:
-        output = self._outputs[name]
-        self._dropped.put(name, output.opened, now)
+    def _drop(self, name: str, now: float) -> DroppedOutput:
+        opened = self._outputs[name].opened
+        dropped = DroppedOutput(name, opened.attempt, opened.gateway)
+        self._dropped.put(name, dropped, now)
         self.remove(name)
-        return output
+        return dropped
 
 
 def _owner(output: RetainedOutput) -> str:

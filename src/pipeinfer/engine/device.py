@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # who drives a device that computes nothing starts without to
     import torch
 
 Tensors: TypeAlias = "tuple[torch.Tensor, ...]"
-TokenizedRequest = Callable[[], None]
+Work = Callable[[], None]
 
 
 def nothing() -> None:
@@ -59,20 +59,20 @@ class Replay:
     """Captured work: `run` queues it, into the same `tensors`, from the addresses it has read.
     They hold it until other captured work of the device is queued, or captured."""
 
-    run: TokenizedRequest
+    run: Work
     tensors: Tensors
 
 
 class Device(Protocol):
     """Works off what is submitted, one after the other."""
 
-    def submit(self, work: TokenizedRequest, /, *, before: TokenizedRequest = nothing) -> StepEvent:
+    def submit(self, work: Work, /, *, before: Work = nothing) -> StepEvent:
         """Queues `work`. What it raises is raised by the event's `wait`, or, by a device that calls
         `work` at once (a GPU), by `submit` itself. `before` is called right before
         `work` and counts as time of the host: a GPU without other work is idle meanwhile."""
         ...
 
-    def run(self, work: TokenizedRequest, /) -> None:
+    def run(self, work: Work, /) -> None:
         """The same, and waits for its end; raises what it raises."""
         ...
 
@@ -80,7 +80,7 @@ class Device(Protocol):
         """Work that is to be done again and again; from within `run`."""
         ...
 
-    def seconds(self, work: TokenizedRequest, times: int, /) -> float:
+    def seconds(self, work: Work, times: int, /) -> float:
         """What the shortest of a few takes, each waited for; from within `run`."""
         ...
 
@@ -187,12 +187,10 @@ class HostDevice:
     """A thread, from the first piece of work on, so that the event loop stays free meanwhile."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[
-            tuple[TokenizedRequest, TokenizedRequest, HostEvent] | None
-        ] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Work, Work, HostEvent] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: TokenizedRequest, /, *, before: TokenizedRequest = nothing) -> HostEvent:
+    def submit(self, work: Work, /, *, before: Work = nothing) -> HostEvent:
         """From within other work it is done at once: the device's thread would wait for itself."""
         event = HostEvent()
         if threading.current_thread() is self._thread:
@@ -204,7 +202,7 @@ class HostDevice:
         self._work.put((before, work, event))
         return event
 
-    def run(self, work: TokenizedRequest) -> None:
+    def run(self, work: Work) -> None:
         self.submit(work).wait()
 
     def capture(self, body: Callable[[], Tensors]) -> Replay:
@@ -217,7 +215,7 @@ class HostDevice:
 
         return Replay(replay, tensors)
 
-    def seconds(self, work: TokenizedRequest, times: int) -> float:
+    def seconds(self, work: Work, times: int) -> float:
         found: list[float] = []
         for _ in range(times):
             began = time.perf_counter()
@@ -249,7 +247,7 @@ class HostDevice:
             del one, before, work, event  # what they hold may be large
 
 
-def _do(before: TokenizedRequest, work: TokenizedRequest, event: HostEvent) -> float:
+def _do(before: Work, work: Work, event: HostEvent) -> float:
     """Ends the event; returns when that was."""
     began, error = time.perf_counter(), None
     try:

@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 
 from pipeinfer.attention.interface import AttentionMetadata
-from pipeinfer.engine.device import Device, TokenizedRequest
+from pipeinfer.engine.device import Device, Work
 from pipeinfer.kernels.interface import DeviceStep, StepShape
 from pipeinfer.step import Step
 from pipeinfer.step_cost import measured_sizes
@@ -235,7 +235,7 @@ class Captured:
     """
 
     views: DeviceStep
-    replay: TokenizedRequest
+    replay: Work
     logits: torch.Tensor
     drawn: torch.Tensor
 

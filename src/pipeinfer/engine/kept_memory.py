@@ -268,13 +268,14 @@ class KeptMemory:
         caller's. The holder has closed its own when this returns, unless it has ended."""
         found = [self._kept.pop(name)[0] for name in names if name in self._kept]
         for entry in found:
-            if self.connected:
-                self._drop(entry.name)
+            self._drop(entry.name)
         self.taken = [name for name in self.taken if name not in names]
         return found
 
     def _drop(self, name: str) -> None:
-        if self._link is not None:
+        """Not where the holder has ended: the next one is not given it, and may not be there for
+        long."""
+        if self._link is not None and self.connected:
             try:
                 self._link.drop(name)
             except OSError as error:
@@ -374,7 +375,7 @@ class KeptMemory:
     def close(self) -> None:
         """This process ends in good order, which is no loss."""
         link, self._link = self._link, None
-        if link is not None:
+        if link is not None and link.fileno() >= 0:  # else the holder has ended
             with suppress(RuntimeError):  # no loop runs
                 asyncio.get_running_loop().remove_reader(link.fileno())
             with suppress(OSError):

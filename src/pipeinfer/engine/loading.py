@@ -6,11 +6,14 @@ that do not agree. Knows no message, no plan and no process.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,6 +138,26 @@ class LoadedEngine:
         return None if self.kept is None else self.kept.opened
 
 
+HOST_ALLOCATOR = "DefaultCPUAllocator"  # in what torch raises without memory of the host
+
+
+@contextmanager
+def refused_without_memory() -> Generator[None]:
+    """Raises ConfigurationError for arrays for which the host has no memory, ever: settings have
+    made them so large."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        unmapped = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        if not (isinstance(error, MemoryError) or unmapped or HOST_ALLOCATOR in str(error)):
+            raise
+        [reason, *_] = [*str(error).splitlines(), "none is left"]
+        raise ConfigurationError(
+            f"this host has no memory for it ({reason}): try a smaller --max-running, "
+            "--max-step-tokens, --max-model-len or --kv-pages"
+        ) from None
+
+
 def load_engine(
     settings: Settings,
     folder: Path,
@@ -211,7 +234,7 @@ def load_engine(
     memory = taken()
     if memory is not None and memory.taken:
         details.info("an engine before has left: %s", ", ".join(memory.taken))
-    loaded = _loaded(choices, settings.max_running, runner, memory)
+    loaded = _loaded(choices, runner, memory)
     if memory is None or not weights:
         return loaded
     return replace(loaded, memory=EngineMemory(memory, weights, chosen.device.run, files))
@@ -257,6 +280,8 @@ class ModelFiles:
         numbers = *numbers, torch.__version__, torch.backends.cpu.get_cpu_capability()
         if choices.transformers_spec is None:  # each lays experts out in its own way
             numbers = *numbers, resolve_backend(settings.moe_backend, choices.device)
+        else:  # its code computes what is in the pages
+            numbers = *numbers, metadata.version("transformers")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         where = choices.device, visible, choices.ordinal, choices.shard
         dummy = settings.seed if settings.load_format == "dummy" else None
@@ -271,16 +296,14 @@ def _model_files(settings: Settings, folder: Path) -> list[Path]:
     return [*folder.glob("*.json"), *weights]
 
 
-def _loaded(
-    choices: EngineChoices, max_slots: int, runner: Runner, kept: KeptMemory | None
-) -> LoadedEngine:
+def _loaded(choices: EngineChoices, runner: Runner, kept: KeptMemory | None) -> LoadedEngine:
     return LoadedEngine(
         runner=runner,
         kept=kept,
         page_size=choices.page_size,
         pages=runner.pool.num_pages,
         max_model_len=choices.max_model_len,
-        max_slots=max_slots,
+        max_slots=runner.largest.rows,
         attention=choices.attention,
         dtype=str(choices.dtype).removeprefix("torch."),
         device=choices.device,
@@ -689,8 +712,19 @@ def _pool_pages(
     shared = None
     if settings.standby:
         shared = 0 if kept is None else kept.weight_bytes
+    if settings.kv_pages:
+        _check_kv_pages(settings.kv_pages, page_bytes, machine.total_bytes)
     pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, page_bytes, shared))
     return pages if collectives is None else _agreed(collectives, pages)
+
+
+def _check_kv_pages(kv_pages: int, page_bytes: int, total: int) -> None:
+    """Raises ConfigurationError for more pages than the whole device has room for."""
+    if kv_pages * page_bytes > total:
+        needed, there = kv_pages * page_bytes / 2**30, total / 2**30
+        raise ConfigurationError(
+            f"--kv-pages {kv_pages:,}: they take {needed:,.1f} GiB, of {there:,.1f} GiB of memory"
+        )
 
 
 def _sized_by(settings: Settings, shape: EngineShape) -> str:

@@ -101,7 +101,8 @@ class AdapterLoads:
 
     def begin(self, message: LoadAdapter, submitted: int, ready: Callable[[], None]) -> None:
         """Reads the adapter; calls ready() when `put_ready` may put it. submitted: steps so far."""
-        if self._pending.get(message.slot) == message:  # asked for again
+        pending = self._pending.get(message.slot)
+        if pending is not None and _name(pending) == _name(message):  # asked for again
             return
         self._pending[message.slot] = message
         if self._loaded.get(message.slot) == message.adapter.digest:
@@ -139,6 +140,11 @@ class AdapterLoads:
     async def close(self) -> None:
         """Waits for what is being read."""
         await asyncio.gather(*self._tasks)
+
+
+def _name(message: LoadAdapter) -> tuple[int, int]:
+    """The same in all that is sent again, behind whichever plans."""
+    return message.epoch, message.number
 
 
 def _weights(message: LoadAdapter, bank: AdapterBank) -> AdapterWeights:

@@ -37,7 +37,7 @@ from pipeinfer.engine.calibrate import (
     dummy_step,
     largest_step,
 )
-from pipeinfer.engine.device import Device, HostDevice, Replay, Tensors, TokenizedRequest, nothing
+from pipeinfer.engine.device import Device, HostDevice, Replay, Tensors, Work, nothing
 from pipeinfer.engine.device_memory import Allocate, CudaMemory, DeviceMemory, HostMemory
 from pipeinfer.engine.graphs import MIN_SHARED_DECODES
 from pipeinfer.engine.runner import Runner
@@ -89,6 +89,11 @@ class Machine(Protocol):
         """Has everything compiled and allocated that steps need, before memory is looked at; a
         request has at most so many tokens. shares_device: another engine serves on this device, so
         that large steps would delay its own."""
+        ...
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of its memory, in use or not."""
         ...
 
     def free_for_pages(self, fraction: float, shared: int | None = None, /) -> int:
@@ -143,6 +148,10 @@ class HostMachine:
 
     def trim(self) -> None:
         """Nothing is held."""
+
+    @property
+    def total_bytes(self) -> int:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def free_for_pages(self, fraction: float, shared: int | None = None) -> int:
         free = available_bytes() - (0 if shared is None else resident_bytes() - shared)
@@ -232,7 +241,7 @@ class CudaDevice:
         self._polling = False
         self._memory: Any = None  # of all that is captured
 
-    def submit(self, work: TokenizedRequest, /, *, before: TokenizedRequest = nothing) -> CudaEvent:
+    def submit(self, work: Work, /, *, before: Work = nothing) -> CudaEvent:
         """The stream is current then, and stays it: what torch looks up to enter and leave one
         takes as long as the launch of a graph.
         """
@@ -246,7 +255,7 @@ class CudaDevice:
         last, self._last = self._last, ended
         return CudaEvent(self, began, ended, last)
 
-    def run(self, work: TokenizedRequest) -> None:
+    def run(self, work: Work) -> None:
         with torch.cuda.stream(self.stream):
             torch.cuda.synchronize()  # on any thread, it makes the GPU's context the current one
             work()
@@ -271,7 +280,7 @@ class CudaDevice:
         # What is captured next may use the same memory.
         return Replay(graph.replay, tuple(map(non_owning_view, tensors)))
 
-    def seconds(self, work: TokenizedRequest, times: int) -> float:
+    def seconds(self, work: Work, times: int) -> float:
         """Less often if it takes long: what disturbs it takes as long as always."""
         found: list[float] = []
         while len(found) < times and sum(found) < LONG:
@@ -412,6 +421,10 @@ class CudaMachine:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
+
+    @property
+    def total_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[1]
 
     def free_for_pages(self, fraction: float, shared: int | None = None) -> int:
         """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the

@@ -77,7 +77,7 @@ def build(context: StageContext) -> Stage:
         from pipeinfer.engine.choices import AS_THE_MODEL, choose_engine
         from pipeinfer.engine.core import EngineCore
         from pipeinfer.engine.kept_memory import KeptMemory
-        from pipeinfer.engine.loading import load_engine
+        from pipeinfer.engine.loading import load_engine, refused_without_memory
         from pipeinfer.engine.profiling import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
         from pipeinfer.memory.page_directory import ChainTracker
@@ -90,20 +90,21 @@ def build(context: StageContext) -> Stage:
     state = "loading"
     with start.phase("ranks"):
         collectives = _collectives(context, choices.device, ordinal)
-    loaded = load_engine(
-        settings, folder, start.read, identity.rank, start, collectives, choices, kept_memory
-    )
-    chains = None
-    if loaded.kept_pool is not None:
-        chains = ChainTracker(loaded.pages, loaded.page_size, loaded.max_slots)
-    memory = MemoryManager(
-        loaded.pages,
-        loaded.page_size,
-        loaded.max_slots,
-        loaded.max_model_len,
-        settings.cache,
-        chains,
-    )
+    with refused_without_memory():
+        loaded = load_engine(
+            settings, folder, start.read, identity.rank, start, collectives, choices, kept_memory
+        )
+        chains = None
+        if loaded.kept_pool is not None:
+            chains = ChainTracker(loaded.pages, loaded.page_size, loaded.max_slots)
+        memory = MemoryManager(
+            loaded.pages,
+            loaded.page_size,
+            loaded.max_slots,
+            loaded.max_model_len,
+            settings.cache,
+            chains,
+        )
     if identity.rank == 0:
         log.info("%s", _placed(settings, loaded, ordinal))
     details.info(

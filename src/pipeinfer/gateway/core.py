@@ -489,7 +489,8 @@ class GatewayCore:
 
     def _on_adopt(self, adopt: Adopt, now: float) -> list[Send]:
         """A request whose answer is kept is this gateway's, as if it had sent it. What is known, or
-        has ended since, was told before."""
+        has ended since, was told before. What is told when nobody waits for it any more is aborted:
+        its detokenizer has told its text already, and clients that came back were sent away."""
         submit = adopt.submit
         names = dict(
             zip(choice_ids(submit.request_id, submit.choices), submit.choices, strict=True)
@@ -503,6 +504,8 @@ class GatewayCore:
         ]
         if not new or submit.retention is None:
             return []
+        if self._adoption.complete:
+            return [self._abort_late(adopt, number, now) for number in new]
         submit = msgspec.structs.replace(submit, gateway=self._index, choices=tuple(new))
         size = occupied_tokens(submit.params, 0)
         for number in new:
@@ -519,6 +522,13 @@ class GatewayCore:
         if self._adoption.asks_detokenizers:  # one of them has told this: its tokenizer died, too
             out.append(Send("requests", adopt.stage, submit))
         return out
+
+    def _abort_late(self, adopt: Adopt, choice: int, now: float) -> Send:
+        """The Abort for a choice that this gateway never had."""
+        name, attempt = choice_id(adopt.submit.request_id, choice), adopt.submit.attempt
+        end = EndedRequest(adopt.stage, attempt, "its gateway did not wait for it", now)
+        self._ended.add(name, end)
+        return Send("requests", adopt.stage, Abort(name, attempt, end.reason))
 
     def _on_adapters(self, changes: AdapterChanges, _now: float) -> list[Send]:
         """A tokenizer tells what gateways before this one have loaded."""

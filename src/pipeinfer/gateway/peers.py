@@ -655,7 +655,9 @@ class HostGateways:
             asks: list[asyncio.Task[tuple[_Place, aiohttp.ClientResponse | None]]] = []
             for place in asked:
                 timeout = aiohttp.ClientTimeout(total=None)
-                session = aiohttp.ClientSession(connector=place.connect(), timeout=timeout)
+                session = aiohttp.ClientSession(
+                    connector=place.connect(), timeout=timeout, auto_decompress=False
+                )
                 await stack.enter_async_context(session)
                 asks.append(asyncio.create_task(self._ask(request, place, session)))
             stack.push_async_callback(_drop, asks)
@@ -681,12 +683,14 @@ class HostGateways:
         given = {header: request.headers.get(header, "") for header in ASKED_WITH}
         # Bytes that are no UTF-8 cannot be passed on, and must not be left out: they are wrong.
         headers = {h: v.encode(errors="replace").decode() for h, v in given.items() if v}
+        # Bodies are passed on as they come, also by a proxy before another host.
+        headers |= {place.mark: self._stage, "accept-encoding": "identity"}
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 answer = await session.request(
                     request.method,
                     f"{place.url}{request.rel_url.raw_path_qs}",
-                    headers=headers | {place.mark: self._stage},
+                    headers=headers,
                     allow_redirects=False,
                 )
         except (aiohttp.ClientError, TimeoutError):

@@ -482,7 +482,8 @@ class ResumableAnswers:
         answer = self._answers.pop(name, None)
         task = self._tasks.pop(name, None)
         if task is not None:
-            task.cancel()
+            # Not before it has begun: of a task that never began nothing is released.
+            asyncio.get_running_loop().call_soon(task.cancel)
         if answer is not None:
             self._release_requests(answer)
 

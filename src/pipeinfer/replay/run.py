@@ -611,14 +611,14 @@ class ReplayRun:
         if not fresh and header.broken:
             raise CannotReplay(
                 USAGE, "the recording's beginning did not fit into the flight recorder's memory, "
-                "and it has no Begin: it can be read, but not replayed",
+                "and it has no BeginEpoch: it can be read, but not replayed",
             )  # fmt: skip
         if not fresh:
             raise CannotReplay(
-                USAGE, "the recording begins in mid-life and has no Begin, so that the device's "
+                USAGE, "the recording begins in mid-life and has no BeginEpoch, so the device's "
                 "keys and values are not known; --core-only replays it without a device",
             )  # fmt: skip
-        self._say(f"mid-life: begins with the Begin at message {fresh[0].input.seq}")
+        self._say(f"mid-life: begins with the BeginEpoch at message {fresh[0].input.seq}")
         return fresh
 
     def _verdict(self, exchanges: list[TraceExchange]) -> int:

@@ -53,7 +53,7 @@ from pipeinfer.topology import Identity
 # Exit codes of a stage's process.
 ORDERLY = 0
 FAILED = 1
-MISCONFIGURED = 2  # another start would not help
+MISCONFIGURED = 2  # another start would not help, unless a process before was ready
 
 MAX_DEATHS = 5  # of a stage that was not ready in between; after one more the stage is given up
 
@@ -239,6 +239,7 @@ class Child:
     - status: the process's state, and its activity or the reason why it waits
     - config_valid: whether a process of this stage got past its configuration
     - failure_reason: why the process failed, "" if it did not
+    - has_served: whether a process of this stage was ready
     - deaths: ends of processes since one was ready
     - swapping: a swap handles the process's end, and not its watcher
     - killed_for_group: the process that was killed because its group starts anew
@@ -258,6 +259,7 @@ class Child:
     status: tuple[State, str] = ("starting", "")
     config_valid: bool = False
     failure_reason: str = ""
+    has_served: bool = False
     deaths: int = 0
     swapping: bool = False
     # See `kill_for_group`.
@@ -371,7 +373,8 @@ class Child:
         self.status = status.state, status.reason
         self.failure_reason = status.reason if status.state == "failed" else self.failure_reason
         self.config_valid = self.config_valid or status.state in VALID_CONFIG_STATES
-        self.deaths = 0 if status.state in SERVING_STATES else self.deaths
+        if status.state in SERVING_STATES:
+            self.has_served, self.deaths = True, 0
         return True
 
     def death_notice(self, reason: str) -> Heartbeat | None:

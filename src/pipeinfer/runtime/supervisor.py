@@ -514,7 +514,7 @@ class Supervisor:
         if child.swapping or not self._should_run(child):
             return
         name = child.identity.id
-        if code == MISCONFIGURED:
+        if code == MISCONFIGURED and not child.has_served:
             why = child.failure_reason
             if self.on_give_up is None:  # else the caller reports it
                 report_error(self._settings, why or f"{name} cannot start")
@@ -523,12 +523,15 @@ class Supervisor:
         if code >= 0 and not child.config_valid:  # a process killed by a signal may be valid
             self._give_up(f"{name} ended while it started ({exit_cause(code)})", FAILED)
             return
+        # A stage that has served may be refused resources that it had, such as memory that other
+        # processes took meanwhile.
         child.deaths += 1
-        if child.deaths > MAX_DEATHS:
-            self._give_up(f"{name} died {child.deaths} times and was never ready between", FAILED)
-            return
-        log.warning("%s ended (%s), starting it again", name, exit_cause(code))
         why = f": {child.failure_reason}" if child.failure_reason else ""
+        if child.deaths > MAX_DEATHS:
+            died = f"{name} died {child.deaths} times and was never ready between"
+            self._give_up(f"{died}{why}", FAILED)
+            return
+        log.warning("%s ended (%s)%s, starting it again", name, exit_cause(code), why)
         self._publish_death(child, f"its process ended ({exit_cause(code)}){why}")
         if child.identity.name == "engine" and child.killed_for_group is not process:
             for other in self._group(child.identity.group):

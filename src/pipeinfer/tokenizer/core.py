@@ -398,7 +398,7 @@ class TokenizerCore:
         accepted = self._accepted(pending, prompt, group)
         origin = None if event.retention is None else Origin(event, accepted)
         if origin is not None:
-            works[0] = with_origin(works[0], origin, self._roll_call.stage)
+            works = with_origin(works, origin, self._roll_call.stage)
         for work in works:
             certain = routed or in_one_group
             self._routed.put(RoutedRequest(work, group, certain, in_one_group, origin))

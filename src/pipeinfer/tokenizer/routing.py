@@ -620,15 +620,28 @@ class Origin(NamedTuple):
     waited: float = 0.0
 
 
-def with_origin(work: TokenizedRequest, origin: Origin, stage: str) -> TokenizedRequest:
-    """`work` of a request whose answer is kept, and with it what the tokenizer `stage` would tell a
-    gateway that is started again, unless that is too large."""
-    assert work.retention is not None
-    adopt = Adopt(stage=stage, submit=origin.submit, accepted=origin.accepted)
-    encoded = msgspec.msgpack.encode(adopt)
+def with_origin(
+    works: Sequence[TokenizedRequest], origin: Origin, stage: str
+) -> list[TokenizedRequest]:
+    """`works` of a request whose answer is kept, each with how much is kept of it; the first with
+    what the tokenizer `stage` would tell a gateway that is started again, unless that is too
+    large."""
+    first, *others = works
+    encoded = msgspec.msgpack.encode(
+        Adopt(stage=stage, submit=origin.submit, accepted=origin.accepted)
+    )
+    each = len(first.prompt_ids) + len(msgspec.msgpack.encode(first.params))
     if len(encoded) > MAX_ORIGIN_BYTES:
-        return work
-    return structs.replace(work, retention=structs.replace(work.retention, origin=encoded))
+        first = _retained(first, kept_bytes=each + len(encoded))
+    else:
+        first = _retained(first, kept_bytes=each, origin=encoded)
+    return [first, *(_retained(work, kept_bytes=each) for work in others)]
+
+
+def _retained(work: TokenizedRequest, kept_bytes: int, origin: bytes = b"") -> TokenizedRequest:
+    assert work.retention is not None
+    changed = structs.replace(work.retention, kept_bytes=kept_bytes, origin=origin)
+    return structs.replace(work, retention=changed)
 
 
 @dataclass(frozen=True, slots=True)

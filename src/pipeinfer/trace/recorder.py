@@ -32,6 +32,7 @@ import msgspec
 
 from pipeinfer.core import LOCAL
 from pipeinfer.gguf.header import is_gguf
+from pipeinfer.messages import BeginEpoch
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import End, ModelIdentity, Row, TraceHeader
 from pipeinfer.trace.snapshot import StateCopy, StateCopyFailed, Unsnapshottable
@@ -156,7 +157,8 @@ MAX_WAITING_BYTES = 64 << 20  # bytes that may wait for the thread before record
 ROW_OVERHEAD_BYTES = 150  # of a row beside its body, about
 STATE_RETRY_SECONDS = 10.0  # seconds after which a state that could not be taken is asked for again
 CLOSE_TIMEOUT = 10.0  # seconds that the thread has to write what is left
-BEGIN_PREFIX = b"\xa5Begin"  # as an encoded message begins, behind the array's first byte
+# How an encoded BeginEpoch begins, behind the array's first byte.
+BEGIN_EPOCH_PREFIX = msgspec.msgpack.encode(BeginEpoch.__name__)
 
 
 class Recorder:
@@ -385,7 +387,7 @@ class Recorder:
 
 
 def _restarts(row: Row) -> bool:
-    return row[1] == "in" and row[2] == "plan" and row[6].startswith(BEGIN_PREFIX, 1)
+    return row[1] == "in" and row[2] == "plan" and row[6].startswith(BEGIN_EPOCH_PREFIX, 1)
 
 
 SUFFIX = ".pitrace"
