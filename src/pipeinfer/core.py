@@ -40,7 +40,7 @@ EVERYONE = ""  # published to all subscribers: plans, telemetry
 
 
 class Send(NamedTuple):
-    """One output of a core: `message` goes to stage `to` ("detokenizer-0") on `channel`."""
+    """An output of a core: `message` goes to stage `to` ("detokenizer-0") on `channel`."""
 
     channel: str
     to: str

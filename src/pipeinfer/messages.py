@@ -3,7 +3,7 @@
 Knows no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec struct,
 encoded as MessagePack; token sequences are raw little-endian int32 bytes, scores are those of
 wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
-control.py has the messages of a person's requests, such as statistics and profiles.
+control.py has the messages of people's requests to stages, such as recordings and swaps.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Reattached(Message, frozen=True):
 
 class ResetCache(Message, frozen=True):
     """Request to all groups to forget cached prefixes that no request uses: gateway -> tokenizer ->
-    every scheduler, behind all work that was sent before.
+    every scheduler, after all work that was sent before.
 
     Attributes:
     - name: each group answers with a CacheReset of this name
@@ -190,8 +190,8 @@ class ResetCache(Message, frozen=True):
 
 
 class SetSleep(Message, frozen=True):
-    """Request to all groups to sleep, or to wake up: gateway -> tokenizer -> every scheduler,
-    behind all work that was sent before; repeated until every group has done it.
+    """Request to all groups to sleep, or to wake up: gateway -> tokenizer -> every scheduler, after
+    all work that was sent before; repeated until every group has done it.
 
     Attributes:
     - level: 1: pages are dropped, and weights leave the device; 2: weights are dropped, too; 0:
@@ -467,9 +467,9 @@ class LoadAdapter(Message, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """One step: releases, admits, appends, then rows `advance(slot, up to count tokens)`. A row
-    computes known tokens not yet computed, at most `count`; if none are left, it decodes one from
-    the id that the slot has sampled last. R: rows.
+    """A plan of one step: releases, admits, appends, then rows `advance(slot, up to count tokens)`.
+    A row computes known tokens not yet computed, at most `count`; if none are left, it decodes one
+    from the id that the slot has sampled last. R: rows.
 
     Attributes:
     - number: of the plan in its epoch, from 0; after MissedPlan a plan comes again with its number
@@ -482,7 +482,7 @@ class Plan(Message, frozen=True):
       computes those, as if it had no drafts. NO_DRAFTS (wire.py) for requests that never had drafts
       since their admission; empty if no row has a value
     - ends: int32 bytes [R], with `drafts`: upper bound of the computed tokens of the row's request
-      after this step, assuming that all drafts are accepted
+      after this step, assuming that all drafts are accepted; 0 in rows with NO_DRAFTS
     """
 
     epoch: int

@@ -1,4 +1,4 @@
-"""One step as arrays: written from the memory manager's decisions, read by the model runner.
+"""A step as arrays: written from the memory manager's decisions, read by the model runner.
 
 Memory, attention and engine exchange these structures. Needs no torch to be imported, and knows no
 policy. Rows are requests, tokens are the flattened rows.
@@ -330,7 +330,7 @@ class SharedPrefixes:
 
 @dataclass(frozen=True)
 class Step:
-    """One step on the host: made of `Rows` (memory/manager.py), and the source of a DeviceStep
+    """A step on the host: made of `Rows` (memory/manager.py), and the source of a DeviceStep
     (kernels/interface.py). Written by StepBuilder, read by Runner and the masks.
 
     R rows, T tokens, S rows that sample, L rows of logits: for each row that samples, in their

@@ -38,7 +38,7 @@ SUPERVISOR = "supervisor-0"
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """One process of the pipeline.
+    """A process of the pipeline.
 
     Attributes:
     - name: of NAMES
@@ -62,7 +62,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class StageEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One [[stage]] table of a topology file.
+    """A [[stage]] table of a topology file.
 
     Attributes:
     - name, group, rank, index: as in Identity

@@ -132,7 +132,8 @@ class IncomingLink:
         self._requested, self._requested_at = -1, 0.0
 
     def is_current(self, incarnation: int) -> bool:
-        """Whether the process `incarnation` is the newest one of the stage so far."""
+        """Whether the process `incarnation` is the newest one of the stage so far. A newer process
+        than before resets the link."""
         if incarnation > self._incarnation:
             self._incarnation = incarnation
             self._next, self._requested = 0, -1
@@ -261,7 +262,7 @@ class ReliableLinks:
     }
 
 
-# Arrays with an item for each row.
+# By message: names of the arrays that have an item for each row.
 ROWS: dict[type, tuple[str, ...]] = {
     Plan: ("slots", "counts"),
     Admitted: ("slots", "cached"),

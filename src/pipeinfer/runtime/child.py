@@ -1,4 +1,4 @@
-"""One stage as a child process, and the ties between both ends; and standbys, second processes of
+"""A stage as a child process, and the ties between both ends; and standbys, second processes of
 engines that have their weights and are silent until they are needed.
 
     supervisor's end              the stage's end

@@ -1,5 +1,5 @@
-"""One stage as a process: `python -m pipeinfer.runtime STAGE --topology FILE [--group D] ...`; and
-all stages as tasks of one loop, for debuggers.
+"""Runs one stage as a process: `python -m pipeinfer.runtime STAGE --topology FILE [--group D] ...`;
+and all stages as tasks of one loop, for debuggers.
 
 - main: of a process: settings, identity, logging, the shell, the exit code
 - InProcess: the same shells, cores and drivers over inproc://

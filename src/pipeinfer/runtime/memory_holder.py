@@ -119,7 +119,8 @@ class Keep(HolderRequest, tag=True):
     Attributes:
     - name: of the memory
     - kind: purpose of the memory
-    - note, key: bytes that are handed over with it: its contents, and the model that it belongs to
+    - note, key: bytes that are handed over with it: a description of its contents, and what it
+      belongs to, such as a model
     """
 
     name: str

@@ -284,7 +284,7 @@ FAMILY_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a family that this 
 
 
 def open_sockets(host: str, port: int) -> list[socket.socket]:
-    """One listening socket for each address of `host` ("localhost" may have two, "" is all).
+    """Opens a listening socket for each address of `host` ("localhost" may have two, "" is all).
 
     With port 0 the first takes a free port, the others the same. Raises ConfigurationError.
     """

@@ -403,7 +403,7 @@ class StepOverdue(Exception):
 
 @dataclass(slots=True)
 class StepInFlight:
-    """One published plan without a result.
+    """A published plan without a result.
 
     Attributes:
     - number: of the plan

@@ -362,8 +362,9 @@ class Mixed:
     """The default: every running request decodes in every step, then half-computed prompts and new
     ones get the rest.
 
-    No running request waits for another request's prompt: what that adds to the gap between its
-    tokens is bounded (see step_cost.py). While no request decodes, prompts get the whole step.
+    No running request waits for another request's prompt: the time that prompts add to the gap
+    between tokens is bounded (see step_cost.py). While no request decodes, prompts get the whole
+    step.
     """
 
     def compose(self, composer: StepComposer) -> None:

@@ -1,4 +1,4 @@
-"""One request in the scheduler: a token sequence, and how far the engine has come with it.
+"""A request in the scheduler: a token sequence, and how far the engine has come with it.
 
 Knows no pages and no bus. Positions follow from one number: if the scheduler gave an engine K ids
 of a request, and the engine has computed c tokens of it, it has sampled max(c - K + 1, 0). Ids that
@@ -196,7 +196,8 @@ class Request:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens still to be computed if it grows to its max_tokens, as far as that is known."""
+        """Number of tokens still to be computed if the request grows to its max_tokens; without
+        max_tokens UNKNOWN_OUTPUT output tokens are assumed."""
         max_tokens = self.work.params.max_tokens
         outputs = UNKNOWN_OUTPUT if max_tokens is None else max_tokens
         known = self.known_len - self.computed if self.phase == "running" else self.length
