@@ -1,6 +1,6 @@
 """pipeinfer: an inference server for large language models as a pipeline of processes.
 
-The offline classes are imported on first use, so that no stage pays for another's imports.
+The offline classes are imported on first use, so that no stage pays for their imports.
 """
 
 from __future__ import annotations

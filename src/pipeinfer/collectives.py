@@ -1,16 +1,16 @@
-"""The ranks of one tensor-parallel group: how they find each other, and what they exchange.
+"""The ranks of one tensor-parallel group: how they find each other, and how they exchange data.
 
-- `join_group` meets the other ranks (`rendezvous`: rank 0 opens a store and says where it is) and
-  gives the collectives, over torch.distributed (`TorchCollectives`). All ranks call the same
-  collectives in the same order; a rank that dies makes the others raise, one that hangs makes them
-  wait, which the scheduler's watchdog ends. Groups start and stop as a whole: a rank that was
+- `join_group` meets the other ranks (`rendezvous`: rank 0 opens a store and answers queries for its
+  port) and returns the collectives, over torch.distributed (`TorchCollectives`). All ranks call the
+  same collectives in the same order; a rank that dies makes the others raise, one that hangs makes
+  them wait, which the scheduler's watchdog ends. Groups start and stop as a whole: a rank that was
   started again asks again, and is answered by a rank 0 that was started again too.
 - `CustomAllReduce`: between GPUs that have mapped each other's memory, in place of NCCL's, the sum
   alone, by torch's kernels over its symmetric memory (torch.ops.symm_mem).
 - `AllReduceNorm`: the sum, the residual addition and RMSNorm in one kernel of this project
   (kernels/elementwise.py, which needs Triton).
 
-For which messages the last two are used is a rule, the same on all ranks. Both work in one shot
+Fixed rules, the same on all ranks, choose the messages for the last two. Both work in one shot
 (every rank reads the messages of all others) or in two (every rank adds up its share, then all
 collect the shares). Nothing here uses NVLink multicast. Knows no layer and no model.
 """
@@ -44,9 +44,10 @@ from pipeinfer.bus.frames import DECODE_ERRORS
 from pipeinfer.step import PeerLost
 from pipeinfer.topology import is_loopback, listen_host, socket_address
 
-# Bytes that the kernels load at a time: messages begin and end at multiples.
+# Bytes that the kernels load at a time: messages begin and end at multiples of it.
 ALIGNMENT = 16
-# Bytes of the largest message. Larger ones are NCCL's: there bandwidth alone counts.
+# Bytes of the largest message here. Larger ones are NCCL's, because their time depends on bandwidth
+# alone.
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 # CustomAllReduce, by the number of ranks: bytes up to which one shot is the fastest, ...
@@ -54,9 +55,9 @@ ONE_SHOT_MAX_BYTES = {2: 16 * 2**10, 4: 384 * 2**10, 8: 256 * 2**10}
 # ... and bytes from which two shots are. Between them NCCL is.
 TWO_SHOT_MIN_BYTES = {2: 1536 * 2**10, 4: 1024 * 2**10, 8: 256 * 2**10}
 
-# AllReduceNorm, by the number of ranks: bytes up to which one shot is the faster one. There every
-# rank reads the messages of all others; in two shots it reads its share of them and writes as much,
-# but waits twice. For two ranks both move as many bytes. Measured for 2 and 4 H200.
+# AllReduceNorm, by the number of ranks: bytes up to which one shot is faster than two. In one shot
+# every rank reads the messages of all others; in two shots it reads its share of them and writes as
+# much, but waits twice. For two ranks both move as many bytes. Measured for 2 and 4 H200.
 FUSED_ONE_SHOT_MAX_BYTES = {2: MAX_MESSAGE_BYTES, 4: 256 * 2**10, 8: 128 * 2**10}
 
 # Region of a rank for AllReduceNorm, in bytes:
@@ -70,7 +71,8 @@ Shots = Literal[0, 1, 2]
 
 
 def choose_algorithm(nbytes: int, ranks: int) -> Algorithm:
-    """How `ranks` ranks add up a message of `nbytes` bytes: the same on all of them."""
+    """The algorithm by which `ranks` ranks add up a message of `nbytes` bytes: the same on all of
+    them."""
     if ranks not in ONE_SHOT_MAX_BYTES or nbytes > MAX_MESSAGE_BYTES or not nbytes:
         return "nccl"
     if nbytes <= ONE_SHOT_MAX_BYTES[ranks] and nbytes % ALIGNMENT == 0:
@@ -87,17 +89,15 @@ class CustomAllReduce:
     buffer.
 
     Attributes:
-        ranks: of the group.
-        dtype: of the messages.
+    - ranks: ranks of the group
+    - dtype: dtype of the messages
     """
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, dtype: torch.dtype = torch.bfloat16
     ) -> None:
-        """All ranks of `group` must be here.
-
-        Raises RuntimeError if the GPUs cannot map each other's memory.
-        """
+        """Meets all other ranks of `group`. Raises RuntimeError if the GPUs cannot map each other's
+        memory."""
         from torch.distributed import _symmetric_memory as symmetric
 
         self.ranks = group.size()
@@ -114,7 +114,7 @@ class CustomAllReduce:
     def all_reduce(self, x: torch.Tensor, force: Algorithm | None = None) -> torch.Tensor:
         """The sum of `x` over the ranks, bit by bit the same on all; `x` may be overwritten.
 
-        force: an algorithm, to measure it.
+        - force: an algorithm, to measure it
         """
         shared = self._buffer[: x.numel()].view(x.shape)
         x = x.contiguous()
@@ -133,7 +133,8 @@ class CustomAllReduce:
 
 
 def choose_shots(rows: int, row_bytes: int, ranks: int) -> Shots:
-    """In how many shots [rows, ...] is added up and normed, the same on all ranks; 0: not here."""
+    """The number of shots in which messages [rows, ...] of `row_bytes` bytes a row are added up and
+    normed, the same on all ranks; 0: not by AllReduceNorm."""
     nbytes = rows * row_bytes
     if ranks not in FUSED_ONE_SHOT_MAX_BYTES or not 0 < nbytes <= MAX_MESSAGE_BYTES:
         return 0
@@ -157,16 +158,19 @@ class AllReduceNorm:
     sum, which no rank has before all have ended the last pass.
 
     Attributes:
-        shared: the regions of all ranks, as the kernel takes them.
-        ranks: how many.
-        dtype: of messages, residuals and weights.
+    - shared: the regions of all ranks, as the kernel takes them
+    - ranks: number of ranks
+    - dtype: dtype of messages, residuals and weights
     """
 
     def __init__(
         self, region: torch.Tensor, addresses: tuple[int, ...], rank: int, dtype: torch.dtype
     ) -> None:
-        """region: uint8 [region_bytes()] of this rank, zero at first. addresses: of every rank's
-        region, in the order of ranks."""
+        """Takes the mapped regions.
+
+        - region: uint8 [region_bytes()] of this rank, zero at first
+        - addresses: of every rank's region, in the order of ranks
+        """
         from pipeinfer.kernels import elementwise as kernel
 
         self._kernel = kernel
@@ -178,8 +182,8 @@ class AllReduceNorm:
         self._odd_call = False
 
     def buffer(self, rows: int, size: int) -> torch.Tensor | None:
-        """[rows, size], not filled, for this rank's message in the next call; None if messages of
-        that shape are not for this kernel."""
+        """A tensor [rows, size], not filled, for this rank's message in the next call; None if
+        messages of that shape are not for this kernel."""
         if not choose_shots(rows, size * self.dtype.itemsize, self.ranks):
             return None
         return self._view(self._odd_call * MAX_MESSAGE_BYTES, rows, size)
@@ -192,18 +196,18 @@ class AllReduceNorm:
         eps: float,
         force: Shots = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the sum of `partial` over ranks plus `residual`; that sum, where the residual
-        was).
+        """Returns (norm of the sum of `partial` over ranks plus `residual`; that sum, in place of
+        the residual).
 
         In two shots, rank r has that sum only in rows t with t % ranks == r, and the norm holds
         until the next call.
 
-        Args:
-            partial: the last `buffer` [rows, size], filled. RuntimeError if it is another tensor.
-            residual: [rows, size], the same on all ranks.
-            weight: [size], of the norm.
-            eps: of the norm.
-            force: a number of shots, to measure it.
+        Arguments:
+        - partial: the last `buffer` [rows, size], filled. RuntimeError if it is another tensor
+        - residual: [rows, size], the same on all ranks
+        - weight: [size], of the norm
+        - eps: of the norm
+        - force: a number of shots, to measure it
         """
         rows, size = residual.shape
         offset, self._odd_call = self._odd_call * MAX_MESSAGE_BYTES, not self._odd_call
@@ -217,7 +221,8 @@ class AllReduceNorm:
         return out, residual
 
     def compile(self, size: int) -> None:
-        """Compiles for vectors of that size. Ranks that wait inside a kernel can wait for long."""
+        """Compiles the kernel for vectors of `size` values, before the first call: ranks that wait
+        inside a kernel for one that compiles can wait for long."""
         vectors = torch.empty(2, size, dtype=self.dtype, device=self._region.device)
         for norms in (None, NORMS_OFFSET):
             self._kernel.compile_all_reduce_norm(self.shared, vectors, norms)
@@ -230,7 +235,8 @@ class AllReduceNorm:
 def create_all_reduce_norm(
     group: ProcessGroup, device: torch.device, dtype: torch.dtype
 ) -> AllReduceNorm:
-    """Over the ranks of `group`; all of them must be here, and meet again before the first call.
+    """Makes an AllReduceNorm over the ranks of `group`; all of them must call this, and meet again
+    before the first call.
 
     Raises RuntimeError if the GPUs cannot map each other's memory, or are not 2, 4 or 8;
     ImportError without Triton.
@@ -243,7 +249,7 @@ def create_all_reduce_norm(
     handle = symmetric.rendezvous(region, group=group)
     region.zero_()
     bases, rank = list(handle.buffer_ptrs), group.rank()
-    offset = region.data_ptr() - bases[rank]  # torch may have cut it out of something larger
+    offset = region.data_ptr() - bases[rank]  # the region may be a part of a larger mapping
     mine = torch.tensor([offset], device=device)
     offsets = [torch.empty_like(mine) for _ in bases]
     dist.all_gather(offsets, mine, group=group)
@@ -255,28 +261,29 @@ def create_all_reduce_norm(
 
 log = logging.getLogger(__name__)
 
-# torch 2.13 calls it all_gather_single and warns of the name that 2.11 knows alone.
+# torch 2.13 names it all_gather_single and warns of the only name that 2.11 has.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Elements of the messages whose custom all-reduce is compared with NCCL's when a group starts.
 CHECKED_ELEMENTS = (ALIGNMENT // 2, 4096, 65536, MAX_MESSAGE_BYTES // 4)
 # Rows of the messages whose fused all-reduce is compared with the reference.
 CHECKED_ROWS = (1, 5, 160)
-# Of the largest sum: what rounding each addition to bfloat16 may cost.
+# Share of the largest sum that rounding each addition to bfloat16 may cost.
 TOLERANCE = 0.05
 
-Method = TypeVar("Method")  # of adding up
+Method = TypeVar("Method")  # a method of adding up
 
 
 class TorchCollectives:
-    """What one rank of a group exchanges with the others: by gloo between CPUs, NCCL between GPUs.
+    """Collectives of one rank of a group: by gloo between CPUs, NCCL between GPUs.
 
     Attributes:
-        rank: of this process in the group, 0 .. size - 1.
-        size: ranks of the group.
-        custom: adds up the messages that it supports, in place of NCCL; None: NCCL does.
-        fusion: adds up messages, adds the residual and norms, in one kernel; None: nothing does.
-        in_order: sums are made in the order of ranks, whatever the size of the message.
+    - rank: of this process in the group, 0 .. size - 1
+    - size: ranks of the group
+    - custom: adds up the messages that it supports, in place of NCCL; None: NCCL adds up all
+    - fusion: adds up messages, adds the residual and norms, in one kernel; None: separate kernels
+      do
+    - in_order: sums are made in the order of ranks, whatever the size of the message
     """
 
     in_order = False
@@ -284,15 +291,14 @@ class TorchCollectives:
     def __init__(
         self, store: Store, rank: int, size: int, backend: str, timeout: float, ordinal: int = 0
     ) -> None:
-        """Returns when all ranks are there.
+        """Forms the group; returns when all ranks are there.
 
-        Args:
-            store: what all ranks share (see `rendezvous`).
-            rank: of this process.
-            size: ranks of the group.
-            backend: "gloo" or "nccl".
-            timeout: seconds, to form the group and of every collective.
-            ordinal: of this rank's GPU on its host.
+        - store: store of the group (see `rendezvous`)
+        - rank: of this process
+        - size: ranks of the group
+        - backend: "gloo" or "nccl"
+        - timeout: seconds, to form the group and of every collective
+        - ordinal: of this rank's GPU on its host
         """
         self.rank = rank
         self.size = size
@@ -312,7 +318,7 @@ class TorchCollectives:
         self._device = gpu or torch.device("cpu")
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, same shape; the argument may be overwritten."""
+        """The sum over ranks, same shape; the argument may be overwritten. Raises PeerLost."""
         if self.in_order:
             parts = self.all_gather_stacked(partial)
             total = parts[0].float()
@@ -326,12 +332,13 @@ class TorchCollectives:
         return partial
 
     def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
-        """[..., n] of every rank, side by side in the order of ranks: [..., n * size]."""
+        """The tensors [..., n] of every rank, side by side in the order of ranks: [..., n *
+        size]."""
         parts = self.all_gather_stacked(partial)
         return parts.movedim(0, -2).reshape(*partial.shape[:-1], -1)
 
     def all_gather_stacked(self, partial: torch.Tensor) -> torch.Tensor:
-        """[size, ...]: `partial` of every rank, in the order of ranks."""
+        """The tensors `partial` of every rank, in the order of ranks: [size, ...]."""
         flat = partial.contiguous().view(-1)
         parts = flat.new_empty(self.size * len(flat))
         with _peers():
@@ -339,13 +346,13 @@ class TorchCollectives:
         return parts.view(self.size, *partial.shape)
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, which become those of rank 0 in place."""
+        """Copies `values` of rank 0 into `values` of every rank, in place, and returns them."""
         with _peers():
             dist.broadcast(values, 0)
         return values
 
     def all_gather_host(self, values: np.ndarray) -> np.ndarray:
-        """[size, ...]: `values` of every rank, in the order of ranks."""
+        """The arrays `values` of every rank, in the order of ranks: [size, ...]."""
         return self.all_gather_stacked(torch.from_numpy(values).to(self._device)).cpu().numpy()
 
     def all_reduce_min(self, value: int) -> int:
@@ -355,11 +362,11 @@ class TorchCollectives:
         return int(mine.item())
 
     def enable_custom_all_reduce(self, dtype: torch.dtype, hidden: int) -> bool:
-        """Lets GPUs that map each other's memory add up messages of `dtype` by themselves, and
-        norm vectors of `hidden` values with it where that comes next.
+        """Lets GPUs that map each other's memory add up messages of `dtype` by themselves, and norm
+        vectors of `hidden` values in the same kernel if a norm comes next.
 
-        All ranks must call it. False, with the reason in the log, where they cannot or where the
-        sums are wrong: then NCCL adds up everything.
+        All ranks must call it. False, with the reason in the log, if they cannot or if the sums are
+        wrong: then NCCL adds up everything.
         """
         world = dist.group.WORLD
         assert world is not None
@@ -383,8 +390,8 @@ class TorchCollectives:
     def _enable_on_all_ranks(
         self, make: Callable[[], Method], is_correct: Callable[[Method], bool], without: str
     ) -> Method | None:
-        """What `make` gives, if every rank can make it and finds it correct; else None, and the log
-        says `without` and the reason."""
+        """The result of `make`, if every rank can make it and finds it correct; else None, and
+        `without` and the reason are logged."""
         made, trouble = None, "another rank cannot do otherwise"
         try:
             made = make()
@@ -446,14 +453,14 @@ class TorchCollectives:
         return good
 
     def close(self) -> None:
-        """Leaves the group; it must not be used afterwards."""
+        """Leaves the group; this object must not be used afterwards."""
         self.custom = self.fusion = None
         dist.destroy_process_group()
 
 
 @contextmanager
 def _peers() -> Generator[None]:
-    """Around a collective."""
+    """Wraps a collective: its errors are raised as PeerLost."""
     try:
         yield
     except RuntimeError as error:  # whatever a backend raises: torch's errors are all of that kind
@@ -466,9 +473,9 @@ def _is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def disable_multicast(environ: MutableMapping[str, str]) -> None:
-    """Has NCCL and torch leave NVLink multicast (NVLS) alone, unless `environ` says otherwise.
+    """Has NCCL and torch leave NVLink multicast (NVLS) alone, unless `environ` sets it.
 
-    Nothing here needs it, and where the links of a host are not set up for it, ranks fail or hang.
+    No code here needs it, and ranks fail or hang if the links of a host are not set up for it.
     """
     environ.setdefault("NCCL_NVLS_ENABLE", "0")
     environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -485,14 +492,13 @@ def join_group(
 ) -> TorchCollectives:
     """Meets the other ranks and forms the group with them.
 
-    Args:
-        address: of rank 0 (topology.py).
-        rank: of this process.
-        size: ranks of the group.
-        device: "cuda" or "cpu".
-        timeout: seconds to meet, to form the group, and of every collective.
-        ordinal: of this rank's GPU on its host; None: `rank`.
-        sockets: see `rendezvous`.
+    - address: of rank 0 (topology.py)
+    - rank: of this process
+    - size: ranks of the group
+    - device: "cuda" or "cpu"
+    - timeout: seconds to meet, to form the group, and of every collective
+    - ordinal: of this rank's GPU on its host; None: `rank`
+    - sockets: see `rendezvous`
 
     Raises RendezvousError if the ranks do not come together in time.
     """
@@ -500,7 +506,7 @@ def join_group(
     if backend == "nccl":
         disable_multicast(os.environ)
     if backend == "gloo" and is_loopback(listen_host(address)):
-        # Else gloo asks for the address of this host's name, which need not lead anywhere.
+        # Otherwise gloo resolves this host's name, which need not have an address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     formed = threading.Event()
     try:
@@ -512,9 +518,9 @@ def join_group(
         formed.set()
 
 
-# How long a rank waits for a reply before it asks again.
+# Seconds that a rank waits for a reply before it asks again.
 RETRY_SECONDS = 0.5
-# Of a query, which is two numbers: a peer that sends more is disconnected.
+# Most bytes of a query, which is two numbers: a peer that sends more is disconnected.
 MAX_QUERY_BYTES = 1_024
 
 # Binds a socket, or gives it its keys.
@@ -522,11 +528,11 @@ PrepareSocket = Callable[[zmq.Socket[bytes]], None]
 
 
 class StoreQuery(msgspec.Struct, frozen=True, array_like=True):
-    """A rank asks where the store of its group is.
+    """A rank's question for the store of its group.
 
     Attributes:
-        rank: of who asks.
-        size: ranks of the group that it belongs to.
+    - rank: of the rank that asks
+    - size: ranks of the group that it belongs to
     """
 
     rank: int
@@ -534,11 +540,11 @@ class StoreQuery(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoreReply(msgspec.Struct, frozen=True, array_like=True):
-    """Where the store of the group is.
+    """The answer to a StoreQuery.
 
     Attributes:
-        port: of the store, on rank 0's host.
-        refusal: why the rank that asks cannot have it; "": it can.
+    - port: of the store, on rank 0's host
+    - refusal: why the rank that asks cannot have it; "": it can
     """
 
     port: int = 0
@@ -559,13 +565,13 @@ def rendezvous(
 ) -> Store:
     """The store that all ranks of a group share. Blocks until rank 0 is there.
 
-    Args:
-        address: of rank 0 (topology.py).
-        rank: of this process.
-        size: ranks of the group.
-        timeout: seconds.
-        sockets: of this process, for its keys, and for where it listens if that is not its address.
-        formed: to be set when the group is formed; until then, or the timeout, rank 0 replies.
+    - address: of rank 0 (topology.py)
+    - rank: of this process
+    - size: ranks of the group
+    - timeout: seconds
+    - sockets: of this process, for its keys, and for the host to listen on if that is not its
+      address
+    - formed: to be set when the group is formed; until then, or the timeout, rank 0 replies
 
     Raises RendezvousError after `timeout`, or at once when rank 0 expects another number of ranks.
     """
@@ -602,7 +608,7 @@ def _query_store(endpoint: str, rank: int, size: int, timeout: float, secure: Pr
         socket.connect(endpoint)
         while time.monotonic() < deadline:
             if not socket.poll(int(1000 * RETRY_SECONDS), zmq.POLLOUT):
-                continue  # it speaks no CURVE, or we do not; the deadline ends it
+                continue  # one of both ends has no CURVE keys; the deadline ends it
             try:
                 socket.send(query, zmq.NOBLOCK)
             except zmq.Again:
@@ -613,7 +619,7 @@ def _query_store(endpoint: str, rank: int, size: int, timeout: float, secure: Pr
                         b"".join(socket.recv_multipart()), type=StoreReply
                     )
                 except DECODE_ERRORS:
-                    continue  # not of our rank 0, which may still answer
+                    continue  # not from the right rank 0, which may still answer
                 if reply.refusal:
                     raise RendezvousError(reply.refusal)
                 return reply.port
@@ -623,9 +629,9 @@ def _query_store(endpoint: str, rank: int, size: int, timeout: float, secure: Pr
 def _answer_queries(
     listen: PrepareSocket, size: int, port: int, timeout: float, formed: threading.Event
 ) -> None:
-    """Replies in a thread until the group is formed; binds before it returns.
+    """Replies to queries in a thread until the group is formed; binds before it returns.
 
-    A rank that had a reply may ask again: it did not wait for one that came late.
+    A rank that had a reply may ask again, if it no longer waited when the reply came.
     """
     socket = zmq.Context.instance().socket(zmq.REP)
     socket.linger, socket.ipv6, socket.maxmsgsize = 1000, True, MAX_QUERY_BYTES

@@ -1,6 +1,5 @@
-"""The parser of all command lines: errors are one line, and --help shows the flags that matter; and
-what an error says of a name that is not known or a text that is no number; and how many there are
-of a thing, in words.
+"""The parser of all command lines: errors are one line, and --help shows the flags that matter
+most. Also the texts of errors for an unknown name or a text that is no number, and counts in words.
 
 Knows no command, no setting and no names of its own.
 """
@@ -13,21 +12,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
-WRONG_USAGE = 2  # exit code
+WRONG_USAGE = 2  # exit code of a wrong command line
 NO_NUMBER = re.compile(r"invalid (int|float) value: '(.*)'$", re.DOTALL)  # argparse's words
 
 
 def counted(count: float, noun: str) -> str:
-    """ "1 stream", "1,024 streams": a whole number of things, with their noun."""
+    """A whole number of things, with their noun: "1 stream", "1,024 streams"."""
     return f"{count:,.0f} {noun}" if round(count) == 1 else f"{count:,.0f} {noun}s"
 
 
 class CommandLine(argparse.ArgumentParser):
-    """Errors end the process with code 2 and one line, which names the flag or the choice that was
-    perhaps meant. Flags are not abbreviated.
+    """A parser whose errors end the process with code 2 and one line, which names the flag or the
+    choice that was perhaps meant. Flags are not abbreviated.
 
-    essential: flags that `--help` shows, in this order; `--help-all` shows all. Without them both
-    show all.
+    - essential: flags that `--help` shows, in this order; `--help-all` shows all. Without them both
+      show all
     """
 
     def __init__(
@@ -49,12 +48,13 @@ class CommandLine(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         words = list(sys.argv[1:] if args is None else args)
-        # Before anything else: the value of a flag that is not known passes for another argument.
+        # Before anything else: argparse would take the value of an unknown flag for another
+        # argument.
         for flag in _flags(words):
             if flag not in self._option_string_actions:
                 self.error(self._unknown(flag))
         options, left = self.parse_known_args(words, namespace or argparse.Namespace())
-        # argparse gives a list of words only those that stand together.
+        # argparse gives a list argument only words that stand together.
         many = [one for one in self._get_positional_actions() if one.nargs in ("*", "+")]
         while many and left and not left[0].startswith("-"):
             getattr(options, many[0].dest).append(left.pop(0))
@@ -65,7 +65,7 @@ class CommandLine(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with `message` in one line; argparse's own are put in our words."""
+        """Ends the process with `message` in one line; argparse's own messages are rephrased."""
         text = message.removeprefix("argument ").replace("allowed with argument ", "allowed with ")
         missing = "the following arguments are required: "
         if text.startswith(missing):
@@ -75,13 +75,13 @@ class CommandLine(argparse.ArgumentParser):
         self.exit(WRONG_USAGE, f"error: {' '.join(text.split())}{more}\n")
 
     def _missing(self, names: str) -> str:
-        """What is said of arguments that must be given, with the choices of a single one."""
+        """The error for arguments that must be given, with the choices of a single one."""
         actions = self._get_positional_actions()
         choices = next((one.choices for one in actions if names in (one.dest, one.metavar)), None)
         return f"{names} is missing" + (f": {', '.join(map(str, choices))}" if choices else "")
 
     def format_help(self) -> str:
-        """What `--help` shows."""
+        """The text of `--help`."""
         if not self._essential:
             return super().format_help()
         formatter = self._get_formatter()
@@ -104,7 +104,7 @@ class CommandLine(argparse.ArgumentParser):
         return formatter.format_help()
 
     def format_help_all(self) -> str:
-        """What `--help-all` shows: every flag, in its group."""
+        """The text of `--help-all`: every flag, in its group."""
         usage = self.usage
         try:
             self.usage = self._short_usage() if self._essential else usage
@@ -113,7 +113,7 @@ class CommandLine(argparse.ArgumentParser):
             self.usage = usage
 
     def _short_usage(self) -> str:
-        """Without the flags, which would fill a screen."""
+        """The usage line without the flags, which would fill a screen."""
         words = [
             "%(prog)s",
             *(_placeholder(one) for one in self._get_positional_actions()),
@@ -135,7 +135,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse._HelpAction):
-    """Prints another text than `--help` does, and ends the process."""
+    """Prints the text of `--help-all`, and ends the process."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, text: Callable[[], str], help: str
@@ -155,7 +155,7 @@ class _HelpAll(argparse._HelpAction):
 
 
 def _flags(words: Sequence[str]) -> Iterator[str]:
-    """Those of `words` that argparse takes for flags, without values."""
+    """Yields those of `words` that argparse takes for flags, without values."""
     for word in words:
         if word == "--":
             return
@@ -171,19 +171,19 @@ def _placeholder(action: argparse.Action) -> str:
 
 
 def none_of(name: object, names: Iterable[object]) -> str:
-    """ "'mixd' is none of mixed, fcfs; did you mean 'mixed'?" """
+    """The text of an error, "'mixd' is none of mixed, fcfs; did you mean 'mixed'?"."""
     known = [str(one) for one in names]
     return f"{name!r} is none of {', '.join(known)}{did_you_mean(str(name), known)}"
 
 
 def no_number(text: object, kind: str) -> str:
-    """ "'many' is no whole number"; `kind`: int or float."""
+    """The text of an error, "'many' is no whole number"; `kind`: int or float."""
     return f"{text!r:.60} is no {'whole number' if kind == 'int' else 'number'}"
 
 
 def did_you_mean(name: str, names: Iterable[str], quote: str = "'") -> str:
-    """The end of an error, "; did you mean 'mixed'?", or nothing if no name is close. The only name
-    that `name` begins is."""
+    """The end of an error, "; did you mean 'mixed'?", or "" if no name is close. If `name` begins a
+    single one of the names, that one is meant."""
     import difflib  # only here: the command line's start pays for every import
 
     by_lower = {known.lower(): known for known in names}

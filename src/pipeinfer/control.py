@@ -1,9 +1,9 @@
-"""Messages of the channel `control`: what people ask of a running stage, and its answer.
+"""Messages of the channel `control`: requests of people to a running stage, and its answers.
 
 They are for the shell, never for a core, and are not recorded. Any stage takes them in its inbox
-and answers on its telemetry socket, where the asker listens before it asks. The asker is a command
-line, or a gateway whose page is open. Gateways tell one another here what each must know to answer
-for all. Knows no stage.
+and answers on its telemetry socket, to which the asker subscribes before it asks. The asker is a
+command line, or a gateway whose page is open. Gateways also exchange the state here that each needs
+to answer for all. Knows no stage.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class StartRecording(Message, frozen=True):
     Attributes:
     - recording: the asker's name for it
     - out: the folder, as the stage's host sees it
-    - seconds, messages, max_bytes: it ends by itself after that much; 0: without limit
+    - seconds, messages, max_bytes: limits at which the recording ends by itself; 0: without limit
     - fresh_epoch: an engine ends its epoch first, so that the trace has a whole one
-    - redact: a key as hexadecimal text; empty: record as it is
+    - redact: a key as hexadecimal text; empty: nothing is redacted
     """
 
     recording: str
@@ -38,17 +38,17 @@ class StartRecording(Message, frozen=True):
 
 
 class StopRecording(Message, frozen=True):
-    """End that recording in good order; unknown ones are answered with "failed"."""
+    """End the recording in good order; an unknown one is answered with "failed"."""
 
     recording: str
 
 
 class RecordingState(Message, frozen=True):
-    """A stage's answer.
+    """A stage's answer about a recording.
 
     Attributes:
     - path: of its file
-    - records, bytes: in it so far
+    - records, bytes: in the file so far
     - reason: why it is done, or what failed
     """
 
@@ -67,7 +67,8 @@ class Swap(Message, frozen=True):
     Attributes:
     - swap: the asker's name for it
     - stage: id of the stage
-    - command: what to start, before the stage's own arguments; empty: what ran before
+    - command: command to start, before the stage's own arguments; empty: the command that ran
+      before
     - folder: where to start it
     """
 
@@ -78,7 +79,7 @@ class Swap(Message, frozen=True):
 
 
 class SwapState(Message, frozen=True):
-    """The supervisor's answer, at every change.
+    """The supervisor's answer, at every change of a swap.
 
     Attributes:
     - reason: what failed, and what runs now
@@ -96,12 +97,12 @@ class SwapState(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Answer with Observed, from now on. Asked again while it is wanted; a process that was started
-    meanwhile knows nothing of it until then.
+    """Answer with Observed, from now on. Repeated as long as answers are wanted, because a process
+    that was started meanwhile does not have the request.
 
     Attributes:
     - seconds: how long
-    - past: also, once, what a scheduler's steps of the last minute were, see Observed
+    - past: also, once, a scheduler's steps of the last minute, see Observed
     """
 
     seconds: float
@@ -109,10 +110,12 @@ class Watch(Message, frozen=True):
 
 
 class TimedEvent(msgspec.Struct, frozen=True, array_like=True):
-    """Something that happened to a request in a stage.
+    """An event of a request in a stage.
 
     Attributes:
     - at: Unix seconds by the stage's clock
+    - name: of the event
+    - values: numbers of the event, by name
     """
 
     at: float
@@ -124,11 +127,11 @@ class RequestSpan(msgspec.Struct, frozen=True, array_like=True):
     """The span of a request in one stage.
 
     Attributes:
-    - began, ended: Unix seconds; `ended` 0: the request is there still
-    - outcome: how it ended, where there is something to say; else empty
+    - began, ended: Unix seconds; `ended` 0: the request has not ended
+    - outcome: how it ended, if that is of note; else empty
     - trace: the W3C traceparent that it came in with, or empty
-    - span: the traceparent that a gateway passes on, where it has a span of its own
-    - client: of a gateway's: hash of who asks, as in Submit
+    - span: the traceparent that a gateway passes on, if it has a span of its own
+    - client: of a gateway's span: hash of the client, as in Submit
     """
 
     stage: str
@@ -147,7 +150,7 @@ class StepMade(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
     - at: Unix seconds of its plan
-    - seconds: from the result before it, or from its plan where none was in flight
+    - seconds: from the result before it, or from its plan if no step was in flight
     - decodes: rows that decode
     - prompt_tokens: tokens of prompts
     - target: seconds, `--itl-target`
@@ -164,12 +167,12 @@ class StepMade(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Observed(Message, frozen=True):
-    """What `stage` saw since its last Observed.
+    """The events of `stage` since its last Observed.
 
     Attributes:
     - spans: spans that have begun, changed or ended
-    - steps: whose results have come
-    - past: sums of steps before those, of a minute
+    - steps: steps whose results have come
+    - past: sums of earlier steps, of a minute
     """
 
     stage: str
@@ -180,12 +183,12 @@ class Observed(Message, frozen=True):
 
 
 class ShowPrefixes(Message, frozen=True):
-    """To an engine: which of its cached prefixes save the most, and which are the longest?
+    """To an engine: which of your cached prefixes save the most, and which are the longest?
 
     Attributes:
     - question: the asker's name for it
     - most: prefixes of each kind
-    - ids: how many first tokens of each are sent
+    - ids: number of first tokens of each that are sent
     """
 
     question: str
@@ -197,7 +200,7 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
     """A path of the prefix tree, from its root.
 
     Attributes:
-    - tokens: its length
+    - tokens: length of the path
     - sequences: cached sequences that begin with it
     - locks: requests that use it now
     - first: its first ids, int32 bytes; empty for a salted one
@@ -210,7 +213,7 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefixes(Message, frozen=True):
-    """The answer of `stage`."""
+    """The answer of `stage` to ShowPrefixes."""
 
     question: str
     stage: str
@@ -218,7 +221,7 @@ class Prefixes(Message, frozen=True):
 
 
 class ShareState(msgspec.Struct, frozen=True, array_like=True):
-    """What a gateway says of its share of a limit, see gateway/peers.py.
+    """A gateway's report of its share of a limit, see gateway/peers.py.
 
     Attributes:
     - name, kind: of the limit
@@ -236,14 +239,16 @@ class ShareState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GatewayState(Message, frozen=True):
-    """gateway -> gateway: what all must know, and has changed since the number that the receiver
-    has said that it has heard; sent again until it says so of this one.
+    """gateway -> gateway: the part of the state that all gateways need and that has changed since
+    number `since`. Repeated until the receiver has acknowledged this number.
 
     Attributes:
     - stage, incarnation: of the sender
     - number: of its latest change
-    - since: number up to which the receiver has heard all; a new process has not, and drops this
-    - heard_incarnation, heard: the receiver's number that the sender has heard, of that process
+    - since: number up to which the receiver has acknowledged all; a new process, which has not,
+      drops this message
+    - heard_incarnation, heard: acknowledgement: the receiver's process and number up to which the
+      sender has all changes
     - adapters, forgotten_adapters: as in AdapterChanges; all of them if there was a change, else
       none
     """
@@ -271,7 +276,7 @@ class ShowMetrics(Message, frozen=True):
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):
-    """A sample of a metric, as Prometheus names and labels it."""
+    """A sample of a metric, with Prometheus's names and labels."""
 
     name: str
     labels: dict[str, str]
@@ -288,7 +293,7 @@ class MetricSamples(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CountedMetrics(Message, frozen=True):
-    """The answer of `stage`: what it counts itself."""
+    """The answer of `stage` to ShowMetrics: its own counts."""
 
     question: str
     stage: str
@@ -309,5 +314,5 @@ CONTROL: Any = Union[
     ShowMetrics,
     CountedMetrics,
 ]
-# Those that a gateway takes beside what every stage does.
+# Messages that a gateway takes in addition to those of every stage.
 FOR_GATEWAYS = (Observed, Prefixes, GatewayState, ShowMetrics, CountedMetrics)

@@ -1,4 +1,4 @@
-"""What the cores of all stages share: events in, messages out, and parts that several of them have.
+"""The parts that the cores of all stages share: events in, messages out, and common helpers.
 
 A core never reads a clock, opens a socket, draws entropy or spawns a task; its shell does. Here are
 
@@ -6,12 +6,12 @@ A core never reads a clock, opens a socket, draws entropy or spawns a task; its 
 - local events, which a core gets from its own shell or driver and which never travel on the bus
   (gateway/ledger.py and engine/core.py have those of one stage alone). They are messages, so that
   they can be recorded and replayed;
-- recovery: how a new process learns from its neighbours what the process before it knew;
-- `PlanFilter`: which plans count where some are published again;
+- recovery: how a new process gets from its neighbours the state of the process before it;
+- `PlanFilter`: which plans count if some are published again;
 - `RecentTable`: entries of the last seconds by name; `Deadlines`: of requests, by name;
-- `block_hashes`: by which beginnings of prompts are told apart;
+- `block_hashes`: hashes of the beginnings of prompts, by which routers and caches compare them;
 - liveness: how often stages send heartbeats, after how long a silence one counts as lost, and
-  `SuspendAwareClock`, by which that is judged;
+  `SuspendAwareClock`, by which silence is measured;
 - `FairQueue`: waiting items, taken so that clients share by weight and no item starves;
 - `Histogram`: durations, as plain numbers that heartbeats can carry.
 
@@ -40,7 +40,7 @@ EVERYONE = ""  # published to all subscribers: plans, telemetry
 
 
 class Send(NamedTuple):
-    """One output of a core: `message` goes to stage `to` ("detokenizer-0") on `channel`."""
+    """An output of a core: `message` goes to stage `to` ("detokenizer-0") on `channel`."""
 
     channel: str
     to: str
@@ -72,21 +72,23 @@ class Tick(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Refuse what is new, finish what runs."""
+    """The stage is to refuse new requests, finish the live ones, and stop."""
 
 
 class Leave(Message, frozen=True):
     """Another process takes this stage over at once: begin nothing new, hand on what has begun.
 
-    Requests are not finished; the successor learns them from its neighbours. A core that left is
-    idle as soon as nothing of it is under way.
+    Requests are not finished; the successor gets them from its neighbours. A core that left is idle
+    as soon as no step or other work of its own is under way.
     """
 
 
 class SendFailed(Message, frozen=True):
-    """A message of this request could not be sent, and never can be: `reason` says why.
+    """A message about this request could not be sent and never can be; nothing was sent in its
+    place.
 
-    Nothing was sent in its place.
+    Attributes:
+    - reason: why it cannot be sent
     """
 
     request_id: str
@@ -95,33 +97,33 @@ class SendFailed(Message, frozen=True):
 
 
 class NewEpoch(Message, frozen=True):
-    """To an engine: end the epoch in good order, so that what follows begins with empty memory."""
+    """To an engine: end the epoch in good order, so that the next one begins with empty memory."""
 
 
 class Compiled(Message, frozen=True):
-    """To an engine: the grammar that Compile(request_id) asked for is there, or cannot be because
-    of `error`."""
+    """To an engine: the grammar of Compile(request_id) is compiled, or cannot be because of
+    `error`."""
 
     request_id: str
     error: str = ""
 
 
 class GraphDue(Message, frozen=True):
-    """To an engine: there was no step for a while, and one more CUDA graph can be captured."""
+    """To an engine: the device had no step for a while, and one more CUDA graph can be captured."""
 
 
 class StepDone(Message, frozen=True):
-    """The device finished step `number`. L: its rows of logits (Step), in their order.
+    """The device finished step `number`. L: the step's rows of logits (see Step), in their order.
 
     Attributes:
     - num_sampled: int32 bytes [L], tokens that each row gave
     - token_ids: int32 bytes, row after row
-    - seconds: that the step took
+    - seconds: duration of the step; differs between a run and its replay
     - bad: int32 bytes, those of the L rows whose logits were not finite
-    - logprobs: log-probs (wire.py) of those ids whose rows ask for them
-    - prompt_logprobs: log-probs of each of the step's `prompt_logprob_chunks`
-    - refused: by row, why its grammar allows nothing
-    - mask_units: by row, what its mask costs, where that is news
+    - logprobs: log-probs (wire.py) of the ids of rows that ask for them
+    - prompt_logprobs: log-probs of the tokens of each of the step's `prompt_logprob_chunks`
+    - refused: by row, why the row's grammar allows nothing
+    - mask_units: by row, cost of one mask in units (grammars/compiling.py), if it is high or was
     """
 
     epoch: int
@@ -139,15 +141,19 @@ class StepDone(Message, frozen=True):
 # ------------------------------------------------------------------------------------ recovery
 
 DIGITS = re.compile("[0-9]{1,9}")
-RECOVER_RETRY_SECONDS = 1.0  # after which a peer that has not answered is asked again
+RECOVER_RETRY_SECONDS = 1.0  # seconds after which a peer that has not answered is asked again
 
 
 class StepNote(Message, frozen=True):
-    """The engine's core gave step `number` to the device, at the record's time.
+    """The engine's core gave step `number` to the device, at the record's time. When the step ran
+    follows from its StepDone: it ended just before that record's time and had begun `seconds`
+    earlier.
 
-    rows: requests in it, `decodes` of them with one token; tokens: of all rows; sampled: rows that
-    sample. When the step ran follows from its StepDone: it ended just before that record's time
-    and had begun `seconds` earlier.
+    Attributes:
+    - rows: requests in the step
+    - decodes: rows with one token
+    - tokens: of all rows
+    - sampled: rows that sample
     """
 
     epoch: int
@@ -159,8 +165,8 @@ class StepNote(Message, frozen=True):
 
 
 class PagesNote(Message, frozen=True):
-    """The engine's core told the page directory of `pages` pages that a plan has given to requests,
-    or that a step has filled."""
+    """The engine's core wrote entries of `pages` pages into the page directory: pages that a plan
+    has given to requests, or that a step has filled."""
 
     pages: int
 
@@ -186,7 +192,7 @@ class _StepArrays(Protocol):
 
 
 def step_note(step: _StepArrays) -> StepNote:
-    """The numbers of an engine's step (step.py, which light stages do not import)."""
+    """The StepNote of an engine's step (step.py, which light stages do not import)."""
     return StepNote(
         step.epoch,
         step.number,
@@ -202,18 +208,20 @@ ANY_PLAN = -1
 
 
 class PlanFilter:
-    """Which plans of an epoch count: each once, in the order of their numbers. A plan that some
-    rank has missed is published again, with all plans behind it, and all ranks hear them.
+    """Filters the plans of an epoch: each counts once, in the order of their numbers. A plan that
+    some rank has missed is published again, with all plans after it, and all ranks receive them.
 
-    expected: number of the next plan; ANY_PLAN for who begins to look on amid an epoch.
+    Attributes:
+    - expected: number of the next plan; ANY_PLAN for a reader that begins amid an epoch
     """
 
     def __init__(self, expected: int = 0) -> None:
         self.expected = expected
 
     def take(self, number: int) -> PlanOrder:
-        """ "next": the plan counts, and the one behind it is expected now. "repeated": it has
-        counted before. "gap": one before it is missing, so it will come again."""
+        """Classifies plan `number`. "next": the plan counts, and the one after it is expected now.
+        "repeated": it has counted before. "gap": a plan before it is missing, so this one will come
+        again."""
         if self.expected in (number, ANY_PLAN):
             self.expected = number + 1
             return "next"
@@ -221,12 +229,12 @@ class PlanFilter:
 
 
 class RollCall:
-    """Asks each of `peers` until it has answered `stage`, a process with `incarnation`, with all it
-    knows.
+    """Asks each of `peers` for its state until it has answered `stage`, a process with
+    `incarnation`.
 
-    An answer stands between two messages, the brackets (Recovered). What was queued for a process
-    that died may be lost, but never something after what arrived: an answer whose opening bracket
-    came is whole; an answer without is asked for again.
+    An answer stands between two Recovered messages, its brackets. Messages queued for the dead
+    process may be lost, but only a prefix of the queue. If the opening Recovered arrived,
+    everything after it arrives; otherwise the question is repeated.
     """
 
     def __init__(self, stage: str, incarnation: int, peers: Iterable[str]) -> None:
@@ -254,11 +262,11 @@ class RollCall:
         return not self._missing
 
     def has_begun(self, peer: str) -> bool:
-        """Whether the answer of `peer` has come, or begun to; also true of a stage that is not
+        """Whether the answer of `peer` has come, or begun to; also True for a stage that is not
         asked.
 
-        What `peer` sent before its answer may have been meant for the process before this one, or
-        come from a process that is dead. What of that still holds is in the answer.
+        Messages of a peer before its answer are ignored: they may be addressed to the previous
+        process or come from a dead one. The answer repeats whatever is still valid.
         """
         return self._missing.get(peer, True)
 
@@ -274,12 +282,12 @@ class RollCall:
 
     @property
     def complete(self) -> bool:
-        """Whether all answers are."""
+        """Whether the answers of all peers are complete."""
         return not self._missing
 
 
 def bracketed_answer(stage: str, question: Recover, known: Iterable[Send]) -> list[Send]:
-    """The answer of `stage` to `question`: all messages that are `known`, between two brackets."""
+    """Returns the answer of `stage` to `question`: the messages `known`, between two brackets."""
     opening = Recovered(stage, question.incarnation, opening=True)
     end = Recovered(stage, question.incarnation)
     return [
@@ -290,17 +298,16 @@ def bracketed_answer(stage: str, question: Recover, known: Iterable[Send]) -> li
 
 
 def stage_number(stage: str, name: str) -> int | None:
-    """The group or index in the id of a stage called `name`: 2 of "scheduler-2".
-
-    None for what is no such id: a peer may say anything.
-    """
+    """The group or index in the id of a stage called `name`: 2 of "scheduler-2". None for any other
+    text: a peer may send anything."""
     kind, _, digits = stage.partition("-")
     return int(digits) if kind == name and DIGITS.fullmatch(digits) else None
 
 
 def highest_random_weight(stages: Sequence[str], key: bytes) -> str:
-    """The one of `stages` for `key` by rendezvous hashing (Thaler and Ravishankar, 1996): evenly,
-    the same in every process, and where one of them is missing, only its own keys go to others."""
+    """Chooses one of `stages` for `key` by rendezvous hashing (Thaler and Ravishankar, 1996):
+    evenly, the same in every process, and without one of the stages only that stage's keys go to
+    others."""
     if len(stages) == 1:
         return stages[0]
     digest = blake2b(key, digest_size=16).digest()
@@ -310,7 +317,7 @@ def highest_random_weight(stages: Sequence[str], key: bytes) -> str:
 # -------------------------------------------------------------------------------- recent entries
 
 Value = TypeVar("Value")
-SLICES = 8  # of a table's time and size; the oldest goes as a whole
+SLICES = 8  # slices of a table's time and size; the oldest is dropped as a whole
 
 
 class _Span(Generic[Value]):
@@ -329,12 +336,12 @@ class _Span(Generic[Value]):
 
 
 class RecentTable(Generic[Value]):
-    """Entries by name of the last `seconds`, oldest first, and never more than `max_size`: then at
-    least the latest seven eighths of so many.
+    """Entries by name of the last `seconds`, oldest first, and never more than `max_size`. A full
+    table drops its oldest slice and keeps at least the latest seven eighths of `max_size`.
 
-    Entries lie in slices of time, which are dropped whole. A single dict from which the oldest
-    entry goes for each that comes gets holes at its beginning: it grows, and finding the oldest
-    becomes slow.
+    Entries lie in slices of time, which are dropped whole. A single dict that drops the oldest
+    entry for each new one gets holes at its beginning: it grows, and finding the oldest becomes
+    slow.
     """
 
     __slots__ = ("_max_size", "_seconds", "_spans")
@@ -345,7 +352,7 @@ class RecentTable(Generic[Value]):
         self._spans: list[_Span[Value]] = []
 
     def put(self, name: str, value: Value, now: float) -> None:
-        """Replaces what was put under `name`; `now` in seconds."""
+        """Sets the entry `name`, in place of an earlier one; `now` in seconds."""
         for span in self._spans:
             span.values.pop(name, None)
         span = self._span(now)
@@ -353,14 +360,14 @@ class RecentTable(Generic[Value]):
         span.last = now
 
     def get(self, name: str) -> Value | None:
-        """What was put last under `name`."""
+        """The latest entry of `name`; None if there is none."""
         for span in self._spans:
             if name in span.values:
                 return span.values[name]
         return None
 
     def items(self) -> Iterator[tuple[str, Value]]:
-        """Oldest first."""
+        """(name, entry) pairs, oldest first."""
         for span in self._spans:
             yield from span.values.items()
 
@@ -371,7 +378,7 @@ class RecentTable(Generic[Value]):
         return sum(len(span.values) for span in self._spans)
 
     def _span(self, now: float) -> _Span[Value]:
-        """The slice of `now`; drops those that are too old."""
+        """The slice of `now`; drops slices that are too old."""
         spans = self._spans
         while spans and now - spans[0].last >= self._seconds:
             del spans[0]
@@ -383,17 +390,17 @@ class RecentTable(Generic[Value]):
         return spans[-1]
 
 
-HASH_BYTES = 16  # of the hash of a block
+HASH_BYTES = 16  # bytes of the hash of a block
 
 
 def block_hash(parent: bytes, block: bytes) -> bytes:
-    """[16], of a block of token ids (int32) behind the block that has the hash `parent`. So it
+    """The hash [16] of a block of token ids (int32) after the block with hash `parent`, so it
     stands for all ids up to the block's end. It does not depend on the process."""
     return blake2b(parent + block, digest_size=HASH_BYTES).digest()
 
 
 def salt_hash(cache_salt: str) -> bytes:
-    """[16], the parent of the first block of a prompt with that cache salt."""
+    """The hash [16] of a cache salt: the parent of the first block of a prompt with that salt."""
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 
@@ -413,9 +420,9 @@ MAX_STALE = 64  # stale entries of Deadlines, beside as many as there are deadli
 class Deadlines:
     """Deadlines by name, soonest first.
 
-    A dict of them beside a heap of (deadline, name). A heap's entry whose name was removed, or has
-    another deadline by now, is stale: it goes when it comes up, or with all others when there are
-    many.
+    Kept as a dict beside a heap of (deadline, name). A heap's entry whose name was removed, or has
+    another deadline by now, is stale: it is dropped when it comes up, or with all other stale
+    entries when there are many.
     """
 
     __slots__ = ("_deadlines", "_heap")
@@ -428,21 +435,21 @@ class Deadlines:
         return len(self._deadlines)
 
     def set(self, name: str, deadline: float) -> None:
-        """Replaces the deadline of `name`, in seconds; infinite: none."""
+        """Sets the deadline of `name`, in seconds, in place of an earlier one; infinite: none."""
         self.remove(name)
         if deadline < inf:
             self._deadlines[name] = deadline
             heapq.heappush(self._heap, (deadline, name))
 
     def remove(self, name: str) -> None:
-        """`name` has no deadline any more; one that had none is no error."""
+        """Removes the deadline of `name`; no-op if it has none."""
         self._deadlines.pop(name, None)
         if len(self._heap) > 2 * len(self._deadlines) + MAX_STALE:
             self._heap = [(deadline, name) for name, deadline in self._deadlines.items()]
             heapq.heapify(self._heap)
 
     def take_due(self, now: float) -> Iterator[str]:
-        """Names whose deadline has come, soonest first; they have none any more."""
+        """Removes and yields the names whose deadline has come, soonest first."""
         while self._heap and self._heap[0][0] <= now:
             deadline, name = heapq.heappop(self._heap)
             if self._deadlines.get(name) == deadline:
@@ -452,22 +459,21 @@ class Deadlines:
 
 # Seconds between two heartbeats of a stage, up to 50 stages.
 HEARTBEAT_SECONDS = 0.5
-# Times --host-loss: so long a lost host may come back to work that no other can go on with. It may
-# have to boot, and to load a model.
+# Multiple of --host-loss: how long requests that only the lost host can continue wait for its
+# return. It may have to boot, and to load a model.
 GIVE_UP_FACTOR = 10
-# Times --host-loss: after that what is kept for a lost host is dropped: its answer is not
-# waited for any more.
+# Multiple of --host-loss after which state that is kept for a lost host is dropped.
 FORGET_FACTOR = 2 * GIVE_UP_FACTOR
-# Heartbeats a second of all stages together. All of them reach every gateway, and what schedulers
-# publish of their groups every tokenizer; each takes 0.2 ms where nothing else is to be done.
+# Heartbeats a second of all stages together. All of them reach every gateway, and each GroupStatus
+# of a scheduler reaches every tokenizer; reading one takes 0.2 ms on an idle stage.
 MAX_HEARTBEAT_RATE = 100
-# Seconds. A stage gets a tick twice a second or more often. A stage without a tick for so long was
-# stopped, or so busy that others' answers wait as well.
+# Seconds. A stage gets a tick twice a second or more often. A stage without a tick for this long
+# was stopped, or so busy that answers of other stages wait unread as well.
 MAX_TICK_GAP = 1.0
 
 
 def heartbeat_period(stages: int) -> float:
-    """Seconds between two heartbeats of a stage in a deployment of so many stages."""
+    """Seconds between two heartbeats of a stage in a deployment of `stages` stages."""
     return max(HEARTBEAT_SECONDS, stages / MAX_HEARTBEAT_RATE)
 
 
@@ -477,10 +483,10 @@ def silence_limit(stages: int, least: float = 5.0) -> float:
 
 
 class SuspendAwareClock:
-    """A clock that stands still while this process does: stopped by a signal, or on a sleeping
-    machine. So no peer counts as late because this process was not there to read its answer.
+    """A clock that stands still while this process is stopped by a signal or its machine sleeps. So
+    no peer counts as late because this process could not read the peer's answer.
 
-    It is the clock of the events, less all but MAX_TICK_GAP seconds of each longer gap between
+    Its time is that of the events, less all but MAX_TICK_GAP seconds of each longer gap between
     ticks.
     """
 
@@ -489,7 +495,7 @@ class SuspendAwareClock:
         self._ticked = float("inf")  # no gap ends before the first tick
 
     def tick(self, now: float) -> None:
-        """A tick came at `now`."""
+        """Takes a tick of the shell at `now`."""
         self._slept += self._gap(now)
         self._ticked = now
 
@@ -498,7 +504,7 @@ class SuspendAwareClock:
         return now - self._slept - self._gap(now)
 
     def _gap(self, now: float) -> float:
-        """Seconds since the last tick in which the stage must have slept."""
+        """Seconds beyond MAX_TICK_GAP since the last tick, in which the process was stopped."""
         return max(now - self._ticked - MAX_TICK_GAP, 0.0)
 
 
@@ -528,8 +534,8 @@ class FairQueue(Generic[T]):
     def put(self, client: str, weight: int, item: T) -> None:
         """Adds `item`.
 
-        client: whose item it is.
-        weight: its estimated cost, at least 1.
+        - client: name of the item's client
+        - weight: the item's estimated cost, at least 1
         """
         host = client.partition("/")[0]
         self._hosts.put(host, weight, host)  # a turn of the host; `take` picks the client
@@ -575,14 +581,14 @@ class _Flows(Generic[T]):
         return item
 
 
-# Upper bounds of buckets in seconds, for latencies of requests. From 0.3 on they are those of
+# Upper bounds of buckets in seconds, for latencies of requests. Bounds from 0.3 on are those of
 # vLLM's dashboards; the shorter ones resolve the latencies of an idle server.
 REQUEST_SECONDS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0,
     30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 
-# Statistics by position of draft tokens in their rows: how many were accepted.
+# Prefix of statistics by position of draft tokens in their rows: how many were accepted.
 ACCEPTED_AT = "accepted_draft_tokens_total_at_"
 # Upper bounds of buckets in tokens of a step: vLLM's.
 STEP_TOKENS = (1.0, *(8.0 * 2**power for power in range(12)))  # 1, 8, 16, 32, ... 16384
@@ -591,10 +597,11 @@ STEP_TOKENS = (1.0, *(8.0 * 2**power for power in range(12)))  # 1, 8, 16, 32, .
 class Histogram:
     """Counts of observations since the start.
 
-    bounds: upper bounds of the buckets, ascending, in the observations' unit; the last bucket has
-        none.
-    counts: observations of each bucket alone, len(bounds) + 1 numbers.
-    total: the sum of all observations.
+    Attributes:
+    - bounds: upper bounds of the buckets, ascending, in the observations' unit; the last bucket has
+      none
+    - counts: observations of each bucket alone, len(bounds) + 1 numbers
+    - total: the sum of all observations
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -637,7 +644,7 @@ def read_histogram(
 ) -> tuple[list[tuple[float, float]], float] | None:
     """Reads a histogram back from the statistics of a heartbeat.
 
-    Returns what `at_most` and `total` of the histogram were; None if `statistics` have no histogram
+    Returns (`at_most` pairs, `total`) of the histogram; None if `statistics` have no histogram
     `name`.
     """
     *buckets, count, total = histogram_names(name, bounds)
@@ -647,10 +654,11 @@ def read_histogram(
     return list(zip((*bounds, float("inf")), counts, strict=True)), statistics.get(total, 0.0)
 
 
-# Of a takeover, one after the other, since the scheduler heard that an engine was lost. restart:
-# until the next engine says Hello. begin: until its epoch runs, with the pages that it found.
-# first_token: until a request has a token. last_token: until every request that lost its slot has
-# had one, or has ended.
+# Phases of a takeover, one after the other, since the scheduler noticed that an engine was lost.
+# - restart: until the next engine sends Hello
+# - begin: until its epoch runs, with the pages that it recovered
+# - first_token: until a request has a token
+# - last_token: until every request that lost its slot has had a token, or has ended
 TakeoverPhase = Literal["restart", "begin", "first_token", "last_token"]
 TAKEOVER_PHASES: tuple[TakeoverPhase, ...] = get_args(TakeoverPhase)
 

@@ -1,6 +1,6 @@
 """The offline classes: a model without HTTP, on the same stages as `pipeinfer serve`.
 
-Only names; see offline/ for what they do, and docs/offline.md for how to use them.
+Only names; offline/ implements them, and docs/offline.md explains how to use them.
 """
 
 from __future__ import annotations

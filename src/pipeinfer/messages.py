@@ -1,9 +1,9 @@
-"""The protocol: every message between stages, and which of them travels on which channel.
+"""The protocol: every message between stages, and the messages of each channel.
 
-Knows no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
-struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, log-probs are
-those of wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
-control.py has what a person asks.
+Knows no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec struct,
+encoded as MessagePack; token sequences are raw little-endian int32 bytes, log-probs are those of
+wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
+control.py has the messages of people's requests to stages, such as recordings and swaps.
 """
 
 from __future__ import annotations
@@ -27,49 +27,53 @@ from pipeinfer.step_cost import StepCost
 
 PROTOCOL = 19
 
-REMEMBERED_UNLOADED = 8  # names of unloaded adapters; of others only the version is known
+# names of unloaded adapters that are kept; of earlier ones only the greatest version is
+REMEMBERED_UNLOADED = 8
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-# What becomes of the requests that a group has when it is put to sleep: they are answered first,
-# end at once with what they have, or go on at waking.
+# How putting a group to sleep treats the group's requests. "wait": they are answered first.
+# "abort": they end at once, with the output so far. "keep": they go on at waking.
 SleepMode = Literal["wait", "abort", "keep"]
 
-# Numbers of choices, from 0; params.py says what the request of each is called.
+# Numbers of choices, from 0; `choice_ids` of params.py makes the request id of each.
 Choice = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHOICES)]
 Choices = Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)]
 
-# Arrays as raw little-endian bytes. Where one has no whole number of items the frame is not read.
+# Arrays as raw little-endian bytes. A frame with an array that has no whole number of items is
+# refused.
 Int32s = Annotated[bytes, msgspec.Meta(extra={"item_bytes": 4})]
 UInt64s = Annotated[bytes, msgspec.Meta(extra={"item_bytes": 8})]
 
-# Of the memory of an engine: there is none without a page.
+# A size of an engine's memory or limits (pages, slots, tokens): at least 1.
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
-# What has happened so far, in an epoch of any length.
+# A counter of events; no upper bound.
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all that travels: encoded as [tag, field, field, ...]."""
+    """Base of all messages: encoded as [tag, field, field, ...]."""
 
 
 # ------------------------------------------------------------------- requests: gateway -> tokenizer
 
 
 class Retention(msgspec.Struct, frozen=True, array_like=True):
-    """How the answer to a request outlives its gateway: all stages keep the request, also when it
-    has ended, until its Done or Abort; a gateway that is started again gets it back.
+    """Retention of an answer beyond the life of its gateway: all stages keep the request, also when
+    it has ended, until its Done or Abort; a gateway that is started again gets it back.
 
     Attributes:
     - stream: id of the stream that the request's choices are part of
-    - owner: digest of the key that may have it (gateway/auth.py)
-    - seconds: for which it is kept where nobody reads it
+    - owner: digest of the API key that may read the answer (gateway/auth.py)
+    - seconds: how long the answer stays available after its last reader has left
     - first: number in the stream of the request's choice 0
-    - format: how its events are written, opaque to all but gateways (gateway/resumable_answers.py);
-      empty behind the tokenizer
-    - origin: behind the tokenizer, of one choice of a Submit: its Adopt, encoded, if that is not
-      too large. So a gateway that is started again hears of it from the detokenizer, too
-    - kept_bytes: behind the tokenizer: that stages keep of the choice, about, beside `origin` and
-      its output: of its prompt and parameters, and of an Adopt that is too large for `origin`
+    - format: how the answer's events are written, opaque to all but gateways
+      (gateway/resumable_answers.py); empty in messages that a tokenizer sends to schedulers
+    - origin: set by the tokenizer on one choice of each Submit: the encoded Adopt message, unless
+      it exceeds 1 MiB. The detokenizer sends it to a restarted gateway, for the case that the
+      tokenizer died too
+    - kept_bytes: set by the tokenizer: approximate bytes that stages keep of the choice beside
+      `origin` and its output: of its prompt and parameters, and of an Adopt that is too large for
+      `origin`
     """
 
     stream: str
@@ -85,30 +89,31 @@ class Submit(Message, frozen=True):
     """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given.
 
     Attributes:
-    - seed: final; that of the first choice
+    - seed: of the first choice; final, so nothing downstream draws another
     - text: prompt as text
     - prompt_ids: prompt as ids, int32 bytes
-    - chat: messages, which the chat template makes a prompt of
+    - chat: messages, from which the chat template makes the prompt
     - template_arguments: further variables of the chat template
     - add_special_tokens: whether the tokenizer adds BOS and the like
     - priority: lower ones are served earlier
-    - timeout: seconds until it is aborted; 0: never
+    - timeout: seconds until the request is aborted; 0: never
     - cache_salt: separates prefix caches
     - trace: W3C traceparent, or empty
-    - group: data-parallel group in which it runs already, if it was tokenized before; else -1
+    - group: data-parallel group in which the request runs already, if it was tokenized before; else
+      -1
     - return_prompt_ids: Accepted brings the prompt's ids
     - return_prompt_text: Accepted brings the prompt's text, of a chat always with special tokens
-    - only_encode: nothing but Accepted is wanted, and no group hears of it; with max_tokens 0 the
-      prompt may be longer than the context
-    - choices: numbers of those that are wanted; each is a request of its own from the tokenizer on
-    - client: who asks, as FairQueue takes it, in hashes (gateway/auth.py)
-    - fallback_grammar: what the output must be where the grammar of `params` is refused; None: such
-      a request is an error
-    - token_offsets: rows of its text say where the text of each token begins
+    - only_encode: tokenize only; the request is answered by Accepted and never reaches a scheduler.
+      With max_tokens 0 the prompt may be longer than the context
+    - choices: numbers of the choices to compute; each is a request of its own from the tokenizer on
+    - client: client name for FairQueue, made of hashes (gateway/auth.py)
+    - fallback_grammar: grammar of the output if the grammar of `params` is refused; None: such a
+      request is refused
+    - token_offsets: the request's TextRows have `offsets`, where the text of each token begins
     - return_token_strs: Accepted brings the prompt's tokens as the vocabulary writes them
-    - adapter: that it is computed with; its content is part of `cache_salt`
-    - detokenizer: index of its own
-    - retention: how its answer outlives the gateway; None: not at all
+    - adapter: LoRA adapter of the request; its content is part of `cache_salt`
+    - detokenizer: index of the detokenizer that serves this request
+    - retention: how the answer outlives the gateway; None: not at all
     """
 
     request_id: str
@@ -140,12 +145,13 @@ class Submit(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Forget the request everywhere. Travels on the request's path, so that it cannot overtake it;
-    on `recovery` it tells gateways that a stage keeps no more of a request.
+    """Forget the request everywhere. Abort travels on the request's path, so that it cannot
+    overtake the request. On `recovery` it has another sense: the sender, a stage, keeps nothing of
+    the request any more; gateways read that.
 
     Attributes:
-    - group: data-parallel group whose scheduler alone forgets the request, because nobody gave that
-      scheduler its TokenizedRequest; -1: everywhere
+    - group: data-parallel group whose scheduler alone forgets the request, because no tokenizer
+      gave that scheduler its TokenizedRequest; -1: everywhere
     """
 
     request_id: str
@@ -155,26 +161,27 @@ class Abort(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """Their clients have all of these requests, or what was kept of them was deleted or has
-    expired: forget them, and pass it on down their path."""
+    """The clients have received these requests completely, or the retained answers were deleted or
+    have expired. Every stage drops its state and forwards Done along the request's path."""
 
     request_ids: tuple[str, ...]
 
 
 class Reattached(Message, frozen=True):
-    """gateway -> tokenizer: a client reads again what the gateway before this one had begun of
-    these requests. So they have waited for nobody if this gateway dies as well."""
+    """gateway -> tokenizer: a client reads the answers to these requests again; a previous gateway
+    had begun them. The tokenizer forgets how long they waited for a client, so `Adopt.waited`
+    starts at 0 if this gateway dies as well."""
 
     request_ids: tuple[str, ...]
 
 
 class ResetCache(Message, frozen=True):
-    """All groups are to forget cached prefixes that no request uses: gateway -> tokenizer -> every
-    scheduler, behind all work that was sent before.
+    """Request to all groups to forget cached prefixes that no request uses: gateway -> tokenizer ->
+    every scheduler, after all work that was sent before.
 
     Attributes:
-    - name: each group answers CacheReset under it
-    - gateway, detokenizer: indices of those through which the answers come
+    - name: each group answers with a CacheReset of this name
+    - gateway, detokenizer: indices of the gateway and the detokenizer on the way of the answers
     """
 
     name: str
@@ -183,14 +190,14 @@ class ResetCache(Message, frozen=True):
 
 
 class SetSleep(Message, frozen=True):
-    """All groups are to sleep, or to wake up: gateway -> tokenizer -> every scheduler, behind all
-    work that was sent before; repeated until every group does.
+    """Request to all groups to sleep, or to wake up: gateway -> tokenizer -> every scheduler, after
+    all work that was sent before; repeated until every group has done it.
 
     Attributes:
     - level: 1: pages are dropped, and weights leave the device; 2: weights are dropped, too; 0:
       awake
     - mode: see SleepMode
-    - refuses: what comes meanwhile is refused with 503, and does not wait
+    - refuses: requests that come while the group sleeps are refused with 503; False: they wait
     """
 
     level: Annotated[int, msgspec.Meta(ge=0, le=2)]
@@ -200,15 +207,14 @@ class SetSleep(Message, frozen=True):
 
 class AdapterState(msgspec.Struct, frozen=True, array_like=True):
     """The latest change of an adapter that requests name `name`, by /v1/load_lora_adapter or
-    /v1/unload_lora_adapter: of two changes the one with the greater `version` holds, of equal ones
-    that of the greater `gateway`.
+    /v1/unload_lora_adapter. Of two changes the one with the greater `version` holds; of equal
+    versions the one of the greater `gateway`.
 
     Attributes:
-    - version: greater than that of any change, of any name, that `gateway` knew of
-    - gateway: index of the one that was asked to change it
+    - version: greater than the version of any change, of any name, that `gateway` had received
+    - gateway: index of the gateway that was asked for the change
     - adapter: None: it was unloaded
-    - configured: --lora-modules has the name too, so its change must be known as long as the server
-      runs
+    - configured: --lora-modules has the name too, so its change is kept as long as the server runs
     """
 
     name: str
@@ -218,17 +224,17 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True):
     configured: bool = False
 
     def follows(self, other: AdapterState) -> bool:
-        """Whether this change holds, where the other is of the same name."""
+        """Whether this change holds against `other`, a change of the same name."""
         return (self.version, self.gateway) > (other.version, other.gateway)
 
 
 class AdapterChanges(Message, frozen=True):
     """gateway -> tokenizers: the adapters that were loaded since the server's start, and those that
-    were unloaded last. Tokenizers keep them for a gateway that is started again, and gateways for a
-    tokenizer that is.
+    were unloaded last. Tokenizers keep the changes for a gateway that is started again, and
+    gateways for a tokenizer that is started again.
 
     Attributes:
-    - states: one of each name. Of those that were unloaded, the REMEMBERED_UNLOADED latest
+    - states: one of each name; of unloaded adapters the REMEMBERED_UNLOADED latest
     - forgotten: the greatest version of an unloaded adapter that is no longer in `states`
     """
 
@@ -241,8 +247,9 @@ class AdapterChanges(Message, frozen=True):
         return 1 + max([self.forgotten, *(state.version for state in self.states)])
 
     def updated(self, others: AdapterChanges) -> AdapterChanges:
-        """What both know together, whichever comes first. A name that only one of them has, and not
-        above what the other has forgotten, was unloaded."""
+        """Merges two sets of changes; the order does not matter. If only one set has a name, its
+        version is not greater than the other's `forgotten`, and it is not `configured`, the adapter
+        was unloaded and forgotten there, and is left out."""
         found: dict[str, AdapterState] = {}
         for these, those in ((self, others), (others, self)):
             known = {state.name: state for state in those.states}
@@ -270,22 +277,22 @@ class TokenizedRequest(Message, frozen=True):
     """A tokenized request.
 
     Attributes:
-    - gateway, detokenizer: indices of its own
+    - gateway, detokenizer: indices of the gateway and the detokenizer that serve this request
     - prompt_ids: int32 bytes
     - seed: of this choice
-    - eos_ids: ids that end it by themselves; empty under ignore_eos
+    - eos_ids: ids that end the request by themselves; empty under ignore_eos
     - priority: lower ones are served earlier
-    - timeout: seconds until it is aborted; 0: never
+    - timeout: seconds until the request is aborted; 0: never
     - cache_salt: separates prefix caches
     - trace: W3C traceparent, or empty
-    - sampling_group: request id of the first one of a parallel-sampling group, in its own
-      TokenizedRequest as well. They have one prompt, which one of them computes first. Empty for
-      others
-    - bad_word_ids: sequences of ids that its output must not have, as `params.bad_words` are
-      spelled
-    - client: who asks, as in Submit
-    - slow_grammar: its grammar takes long to compile
-    - reasoning: where its grammar or its budget of thoughts needs to know of them
+    - sampling_group: request id of the first request of a parallel-sampling group, in that request
+      as well. All of them have one prompt, which one of them computes first. Empty for other
+      requests
+    - bad_word_ids: sequences of ids that the output must not have: the tokenized `params.bad_words`
+    - client: as in Submit
+    - slow_grammar: the request's grammar takes long to compile
+    - reasoning: reasoning tags and state; set if a grammar or a reasoning budget needs them, else
+      None
     - token_offsets, adapter, retention: as in Submit
     """
 
@@ -312,13 +319,16 @@ class TokenizedRequest(Message, frozen=True):
 
 
 class HandOver(Message, frozen=True):
-    """Another group is to go on with the request: a group that has it, and no engine, forgets it
-    and answers with Delivered. On the path of the TokenizedRequest, so that it cannot overtake it.
+    """Another group is to go on with the request. Travels on the path of the TokenizedRequest, so
+    that it cannot overtake it. There are three uses:
 
-    If the group is lost, the gateway answers `stage` with Delivered of the next attempt, which has
-    the ids that its client has: from then on nothing of an earlier attempt reaches the client. A
-    detokenizer asks the gateway the same if the tokens of the groups that run a request differ; the
-    request's own tokenizer learns it then.
+    - tokenizer -> scheduler: a scheduler that has the request but no engine forgets it and answers
+      with Delivered
+    - tokenizer -> gateway, if the group is lost: the gateway answers `stage` with Delivered of the
+      next attempt, which has the ids that its client has; from then on nothing of an earlier
+      attempt reaches the client
+    - detokenizer -> gateway, if the tokens of the groups that run a request differ: the gateway
+      does the same, and sends its Delivered to the request's own tokenizer
 
     Attributes:
     - stage: id of the tokenizer that asks; empty from a detokenizer
@@ -333,11 +343,11 @@ class HandOver(Message, frozen=True):
 
 
 class BeginEpoch(Message, frozen=True):
-    """A new epoch: forget all slots, then answer Ready(epoch). The prefix tree holds what the
-    directory of kept pages says, else nothing. Plan numbers start at 0 again.
+    """A new epoch: forget all slots, then answer Ready(epoch). The prefix cache begins with the
+    pages that the directory of kept pages lists, else empty. Plan numbers start at 0 again.
 
     Attributes:
-    - incarnations: of the processes that take part; others say Hello
+    - incarnations: of the processes that take part; others answer with Hello
     """
 
     epoch: int
@@ -346,11 +356,11 @@ class BeginEpoch(Message, frozen=True):
 
 class Sleep(Message, frozen=True):
     """The epoch is over: give memory back until a BeginEpoch, as `level` of SetSleep says, then
-    answer Asleep. Sent until all ranks have.
+    answer Asleep. Repeated until all ranks have answered.
 
     Attributes:
     - incarnations: of the processes that are to sleep
-    - refuses: see SetSleep; for the scheduler that comes after this one
+    - refuses: see SetSleep; a rank keeps it for the next scheduler
     """
 
     level: Annotated[int, msgspec.Meta(ge=1, le=2)]
@@ -363,10 +373,11 @@ class Release(Message, frozen=True):
     write its pages.
 
     Attributes:
-    - cache_prefix: what was computed of (admitted tokens + `output_ids`) may enter the prefix
-      cache, a surplus token never
+    - cache_prefix: whether full pages of the computed part of (admitted tokens + `output_ids`) may
+      enter the prefix cache. Tokens sampled after the request ended never enter it
     - output_ids: confirmed ids sampled since the admission, int32 bytes
-    - drop_prefix: its logits were bad; what the cache has of it goes, as far as nobody else uses it
+    - drop_prefix: the request's logits were bad; its pages in the prefix cache are removed, except
+      those that other requests use
     """
 
     slot: Number
@@ -376,19 +387,20 @@ class Release(Message, frozen=True):
 
 
 class Admit(Message, frozen=True):
-    """Puts a request into a free slot: match its tokens in the prefix cache, lock what is found.
+    """Puts a request into a free slot: matches its tokens in the prefix cache, and locks the pages
+    found.
 
     Attributes:
     - token_ids: all known tokens, int32 bytes; ids at and past `prompt_len` count as output
     - prompt_len: tokens of the prompt
     - max_total: most tokens of prompt and output; rows that would exceed it are computed as empty
-    - seed: of its noise
+    - seed: of the request's noise
     - suppressed_ids: ids not sampled before `params.min_tokens` outputs
     - cache_salt: separates prefix caches
-    - prompt_logprobs_from: log-probs of the prompt's tokens from this position on are wanted, so
-      what comes right before it is computed; -1: of none, or they are known
+    - prompt_logprobs_from: first prompt position whose log-prob is still needed; the token before
+      it must be computed, not taken from the cache. -1: no prompt log-probs needed
     - bad_word_ids, trace, reasoning: as in TokenizedRequest
-    - adapter_slot: where LoadAdapter has put its adapter; 0: it has none
+    - adapter_slot: where LoadAdapter has put the request's adapter; 0: no adapter
     """
 
     slot: Number
@@ -408,8 +420,8 @@ class Admit(Message, frozen=True):
 
 
 class AppendTokens(Message, frozen=True):
-    """The engine's known tokens of the request in `slot` grow by confirmed outputs. Some may be
-    sampled already; the others were forced by its grammar, and need no step each.
+    """Adds confirmed outputs to the engine's known tokens of the request in `slot`. Some may be
+    sampled already; the others were forced by the request's grammar, and need no step each.
 
     Attributes:
     - ids: int32 bytes
@@ -420,13 +432,14 @@ class AppendTokens(Message, frozen=True):
 
 
 class CompileGrammar(Message, frozen=True):
-    """Requests wait for a grammar: compile it, and answer GrammarCompiled. Sent until all ranks
+    """Requests wait for a grammar: compile it, and answer GrammarCompiled. Repeated until all ranks
     have answered.
 
     Attributes:
-    - request_id: the first that waits
+    - request_id: the first request that waits
     - spec: the grammar
-    - slow: it takes long, and others do not wait for it; one such grammar is asked for at a time
+    - slow: compiling takes long, and other requests do not wait for it; one such grammar is asked
+      for at a time
     """
 
     request_id: str
@@ -435,15 +448,15 @@ class CompileGrammar(Message, frozen=True):
 
 
 class LoadAdapter(Message, frozen=True):
-    """Requests wait for an adapter: put it in the place of what is in `slot`, which no admitted
-    request has, behind all plans before; then answer AdapterLoaded. Sent until all ranks have
-    answered.
+    """Requests wait for an adapter: load it into `slot`, in place of the adapter there, which no
+    admitted request has, after all plans before; then answer AdapterLoaded. Repeated until all
+    ranks have answered.
 
     Attributes:
-    - epoch, number: name the message: what is sent again has the same ones
+    - epoch, number: name the message; repetitions have the same ones
     - slot: from 1 on
-    - adapter: what its files must be
-    - next_plan: number of the first plan that comes behind it
+    - adapter: with the digest that its files must have
+    - next_plan: number of the first plan that comes after this message
     """
 
     epoch: int
@@ -454,22 +467,22 @@ class LoadAdapter(Message, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """One step: releases, admits, extends, then rows `advance(slot, up to count tokens)`. A row
-    computes known tokens not yet computed, at most `count`; where none are left, it decodes one
+    """A plan of one step: releases, admits, appends, then rows `advance(slot, up to count tokens)`.
+    A row computes known tokens not yet computed, at most `count`; if none are left, it decodes one
     from the id that the slot has sampled last. R: rows.
 
     Attributes:
-    - number: of the plan in its epoch, from 0; one that was before comes again after MissedPlan
-    - slots, counts: int32 bytes [R]; no slot stands twice
+    - number: of the plan in its epoch, from 0; after MissedPlan a plan comes again with its number
+    - slots, counts: int32 bytes [R]; no slot appears twice
     - reset: cached prefixes that no request uses are forgotten between releases and admits
-    - cache_slots: slots (int32 bytes). Whole pages of what is computed of their prompts enter the
+    - cache_slots: slots (int32 bytes). Full pages of the computed part of their prompts enter the
       prefix cache before `reset` and the admits, which may use them
-    - drafts: int32 bytes [R], draft tokens that a row verifies behind its first token, count - 1 of
-      them; from the first such row of a request on, all its rows say how many, maybe 0. A row with
-      known tokens left computes those, as if it had no drafts. NO_DRAFTS (wire.py) in rows of other
-      requests. Empty: all rows are of others
-    - ends: int32 bytes [R], where `drafts` are: how many tokens at most are computed of the row's
-      request after this step. What its drafts may become is counted as if all were accepted
+    - drafts: int32 bytes [R], number of draft tokens verified in each row (count - 1). Once a
+      request has had drafts, each of its rows has a value >= 0. A row with known tokens left
+      computes those, as if it had no drafts. NO_DRAFTS (wire.py) for requests that never had drafts
+      since their admission; empty if no row has a value
+    - ends: int32 bytes [R], with `drafts`: upper bound of the computed tokens of the row's request
+      after this step, assuming that all drafts are accepted; 0 in rows with NO_DRAFTS
     """
 
     epoch: int
@@ -489,27 +502,28 @@ class Plan(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """An engine rank is loaded and asks for an epoch, until `BeginEpoch` lists it. Ranks must agree
-    on `model` to `step_tokens`, on `kv_dtype` and on drafts.
+    """An engine rank is loaded and asks for an epoch, until `BeginEpoch` lists it. All ranks of a
+    group must agree on the fields in AGREED (scheduler/epochs.py).
 
     Attributes:
     - protocol: PROTOCOL of the process
     - version: of pipeinfer
     - tp: ranks of its group
-    - model: name that it is served by
+    - model: name under which the model is served
     - page_size: tokens of a page
-    - pages: of its KV pool
+    - pages: of the rank's KV pool
     - max_slots: requests at a time
     - max_model_len: tokens of prompt and output
     - attention: backend
-    - graph_sizes: rows of its decode graphs
+    - graph_sizes: rows of the rank's decode graphs
     - step_tokens: the device's own token budget; 0: none
     - step_cost: as measured
     - kv_dtype: "fp8_e4m3", or "auto", which is the model's
-    - sleep_level: at which it sleeps; 0: it is awake
-    - refuses: of the Sleep that it follows
-    - max_drafts: draft tokens of a row at most; 0: it verifies none. max_draft_rows: decodes of a
-      step up to which rows have some. draft_model: a model makes them, not n-grams
+    - sleep_level: at which the rank sleeps; 0: it is awake
+    - refuses: of the Sleep that put the rank to sleep
+    - max_drafts: most draft tokens of a row; 0: the rank verifies none
+    - max_draft_rows: decodes of a step up to which rows have drafts
+    - draft_model: a model makes the drafts, not n-grams
     """
 
     protocol: int
@@ -535,8 +549,8 @@ class Hello(Message, frozen=True):
 
 
 class Asleep(Message, frozen=True):
-    """The rank has given back what sleeping at `level` gives back, and keeps `refuses` of Sleep for
-    the scheduler that comes after this one."""
+    """The rank has released the memory that sleeping at `level` releases, and keeps `refuses` of
+    Sleep for the next scheduler."""
 
     level: Number
     rank: Number
@@ -545,11 +559,11 @@ class Asleep(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The rank holds no request and hears plans: those of `epoch` may come.
+    """The rank holds no request and receives plans: those of `epoch` may come.
 
     Attributes:
-    - steps: that its device has made so far
-    - kept_pages: in its prefix cache, computed before this epoch
+    - steps: steps that the rank's device has run so far; must be equal on all ranks
+    - kept_pages: pages recovered into the prefix cache from before this epoch
     """
 
     epoch: int
@@ -560,7 +574,7 @@ class Ready(Message, frozen=True):
 
 
 class GrammarCompiled(Message, frozen=True):
-    """The rank has what CompileGrammar(request_id) asked for, or cannot have it because of
+    """The rank has compiled the grammar of CompileGrammar(request_id), or cannot because of
     `error`."""
 
     rank: Number
@@ -570,8 +584,7 @@ class GrammarCompiled(Message, frozen=True):
 
 
 class AdapterLoaded(Message, frozen=True):
-    """The rank has done what LoadAdapter `number` of `epoch` asked for, or cannot because of
-    `error`."""
+    """The rank has carried out LoadAdapter `number` of `epoch`, or cannot because of `error`."""
 
     rank: Number
     incarnation: int
@@ -584,8 +597,8 @@ class Admitted(Message, frozen=True):
     """Plan `number` was applied. Sent long before its tokens exist.
 
     Attributes:
-    - slots, cached: int32 bytes, one for each admit: so many tokens of it came from the prefix
-      cache
+    - slots, cached: int32 bytes, one for each admit: its slot, and how many of its tokens came from
+      the prefix cache
     - free: pages that are free after the plan
     - evictable: pages that are cached and not in use
     - evicted: pages that the prefix cache has evicted in this epoch
@@ -601,24 +614,25 @@ class Admitted(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """What step `number` did: a row for each row of its plan, in the plan's order. R: rows.
+    """The outcome of step `number`: a row for each row of its plan, in the plan's order. R: rows.
 
     Attributes:
-    - slots, starts, counts: int32 bytes [R]. `starts`: first computed position. `counts`: tokens
-      computed; 0: deferred, if listed in `deferred`, else nothing was left to do. Of a row with
-      `drafts` in the plan, those that count: its first token, and the drafts that were accepted
-    - produced: int32 bytes [R], ids of `token_ids` that belong to each row; 0 where it did not
+    - slots, starts, counts: int32 bytes [R]
+    - starts: first computed position of the row
+    - counts: tokens computed. 0: deferred, if the slot is listed in `deferred`, else nothing was
+      left to do. For a row with `drafts` in the plan: 1 + number of accepted draft tokens
+    - produced: int32 bytes [R], ids of `token_ids` that belong to each row; 0 if the row did not
       sample
-    - token_ids: int32 bytes, row after row. Behind a row's sampled id come those that its grammar
-      forces, which later steps may sample again
+    - token_ids: int32 bytes, row after row. A row's sampled id is followed by the ids that its
+      grammar forces, which later steps may sample again
     - deferred: int32 bytes, slots without pages for this step
     - free, evictable, evicted: as in Admitted
     - digest: running hash of the rank's decisions
     - bad: int32 bytes, slots whose logits were not finite: such a row has produced nothing
     - logprobs: log-probs of the ids whose requests ask for them, in the ids' order
     - refused: by slot, why its grammar allows nothing: such a row has produced nothing either
-    - mask_units: by slot, what a mask costs in units of work (grammars/compiling.py), where that is
-      much, or no longer is
+    - mask_units: by slot, cost of one grammar mask in units (grammars/compiling.py); only for slots
+      whose cost is at least COSTLY_MASK_UNITS or has just fallen below that
     """
 
     epoch: int
@@ -640,7 +654,7 @@ class Result(Message, frozen=True):
 
 
 class PromptLogprobs(Message, frozen=True):
-    """Log-probs of prompt tokens that step `number` found. Comes before its Result.
+    """Log-probs of prompt tokens that step `number` computed. Comes before the step's Result.
 
     Attributes:
     - first: position in the prompt of the first token
@@ -655,7 +669,7 @@ class PromptLogprobs(Message, frozen=True):
 
 
 class Digests(Message, frozen=True):
-    """What a rank above 0 decided.
+    """The decisions of a rank above 0, as digests.
 
     Attributes:
     - first: number of the first plan
@@ -669,10 +683,10 @@ class Digests(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """The rank leaves the epoch: a plan that cannot be, a step that does not add up.
+    """The rank leaves the epoch: a plan contradicts the rank's state, or a step failed.
 
     Attributes:
-    - orderly: no request of it is to blame: the rank was told to
+    - orderly: no request is to blame: the rank was asked to leave
     """
 
     epoch: int
@@ -682,9 +696,9 @@ class Fault(Message, frozen=True):
 
 
 class MissedPlan(Message, frozen=True):
-    """A later plan came, or what belongs behind one, so plan `number` was lost on its way to the
-    rank: it and all plans behind it are to be published again. The rank waits for them.
-    """
+    """Plan `number` was lost on its way to the rank, which has received a later plan, or a message
+    that belongs after it: plan `number` and all plans after it are to be published again. The rank
+    waits for them."""
 
     epoch: int
     rank: int
@@ -715,12 +729,12 @@ class OpenStream(Message, frozen=True):
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
-    """New output ids of one request, without a gap to those before.
+    """New output ids of one request, without a gap after earlier rows.
 
     Attributes:
     - offset: position of the first id in the output
     - ids: int32 bytes
-    - finish: why it ended; None if it goes on
+    - finish: why the request ended; None if it goes on
     - stop_token: with "stop" by a token, the last of `ids`, which has no text and is not in the
       result
     - error: with "error", for the client
@@ -739,14 +753,14 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptTokens(Message, frozen=True):
-    """Ids of a request's prompt with their log-probs, without a gap to those before. All of them
-    come before the first row.
+    """Ids of a request's prompt with their log-probs, without a gap after earlier messages. All of
+    them come before the first TokenRow.
 
     Attributes:
     - first: position of the first id in the prompt
     - ids: int32 bytes
     - logprobs: a log-prob record for each id; the prompt's first token has an empty one
-    - group: whose scheduler sends it; -1: unknown
+    - group: group of the scheduler that sends the message; -1: unknown
     """
 
     request_id: str
@@ -758,10 +772,10 @@ class PromptTokens(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """Everything that one result of `group` brought, for one detokenizer.
+    """The new output ids of one result of `group`, for one detokenizer.
 
     Attributes:
-    - group: whose scheduler sends it; -1: unknown
+    - group: group of the scheduler that sends the message; -1: unknown
     """
 
     rows: tuple[TokenRow, ...]
@@ -786,9 +800,8 @@ class Refused(Message, frozen=True):
 
 
 class CacheReset(Message, frozen=True):
-    """scheduler -> detokenizer -> gateway: what `group` admits from now on finds nothing that was
-    cached and unused when ResetCache came.
-    """
+    """scheduler -> detokenizer -> gateway: requests that `group` admits from now on reuse nothing
+    that was cached and unused when ResetCache came."""
 
     name: str
     gateway: int
@@ -815,13 +828,13 @@ class Accepted(Message, frozen=True):
     """tokenizer -> gateway: the request was tokenized.
 
     Attributes:
-    - group: where it went; -1: nowhere, it was only to be encoded
+    - group: group that the request was sent to; -1: none, the request was only to be encoded
     - prompt_tokens: length of the prompt
     - prompt_ids, prompt_text, token_strs: as Submit asked for them; else empty
-    - choices: numbers of the request's choices that are meant
-    - reasoning: where the prompt of a chat leaves them
-    - refusal: why the grammar of its parameters is not served, where the output is held to
-      Submit.fallback_grammar; else empty
+    - choices: numbers of the request's choices that this message is about
+    - reasoning: state of the reasoning at the end of a chat's prompt
+    - refusal: why the grammar of the request's parameters is not served, if the output is held to
+      Submit.fallback_grammar instead; else empty
     """
 
     request_id: str
@@ -837,12 +850,12 @@ class Accepted(Message, frozen=True):
 
 
 class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probs of some tokens, to be shown.
+    """Log-probs of some tokens, with the text of each.
 
     Attributes:
     - logprobs: a log-prob record for each token
     - texts: the bytes of each token, followed by those of its alternatives
-    - offsets: int32 bytes, letters of text before each token
+    - offsets: int32 bytes, characters of text before each token
     - ids: int32 bytes of prompt tokens; empty for output tokens, whose row has them
     """
 
@@ -858,15 +871,15 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
     - byte_offset: bytes of text (UTF-8) before it
     - token_offset: output tokens before it
-    - ids: int32 bytes; without a stop token and what lies past a stop string's cut
+    - ids: int32 bytes; without a stop token and without the ids after a stop string
     - finish: set on the last row
     - stop_reason: the stop string or stop token id; None for the model's own EOS
     - output_tokens: accepted outputs, on the last row; a stop token counts, as in vLLM
     - cached_tokens: of the prompt, from the prefix cache
     - logprobs: of `ids`, if asked for
     - prompt: log-probs of prompt tokens from `prompt_offset` on, if asked for
-    - offsets: int32 bytes, letters of the whole text before each of `ids`, if asked for
-    - vector: float32 bytes, on the last row, if asked for
+    - offsets: int32 bytes, characters of the whole text before each of `ids`, if asked for
+    - vector: pooled output (embedding), float32 bytes, on the last row, if asked for
     """
 
     request_id: str
@@ -895,12 +908,21 @@ class Text(Message, frozen=True):
 
 # ---------------------------------------------------------------------------- telemetry: all -> all
 
+# State of a stage.
+# - starting: its process runs, and builds the stage
+# - loading: an engine loads weights, or waits for the other ranks of its group
+# - waiting: built, but another stage is missing or has not answered
+# - ready: serves
+# - asleep: an engine or its scheduler, see SetSleep
+# - draining: finishes live requests, or leaves, and then stops
+# - failed: its configuration is wrong, or its process was fenced out; the process ends
 State = Literal["starting", "loading", "waiting", "ready", "asleep", "draining", "failed"]
 
 
 class Heartbeat(Message, frozen=True):
-    """Twice a second, less often in a large deployment (core.py), and at every
-    change of state. All fields may differ in a replay.
+    """The state and statistics of one stage. Sent twice a second, less often in a large deployment
+    (`heartbeat_period` of core.py), and at every change of state. All fields may differ in a
+    replay.
 
     Attributes:
     - stats: statistics by name; docs/reference/statistics.md explains them
@@ -924,14 +946,14 @@ GroupReadiness = Literal["serves", "waits", "deserted"]
 
 
 class GroupStatus(Message, frozen=True):
-    """scheduler -> tokenizers, again and again (`heartbeat_period`), and soon after a change of
-    `readiness`.
+    """scheduler -> tokenizers: the state of a group. Repeated every `heartbeat_period`, and sent
+    soon after a change of `readiness`.
 
     Attributes:
-    - readiness: whether it takes requests. "deserted": its engines are gone, and it can hand its
-      requests over
+    - readiness: whether the group takes requests. "deserted": its engines are gone, and it can hand
+      its requests over
     - requests: live ones
-    - tokens: that are left to compute of them
+    - tokens: left to compute for these requests
     - capacity: tokens that the KV pool holds
     - evicted: tokens that the prefix cache has lost in this epoch
     """
@@ -956,12 +978,12 @@ class RankStatus(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """The process `incarnation` of `stage` has ended. Whoever starts `stage` repeats it until the
-    successor is heard.
+    """The process `incarnation` of `stage` has ended. The supervisor that starts `stage` repeats
+    this until the successor has reported.
 
     Attributes:
-    - at: of processes that the same one started, those with a greater number began later, and have
-      never met it
+    - at: an incarnation number taken when the end was noticed. Processes of the same supervisor
+      with a greater incarnation began later and were never in an epoch with the process that ended
     """
 
     stage: str
@@ -971,12 +993,12 @@ class Ended(Message, frozen=True):
 
 
 class Fenced(Message, frozen=True):
-    """any stage -> `stage`, again as long as it speaks: what process `incarnation` says is not
-    heard.
+    """any stage -> `stage`: messages of process `incarnation` are dropped. Repeated as long as that
+    process sends any.
 
     Attributes:
     - newest: incarnation of the process that has taken its place
-    - since: seconds since the first message of that one
+    - since: seconds since the first message of process `newest`
     """
 
     stage: str
@@ -986,9 +1008,8 @@ class Fenced(Message, frozen=True):
 
 
 class GroupFault(Message, frozen=True):
-    """scheduler -> whoever starts the engine ranks of `group`, until they are gone: these processes
-    must end, and all ranks be started again.
-    """
+    """scheduler -> supervisors of the engine ranks of `group`: these processes must end, and all
+    ranks be started again. Repeated until they are gone."""
 
     group: int
     reason: str
@@ -999,16 +1020,17 @@ class GroupFault(Message, frozen=True):
 
 
 class Recover(Message, frozen=True):
-    """`stage`, a new process, asks for all that it should know, until it was answered.
+    """`stage`, a new process, asks for everything that it should have. Repeated until it was
+    answered.
 
     - Tokenizers ask gateways (Submit).
     - Schedulers ask tokenizers (TokenizedRequest) and detokenizers (Delivered).
     - Detokenizers ask schedulers (OpenStream, Tokens).
-    - Gateways ask tokenizers (Adopt), then detokenizers (Adopt of what a tokenizer has forgotten,
-      Text); requests of older ones are lost unless their answers are kept.
+    - Gateways ask tokenizers (Adopt), then detokenizers (Adopt of requests that a tokenizer has
+      forgotten, Text); requests of earlier gateways are lost unless their answers are kept.
 
     Attributes:
-    - again: of a gateway that has asked before: what came since then is its own
+    - again: the gateway has asked before; requests that came since then are its own
     """
 
     stage: str
@@ -1017,11 +1039,11 @@ class Recover(Message, frozen=True):
 
 
 class Recovered(Message, frozen=True):
-    """Stands before and behind an answer of `stage`.
+    """Stands before and after an answer of `stage`, as its brackets.
 
     Attributes:
-    - incarnation: the asker's
-    - opening: the answer begins; else it has ended
+    - incarnation: of the process that asked
+    - opening: True in front of the answer, False at its end
     """
 
     stage: str
@@ -1034,9 +1056,11 @@ class Delivered(Message, frozen=True):
 
     Attributes:
     - ids: int32 bytes
-    - ended: no more of them is wanted
-    - finish, error: as in the scheduler's last row; None if the detokenizer ended it
-    - crashes: of engines that ran it alone, if it is suspected of one; else -1
+    - ended: the request has ended and must not be continued. From a detokenizer: its text is
+      complete. From a scheduler, with empty `ids`: no Done came for it, and the tokenizer is to
+      abort it
+    - finish, error: as in the scheduler's last row; None if the detokenizer ended the request
+    - crashes: engines that crashed while they ran the request alone, if it is a suspect; else -1
     - logprobs: a log-prob record for each id, if asked for
     - prompt_logprobs: a log-prob record for each prompt token so far, if asked for
     """
@@ -1053,15 +1077,16 @@ class Delivered(Message, frozen=True):
 
 
 class Adopt(Message, frozen=True):
-    """tokenizer -> a gateway that was started again: a request of the gateway before it whose
-    answer is kept. Its text comes from its detokenizer, from the beginning; and so does this,
-    again, for the case that the tokenizer died as well.
+    """tokenizer -> a gateway that was started again: a request of the previous gateway whose answer
+    is kept. The request's text comes from its detokenizer, from the beginning; the detokenizer also
+    sends this message again, for the case that the tokenizer died as well.
 
     Attributes:
     - stage: the tokenizer
     - submit: of the choices that are in one group, with their attempt
     - accepted: None if the request is not tokenized yet
-    - waited: seconds since a gateway died under it for the first time, and no client came back
+    - waited: seconds since this tokenizer first handed the request to a restarted gateway, if no
+      client has come back since; else 0
     """
 
     stage: str
@@ -1072,7 +1097,7 @@ class Adopt(Message, frozen=True):
 
 # -------------------------------------------------------------------------------------- channels
 
-# Who sends on each channel, and who reads it.
+# The senders and the readers of each channel.
 CHANNEL_USERS = {
     "requests": "gateway to tokenizer",
     "work": "tokenizer to scheduler",
@@ -1086,7 +1111,7 @@ CHANNEL_USERS = {
     "recovery": "a new process and its neighbours; who asks for what a lost group had",
 }
 
-# The messages of each channel; a frame of any other is not read.
+# The messages of each channel; a frame with any other message is refused.
 CHANNELS: dict[str, Any] = {
     "requests": Union[Submit, Reattached, AdapterChanges, ResetCache, SetSleep, Abort, Done],
     "work": Union[TokenizedRequest, HandOver, ResetCache, SetSleep, Abort, Done],

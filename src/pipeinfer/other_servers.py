@@ -1,5 +1,5 @@
-"""What vLLM 0.26 and SGLang 0.5 call settings: names that are understood here, and flags that are
-refused with what to use in their place.
+"""Settings of vLLM 0.26 and SGLang 0.5: names that are understood here, and flags that are refused
+with advice.
 
 For command lines and for keywords of LLM(...). A name is understood only if it means the same.
 docs/reference/other-servers.md lists all of them.
@@ -36,7 +36,7 @@ ALIASES = {
     "tokenizer_worker_num": "tokenizers",
 }
 
-# Those that are on or off: the setting, and its values for on and for off.
+# Switches: the setting, and its values for on and for off.
 SWITCHES: dict[str, tuple[str, object, object]] = {
     "enforce_eager": ("no_cuda_graph", True, False),
     "enable_prefix_caching": ("cache", "radix", "naive"),
@@ -48,7 +48,7 @@ TURNED_OFF = {"no_enable_prefix_caching": "enable_prefix_caching"}
 
 
 class RefusedFlag(NamedTuple):
-    """Flags that only other servers have, and what the error about them says.
+    """Flags that only other servers have, and the text of the error about them.
 
     Attributes:
     - kind: "instead": `ours` are to be used; "always": it is so without a flag; "none": nothing
@@ -246,11 +246,11 @@ REFUSED: dict[str, tuple[RefusedFlag, ...]] = {
 
 
 class NamedTwice(ValueError):
-    """A setting was given under two names; the text says which."""
+    """A setting was given under two names; the text has both."""
 
 
 def translated(given: Mapping[str, object]) -> dict[str, object]:
-    """`given`, keywords by name, with the names of Settings. Raises NamedTwice."""
+    """A copy of `given`, keywords by name, with the names of Settings. Raises NamedTwice."""
     found: dict[str, object] = {}
     given_as: dict[str, str] = {}
     for name, value in given.items():
@@ -274,12 +274,12 @@ def constants() -> dict[str, tuple[str, object]]:
 
 
 def flag(name: str) -> str:
-    """--kv-pages of kv_pages."""
+    """The flag of the setting `name`: --kv-pages of kv_pages."""
     return "--" + name.replace("_", "-")
 
 
 def refused() -> Mapping[str, str]:
-    """By flag, why each is refused that only others know: a sentence for its user."""
+    """By flag that only other servers have: why it is refused, a sentence for its user."""
     messages: dict[str, str] = {}
     for name, flag in refused_flags().items():
         servers = [server for server, names in flag.names.items() if name in names]
@@ -292,7 +292,7 @@ def refused() -> Mapping[str, str]:
 
 
 def refused_flags() -> Mapping[str, RefusedFlag]:
-    """By name, the flags that only others know."""
+    """The RefusedFlag by name of a flag that only other servers have."""
     return {
         name: flag
         for flags in REFUSED.values()

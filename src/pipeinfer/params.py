@@ -1,8 +1,8 @@
-"""What a client may ask of sampling, and nothing about how it is done; what the choices of one
-request are called; and what JSON holds, as types.
+"""Parameters of a request, and nothing about how they are applied; the ids of a request's choices;
+and types of JSON values.
 
-Shared vocabulary of the gateway, the offline classes, the scheduler and the engine. Knows no
-HTTP, no tokenizer and no torch; names and defaults are those of vLLM's RequestParams.
+Shared vocabulary of the gateway, the offline classes, the scheduler and the engine. Knows no HTTP,
+no tokenizer and no torch; names and defaults are those of vLLM's SamplingParams.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, c
 
 import msgspec
 
-# Of bodies, templates' arguments and files that others wrote. A value from outside is looked at
-# with isinstance where it comes in.
+# JSON values of bodies, templates' arguments and files. Code that takes a value from outside checks
+# it with isinstance.
 if TYPE_CHECKING:
     JsonValue: TypeAlias = (
         bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"] | None
@@ -25,46 +25,48 @@ JsonObject: TypeAlias = dict[str, JsonValue]
 T = TypeVar("T")
 
 MAX_INT = 2**31 - 1  # counts and ids are int32 on the device
-# Above it the logits of any model differ by less than the noise: all tokens are as likely. What is
-# far larger is infinite in float32.
+# At this temperature the logits of any model differ by less than the noise, so all tokens are
+# equally likely. Far larger values are infinite in float32.
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2  # OpenAI's
-# Logits are float32: divided or multiplied by these they stay finite, and what is a hundred times
-# rarer or more frequent is never or always chosen already.
+# Logits are float32: divided or multiplied by these they stay finite, and a token that is a hundred
+# times rarer or more frequent is never or always chosen already.
 MIN_REPETITION = 0.01
 MAX_REPETITION = 100.0
-# float32's smallest normal number. Below it devices may take a number for 0, which is no top_p.
+# float32's smallest normal number. Devices may flush smaller ones to 0, which is no valid top_p.
 MIN_TOP_P = 2.0**-126
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024  # of each: all that comes out is searched for it, beside everybody's text
-MAX_STOP_TOKENS = 1024  # as of biases; each row with min_tokens masks them
-MAX_BIASES = 1024  # OpenAI's; each row that samples adds them
+# of each; all output is searched for it, in a process that handles the text of all requests
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024  # as for biases; each row with min_tokens masks them
+MAX_BIASES = 1024  # OpenAI's limit; each row that samples adds them
 MAX_BIAS = 100.0  # OpenAI's
-MAX_ALLOWED_TOKENS = 1024  # as of biases: each row that samples looks all of them up
-# What must not be completed is compared with the output at every step, in every row that has it.
+MAX_ALLOWED_TOKENS = 1024  # as for biases; each row that samples looks all of them up
+# Bad words are compared with the output at every step, in every row that has them.
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 64
 MAX_BAD_WORD_IDS = 64  # tokens of one spelling of a word
-MAX_BAD_IDS = 2048  # tokens of all
-MAX_CHOICES = 128  # of a prompt: OpenAI's; each has a slot, an entry in every ledger, a prompt
+MAX_BAD_IDS = 2048  # tokens of all spellings
+# choices of a prompt: OpenAI's; each has a slot, an entry in every ledger, a prompt
+MAX_CHOICES = 128
 MAX_VECTOR_SIZE = 65_536  # no model has so large a hidden state
-MAX_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
+MAX_LOGPROBS = 20  # alternatives: OpenAI's limit for chats, vLLM's for all requests
 
 
-# How much is kept of each token follows from it, so no frame may say more.
+# The bytes kept of each token follow from this number, so no frame may have more.
 Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
-# Where the thoughts of an answer are. before: they may begin, by the opening tag; open: what comes
-# next is thought; over: they have ended, or there are none.
+# State of an answer's reasoning. before: it may begin, by the opening tag; open: the next tokens
+# are reasoning; over: it has ended, or there is none.
 ReasoningState = Literal["before", "open", "over"]
-# An id, or a number of something: what the device's int32 can say.
+# An id or a count that fits into the device's int32.
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
-    """A low-rank adapter (LoRA) that a request is computed with.
+    """A low-rank adapter (LoRA) of a request.
 
     Attributes:
-    - name: what requests and /v1/models call it
+    - name: name in requests and in /v1/models
     - path: its folder, on the hosts of engines
     - digest: of its files (checkpoint/lora.py), hexadecimal; equal digests mean equal adapters
     """
@@ -74,20 +76,20 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
     def salted(self, cache_salt: str) -> str:
-        """The salt of prefix caches for requests with this adapter: another text for each pair of
-        content and `cache_salt`, and none that a client can give."""
+        """The salt of prefix caches for requests with this adapter: a different text for each pair
+        of content and `cache_salt`, and none that a client can give."""
         return f"\0lora:{self.digest}:{cache_salt}"
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What the whole output must be; exactly one of the first four is given.
+    """A grammar for the whole output; exactly one of the first four is given.
 
     Attributes:
     - json: a JSON schema, as text
     - regex: a regular expression
-    - choice: one of these texts
+    - choice: texts, one of which the output must be
     - grammar: in llguidance's Lark, or GBNF
-    - after: what comes up to this text is free, and no output yet
+    - after: text up to which the output is free, and not a part of the structured output
     """
 
     json: str | None = None
@@ -98,11 +100,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
 
 
 class ReasoningContext(msgspec.Struct, frozen=True, array_like=True):
-    """The thoughts of an answer, for whose end its grammar waits, or whose tokens a budget counts.
+    """The reasoning of an answer, whose end a grammar waits for, or whose tokens a budget counts.
 
     Attributes:
-    - opening, closing: texts around them. No `opening`: they can only be open already
-    - state: where the prompt leaves them
+    - opening, closing: texts around it. No `opening`: it can only be open already
+    - state: at the end of the prompt
     """
 
     opening: str
@@ -111,8 +113,8 @@ class ReasoningContext(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a request asks for: how to choose tokens, when to stop, which log-probs. Callers of the
-    offline classes write RequestParams, with vLLM's fields (offline/calls.py).
+    """Parameters of a request: how to choose tokens, when to stop, which log-probs to return.
+    Callers of the offline classes write SamplingParams, with vLLM's fields (offline/calls.py).
 
     Attributes:
     - temperature: 0 is greedy, at most 100
@@ -123,33 +125,33 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     - min_tokens: no stop token of either kind is sampled before that many output tokens
     - ignore_eos: the model's own end does not end the output; `stop_token_ids` still do
     - stop: strings that end the text, not part of it unless include_stop_str_in_output
-    - stop_token_ids: ids that end it beside the model's own
+    - stop_token_ids: ids that end the output beside the model's own
     - skip_special_tokens: special tokens have no text
-    - repetition_penalty: in [0.01, 100]. What prompt and output hold is divided by it where its
-      logit is positive, else multiplied; above 1 makes it rarer
-    - presence_penalty, frequency_penalty: in [-2, 2], taken off the logits of what the output
-      holds, once, or as often as it does
-    - logit_bias: what is added to the logits of these ids before all else, each in [-100, 100]. Ids
-      may be texts of digits, as in JSON
+    - repetition_penalty: in [0.01, 100]. The logits of tokens in prompt and output are divided by
+      it if they are positive, else multiplied; above 1 makes these tokens rarer
+    - presence_penalty, frequency_penalty: in [-2, 2], subtracted from the logits of tokens in the
+      output: once, or as often as the token occurs
+    - logit_bias: added to the logits of these ids before all else, each in [-100, 100]. Ids may be
+      texts of digits, as in JSON
     - logprobs: alternatives (0 to 20) of each output token's log-prob; None asks for no log-probs.
-      Of the model's own logits, before all that is listed above
-    - prompt_logprobs: the same of the prompt's tokens, all but the first
-    - structured_outputs: what the whole output must be; not with min_tokens, allowed_token_ids or
+      Computed from the model's own logits, before all changes above
+    - prompt_logprobs: alternatives of the log-probs of the prompt's tokens, all but the first
+    - structured_outputs: grammar of the whole output; not with min_tokens, allowed_token_ids or
       bad_words
-    - n: choices of the prompt, 1 to 128; choice i is what the seed + i gives (mod 2**64)
+    - n: choices of the prompt, 1 to 128; choice i is computed with seed + i (mod 2**64)
     - allowed_token_ids: no other id is sampled, not even one that ends the output; None allows all
     - bad_words: texts that the output must not have: the last token of each spelling, with a space
-      before it and without, is not sampled where the others are the output's last ones
-    - truncate_prompt_tokens: so many of the prompt's last tokens are kept; -1: as many as leave
+      before it and without, is not sampled if the others are the output's last ones
+    - truncate_prompt_tokens: number of the prompt's last tokens that are kept; -1: as many as leave
       room for max_tokens, or for one; None keeps all
-    - thinking_token_budget: most tokens of thoughts, between <think> and </think> or the model's
-      own tags; then they are ended
+    - thinking_token_budget: most reasoning tokens, between <think> and </think> or the model's own
+      tags; then the reasoning is ended
     - truncation_side: with "right" the prompt's first tokens are kept instead
-    - vector_size: so many numbers of the hidden state of the prompt's last token, after the model's
-      last norm, are the result; what is sampled behind it means nothing. Not with log-probs. 0: no
-      vector is asked for
-    - vector_token_ids: the numbers are the logits of these ids behind the prompt, in place of the
-      hidden state; vector_size is how many. Empty: the hidden state
+    - vector_size: asks for a pooled output: the first `vector_size` numbers of the hidden state of
+      the prompt's last token, after the model's last norm. The token sampled after it means
+      nothing. Not with log-probs. 0: no vector is asked for
+    - vector_token_ids: the vector consists of the logits of these ids after the prompt, in place of
+      the hidden state; vector_size is their number. Empty: the hidden state
     """
 
     temperature: float = 1.0
@@ -182,7 +184,11 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class InvalidParameter(ValueError):
-    """A parameter outside its range; `param` is the field's name, for the client's error."""
+    """A parameter outside its range.
+
+    Attributes:
+    - param: the field's name, for the client's error
+    """
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -190,10 +196,9 @@ class InvalidParameter(ValueError):
 
 
 def normalized(params: RequestParams) -> RequestParams:
-    """`params` with tuples for `stop` and `stop_token_ids`, a dict of integers for `logit_bias`,
-    `top_k` 0 and `thinking_token_budget` None where they are off, and a `top_p` that float32 can
-    tell from 0; raises InvalidParameter.
-    """
+    """A copy of `params` with tuples for `stop` and `stop_token_ids`, a dict of integers for
+    `logit_bias`, `top_k` 0 and `thinking_token_budget` None if they are off, and a `top_p` that
+    float32 can tell from 0; raises InvalidParameter."""
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     words = (params.bad_words,) if isinstance(params.bad_words, str) else params.bad_words
     params = msgspec.structs.replace(
@@ -229,12 +234,13 @@ def normalized(params: RequestParams) -> RequestParams:
 
 
 def _but_minus_one(limit: int | None) -> int | None:
-    """The limit; -1 is none, as others write it."""
+    """The limit; None for -1, by which other servers mean no limit."""
     return None if limit == -1 else limit
 
 
 def _plain(spec: StructuredOutputs | None) -> StructuredOutputs | None:
-    """With the schema as text and the choice as a tuple; callers may give a dict and a list."""
+    """A copy with the schema as text and the choice as a tuple; callers may give a dict and a
+    list."""
     if spec is None:
         return None
     schema = cast("JsonValue", spec.json)
@@ -272,7 +278,7 @@ NO_PENALTIES = 1.0, 0.0, 0.0
 
 
 def penalties(params: RequestParams) -> tuple[float, float, float]:
-    """For repetition, frequency and presence."""
+    """The penalties for repetition, frequency and presence."""
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
@@ -358,7 +364,8 @@ def _check_logprobs(params: RequestParams) -> None:
 
 
 def _check_form(params: RequestParams) -> None:
-    """Beside a form nothing else may forbid tokens: perhaps none would be left."""
+    """Raises InvalidParameter for parameters that forbid tokens beside a grammar, or beside a
+    reasoning budget: perhaps no token would be left."""
     for name in ("min_tokens", "allowed_token_ids", "bad_words"):
         if params.structured_outputs is not None and getattr(params, name):
             raise InvalidParameter(name, f"{name} is not allowed with structured_outputs")
@@ -380,7 +387,7 @@ def check_choices(name: str, count: int) -> None:
 
 
 def _check_within(name: str, value: float, least: float, limit: float) -> None:
-    if not least <= value <= limit:  # also where it is NaN
+    if not least <= value <= limit:  # also for NaN
         raise InvalidParameter(name, f"{name} must be from {least:g} to {limit:.10g}, not {value}")
 
 

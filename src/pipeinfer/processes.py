@@ -1,16 +1,15 @@
-"""Child processes that do work for this one, the memory of this process, who is at the other end
-of a Unix socket, and limits of control groups.
+"""Child processes that do work for this one, the memory of this process, the process at the other
+end of a Unix socket, and limits of control groups.
 
-    start_child, incoming_frames   a child process, from the parent's side and from its own
-    read_frame, write_frame        what both say to each other, on the child's stdin and stdout
-    map_large_allocations, return_freed_memory
-                                   what is asked of the C library's memory, where the library is
-                                   glibc; elsewhere nothing
-    resident_bytes                 how much memory this process has
-    peer_of                        the process at the other end of a Unix socket
-    cpu_quota, memory_left         what the control group of this process, or of its container, lets
-                                   it have of the host; version 2 has one tree, version 1 a tree for
-                                   each resource, under the same folder
+- start_child, incoming_frames: a child process, from the parent's side and from its own
+- read_frame, write_frame: frames between both, on the child's stdin and stdout
+- map_large_allocations, return_freed_memory: settings of the C library's memory, if the library is
+  glibc; otherwise they do nothing
+- resident_bytes: memory of this process
+- peer_of: the process at the other end of a Unix socket
+- cpu_quota, memory_left: the share of the host that the control group of this process, or of its
+  container, allows; version 2 has one tree, version 1 a tree for each resource, under the same
+  folder
 
 A child does work that would block its parent or could crash it. A frame is a length in 4 bytes,
 little endian, and that many bytes of body. The child exits when its stdin ends, so it never
@@ -36,7 +35,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
-LARGE_BYTES = 128 << 10  # pieces from here on are mapped for themselves; glibc's own first value
+# allocations of this size or more are mapped for themselves; glibc's own first value
+LARGE_BYTES = 128 << 10
 READ_BYTES = 1024 * 1024  # bytes; a pipe holds 64 KiB
 
 
@@ -45,8 +45,8 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Starts `python -m module` as a child process. The module calls `incoming_frames`.
 
-    environment: variables to add to this process's environment.
-    silent: whether the child's stderr is dropped.
+    - environment: variables to add to this process's environment
+    - silent: whether the child's stderr is dropped
     """
     home = str(Path(__file__).parents[1])
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -61,7 +61,7 @@ def start_child(
 
 
 def incoming_frames() -> tuple[queue.SimpleQueue[bytes], BinaryIO]:
-    """Called in the child: the incoming frames, and the stream to `write_frame` answers to.
+    """The incoming frames, and the stream to `write_frame` answers to; to be called in the child.
 
     Redirects stdout to stderr, so that prints do not break a frame; ignores SIGINT. When stdin
     ends, the process exits at once, whatever its threads are doing.
@@ -83,11 +83,10 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
 
 
 def read_frame(fd: int, seconds: float | None = None) -> bytes | None:
-    """The body of the next frame from file descriptor `fd`.
+    """The body of the next frame from file descriptor `fd`; None if the pipe ends within the frame,
+    or the time is over.
 
-    seconds: how long to wait for the whole frame; None: without limit.
-
-    Returns None if the pipe ends within the frame, or if the time is over.
+    - seconds: time to wait for the whole frame; None: without limit
     """
     until = None if seconds is None else time.monotonic() + seconds
     head = _read(fd, 4, until)
@@ -115,13 +114,13 @@ def _listen(frames: queue.SimpleQueue[bytes]) -> None:
 
 
 def map_large_allocations() -> None:
-    """From now on each piece of LARGE_BYTES or more is mapped for itself, and unmapped when it is
-    free.
+    """Makes malloc map each allocation of LARGE_BYTES or more for itself, and unmap it when it is
+    freed.
 
-    Left alone, glibc does so only until the first such piece is free, and then puts all that are no
-    larger, up to 32 MiB, among the small ones. The holes that they leave are rarely given back: a
-    process that runs for days grows by them. A piece that is mapped costs its page faults each time
-    it is made; so this is for processes that seldom make one.
+    By default glibc does so only until the first such allocation is freed, and then puts all that
+    are no larger, up to 32 MiB, among the small ones. The holes that they leave are rarely given
+    back: a process that runs for days grows by them. A mapped allocation costs its page faults each
+    time it is made; so this is for processes that seldom make one.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -130,8 +129,7 @@ def map_large_allocations() -> None:
 
 def return_freed_memory() -> None:
     """Gives the kernel the memory that was freed, which the library otherwise keeps for later.
-    Source lines that Python read for imports are freed.
-    """
+    Frees source lines that Python read for imports."""
     linecache.clearcache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -139,15 +137,16 @@ def return_freed_memory() -> None:
 
 
 def resident_bytes() -> int:
-    """What is in memory of this process, shared pages included."""
+    """Resident memory of this process in bytes, shared pages included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peer_of(link: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end: of a listening socket, who made it listen.
+    """Process id and user id at the other end of `link`; for a listening socket, of the process
+    that called listen.
 
-    Names of Linux's abstract namespace belong to whoever binds them first, and anybody may connect:
-    so both ends must ask.
+    A name of Linux's abstract namespace belongs to the first process that binds it, and any process
+    may connect: so both ends must check.
     """
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, user, _group = struct.unpack("3i", raw)
@@ -158,7 +157,7 @@ GROUPS = Path("sys/fs/cgroup")
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """Whole cores of which the group may use the time; None: there is no quota."""
+    """Whole cores whose time the control group may use; None: there is no quota."""
     groups = root / GROUPS
     if (groups / "cpu.max").exists():
         quota_us, _, period_us = (groups / "cpu.max").read_text().partition(" ")
@@ -170,18 +169,19 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes that the group may still take; None: there is no limit."""
+    """Bytes that the control group may still take; None: there is no limit."""
     groups = root / GROUPS
     limit, used = _number(groups / "memory.max"), _number(groups / "memory.current")
     if used is None:
-        # Without a limit version 1 says the greatest number of pages, which is far above any host.
+        # Without a limit version 1 has the greatest number of pages, which is far above any host.
         limit = _number(groups / "memory/memory.limit_in_bytes")
         used = _number(groups / "memory/memory.usage_in_bytes")
     return None if limit is None or used is None else max(limit - used, 0)
 
 
 def _number(path: Path) -> int | None:
-    """None if there is no such file, or if it says that there is no limit."""
+    """The number in the file; None if there is no such file, or if it states that there is no
+    limit."""
     return _decimal(path.read_text()) if path.exists() else None
 
 

@@ -1,6 +1,6 @@
 """Every setting of pipeinfer: one struct behind flags, environment variables and LLM(...) keywords.
 
-Each field carries its help: the first line is what `--help` says, all of it stands in
+Each field carries its help: its first line is the text of `--help`, all of it is in
 docs/reference/settings.md. Precedence: flag, then environment (`--kv-pages` = PIPEINFER_KV_PAGES),
 then the topology file's [settings] table, then the default. Knows no stage.
 """
@@ -38,11 +38,11 @@ MAX_BYTES = 2**63 - 1
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 NonNegative = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 LargeNonNegative = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
-# Of one kind, or ranks of a group: more than any network was tried with.
+# Stages of one kind, or ranks of a group: more than any deployment was tried with.
 Stages = Annotated[int, Meta(ge=1, le=1024)]
-# Of one step, for each of which its buffers and activations take kilobytes.
+# Tokens of one step, each of which takes kilobytes of buffers and activations.
 StepTokens = Annotated[int, Meta(ge=0, le=2**20)]
-# An infinite time is none that a loop can wait for.
+# A loop cannot wait for an infinite time.
 Timeout = Annotated[float, Meta(ge=0, le=86_400)]
 
 
@@ -478,19 +478,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def draft_model(self) -> str:
-        """The model that makes draft tokens, as `--model` names one; "": there is none."""
+        """The model that makes draft tokens, in the form of `--model`; "": there is none."""
         return "" if self.speculate in ("none", "ngram") else self.speculate
 
     @property
     def model_name(self) -> str:
-        """What /v1/models calls it: of a GGUF file, its name without folder and ending."""
+        """The model's name in /v1/models: of a GGUF file, its name without folder and ending."""
         file = Path(self.model)
         of_file = file.stem if file.suffix.lower() == ".gguf" else self.model
         return self.served_model_name or of_file or DEMO
 
 
 def build(values: Mapping[str, object]) -> Settings:
-    """Settings from loosely typed values (strings from flags or the environment are converted).
+    """Makes Settings from loosely typed values (strings from flags or the environment are
+    converted).
 
     Raises ConfigurationError, which names the setting.
     """
@@ -509,14 +510,14 @@ def build(values: Mapping[str, object]) -> Settings:
 
 
 def unknown(name: str) -> str:
-    """What is said of a name that is no setting, with the one that it resembles most."""
+    """The error for a name that is no setting, with the setting that it resembles most."""
     names = [*Settings.__struct_fields__, *other_servers.ALIASES, *other_servers.SWITCHES]
     return f"unknown setting {name!r}{did_you_mean(name, names)}"
 
 
 def _named(text: str, values: Mapping[str, object]) -> str:
-    """Turns msgspec's "... - at `$.kv_pages`" into "--kv-pages: ..."; of a value that is no choice
-    it says the choices, of one that is no number just that."""
+    """Turns msgspec's "... - at `$.kv_pages`" into "--kv-pages: ..."; for a value that is no choice
+    the text lists the choices, for a value that is no number it says just that."""
     text, found, field = text.partition(" - at `$.")
     if not found:
         return text
@@ -538,7 +539,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def to_environment(settings: Settings) -> dict[str, str]:
-    """What to put into a child's environment so that it has the same settings."""
+    """The environment variables that give a child process the same settings."""
     defaults = Settings()
     changed = {}
     for field in Settings.__struct_fields__:
@@ -549,15 +550,15 @@ def to_environment(settings: Settings) -> dict[str, str]:
 
 
 class SettingHelp(NamedTuple):
-    """What a command line and the reference say of a setting.
+    """The help of a setting, for the command line and the reference.
 
     Attributes:
     - kind: str, int, float or bool
-    - choices: all values, where they are few; else empty
-    - value: placeholder of a flag's value in `--help`, empty for a bool or where there are choices
-    - line: what `--help` says, one line
-    - more: what the reference says beside `line`: Markdown, with links relative to docs/
-    - unset: what the default means, where it is 0 or empty
+    - choices: all values, if they are few; else empty
+    - value: placeholder of a flag's value in `--help`, empty for a bool or with choices
+    - line: text of `--help`, one line
+    - more: text of the reference beside `line`: Markdown, with links relative to docs/
+    - unset: meaning of the default, if it is 0 or empty
     - group: title of its group
     - several: whether the flag takes several values, which become one text that shlex takes apart
     """
@@ -574,7 +575,7 @@ class SettingHelp(NamedTuple):
 
 @cache
 def settings_help() -> dict[str, SettingHelp]:
-    """By setting, in the order of Settings."""
+    """The help by setting, in the order of Settings."""
     found: dict[str, SettingHelp] = {}
     group = ""
     for name, hint in get_type_hints(Settings, include_extras=True).items():
@@ -596,7 +597,8 @@ def settings_help() -> dict[str, SettingHelp]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for every setting but `model`; what is not given stays out of the namespace."""
+    """Adds a flag for every setting but `model`; flags that are not given stay out of the
+    namespace."""
     defaults = Settings()
     for group, settings in groupby(settings_help().items(), lambda item: item[1].group):
         added = parser.add_argument_group(group)
@@ -621,7 +623,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_other_names(parser: argparse.ArgumentParser) -> None:
-    """Those of other servers, which no help shows; docs/reference/other-servers.md has them."""
+    """Adds the flags of other servers, which no help shows; docs/reference/other-servers.md lists
+    them."""
     nothing = argparse.SUPPRESS
     for name in other_servers.refused():
         # The value is optional: whether they take one does not matter.
@@ -638,7 +641,7 @@ def _add_other_names(parser: argparse.ArgumentParser) -> None:
 
 
 class _Words(argparse.Action):
-    """Several values, as one text that shlex takes apart again."""
+    """An action that joins several values to one text, which shlex takes apart again."""
 
     def __call__(
         self,
@@ -652,7 +655,7 @@ class _Words(argparse.Action):
 
 
 class _Refused(argparse.Action):
-    """A flag that only another server has: the error says what to do instead."""
+    """The action of a flag that only another server has: the error contains the advice."""
 
     def __call__(
         self,
@@ -665,7 +668,8 @@ class _Refused(argparse.Action):
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, object]:
-    """Settings given as flags; argparse ends the process with code 2 for an unknown one."""
+    """The settings given as flags, by name; argparse ends the process with code 2 for an unknown
+    flag."""
     parser = CommandLine()
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS)
     add_flags(parser)
@@ -690,6 +694,6 @@ def base_url(url: str) -> str:
 
 
 def without_password(url: str) -> str:
-    """`url` without user and password, for messages that people pass on."""
+    """A copy of `url` without user and password, for messages that people pass on."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,10 +1,10 @@
-"""What steps take on a device, and how many tokens of prompts a step holds beside decodes.
+"""Costs of steps on a device, and the number of prompt tokens that a step holds beside decodes.
 
-`StepCost` is what an engine measured at its start, in whole numbers of picoseconds, so that a
-scheduler counts in a replay what it counted before. `PrefillBudget` decides by it: so few tokens of
+`StepCost` is measured by an engine at its start, in whole numbers of picoseconds, so that a
+scheduler computes the same numbers in a replay. `PrefillBudget` decides by it: so few tokens of
 prompts that the streams hardly notice, while prompts need not wait for it. The more prompts wait,
-the longer a step may take, up to a target: then prompts are computed at the GPU's rate. Or, where
-nobody waits for single tokens, as many tokens as cost least.
+the longer a step may take, up to a target: then prompts are computed at the GPU's rate. For
+throughput, where no client waits for single tokens, it chooses the cheapest number of tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ MEASURED_TOKENS = (
 
 
 def measured_sizes(max_tokens: int) -> tuple[int, ...]:
-    """MEASURED_TOKENS up to `max_tokens`, and `max_tokens` itself if it is not larger than all."""
+    """The sizes of MEASURED_TOKENS up to `max_tokens`, and `max_tokens` itself if it is not larger
+    than all."""
     sizes = {tokens for tokens in MEASURED_TOKENS if tokens <= max_tokens}
     return tuple(sorted(sizes | {max_tokens} if max_tokens < MEASURED_TOKENS[-1] else sizes))
 
@@ -37,7 +38,7 @@ class Prompt(NamedTuple):
     Attributes:
     - tokens: to compute
     - before: tokens before them that were computed
-    - age: seconds since it came
+    - age: seconds since the prompt came
     """
 
     tokens: int
@@ -46,13 +47,13 @@ class Prompt(NamedTuple):
 
 
 class StepCost(msgspec.Struct, frozen=True, array_like=True):
-    """Picoseconds. Steps and prompts are at their beginning: with hardly any context.
+    """Durations of steps, in picoseconds, for steps and prompts with hardly any context.
 
     Attributes:
     - decodes: (rows, time) of steps of decodes alone, ascending in rows, not empty
-    - mixed: (tokens, time, per_prior) of steps of so many tokens, up to the most of any step, of
-      which a few are decodes and the rest is of a prompt; `per_prior` comes on top for each token
-      of that prompt that was computed before. Ascending in tokens, not empty
+    - mixed: (tokens, time, per_prior) of steps of `tokens` tokens, up to the most of any step, of
+      which a few are decodes and the rest is of a prompt; `per_prior` is added for each token of
+      that prompt that was computed before. Ascending in tokens, not empty
     - kv_token: for each token of context that a decode reads
     """
 
@@ -61,7 +62,7 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
     kv_token: int = 0
 
     def __str__(self) -> str:
-        """In milliseconds, for a person."""
+        """The costs in milliseconds, for a person."""
         decodes = ", ".join(f"{rows} {_ms(time)}" for rows, time in self.decodes)
         mixed = ", ".join(
             f"{tokens} {_ms(time)} + {_ms(1000 * per_prior)} per 1,000 tokens before"
@@ -71,13 +72,14 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         return f"decodes {decodes}, {context} per 1,000 tokens of context; with prompts {mixed}"
 
     def limited_to(self, tokens: int) -> StepCost:
-        """The same with the sizes of at most `tokens` tokens, or the smallest if all have more."""
+        """A copy with the sizes of at most `tokens` tokens, or the smallest size if all have
+        more."""
         sizes = tuple(size for size in self.mixed if size[0] <= tokens)
         return msgspec.structs.replace(self, mixed=sizes or self.mixed[:1])
 
     def decode_time(self, rows: int) -> int:
-        """Picoseconds of a step of `rows` decodes alone: as measured with the most rows that are
-        not more, if any are."""
+        """Picoseconds of a step of `rows` decodes alone: those of the largest measured size with at
+        most `rows` rows, or of the smallest size."""
         time = self.decodes[0][1]
         for measured, measured_time in self.decodes:
             if measured > rows:
@@ -86,9 +88,12 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         return time
 
     def tokens_within(self, percent: int, rows: int, context: int, depth: int) -> int:
-        """The most tokens of a step that takes at most `percent` of what its decodes take alone;
-        0 if even the fewest take more. Of `rows` decodes with `context` tokens before all of them,
-        and of a prompt with `depth` tokens before.
+        """The most tokens of a step that takes at most `percent` of the time of its decodes alone;
+        0 if even the smallest measured step takes more.
+
+        - rows: decodes of the step
+        - context: tokens before all decodes together
+        - depth: tokens of the prompt that were computed before
         """
         context_time = context * self.kv_token
         limit = (self.decode_time(rows) + context_time) * percent // 100 - context_time
@@ -98,16 +103,18 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         return max(fitting, default=0)
 
     def tokens_as_cheap_as(self, tokens: int, percent: int) -> int:
-        """The most tokens of a step that takes at most `percent` of what one of `tokens` takes; 0
-        if all that were measured have fewer."""
+        """The most tokens of a step that takes at most `percent` of the time of one of `tokens`
+        tokens; 0 if all that were measured have fewer."""
         limit = next((time for size, time, _ in self.mixed if size >= tokens), 0) * percent // 100
         return max((size for size, time, _ in self.mixed if time <= limit), default=0)
 
     def mixed_steps(
         self, rows: int, context: int, prompts: Sequence[Prompt]
     ) -> Iterator[tuple[int, int]]:
-        """(tokens, time) of each size that holds `rows` decodes, with `context` tokens before all
-        of them, and as much of `prompts` as fits, in their order; up to the size that holds all.
+        """Yields (tokens, time) of each measured size that holds `rows` decodes and as much of
+        `prompts` as fits, in their order; up to the size that holds all.
+
+        - context: tokens before all decodes together
         """
         context_time = context * self.kv_token
         waiting, total = iter(prompts), sum([prompt.tokens for prompt in prompts])
@@ -121,7 +128,7 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
                 pairs += part * before + part * part // 2
                 taken, remaining, before = taken + part, remaining - part, before + part
             if taken:
-                # As measured, all tokens are of one prompt that begins.
+                # In the measurement all tokens are of one prompt that begins.
                 extra_pairs = pairs - tokens * tokens // 2
                 yield tokens, time + context_time + per_prior * extra_pairs // tokens
             if taken == total:
@@ -131,8 +138,8 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         """The size of at most `max_tokens` tokens in which prompts beside `rows` decodes, at least
         `min_prompt_tokens` tokens of them, gain most; `max_tokens` if they gain in none.
 
-        A token of a prompt is worth `percent` of what one takes in the size that is cheapest by the
-        token; it costs what the step takes longer than its decodes alone.
+        A token of a prompt is worth `percent` of the least time per token of any size; its cost is
+        the time that the step takes longer than its decodes alone.
         """
         decode_time = self.decode_time(rows)
         token_worth = min(time // tokens for tokens, time, _ in self.mixed) * percent // 100
@@ -150,27 +157,28 @@ def _ms(picoseconds: int) -> str:
 
 # ------------------------------------------------------- tokens of prompts beside decodes
 
-# Without measurements and settings: part of a step's token budget, and tokens at least.
+# Without measurements and settings the budget is this part of a step's token budget, and at least
+# MIN_BUDGET tokens.
 BUDGET_DIVISOR = 16
 MIN_BUDGET = 128
 # Part of a fixed budget that is left for prompts, however many requests decode.
 PROMPT_DIVISOR = 4
-# Percent of what its decodes take alone that a step with prompts may take, which is long where many
-# run, with long contexts.
+# Most time of a step with prompts, in percent of the time of its decodes alone, which is long with
+# many requests and long contexts.
 SLOWDOWN_PERCENT = 150
-# Or percent of what so many decodes without context take, which few others take less than; but then
-# the step has at most so many tokens.
+# Or, for a step of at most SHORT_TOKENS tokens, in percent of the time of SHORT_ROWS decodes
+# without context, which hardly any step falls below.
 SHORT_SLOWDOWN_PERCENT = 215
 SHORT_ROWS = 64
 SHORT_TOKENS = 512
-# Tokens of prompts, however long they take: with less, hardly any time is saved.
+# Least tokens of prompts, however long they take: with fewer, hardly any time is saved.
 MIN_PROMPT_TOKENS = 128
-# The matrix kernels of a GPU take steps: where a few tokens less take far less time, prompts get
-# those, and at least so many tokens.
+# The time of a GPU's matrix kernels grows in steps: if slightly fewer tokens take far less time,
+# prompts get these fewer, but at least MIN_PROMPT_ROWS.
 MIN_PROMPT_ROWS = 32
-# Percent of the least time that one token can take: what a token of a prompt is worth.
+# Worth of a token of a prompt, in percent of the least time per token.
 TOKEN_WORTH_PERCENT = 75
-# Streams, and tokens of context of each, for which it is logged what the targets allow.
+# Streams, and tokens of context of each, for which the tokens allowed by the targets are logged.
 LOGGED_STREAMS = 64
 LOGGED_CONTEXT = 1000
 # Most tokens of a step that streams hardly notice: with more, the time for each hardly falls.
@@ -179,7 +187,7 @@ MAX_UNNOTICED_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Targets:
-    """What steps beside streams aim at.
+    """Targets of steps beside streams.
 
     Attributes:
     - itl: seconds of the longest step that streams should feel; 0: no bound
@@ -191,7 +199,7 @@ class Targets:
 
     @property
     def longest(self) -> float:
-        """Picoseconds of a step beside streams."""
+        """Most picoseconds of a step beside streams; infinite without a bound."""
         return self.itl * PER_SECOND or float("inf")
 
 
@@ -200,12 +208,12 @@ NO_TARGETS = Targets()
 
 @dataclass(frozen=True)
 class PrefillBudget:
-    """How many tokens of prompts the steps of one epoch hold.
+    """The number of prompt tokens that the steps of one epoch hold.
 
     Attributes:
-    - tokens: of a step with its decodes, where no `cost` is known
+    - tokens: of a step with its decodes, if no `cost` is known
     - cost: of steps, as measured
-    - small: of `cost` the sizes that streams hardly notice, whatever waits
+    - small: the sizes of `cost` that streams hardly notice, whatever waits
     - targets: of streams and prompts
     """
 
@@ -216,11 +224,11 @@ class PrefillBudget:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it matters which prompts wait behind the first."""
+        """Whether the budget depends on the prompts that wait after the first."""
         return self.cost is not None and self.targets.ttft > 0
 
     def prompt_tokens(self, rows: int, context: int, waiting: Sequence[Prompt] = ()) -> int:
-        """Tokens of prompts, at least 1, of a step with `rows` decodes.
+        """Number of prompt tokens, at least 1, of a step with `rows` decodes.
 
         Arguments:
         - context: tokens of context of all decodes together
@@ -240,12 +248,13 @@ class PrefillBudget:
     def best_rate_prompt_tokens(
         self, rows: int, context: int, waiting: Sequence[Prompt], steps_left: int
     ) -> int:
-        """The number of tokens of prompts that cost least each, at least MIN_PROMPT_TOKENS if there
-        are as many. Where nothing was measured, as `prompt_tokens`.
+        """The number of prompt tokens with the least cost per token, at least MIN_PROMPT_TOKENS if
+        there are as many. Without measurements, as `prompt_tokens`.
 
-        A token costs what the step takes longer than its decodes are worth. If all prompts will be
-        computed beside decodes that run anyway, that is what these take alone. Else steps should
-        be full: then each decode is worth its share of the largest step of decodes.
+        The cost of a token is the time that the step takes longer than its decodes are worth. If
+        all prompts will be computed beside decodes that run anyway, decodes are worth the time that
+        they take alone. Otherwise steps should be full: then each decode is worth its share of the
+        largest step of decodes.
 
         Arguments:
         - context: tokens of context of all decodes together
@@ -266,8 +275,9 @@ class PrefillBudget:
     def within_itl_target(
         self, rows: int = LOGGED_STREAMS, context: int = LOGGED_STREAMS * LOGGED_CONTEXT
     ) -> tuple[int, float]:
-        """(tokens, prompt tokens a second) of the longest steps within the target of streams, for
-        prompts that begin; 0 and 0.0 where step times are not known, or no step is within it."""
+        """Returns (tokens, prompt tokens a second) of the longest steps within the target of
+        streams, for prompts that begin; 0 and 0.0 if step times are not known, or no step is within
+        it."""
         if self.cost is None:
             return 0, 0.0
         sizes = self.cost.mixed_steps(rows, context, [Prompt(self.cost.mixed[-1][0])])
@@ -276,8 +286,9 @@ class PrefillBudget:
         return tokens, PER_SECOND * max(tokens - rows, 0) / time
 
     def _in_time(self, cost: StepCost, rows: int, context: int, waiting: Sequence[Prompt]) -> int:
-        """Tokens of the shortest step with which all prompts meet their target, if all steps were
-        like it, or else of the longest; of those within the target of streams. 0: there is none."""
+        """Number of tokens of the shortest step with which all prompts meet their target, if all
+        steps were like it; if there is none, of the longest step. Only steps within the target of
+        streams count. 0: there is none."""
         pace = self._pace(waiting) / PER_SECOND
         longest = self.targets.longest
         shortest, enough, largest = float("inf"), 0, 0
@@ -290,7 +301,8 @@ class PrefillBudget:
         return enough or largest
 
     def _pace(self, waiting: Sequence[Prompt]) -> float:
-        """Tokens a second with which every prompt is computed in time; infinite if one is late."""
+        """The least tokens a second with which every prompt is computed in time; infinite if one is
+        late."""
         target, pace, before = self.targets.ttft, 0.0, 0
         for prompt in waiting:
             before += prompt.tokens
@@ -302,7 +314,8 @@ class PrefillBudget:
 
 
 def describe_targets(targets: Targets, tokens: float, rate: float) -> str:
-    """For the log. tokens, rate: of PrefillBudget.within_itl_target()."""
+    """The effect of the targets, for the log. tokens, rate: of
+    PrefillBudget.within_itl_target()."""
     if not targets.ttft:
         return "no --ttft-target: steps beside streams are short, however many prompts wait"
     itl = f"{1e3 * targets.itl:g} ms" if targets.itl else "no bound"
@@ -310,7 +323,7 @@ def describe_targets(targets: Targets, tokens: float, rate: float) -> str:
 
 
 def describe_rate(tokens: float, rate: float) -> str:
-    """The same without the targets."""
+    """The effect of the targets without their values, for the log."""
     if not tokens:
         return (
             "steps beside streams stay short: how long steps take was not measured, which happens "
@@ -327,8 +340,9 @@ def prefill_budget(
 ) -> PrefillBudget:
     """The budget of an epoch.
 
-    `fixed_tokens` (--mixed-step-tokens) comes first, then what the engine measured; without either
-    it is a part of `budget`, the most tokens of any step, and never more than that.
+    `fixed_tokens` (--mixed-step-tokens) has precedence, then the engine's measurement `cost`;
+    without either the budget is a part of `budget`, the most tokens of any step, and never more
+    than that.
     """
     if fixed_tokens:
         return PrefillBudget(min(fixed_tokens, budget))
@@ -338,15 +352,16 @@ def prefill_budget(
 
 
 def _unnoticed_prompt_tokens(cost: StepCost, rows: int, context: int, prior_tokens: int) -> int:
-    """Tokens of prompts beside `rows` decodes that streams hardly notice; `prior_tokens` of the
-    first prompt were computed before."""
+    """Number of prompt tokens beside `rows` decodes that streams hardly notice; `prior_tokens` of
+    the first prompt were computed before."""
     limit_here = cost.tokens_within(SLOWDOWN_PERCENT, rows, context, prior_tokens)
-    # However deep the prompt: fewer tokens at a time would only make it disturb for longer.
+    # Independent of the prompt's depth: with fewer tokens at a time it would only disturb for
+    # longer.
     short = min(cost.tokens_within(SHORT_SLOWDOWN_PERCENT, SHORT_ROWS, 0, 0), SHORT_TOKENS)
     max_tokens = max(limit_here, short, rows + MIN_PROMPT_TOKENS)
     if not short and not cost.tokens_within(SLOWDOWN_PERCENT, rows, 0, 0):
-        # Even the fewest take longer, as where kernels are launched one by one: then as many as
-        # take hardly longer than those.
+        # Even the smallest step takes longer, for instance if kernels are launched one by one: then
+        # as many tokens as take hardly longer than that.
         max_tokens = max(
             max_tokens, cost.tokens_as_cheap_as(rows + MIN_PROMPT_TOKENS, SLOWDOWN_PERCENT)
         )
@@ -354,8 +369,8 @@ def _unnoticed_prompt_tokens(cost: StepCost, rows: int, context: int, prior_toke
 
 
 def _best_rate(sizes: Sequence[tuple[int, int]], total: int, decode_worth: int) -> int:
-    """The number of prompt tokens, of those in `sizes` (tokens of prompts, time), whose tokens cost
-    least each; `total` tokens of prompts wait."""
+    """The number of prompt tokens, of those in `sizes` (tokens of prompts, time), with the least
+    cost per token; `total` tokens of prompts wait."""
     enough = [size for size in sizes if size[0] >= min(MIN_PROMPT_TOKENS, total)]
     if not enough:
         return MIN_PROMPT_TOKENS
@@ -363,6 +378,10 @@ def _best_rate(sizes: Sequence[tuple[int, int]], total: int, decode_worth: int) 
 
 
 def max_graph_tokens(fixed_tokens: int, budget: int) -> int:
-    """Most tokens of a step that decodes, where its device is measured: what graphs are captured
-    for. `fixed_tokens`: --mixed-step-tokens; `budget`: the most tokens of any step."""
+    """Most tokens of a step with decodes on a measured device: the size up to which graphs are
+    captured.
+
+    - fixed_tokens: --mixed-step-tokens
+    - budget: the most tokens of any step
+    """
     return min(fixed_tokens or budget, budget)

@@ -2,11 +2,11 @@
 
 `load_tokenizer` gives the same ids as the tokenizer that transformers loads from the folder,
 without importing transformers. `added_tokens` reads tokens such as `</think>` without building the
-tokenizer, for processes that encode nothing. Where files contradict each other about a token, the
-same file wins as in transformers' AutoTokenizer.
+tokenizer, for processes that encode nothing. If files contradict each other about a token, the same
+file wins as in transformers' AutoTokenizer.
 
-The tags around thoughts (reasoning content) belong to the model: --reasoning-parser names them, or
-the chat template shows them. Whether a prompt leaves them open is found for each rendered prompt.
+The tags around reasoning belong to the model: --reasoning-parser names them, or the chat template
+shows them. `reasoning_state` finds for each rendered prompt whether it leaves them open.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ SPACE = " \t\r\n"
 class ReasoningTags(NamedTuple):
     """The tags of a reasoning parser.
 
-    opening, closing: tags around the thoughts.
-    answer: tags around the answer behind the thoughts, which the content leaves out; ("", ""): the
-        model has none.
-    never: marks of a chat template in which the `answer` tags stand around something else, such as
-        results of tools; `parser_of` passes over the parser then.
+    Attributes:
+    - opening, closing: tags around the reasoning
+    - answer: tags around the answer after the reasoning, which the content leaves out; ("", ""):
+      the model has none
+    - never: marks of a chat template in which the `answer` tags stand around other texts, such as
+      results of tools; `parser_of` passes over the parser then
     """
 
     opening: str
@@ -49,13 +50,13 @@ class ReasoningTags(NamedTuple):
 
     @property
     def pair(self) -> tuple[str, str]:
-        """(opening, closing)."""
+        """The tags around the reasoning, (opening, closing)."""
         return self.opening, self.closing
 
 
 THINK = ReasoningTags("<think>", "</think>")
 COHERE = "<|START_THINKING|>", "<|END_THINKING|>"
-# By vLLM's names of the parsers. The order counts: see `parser_of`.
+# By vLLM's names of the parsers. The order matters: see `parser_of`.
 REASONING_PARSERS: dict[str, ReasoningTags] = {
     "hunyuan_a13b": ReasoningTags(*THINK.pair, ("<answer>", "</answer>")),
     "ernie45": ReasoningTags(*THINK.pair, ("<response>", "</response>"), ("<minimax:tool_call>",)),
@@ -80,8 +81,8 @@ REASONING_PARSERS: dict[str, ReasoningTags] = {
 def parser_of(template: str) -> str:
     """The reasoning parser that a chat template implies; "": none.
 
-    It is the first of REASONING_PARSERS with these properties: the template has both `answer` tags,
-    no mark of `never`, and at least one of `opening` and `closing`.
+    The result is the first of REASONING_PARSERS with these properties: the template has both
+    `answer` tags, no mark of `never`, and at least one of `opening` and `closing`.
     """
     for name, tags in REASONING_PARSERS.items():
         answers = all(tag in template for tag in tags.answer)
@@ -94,18 +95,18 @@ def parser_of(template: str) -> str:
 def reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
     """The tags of a reasoning parser; None: there are none.
 
-    parser: the setting: a name of REASONING_PARSERS, "auto" or "none".
-    template: the text of the chat template, which decides for "auto".
+    - parser: the setting: a name of REASONING_PARSERS, "auto" or "none"
+    - template: the text of the chat template, which decides for "auto"
     """
     return REASONING_PARSERS.get(parser_of(template) if parser == "auto" else parser)
 
 
 def reasoning_state(prompt: str, tags: ReasoningTags) -> ReasoningState:
-    """The state of the thoughts behind a rendered prompt.
+    """The state of the reasoning at the end of a rendered prompt.
 
-    - "open": the last opening tag stands behind the last closing tag.
+    - "open": the last opening tag stands after the last closing tag.
     - "over": the prompt ends with the closing tag, but for white space.
-    - "before": all others. A closing tag further up belongs to an earlier answer.
+    - "before": in all other cases. A closing tag further up belongs to an earlier answer.
     """
     opened, closed = prompt.rfind(tags.opening), prompt.rfind(tags.closing)
     if opened > closed:
@@ -142,8 +143,11 @@ NAMED_TOKENS = (
 
 
 class AddedId(NamedTuple):
-    """id: the token's id.
-    special: whether the token controls the model, and is left out of decoded text.
+    """An added token.
+
+    Attributes:
+    - id: the token's id
+    - special: whether the token controls the model, and is left out of decoded text
     """
 
     id: int
@@ -181,7 +185,7 @@ def special_tokens(config: JsonObject) -> dict[str, str]:
     """Texts of the named tokens by name, such as {"eos_token": "</s>"}: those of NAMED_TOKENS, and
     names that only this model has.
 
-    config: as `read_tokenizer_config` returns it.
+    - config: as `read_tokenizer_config` returns it
     """
     named = {name: config[name] for name in NAMED_TOKENS if config.get(name) is not None}
     for name, token in config.items():  # names that only some models have, such as image_token
@@ -196,14 +200,13 @@ def special_tokens(config: JsonObject) -> dict[str, str]:
 def tokens_by_files(
     folder: Path, config: JsonObject, own: Mapping[int, TokenFlags]
 ) -> list[tuple[int, TokenFlags]]:
-    """(id, flags) of each token to be added to a tokenizer, in the order of adding.
+    """(id, flags) of each token to be added to a tokenizer, in the order of adding. The id is -1 if
+    no file has it. Raises ConfigurationError.
 
-    folder: of the checkpoint.
-    config: as `read_tokenizer_config` returns it.
-    own: the added tokens of tokenizer.json, by id. They keep their ids, and take the flags returned
-        here.
-
-    The id is -1 where no file says it. Raises ConfigurationError.
+    - folder: of the checkpoint
+    - config: as `read_tokenizer_config` returns it
+    - own: the added tokens of tokenizer.json, by id. They keep their ids, and take the flags
+      returned here
     """
     named = special_tokens(config)
     listed = _listed(config)
@@ -232,12 +235,11 @@ def tokens_by_files(
 
 
 def added_tokens(folder: Path, config: JsonObject) -> dict[str, AddedId]:
-    """The added tokens of a checkpoint, by text.
+    """The added tokens of a checkpoint, by text. Raises ConfigurationError for a file that cannot
+    be read.
 
-    folder: of the checkpoint.
-    config: as `read_tokenizer_config` returns it.
-
-    Raises ConfigurationError for a file that cannot be read.
+    - folder: of the checkpoint
+    - config: as `read_tokenizer_config` returns it
     """
     path = folder / "tokenizer.json"
     tokens: list[_InFile] = []
@@ -277,12 +279,11 @@ def _is_token(token: JsonValue) -> bool:
 
 
 def _token(token: JsonValue, named: Collection[str]) -> TokenFlags:
-    """The flags of a token of a file.
+    """The flags of a token of a file. Special tokens are matched before a text is normalized,
+    unless their flags state otherwise.
 
-    token: a text, which is a special token, or an object with flags.
-    named: texts of the named tokens, which are special, too.
-
-    Special tokens are matched before a text is normalized, unless their flags say otherwise.
+    - token: a text, which is a special token, or an object with flags
+    - named: texts of the named tokens, which are special, too
     """
     flags = token if isinstance(token, dict) else JsonObject(special=True)
     special = flags.get("special") is True or text_of(token) in named
@@ -317,13 +318,12 @@ def read_tokenizer_config(folder: Path) -> JsonObject:
 
 
 def template_sources(folder: Path, config: JsonObject, override: str) -> dict[str, str]:
-    """The checkpoint's chat templates, Jinja text by name; "default" is the usual one.
+    """The checkpoint's chat templates, Jinja text by name; "default" is the usual one. Raises
+    ConfigurationError for a file that cannot be read.
 
-    folder: of the checkpoint. chat_template.jinja there replaces the templates of `config`.
-    config: the tokenizer's configuration.
-    override: path of a template file, to be used instead of all others; "": none.
-
-    Raises ConfigurationError for a file that cannot be read.
+    - folder: of the checkpoint. chat_template.jinja there replaces the templates of `config`
+    - config: the tokenizer's configuration
+    - override: path of a template file, to be used instead of all others; "": none
     """
     if override:
         return {"default": _read_template(Path(override))}
@@ -362,13 +362,12 @@ LONGEST = 2**53  # tokens; a larger model_max_length, such as 10**30, means that
 
 
 def tokenizer_info(config: JsonObject, templates: Mapping[str, str], context_length: int) -> bytes:
-    """The tokenizer's configuration as a JSON object, for clients.
+    """The tokenizer's configuration as a JSON object, for clients. It has all names of
+    NAMED_TOKENS, as texts; null: the tokenizer has no such token.
 
-    config: as `read_tokenizer_config` returns it.
-    templates: as `template_sources` returns them.
-    context_length: tokens; stands for a missing `model_max_length`; 0: not known.
-
-    All names of NAMED_TOKENS are there, as texts; null: the tokenizer has no such token.
+    - config: as `read_tokenizer_config` returns it
+    - templates: as `template_sources` returns them
+    - context_length: tokens; used if `model_max_length` is missing; 0: not known
     """
     fields: JsonObject = {name: value for name, value in config.items() if name not in OF_FILES}
     fields |= dict.fromkeys(NAMED_TOKENS) | special_tokens(config)
@@ -381,12 +380,11 @@ def tokenizer_info(config: JsonObject, templates: Mapping[str, str], context_len
 
 
 def load_tokenizer(folder: Path, config: JsonObject) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; None if there is no tokenizer.json.
+    """The tokenizer of a checkpoint; None if there is no tokenizer.json. Raises ConfigurationError
+    for a broken file.
 
-    config: as `read_tokenizer_config` returns it. Its `add_bos_token` and `add_eos_token` are
-        ignored: tokenizer.json says how a prompt begins and ends.
-
-    Raises ConfigurationError for a broken file.
+    - config: as `read_tokenizer_config` returns it. Its `add_bos_token` and `add_eos_token` are
+      ignored: tokenizer.json defines how a prompt begins and ends
     """
     tokenizer = _read_tokenizer(folder)
     if tokenizer is None:
@@ -426,7 +424,7 @@ def read_end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) 
     """Ids of the tokens that end a request: those of config.json and generation_config.json, the
     tokenizer's eos_token, and the ends of a harmony answer.
 
-    config: as `read_tokenizer_config` returns it.
+    - config: as `read_tokenizer_config` returns it
     """
     ids = dict.fromkeys(read_generation(folder).eos_ids)
     text = special_tokens(config).get("eos_token")
@@ -439,11 +437,10 @@ def read_end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) 
 
 
 def grammar_setup(folder: Path, model_impl: str = "auto") -> VocabularySetup:
-    """What a GrammarVocabulary of the checkpoint in `folder` is built from.
+    """The arguments of a GrammarVocabulary for the checkpoint in `folder`. Raises
+    ConfigurationError if the checkpoint has no tokenizer or no end token.
 
-    model_impl: as in Settings.
-
-    Raises ConfigurationError if the checkpoint has no tokenizer or no end token.
+    - model_impl: as in Settings
     """
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
@@ -454,12 +451,11 @@ def grammar_setup(folder: Path, model_impl: str = "auto") -> VocabularySetup:
 def vocabulary_setup(
     tokenizer: Tokenizer | None, width: int, end_ids: Sequence[int]
 ) -> VocabularySetup:
-    """What a GrammarVocabulary of a model is built from.
+    """The arguments of a GrammarVocabulary for a model. Raises ConfigurationError without a
+    tokenizer or an end token.
 
-    width: the model's vocabulary size, the width of its logits.
-    end_ids: ids that end a request; those outside of the vocabulary are dropped.
-
-    Raises ConfigurationError without a tokenizer or an end token.
+    - width: the model's vocabulary size, the width of its logits
+    - end_ids: ids that end a request; those outside of the vocabulary are dropped
     """
     if tokenizer is None:
         raise ConfigurationError("the checkpoint has no tokenizer")

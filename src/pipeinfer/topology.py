@@ -31,18 +31,20 @@ from pipeinfer.command_line import counted, none_of
 from pipeinfer.settings import ConfigurationError, Settings
 
 NAMES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
-# Stages that no group has, of which there may be several, and the settings that say how many.
+# Stages outside of groups, of which there may be several, and the settings with their numbers.
 FRONTS = {"gateway": "gateways", "tokenizer": "tokenizers", "detokenizer": "detokenizers"}
-SUPERVISOR = "supervisor-0"  # not a stage: command lines ask it for what stages cannot do
+# not a stage: command lines send it requests that stages cannot carry out
+SUPERVISOR = "supervisor-0"
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """One process of the pipeline.
+    """A process of the pipeline.
 
-    name: of NAMES.
-    group: data-parallel group of a scheduler or an engine.
-    rank: of an engine within its group.
-    index: of a gateway, a tokenizer or a detokenizer.
+    Attributes:
+    - name: of NAMES
+    - group: data-parallel group of a scheduler or an engine
+    - rank: of an engine within its group
+    - index: of a gateway, a tokenizer or a detokenizer
     """
 
     name: str
@@ -52,23 +54,26 @@ class Identity(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """ "scheduler-GROUP", "engine-GROUP-RANK", or "NAME-INDEX", such as "gateway-0"."""
+        """The stage id: "scheduler-GROUP", "engine-GROUP-RANK", or "NAME-INDEX", such as
+        "gateway-0"."""
         if self.name == "engine":
             return f"engine-{self.group}-{self.rank}"
         return f"{self.name}-{self.group if self.name == 'scheduler' else self.index}"
 
 
 class StageEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One [[stage]] table of a topology file.
+    """A [[stage]] table of a topology file.
 
-    name, group, rank, index: as in Identity.
-    address: where other stages reach this one, "tcp://HOST:PORT", "ipc://PATH" or "inproc://NAME".
-    host: the name of the host that the stage runs on; "": not said.
-    device: of an engine, "cpu", "cuda", "cuda:1" or "1"; "": see `Topology.gpu`.
-    key: the name of the stage's CURVE key; "": the default one.
-    bind: the host to listen on, where that is not the address's; "": the address's.
-    http: of a gateway, "http://HOST:PORT" where gateways of other hosts ask it for what it keeps;
-        "": they do not.
+    Attributes:
+    - name, group, rank, index: as in Identity
+    - address: under which other stages reach this one, "tcp://HOST:PORT", "ipc://PATH" or
+      "inproc://NAME"
+    - host: name of the host that the stage runs on; "": not given
+    - device: of an engine, "cpu", "cuda", "cuda:1" or "1"; "": see `Topology.gpu`
+    - key: name of the stage's CURVE key; "": the default one
+    - bind: the host to listen on, if that is not the address's; "": the address's
+    - http: of a gateway, "http://HOST:PORT" at which gateways of other hosts ask it for answers
+      that it keeps; "": they do not
     """
 
     name: str
@@ -99,12 +104,13 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Topology:
     """All stages of one deployment, and the settings in its file.
 
-    entries: the stages, in the file's order.
-    settings: the file's [settings], by name.
-    supervisor: address of the process that restarts stages; "": there is none.
-    keys: the folder of the CURVE keys; "": there is none.
-    secret: this process's CURVE secret key, where no file has it; "": a file has it, or there are
-        no keys.
+    Attributes:
+    - entries: the stages, in the file's order
+    - settings: the file's [settings], by name
+    - supervisor: address of the process that restarts stages; "": there is none
+    - keys: the folder of the CURVE keys; "": there is none
+    - secret: this process's CURVE secret key, if no file has it; "": a file has it, or there are no
+      keys
     """
 
     entries: tuple[StageEntry, ...]
@@ -116,8 +122,7 @@ class Topology:
     @property
     def keyed(self) -> bool:
         """Whether there are CURVE keys: tcp is encrypted then, and only holders of a key are let
-        in.
-        """
+        in."""
         return bool(self.keys or self.secret)
 
     def bind(self, stage: str) -> str:
@@ -189,12 +194,11 @@ class Topology:
         return max(len(self.ids("scheduler")), 1)
 
     def defaults(self) -> dict[str, object]:
-        """Settings by name: the numbers of processes as the stages have them, then the file's
-        [settings]."""
+        """Settings by name: the numbers of processes by the stages, then the file's [settings]."""
         return {**self.counts(), **self.settings}
 
     def counts(self) -> dict[str, int]:
-        """The settings that say how many processes there are, as the stages have them."""
+        """The settings with numbers of processes, counted from the stages."""
         fronts = {setting: max(len(self.ids(name)), 1) for name, setting in FRONTS.items()}
         return {"tp": self.ranks(), "dp": self.groups(), **fronts}
 
@@ -203,7 +207,7 @@ class Topology:
         return replace(self, entries=tuple(e for e in self.entries if e.name != name))
 
     def to_toml(self) -> str:
-        """The text of a topology file. JSON strings are valid TOML basic strings."""
+        """The text of a topology file; JSON strings are valid TOML basic strings."""
         heads = {"supervisor": self.supervisor, "keys": self.keys}
         lines = [f"{name} = {json.dumps(value)}" for name, value in heads.items() if value]
         lines += [""] * bool(lines)
@@ -223,8 +227,8 @@ class Topology:
 def local(settings: Settings, prefix: str) -> Topology:
     """The topology of one host: the address of each stage is `prefix` followed by the stage's id.
 
-    settings: the numbers of processes are read (`Topology.counts`).
-    prefix: such as "ipc:///tmp/x/" or "inproc://run-1-".
+    - settings: for the numbers of processes (`Topology.counts`)
+    - prefix: such as "ipc:///tmp/x/" or "inproc://run-1-"
 
     Raises ConfigurationError for inproc with several ranks or gateways, and as `check_topology`
     does.
@@ -306,7 +310,7 @@ def _check_http(entry: StageEntry) -> None:
 
 
 def _is_http_place(url: str) -> bool:
-    """Whether it is a scheme, a host and perhaps a port, and nothing else."""
+    """Whether `url` is a scheme, a host and perhaps a port, and nothing else."""
     scheme, _, place = url.partition("://")
     try:
         parts = urlsplit(url)
@@ -318,7 +322,8 @@ def _is_http_place(url: str) -> bool:
 
 
 def _check_hosts(topology: Topology) -> None:
-    """If there are several hosts, every stage must have an address that other hosts can reach."""
+    """Raises ConfigurationError if there are several hosts and a stage has an address that other
+    hosts cannot reach."""
     if len(topology.hosts()) < 2:
         return
     for entry in topology.entries:
@@ -329,7 +334,8 @@ def _check_hosts(topology: Topology) -> None:
 
 
 def _check_groups(topology: Topology) -> None:
-    """Every group has one scheduler and the same number of ranks; groups and ranks count from 0."""
+    """Raises ConfigurationError unless every group has one scheduler and the same number of ranks,
+    and groups and ranks count from 0."""
     groups = sorted(e.group for e in topology.entries if e.name == "scheduler")
     if not groups or groups != list(range(len(groups))):
         raise ConfigurationError(f"schedulers must have groups 0, 1, ..., not {groups}")
@@ -347,8 +353,8 @@ def _check_groups(topology: Topology) -> None:
 
 
 def check_settings(settings: Settings, topology: Topology) -> Settings:
-    """Returns `settings`. Raises ConfigurationError if one that says how many processes there are
-    is not what `topology` has."""
+    """Returns `settings`. Raises ConfigurationError if one with a number of processes differs from
+    `topology`."""
     of = {"tp": "engine", "dp": "group", **{setting: name for name, setting in FRONTS.items()}}
     for setting, count in topology.counts().items():
         wanted: int = getattr(settings, setting)
@@ -371,15 +377,15 @@ STAGE_FIELDS = ("host", "device", "key", "bind", "http")  # that PIPEINFER_STAGE
 def deployed_topology(path: str | None, environ: Mapping[str, str]) -> Topology:
     """The topology of a deployment: the file `path`, overridden by environment variables.
 
-    path: a topology file; None: PIPEINFER_STAGES must list the stages.
-    environ: the environment; the variables in VARIABLES are read.
+    - path: a topology file; None: PIPEINFER_STAGES must list the stages
+    - environ: the environment; the variables in VARIABLES are read
 
     Raises ConfigurationError.
     """
     stages, keys, secret, bind = (environ.get(name, "") for name in VARIABLES)
     if not path and not stages:
         raise ConfigurationError(f"no topology: name its file, or its stages in {STAGES_VARIABLE}")
-    # Only the result is checked: variables may replace what is wrong or missing in the file.
+    # Only the result is checked: variables may replace wrong or missing values of the file.
     found = read(path) if path else Topology(())
     entries = parse_stages(stages) if stages else found.entries
     if bind:
@@ -396,8 +402,7 @@ def deployed_topology(path: str | None, environ: Mapping[str, str]) -> Topology:
 
 def parse_stages(text: str) -> tuple[StageEntry, ...]:
     """The stages in `text`, the value of PIPEINFER_STAGES: words `ID=ADDRESS[,FIELD=VALUE...]`,
-    separated by white space. Raises ConfigurationError, which quotes the wrong word.
-    """
+    separated by white space. Raises ConfigurationError, which quotes the wrong word."""
     return tuple(_stage(word) for word in text.split())
 
 
@@ -433,7 +438,7 @@ LAST_PORT = 65535 - max(PORT_OFFSETS.values())
 def socket_address(address: str, socket: str) -> str:
     """The address of one socket of the stage at `address`.
 
-    socket: "inbox", "telemetry", "plan" or "group".
+    - socket: "inbox", "telemetry", "plan" or "group"
     """
     transport, rest = split_address(address)
     if transport != "tcp":
@@ -445,7 +450,7 @@ def socket_address(address: str, socket: str) -> str:
 def check_address(address: str, keyed: bool = False) -> None:
     """Raises ConfigurationError for an address that pipeinfer cannot or must not use.
 
-    keyed: whether there are CURVE keys; without them tcp must stay on loopback.
+    - keyed: whether there are CURVE keys; without them tcp must stay on loopback
     """
     transport, rest = split_address(address)
     if transport == "tcp":
@@ -469,9 +474,8 @@ def check_address(address: str, keyed: bool = False) -> None:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """("tcp", "HOST:PORT") for "tcp://HOST:PORT". Raises ConfigurationError for an unknown
-    transport.
-    """
+    """Splits an address: ("tcp", "HOST:PORT") for "tcp://HOST:PORT". Raises ConfigurationError for
+    an unknown transport."""
     transport, separator, rest = address.partition("://")
     if not separator or transport not in TRANSPORTS or not rest:
         raise ConfigurationError(
@@ -497,9 +501,9 @@ def bind_addresses(address: str, socket: str, bind: str = "") -> list[str]:
     """The addresses to bind `socket` to, for the stage at `address`: one for each IP address of a
     host name.
 
-    socket: as in `socket_address`.
-    bind: the host to listen on instead of the address's, "*" for all interfaces. Peers still
-        connect to `address` (containers, NAT).
+    - socket: as in `socket_address`
+    - bind: the host to listen on instead of the address's, "*" for all interfaces. Peers still
+      connect to `address` (containers, NAT)
 
     Raises ConfigurationError if the host cannot be resolved.
     """

@@ -5,12 +5,12 @@
                    message
     Listener       subscriptions alone, on an event loop: for supervisors and tools
     ControlClient  blocking, for command lines that send a request on the channel `control`
-    SocketFactory  binds and connects as the topology says: addresses, keys, timeouts
+    SocketFactory  binds and connects by the topology: addresses, keys, timeouts
 
-Also raises the limits of sockets to what a deployment needs. Knows no message's meaning: that is
-its handler's business. Only telemetry is ever dropped by a high-water mark; the gateway's queue
-limit bounds what is under way. What TCP itself repairs (a cut of seconds) is not noticed here; what
-TCP cannot repair ends a connection, which ZeroMQ opens again.
+Also raises the limits of sockets to what a deployment needs. Handlers know the meaning of messages;
+this module does not. Only telemetry is ever dropped by a high-water mark; the gateway's queue limit
+bounds the messages in flight. Cuts of seconds, which TCP repairs, are not noticed here; longer ones
+end a connection, which ZeroMQ opens again.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from pipeinfer.topology import (
 
 log = logging.getLogger(__name__)
 
-CONNECT_MS = 3_000  # for a TCP connection; the kernel alone would wait ever longer, up to minutes
-# After how long a connection is tried again, and over a network after ever longer, up to the most.
+CONNECT_MS = 3_000  # for a TCP connection; the kernel's own timeout grows up to minutes
+# Delay before a connection is tried again; over a network it grows up to RECONNECT_MAX_MS.
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
 HANDSHAKE_MS = 10_000
-# (idle, interval, probes) of TCP's keepalive: seconds, seconds, count. A subscriber never says
-# anything, so nothing else tells it that its publisher's host has gone; what it missed is repeated.
-# All others are probed so that no router between forgets them, and hold on for as long as the
-# kernel repeats what it sent (a quarter of an hour): a connection that ends may take messages with
-# it.
+# (idle, interval, probes) of TCP's keepalive: seconds, seconds, count. A subscriber never sends
+# anything, so only the probes show that its publisher's host has gone; missed messages are
+# repeated. All other connections are probed so that no router between forgets them, and last as
+# long as the kernel repeats unacknowledged data (a quarter of an hour): a connection that ends may
+# take messages with it.
 SUBSCRIBER_PROBES, PROBES = (5, 5, 3), (60, 60, 120)
 
 
 class AddressTaken(zmq.ZMQError):
-    """Somebody else listens at `place`, "tcp://HOST:PORT"; HOST is a number, or "*" for all."""
+    """Another process listens at `place`, "tcp://HOST:PORT"; HOST is a number, or "*" for all."""
 
     def __init__(self, place: str) -> None:
         super().__init__(errno.EADDRINUSE, f"{place} is taken")
@@ -75,7 +75,7 @@ class AddressTaken(zmq.ZMQError):
 
 
 class SocketFactory:
-    """Sockets of stage id `stage`, or of a process that is none ("")."""
+    """Makes the sockets of stage id `stage`, or of a process that is no stage ("")."""
 
     def __init__(
         self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]], stage: str = ""
@@ -88,10 +88,10 @@ class SocketFactory:
         self._open = False
 
     def load_keys(self, authenticate: bool = True) -> None:
-        """Reads the keys, before the first bind or connect; may be called again.
-
-        authenticate: False where this process has an authenticator already. Raises
+        """Reads the keys, before the first bind or connect; may be called again. Raises
         ConfigurationError for keys that are missing or wrong.
+
+        - authenticate: False if this process has an authenticator already
         """
         if self._open or not self._topology.has_tcp():
             return
@@ -102,7 +102,7 @@ class SocketFactory:
 
     @property
     def refused_handshakes(self) -> int:
-        """Handshakes with strangers that failed, since the start."""
+        """Number of handshakes with unknown peers that failed, since the start."""
         return self._authenticator.refused_handshakes if self._authenticator is not None else 0
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
@@ -120,7 +120,8 @@ class SocketFactory:
     def bind(self, socket: zmq.Socket[bytes], name: str) -> None:
         """Binds `socket` as this stage's `name` ("inbox", "telemetry", "plan", "group").
 
-        AddressTaken if another process has it, ConfigurationError if it is not one of this host.
+        Raises AddressTaken if another process has the address, ConfigurationError if the address is
+        not one of this host.
         """
         address = self._topology.address(self._stage)
         if self._keyring is not None and is_tcp(address):
@@ -145,7 +146,8 @@ class SocketFactory:
             )
 
     def connect(self, socket: zmq.Socket[bytes], stage: str, name: str) -> None:
-        """Connects `socket` to the `name` of stage id `stage`, which need not be there yet."""
+        """Connects `socket` to the socket `name` of stage id `stage`, which need not be there
+        yet."""
         address = self._topology.address(stage)
         if self._keyring is not None and is_tcp(address):
             self._keyring.secure_client(socket, stage)
@@ -163,7 +165,7 @@ class SocketFactory:
         self._keyring.secure_client(socket, stage)
 
     def close(self) -> None:
-        """Accepts no peer any more. Close the sockets themselves before."""
+        """Stops accepting peers. The sockets themselves must be closed before."""
         if self._authenticator is not None:
             self._authenticator.close()
             self._authenticator = None
@@ -175,10 +177,10 @@ _send, _recv = Socket.send, Socket.recv
 
 
 def send_multipart(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
-    """Sends all parts as one message, without waiting; zmq.Again if that cannot be.
+    """Sends all parts as one message, without waiting; raises zmq.Again if it would have to wait.
 
-    As pyzmq's own call, which takes three times as long: its flags are enums, and for each part
-    received it asks the socket whether there is another.
+    Pyzmq's own call takes three times as long: its flags are enums, and for each part received it
+    asks the socket whether there is another.
     """
     *first, last = parts
     for part in first:
@@ -187,7 +189,7 @@ def send_multipart(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
 
 
 def receive_multipart(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """The parts of the next message; zmq.Again if there is none."""
+    """The parts of the next message; raises zmq.Again if there is none."""
     frame = _recv(socket, _LAST, False)
     parts = [frame.bytes]
     while frame.more:
@@ -196,19 +198,21 @@ def receive_multipart(socket: zmq.Socket[bytes]) -> list[bytes]:
     return parts
 
 
-# Of a stage for each other one: to send, to listen, and with keys to watch both.
+# Sockets of a stage for each other stage: to send, to listen, and with keys to watch both.
 SOCKETS_PER_STAGE = 4
-# Of a socket: its mailbox, its connection, and the next one while it reconnects.
+# Descriptors of a socket: its mailbox, its connection, and the next one while it reconnects.
 DESCRIPTORS_PER_SOCKET = 3
 BASE_LIMIT = 1_024  # sockets, and descriptors, for everything else
 
 
 def raise_socket_limits(context: zmq.Context[zmq.Socket[bytes]], topology: Topology) -> None:
-    """To be called before the first socket of `context`: allows as many sockets as a deployment of
-    so many stages needs. ZeroMQ's own limit is 1,023, and a gateway listens to every stage.
+    """Allows as many sockets of `context` as a deployment of the topology's size needs; to be
+    called before the first socket. ZeroMQ's own limit is 1,023, and a gateway listens to every
+    stage.
 
     The process's soft limit of descriptors is raised as far as needed and as the hard limit allows;
-    a process that may have too few fails when it needs them."""
+    a process that may have too few fails when it needs them.
+    """
     stages = len(topology.entries)
     context.set(zmq.MAX_SOCKETS, BASE_LIMIT + SOCKETS_PER_STAGE * stages)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -219,10 +223,10 @@ def raise_socket_limits(context: zmq.Context[zmq.Socket[bytes]], topology: Topol
 
 
 BURST = 128  # messages handled before other events of the loop get their turn
-MAX_WARNINGS = 100  # reasons for dropping that are logged, once each
-MAX_REASON_CHARS = 300  # of a logged reason; a stranger chooses some of them
+MAX_WARNINGS = 100  # most reasons for dropping that are logged, once each
+MAX_REASON_CHARS = 300  # of a logged reason; an unknown peer may choose some of them
 
-# What comes on these channels comes all the time, and can wait.
+# Channels with constant traffic that can wait.
 NOT_BUSY_POLLED = ("telemetry", "group", "link")
 
 Handler = Callable[[str, FrameHeader, Message], None]
@@ -231,12 +235,13 @@ Handler = Callable[[str, FrameHeader, Message], None]
 class Reader:
     """Calls `handler(channel, header, message)` for every frame of the sockets that were added.
 
-    A frame that does not decode is dropped and logged; an exception of the handler is logged, and
-    ends nothing either.
+    A frame that does not decode is dropped and logged; an exception of the handler is logged.
+    Neither ends the reader.
 
-    bad_frames: how many were dropped.
-    body: of the frame that is being handled, as it came.
-    busy_polling: whether the loop does not sleep at present (see `start`).
+    Attributes:
+    - bad_frames: number of dropped frames
+    - body: of the frame that is being handled, as it came
+    - busy_polling: whether the loop polls without sleeping at present (see `start`)
     """
 
     def __init__(self) -> None:
@@ -258,10 +263,10 @@ class Reader:
     def start(self, handler: Handler, busy_poll: float = 0.0) -> None:
         """Begins to read, on the running loop.
 
-        busy_poll: after a frame that came within so many seconds of the one before, the loop polls
-        that long without sleeping; 0 for never. A process that was put to sleep answers late, by a
-        tenth of a millisecond and at times by a whole one, and with cold caches; but polling takes
-        a core.
+        - busy_poll: after a frame that came within `busy_poll` seconds of the one before, the loop
+          polls that long without sleeping; 0: never. A process that was put to sleep answers late,
+          by a tenth of a millisecond and at times by a whole one, and with cold caches; but polling
+          takes a core
         """
         self._handler = handler
         self._loop = asyncio.get_running_loop()
@@ -278,7 +283,7 @@ class Reader:
         self._sockets.clear()
 
     def drop(self, reason: str) -> None:
-        """Counts a dropped frame; logged once a reason, for a peer may repeat it for ever."""
+        """Counts a dropped frame; logs each reason once, because a peer may repeat it for ever."""
         self.bad_frames += 1
         reason = reason[:MAX_REASON_CHARS]
         if reason not in self._logged and len(self._logged) < MAX_WARNINGS:
@@ -288,7 +293,7 @@ class Reader:
     def _watch(self, socket: zmq.Socket[bytes]) -> None:
         assert self._loop is not None
         self._loop.add_reader(socket.fileno(), self._drain, socket)
-        self._loop.call_soon(self._drain, socket)  # the descriptor only tells of changes
+        self._loop.call_soon(self._drain, socket)  # the descriptor is readable only after changes
 
     def _drain(self, socket: zmq.Socket[bytes]) -> None:
         """Reads until the socket is empty: its descriptor is edge-triggered."""
@@ -317,7 +322,7 @@ class Reader:
         self._loop.call_soon(self._drain, socket)
 
     def _note_frame(self) -> None:
-        """A frame came: begins to poll if another came shortly before."""
+        """Notes that a frame came; begins to poll if another came shortly before."""
         now = time.monotonic()
         soon, self._last_frame = now - self._last_frame < self._busy_poll, now
         if soon and not self.busy_polling and self._loop is not None:
@@ -325,7 +330,7 @@ class Reader:
             self._loop.call_soon(self._poll_again)
 
     def _poll_again(self) -> None:
-        """A turn of the loop that looks for frames without waiting for one."""
+        """Takes a turn of the loop that looks for frames without waiting for one."""
         assert self._loop is not None
         os.sched_yield()  # the thread that brings the next frame may have been given this core
         if self._sockets and time.monotonic() - self._last_frame < self._busy_poll:
@@ -334,12 +339,13 @@ class Reader:
             self.busy_polling = False
 
 
-LINGER_MS = 1_000  # how long closing waits for messages that were sent but have not left
+LINGER_MS = 1_000  # time for which closing waits for messages that were sent but have not left
 TELEMETRY_HWM = 1_000
-# Frames of one peer that wait to be read; then the peer waits with the others. None is dropped.
+# Most frames of one peer that wait to be read here; further frames wait at the peer. None is
+# dropped.
 INBOX_HWM = 1_000
-SUBSCRIPTION_BYTES = 1_024  # the same for what a subscriber says
-LINK_TIMER = 1.0  # seconds between questions what has become of the frames that are kept
+SUBSCRIPTION_BYTES = 1_024  # bytes of one message of a subscriber
+LINK_TIMER = 1.0  # seconds between questions whether unacknowledged frames have arrived
 
 
 class NoSuchStage(ValueError):
@@ -349,12 +355,13 @@ class NoSuchStage(ValueError):
 class Bus:
     """All sockets of the stage `identity`.
 
-    Stages may start in any order: ZeroMQ queues for an inbox that is not there yet, and what a
-    publisher sent too early is repaired by numbered plans and repeated heartbeats.
+    Stages may start in any order: ZeroMQ queues for an inbox that is not there yet, and messages
+    that a publisher sent too early are repaired by numbered plans and repeated heartbeats.
 
-    resend_seconds: seconds after which a frame that its inbox has not taken is dropped, where TCP
-    may lose it.
-    reader: reads the inbox and the subscriptions.
+    - resend_seconds: seconds after which an unacknowledged frame is dropped, if TCP may lose it
+
+    Attributes:
+    - reader: reads the inbox and the subscriptions
     """
 
     def __init__(
@@ -385,9 +392,8 @@ class Bus:
         self._link_timer_handle: asyncio.TimerHandle | None = None
 
     def bind(self) -> None:
-        """Opens the inbox and the publishers. AddressTaken if another process has an address,
-        ConfigurationError if keys are wrong, or the address is not one of this host.
-        """
+        """Opens the inbox and the publishers. Raises AddressTaken if another process has an
+        address, ConfigurationError if keys are wrong, or the address is not one of this host."""
         transport, path = split_address(self._address)
         if transport == "ipc":
             Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -403,12 +409,12 @@ class Bus:
                 publisher.sndhwm = TELEMETRY_HWM
             publisher.maxmsgsize = SUBSCRIPTION_BYTES
             self._sockets.bind(publisher, channel)
-        for channel in ("group", CONTROL):  # both to all subscribers
+        for channel in ("group", CONTROL):  # published to all subscribers
             self._publishers[channel] = self._publishers["telemetry"]
 
     def listen(self, stage: str, *channels: str) -> None:
-        """Subscribes to what `stage` publishes on `channels`: "plan", or some of "group",
-        "telemetry" and "control"."""
+        """Subscribes to `channels` of `stage`: "plan", or some of "group", "telemetry" and
+        "control"."""
         subscriber = self._socket(zmq.SUB)
         subscriber.maxmsgsize = FRAME_BYTES if "plan" in channels else TELEMETRY_BYTES
         for channel in channels:
@@ -417,9 +423,8 @@ class Bus:
         self.reader.add(subscriber)
 
     def start(self, handler: Handler, busy_poll: float = 0.0) -> None:
-        """From now on `handler(channel, header, message)` gets every frame, on the running loop.
-        `busy_poll`: see Reader.start.
-        """
+        """Calls `handler(channel, header, message)` for every frame from now on, on the running
+        loop. `busy_poll`: see Reader.start."""
         if not self._topology.has_tcp():
             self.reader.start(handler, busy_poll)
             return
@@ -432,9 +437,10 @@ class Bus:
         self._on_link_timer(asyncio.get_running_loop())
 
     def send(self, send: Send) -> tuple[int, float, bytes]:
-        """Sends or publishes one message; never blocks. Returns its number, time and body.
+        """Sends or publishes one message; never blocks. Returns the message's number, time and
+        body.
 
-        Raises Unencodable or NoSuchStage; then nothing was sent, and the next message has its
+        Raises Unencodable or NoSuchStage; then nothing was sent, and the next message has this
         number.
         """
         key = (send.channel, send.to)
@@ -454,7 +460,7 @@ class Bus:
         return number, sent, parts[2]
 
     def close(self) -> None:
-        """Closes every socket; what was sent has LINGER_MS to leave."""
+        """Closes every socket; messages that were sent have LINGER_MS to leave."""
         if self._link_timer_handle is not None:
             self._link_timer_handle.cancel()
         self.reader.close()
@@ -464,12 +470,13 @@ class Bus:
 
     @property
     def refused_handshakes(self) -> int:
-        """Handshakes with strangers that failed, since the start."""
+        """Number of handshakes with unknown peers that failed, since the start."""
         return self._sockets.refused_handshakes
 
     @property
     def repeated_frames(self) -> int:
-        """Frames that were sent once more, since the start: a connection had taken them along."""
+        """Number of frames that were sent once more, since the start, because a connection had lost
+        them."""
         return self._links.repeated
 
     def _accepts(self, channel: str, header: FrameHeader, message: Message) -> bool:
@@ -488,8 +495,9 @@ class Bus:
         self._push(stage, frames.encode(LINK_CHANNEL, header, message))
 
     def _close_outbox(self, stage: str) -> None:
-        """Frames to `stage` are kept no longer; libzmq's queue goes, and a new one is made when
-        something is sent. What is still kept is asked for when the stage is there."""
+        """Closes the socket to `stage`, whose frames have expired; libzmq's queue goes, and a new
+        socket is made for the next message. The receiver asks for frames that are still kept when
+        it is there."""
         outbox = self._outboxes.pop(stage, None)
         if outbox is not None:
             outbox.close(linger=0)
@@ -501,7 +509,7 @@ class Bus:
     def _push(self, stage: str, parts: list[bytes]) -> None:
         try:
             send_multipart(self._outbox(stage), parts)
-        except zmq.Again:  # there is no mark to be reached: libzmq has given the peer up
+        except zmq.Again:  # there is no high-water mark: libzmq has given the peer up
             address = self._topology.address(stage)
             message = f"{stage} at {address} and this stage must both use CURVE keys, or neither"
             raise RuntimeError(message) from None
@@ -524,18 +532,16 @@ class Bus:
 
 
 class Listener:
-    """Subscribes to what stages publish on `telemetry` and `group`."""
+    """Subscriptions to the channels `telemetry` and `group` of stages."""
 
     def __init__(self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._sockets = SocketFactory(topology, context)
         self._reader = Reader()
 
     def listen(self, stage: str, *channels: str) -> None:
-        """Subscribes to stage id `stage`, which need not be there yet: to `channels`, or to its
-        telemetry.
-
-        ConfigurationError if the topology has keys and none of them lies here.
-        """
+        """Subscribes to `channels` of stage id `stage`, which need not be there yet; without
+        channels to its telemetry. Raises ConfigurationError if the topology has keys and this host
+        has none of them."""
         self._sockets.load_keys()
         socket = self._sockets.socket(zmq.SUB)
         for channel in channels or ("telemetry",):
@@ -545,7 +551,7 @@ class Listener:
         self._reader.add(socket)
 
     def start(self, handler: Handler) -> None:
-        """From now on `handler(channel, header, message)` gets each message."""
+        """Calls `handler(channel, header, message)` for each message from now on."""
         self._reader.start(handler)
 
     def close(self) -> None:
@@ -555,8 +561,8 @@ class Listener:
 class ControlClient:
     """Sends requests to stages of `topology`, and receives their answers. A context manager.
 
-    An answer is lost if it is sent before the subscription has arrived: send a stage something only
-    after a message (a heartbeat) of it was received.
+    An answer is lost if it is sent before the subscription has arrived: send a request to a stage
+    only after a message (a heartbeat) of that stage was received.
     """
 
     def __init__(self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -596,7 +602,7 @@ class ControlClient:
             try:
                 _, header, message = frames.decode(subscriber.recv_multipart(zmq.NOBLOCK))
             except frames.BadFrame:
-                continue  # of another version perhaps; the caller reports a missing answer
+                continue  # perhaps of another version; the caller reports a missing answer
             received.append((header, message))
         return received
 

@@ -1,10 +1,10 @@
 """CURVE on every TCP socket of a topology with keys: key files, which key a socket shows and which
-it expects, and who may connect.
+it expects, and which peers may connect.
 
     NAME.key  the secret key, one line of Z85 text, mode 0600
     NAME.pub  the public key, one line of Z85 text
 
-docs/topology.md says who needs which file. Knows stages by id, and no message.
+docs/topology.md lists which process needs which file. Knows stages by id, and no message.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from pipeinfer.command_line import counted
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import Topology
 
-DEFAULT_KEY = "pipeinfer"  # the pair of a stage whose topology names no other
+DEFAULT_KEY = "pipeinfer"  # name of the key pair of a stage whose entry has no `key`
 KEY_CHARS = 40  # characters of a key
-# Mounted into one container alone, with whatever mode the orchestrator gives it.
+# Folder of secrets that an orchestrator mounts into one container alone, with any file mode.
 SECRETS = Path("/run/secrets")
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A key pair of this process. It is never shown: `repr` names it and no more."""
+    """A key pair of this process. `repr` shows only its name."""
 
     name: str
     public: bytes
@@ -45,7 +45,8 @@ class KeyPair:
 
 
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Makes a pair, (secret file, public file). ConfigurationError if there is one already."""
+    """Makes a key pair; returns (secret file, public file). Raises ConfigurationError if a file
+    exists."""
     check_key_name(name)
     public, secret = zmq.curve_keypair()
     files = folder / f"{name}.key", folder / f"{name}.pub"
@@ -63,13 +64,13 @@ def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def check_key_name(name: str) -> None:
-    """ConfigurationError for a name that is no plain file name."""
+    """Raises ConfigurationError for a name that is no plain file name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise ConfigurationError(f"key {name!r}: a name has letters, digits, '.', '-' and '_'")
 
 
 def load_key_pair(folder: Path, name: str) -> KeyPair:
-    """The pair of NAME.key. ConfigurationError if it cannot, or must not, be used."""
+    """The pair of NAME.key. Raises ConfigurationError if the file cannot, or must not, be used."""
     file = folder / f"{name}.key"
     secret = _line(file)
     if not file.is_relative_to(SECRETS) and file.stat().st_mode & 0o077:
@@ -88,7 +89,7 @@ def key_pair(name: str, secret: bytes, source: str) -> KeyPair:
 
 
 def load_public(folder: Path, name: str) -> bytes:
-    """The public key of NAME.pub, or of NAME.key where only that is there."""
+    """The public key of NAME.pub, or of NAME.key if only that file is there."""
     file = folder / f"{name}.pub"
     if not file.exists() and (folder / f"{name}.key").exists():
         return load_key_pair(folder, name).public
@@ -106,11 +107,15 @@ def _line(file: Path) -> bytes:
 
 
 LOG_PERIOD = 60.0  # seconds between two lines
-MAX_REASONS = 8  # that a line names; the others are counted only
+MAX_REASONS = 8  # reasons that a line names; the others are counted only
 
 
 class RefusalLog:
-    """Counts refusals by reason. `total`: since the start."""
+    """Counts refusals by reason.
+
+    Attributes:
+    - total: since the start
+    """
 
     def __init__(self, log: logging.Logger) -> None:
         self.total = 0
@@ -120,7 +125,7 @@ class RefusalLog:
         self._next = 0.0
 
     def record(self, reason: str) -> None:
-        """One more; memory stays bounded, whatever the reasons say."""
+        """Counts a refusal; memory stays bounded, whatever the reasons are."""
         self.total += 1
         if reason in self._counts or len(self._counts) < MAX_REASONS:
             self._counts[reason] = self._counts.get(reason, 0) + 1
@@ -128,7 +133,7 @@ class RefusalLog:
             self._suppressed += 1
 
     def log_suppressed(self, now: float) -> None:
-        """Logs what was noted since the last line, if that is a minute ago. `now`: seconds."""
+        """Logs the refusals since the last line, at most once in LOG_PERIOD. `now`: seconds."""
         if not self._counts or now < self._next:
             return
         named = [f"{reason} ({counted(count, 'time')})" for reason, count in self._counts.items()]
@@ -150,7 +155,7 @@ BROKEN_OFF = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 class CurveAuthenticator:
     """Lets holders of `allowed` keys connect to the sockets of `context`, and logs once a minute
-    who was refused. One for a context.
+    which peers were refused. A context has at most one authenticator.
 
     Answers libzmq's authentication requests (ZAP, ZeroMQ RFC 27), and reads the events of
     handshakes that failed before libzmq asked. Runs in a thread of its own, so that a busy stage
@@ -176,14 +181,14 @@ class CurveAuthenticator:
 
     @property
     def refused_handshakes(self) -> int:
-        """Handshakes that were refused or failed, since the start."""
+        """Number of handshakes that were refused or failed, since the start."""
         return self._refusals.total
 
     def watch_socket(self, socket: zmq.Socket[bytes], peer: str) -> None:
-        """Counts the failed handshakes of `socket` from now on: before it binds, or connects to
-        `peer`.
+        """Counts the failed handshakes of `socket` from now on; to be called before the socket
+        binds, or connects to `peer`.
 
-        `peer`: "" for a socket that binds.
+        - peer: "" for a socket that binds
         """
         self._watched += 1
         place = f"inproc://curve-{id(self)}-{self._watched}"
@@ -195,7 +200,7 @@ class CurveAuthenticator:
         self._wakeup.send(b"new")
 
     def close(self) -> None:
-        """Nobody is let in any more. Call it when the watched sockets are closed."""
+        """Stops letting peers in. To be called when the watched sockets are closed."""
         self._wakeup.send(b"")
         self._thread.join()
         self._wakeup.close(linger=0)
@@ -227,7 +232,8 @@ class CurveAuthenticator:
             socket.close(linger=0)
 
     def _answer(self, request: list[bytes]) -> None:
-        """One ZAP request: version, id, domain, address, identity, mechanism, credentials."""
+        """Answers one ZAP request: version, id, domain, address, identity, mechanism,
+        credentials."""
         if len(request) < 6:  # libzmq asks otherwise; but without an answer no other peer gets one
             self._refusals.record(f"a question of {len(request)} parts about nobody")
             number = request[1] if len(request) > 1 else b""
@@ -244,7 +250,7 @@ class CurveAuthenticator:
         self._zap.send_multipart([version, number, status, text, b"", b""])
 
     def _on_monitor_event(self, parts: list[bytes], peer: str) -> bool:
-        """One event of a watched socket; False when it was the last."""
+        """Takes one event of a watched socket; False when it was the last."""
         try:
             monitor_event = parse_monitor_message(parts)
         except (RuntimeError, ValueError) as error:
@@ -255,7 +261,7 @@ class CurveAuthenticator:
             return False
         if peer:
             self._refusals.record(f"{peer} at {place} breaks off the handshake; is each key right?")
-        elif event != BY_KEY:  # that one is known from the ZAP request, with its address
+        elif event != BY_KEY:  # a wrong key is known from the ZAP request, with its address
             self._refusals.record(f"somebody at {place} does not know its key")
         return True
 
@@ -277,15 +283,16 @@ class Keyring:
         return frozenset(self.stages.values())
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it binds: only peers that know our key, and that the authenticator allows,
-        connect."""
+        """Gives `socket` its keys before it binds: only peers that have this process's public key,
+        and that the authenticator allows, connect."""
         socket.curve_server = True
         self._show(socket)
         socket.zap_domain = ZAP_DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no peer gets in without an authenticator
 
     def secure_client(self, socket: zmq.Socket[bytes], stage: str) -> None:
-        """Before it connects: only to the holder of the key of stage id `stage`."""
+        """Gives `socket` its keys before it connects: only to the holder of the key of stage id
+        `stage`."""
         socket.curve_serverkey = self.stages[stage]
         self._show(socket)
 
@@ -294,10 +301,11 @@ class Keyring:
 
 
 def keyring(topology: Topology, stage: str = "") -> Keyring | None:
-    """The keys of stage id `stage`, None if the topology has none.
+    """The keys of stage id `stage`; None if the topology has none.
 
-    For who is no stage ("") it is the first key of the topology whose secret lies here. Raises
-    ConfigurationError for a key that is missing, readable by others, or not the public one's.
+    A process that is no stage ("") gets the first key of the topology whose secret is on this host.
+    Raises ConfigurationError for a key that is missing, readable by others, or not the public
+    one's.
     """
     if not topology.keyed:
         return None

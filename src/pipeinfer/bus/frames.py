@@ -1,14 +1,15 @@
-"""What passes between two processes, without their sockets: frames, and links that lose none.
+"""The data that passes between two processes, without their sockets: frames, and links that lose
+none.
 
 A message becomes [channel, header, body], typed by channel, MessagePack throughout. A frame that
-does not decode, or whose packed arrays do not hold together (whole items, and rows that are all
-there), raises BadFrame, which names channel and sender; a message that has no frame raises
-Unencodable. Which fields are arrays messages.py says.
+does not decode, or whose packed arrays are inconsistent (no whole items, or rows of different
+lengths), raises BadFrame, which names channel and sender; a message that cannot be encoded raises
+Unencodable. messages.py declares which fields are arrays.
 
-ZeroMQ opens a TCP connection again that was reset, but what was on its way is gone. So frames to an
+ZeroMQ opens a TCP connection again that was reset, but data in flight is gone. So frames to an
 inbox are numbered from 1 and kept until the receiver has them; a receiver that misses some asks for
-them, and drops what comes behind until they have come: each frame passes once, in order, as long as
-both processes live ("go back N"). ReliableLinks knows no message but its own two.
+them, and drops later frames until they have come: each frame passes once, in order, as long as both
+processes live ("go back N"). ReliableLinks knows no message but its own two.
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ from pipeinfer import control
 from pipeinfer.messages import CHANNELS, PROTOCOL, Admitted, Message, Plan, Result
 
 LINK_CHANNEL = "link"
-# Received since the last word about it; then there is another one.
+# Frames and bytes received after which the receiver sends the next Received.
 REPORT_FRAMES = 64
 REPORT_BYTES = 1 << 20
-RETRY_SECONDS = 5.0  # seconds; on a slow link what was sent again queues behind what cannot be used
+# seconds between two requests for the same frames; on a slow link repeated frames queue behind
+# frames that are dropped
+RETRY_SECONDS = 5.0
 
 
 class Received(Message, frozen=True):
-    """To a sender, of which `incarnation` is meant: all frames before `next` have come; 0: which
-    will be the first is not known. missing: they are wanted once more, from `next` on."""
+    """Receiver -> sender, its process `incarnation`: an acknowledgement of frames.
+
+    Attributes:
+    - next: all frames before this number have come; 0: the number of the first frame is not known
+    - missing: frames from `next` on are to be sent once more
+    """
 
     incarnation: int
     next: int
@@ -42,7 +49,12 @@ class Received(Message, frozen=True):
 
 
 class Retained(Message, frozen=True):
-    """To a receiver: frames from `first` on are kept, and those before `next` have been sent."""
+    """Sender -> receiver: the unacknowledged frames.
+
+    Attributes:
+    - first: number of the oldest frame that is kept
+    - next: number of the next frame; those before have been sent
+    """
 
     first: int
     next: int
@@ -52,7 +64,7 @@ LINK_MESSAGES = Union[Received, Retained]
 
 
 class OutgoingLink:
-    """What one process sends to one inbox, until it is acknowledged.
+    """The frames that one process sends to one inbox, until they are acknowledged.
 
     Attributes:
     - first: number of the oldest frame that is kept
@@ -64,23 +76,24 @@ class OutgoingLink:
     def __init__(self, max_expiries: int = 1 << 30) -> None:
         self.first = self.next = 1
         self._frames: deque[list[bytes]] = deque()
-        self._first_before = 0  # where they began when it was asked last what is due
+        self._first_before = 0  # `first` at the last call of `retained_due`; 0: no frame was kept
         self._max_expiries = max_expiries
-        self._next_numbers: deque[int] = deque()  # what was to come when it was asked so often
+        self._next_numbers: deque[int] = deque()  # values of `next` at the latest calls of `expire`
 
     def append(self, parts: list[bytes]) -> None:
-        """The next frame, which was sent."""
+        """Adds the next frame, which was sent."""
         self._frames.append(parts)
         self.next += 1
 
     def on_received(self, until: int) -> None:
-        """Frames before `until` are kept no longer."""
+        """Drops frames before `until`, which were acknowledged."""
         while self.first < min(until, self.next):
             self._frames.popleft()
             self.first += 1
 
     def expire(self) -> bool:
-        """To be called regularly: whether frames were dropped that nobody acknowledged."""
+        """Drops frames that were not acknowledged for too long; True if there were any. To be
+        called regularly."""
         if not self._frames:
             self._next_numbers.clear()
             return False
@@ -92,31 +105,35 @@ class OutgoingLink:
         return self.first > first
 
     def frames(self) -> list[list[bytes]]:
-        """Those that are kept."""
+        """The unacknowledged frames."""
         return list(self._frames)
 
     def status(self) -> Retained:
-        """What the receiver is told of them."""
+        """The message to the receiver about these frames."""
         return Retained(first=self.first, next=self.next)
 
     def retained_due(self) -> Retained | None:
-        """To be asked regularly: what to say if nothing has arrived since the last time."""
+        """The message to the receiver if no acknowledgement came since the last call, else None. To
+        be called regularly."""
         stands = bool(self._frames) and self._first_before == self.first
         self._first_before = self.first if self._frames else 0
         return self.status() if stands else None
 
 
 class IncomingLink:
-    """What one inbox receives from one stage, of which another process may speak at any time."""
+    """The frames that one inbox receives from one stage, whose process may change at any time."""
 
     def __init__(self) -> None:
         self._incarnation = 0
-        self._next = 0  # 0: no frame of this process has come, nor word of which is the first
-        self._frames = self._bytes = 0  # since the last word
-        self._requested, self._requested_at = -1, 0.0  # from where on, when
+        # 0: no frame of this process has come, and the number of the first is not known
+        self._next = 0
+        self._frames = self._bytes = 0  # since the last Received
+        # number of the first frame that was asked for, and when
+        self._requested, self._requested_at = -1, 0.0
 
     def is_current(self, incarnation: int) -> bool:
-        """False for a process that is older than another that was met."""
+        """Whether the process `incarnation` is the newest one of the stage so far. A newer process
+        than before resets the link."""
         if incarnation > self._incarnation:
             self._incarnation = incarnation
             self._next, self._requested = 0, -1
@@ -132,7 +149,8 @@ class IncomingLink:
         return True
 
     def report_due(self, number: int, now: float) -> Received | None:
-        """What to say after frame `number` came, at `now` (seconds)."""
+        """The message to the sender after frame `number` came, at `now` (seconds); None: not
+        yet."""
         if number >= self._next:
             return self._ask(now)
         if self._frames < REPORT_FRAMES and self._bytes < REPORT_BYTES:
@@ -140,8 +158,7 @@ class IncomingLink:
         return self._received(missing=False)
 
     def on_retained(self, retained: Retained, now: float) -> Received:
-        """What to say to the sender of `retained`, which was sent behind all before
-        `retained.next`."""
+        """The answer to `retained`, which was sent after all frames before `retained.next`."""
         self._next = max(self._next, retained.first)
         asked = self._ask(now) if self._next < retained.next else None
         return asked or self._received(missing=False)
@@ -158,12 +175,16 @@ class IncomingLink:
 
 
 class ReliableLinks:
-    """All links of one process: frames that it sends to the stages `far`, and that it receives of
+    """All links of one process: frames that it sends to the stages `far`, and that it receives from
     any of `stages`.
 
-    `send(stage, message)` sends a message of this channel, `push(stage, parts)` a frame once more;
-    `drop(stage)` is called when frames of a stage are dropped, after so much `max_expiries`
-    (Outgoing). repeated: how many frames were pushed.
+    - send: `send(stage, message)` sends a message of this channel
+    - push: `push(stage, parts)` sends a frame once more
+    - drop: `drop(stage)` is called when frames to a stage have expired
+    - resend_seconds: OutgoingLink.max_expiries, calls of `on_timer`
+
+    Attributes:
+    - repeated: number of frames that were pushed
     """
 
     def __init__(
@@ -184,15 +205,16 @@ class ReliableLinks:
         self._in: dict[str, IncomingLink] = {}
 
     def outgoing(self, stage: str) -> OutgoingLink | None:
-        """What is sent to that inbox; None where no connection is lost but with a process."""
+        """The frames sent to that inbox; None if its connection cannot be lost while both processes
+        live."""
         return self._out.get(stage)
 
     def accepts(self, sender: str, incarnation: int, number: int, size: int, now: float) -> bool:
-        """Whether the frame that `sender` numbered so, of `size` bytes, is for the stage."""
-        if sender not in self._stages:  # there is no way to it
+        """Whether the frame that `sender` gave this `number`, of `size` bytes, is for the stage."""
+        if sender not in self._stages:  # there is no link back to the sender
             return True
         incoming = self._incoming(sender)
-        if not incoming.is_current(incarnation):  # the fence must know that it is late
+        if not incoming.is_current(incarnation):  # passed on, so that the stage answers with Fenced
             return True
         passes = incoming.accepts(number, size)
         self._send_if(sender, incoming.report_due(number, now))
@@ -204,7 +226,7 @@ class ReliableLinks:
             self._handlers[type(message)](self, sender, incarnation, message, now)
 
     def on_timer(self) -> None:
-        """Asks after frames that are kept; to be called regularly."""
+        """Asks receivers about frames that are kept; to be called regularly."""
         for stage, outgoing in self._out.items():
             if outgoing.expire():
                 self._drop(stage)
@@ -240,7 +262,7 @@ class ReliableLinks:
     }
 
 
-# Arrays with an item for each row.
+# By message: names of the arrays that have an item for each row.
 ROWS: dict[type, tuple[str, ...]] = {
     Plan: ("slots", "counts"),
     Admitted: ("slots", "cached"),
@@ -249,8 +271,13 @@ ROWS: dict[type, tuple[str, ...]] = {
 
 
 class _Arrays(NamedTuple):
-    """Of structs of one `kind`. own: (name, bytes of an item). rows: names of arrays of one length.
-    inner: (name, whether it holds several, their arrays) of fields that hold such structs."""
+    """Declarations of the arrays in structs of one `kind`.
+
+    Attributes:
+    - own: (name, bytes of an item)
+    - rows: names of arrays of one length
+    - inner: (name, whether the field holds several, their arrays) of fields that hold such structs
+    """
 
     kind: type
     own: tuple[tuple[str, int], ...]
@@ -258,7 +285,7 @@ class _Arrays(NamedTuple):
     inner: tuple[tuple[str, bool, _Arrays], ...]
 
     def trouble(self, values: Sequence[object]) -> str:
-        """What is wrong with those of `values`; "" if nothing is."""
+        """The first error in the arrays of `values`, structs of this kind; "" if there is none."""
         # Hot path, once for every token of every stream: field by field, so that rows cost little.
         for name, size in self.own:
             for raw in map(attrgetter(name), values):
@@ -278,7 +305,7 @@ class _Arrays(NamedTuple):
 
 
 def _arrays(info: inspect.StructType) -> _Arrays | None:
-    """Those of a struct; None if there are none, however deep."""
+    """The arrays of a struct; None if there are none, however deep."""
     own: list[tuple[str, int]] = []
     inner: list[tuple[str, bool, _Arrays]] = []
     for field in info.fields:
@@ -298,7 +325,7 @@ def _arrays(info: inspect.StructType) -> _Arrays | None:
 
 
 def _parts(info: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The types of a union, or the one that it is."""
+    """The types of a union; of any other type, the type itself."""
     return info.types if isinstance(info, inspect.UnionType) else (info,)
 
 
@@ -306,8 +333,8 @@ ArrayCheck = Callable[[Sequence[object]], str]
 
 
 def array_checks(kinds: Iterable[object]) -> dict[type, ArrayCheck]:
-    """By message, for those that have arrays: what says what is wrong with any of several such, ""
-    if nothing is. `kinds`: of each channel the messages, as messages.py has them."""
+    """By message type with arrays: a function that returns the first error in several such
+    messages, "" if there is none. `kinds`: the messages of each channel, as in messages.py."""
     found: dict[type, ArrayCheck] = {}
     for info in chain.from_iterable(_parts(inspect.type_info(kind)) for kind in kinds):
         arrays = _arrays(info) if isinstance(info, inspect.StructType) else None
@@ -317,10 +344,11 @@ def array_checks(kinds: Iterable[object]) -> dict[type, ArrayCheck]:
 
 
 class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Second part of every frame: who sent it, and its number on that sender's channel.
+    """Second part of every frame: its sender, and its number on that sender's channel.
 
-    link: its number among all that this process sends to this inbox, from 1, where a connection may
-    be lost while both live; else 0 (ReliableLinks).
+    Attributes:
+    - link: number among all frames that this process sends to this inbox, from 1, if a connection
+      may be lost while both processes live; else 0 (ReliableLinks)
     """
 
     protocol: int
@@ -331,13 +359,14 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
     link: int = 0
 
 
-# What decoding raises: MsgspecError and text that is not UTF-8 are ValueErrors, a map whose keys
+# Errors of decoding: MsgspecError and text that is not UTF-8 are ValueErrors, a map whose keys
 # cannot be keys is a TypeError, a date out of range an OverflowError, nesting a RecursionError.
 DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
-# Bytes of one part; a larger one cannot be right, and its sender is disconnected. The largest
-# that is: a request of --max-body-mib (32) as MessagePack, which may take 9 bytes for 4.
+# Most bytes of one part; the sender of a larger one is disconnected. The largest valid part is a
+# request of --max-body-mib (32) as MessagePack, which may take 9 bytes for 4.
 FRAME_BYTES = 256 << 20
-TELEMETRY_BYTES = 1 << 20  # the same for a heartbeat or an answer on `control`: a few kilobytes
+# most bytes of a heartbeat or an answer on `control`, which has a few kilobytes
+TELEMETRY_BYTES = 1 << 20
 
 _encode = msgspec.msgpack.Encoder().encode
 _header = msgspec.msgpack.Decoder(FrameHeader).decode
@@ -355,10 +384,10 @@ class Unencodable(ValueError):
 
 
 def encode(channel: str, header: FrameHeader, message: Message) -> list[bytes]:
-    """Three parts; the first is also the topic of PUB/SUB. Raises Unencodable."""
+    """The three parts of a frame; the first is also the topic of PUB/SUB. Raises Unencodable."""
     try:
         parts = [channel.encode(), _encode(header), _encode(message)]
-    except Exception as error:  # of as many kinds as there are values that cannot travel
+    except Exception as error:  # the kind of error depends on the value that cannot be encoded
         text = f"{type(message).__name__}: {type(error).__name__}: {error}"
         raise Unencodable(text.encode("ascii", "backslashreplace").decode()) from None
     if len(parts[2]) > FRAME_BYTES:
@@ -369,7 +398,7 @@ def encode(channel: str, header: FrameHeader, message: Message) -> list[bytes]:
 
 
 def decode(parts: list[bytes]) -> tuple[str, FrameHeader, Message]:
-    """(channel, header, message) of a received frame, or BadFrame."""
+    """(channel, header, message) of a received frame; raises BadFrame."""
     if len(parts) != 3:
         raise BadFrame(f"a frame has 3 parts, not {len(parts)}")
     channel = parts[0].decode("utf-8", "replace")

@@ -317,14 +317,14 @@ class GatewayCore:
             if row.request_id in self._records:
                 self._deliver(record, row, out, now)
 
-    def _on_hand_over(self, event: HandOver, _now: float) -> list[Send]:
+    def _on_hand_over(self, event: HandOver, now: float) -> list[Send]:
         """The group of a request is lost: another group goes on after what was delivered, as the
         next attempt, and late rows of this attempt are dropped."""
         record = self._records.get(event.request_id)
         if record is None or record.attempt > event.attempt:
             finished = self._finished.get(event.request_id)
             if finished is not None:  # its text is not kept by the lost group any more
-                self._release(finished, _now)
+                self._release(finished, now)
             return []  # the request has ended, or the next attempt has begun
         if event.stage and self._adoption.awaits(record.awaited):
             return []  # the delivered output is not known yet; the tokenizer asks again

@@ -1,4 +1,4 @@
-"""From plans, which count tokens, to pages: the KV cache manager.
+"""The KV cache manager: from plans, which count tokens, to pages.
 
 MemoryManager decides which tokens of a prompt are cached, which page each token is stored in, what
 is evicted, and which rows of a step are deferred because there are no pages for them. A plan
@@ -6,9 +6,10 @@ advances rows by numbers of tokens; `MemoryManager.apply` answers with Rows. Row
 a step's four descriptions: Plan (messages.py), Rows, Step (step.py), and DeviceStep
 (kernels/interface.py), on the device.
 
-Decisions are a function of the plans, and of the kept pages that an epoch begins with, alone: so
-all ranks of a group make the same ones: the clock is the plan's number, nothing here knows when a
-step ran, and RunningDigest is compared between ranks. Knows no sampling and no tensor."""
+All decisions depend only on the plans and on the pages recovered at the start of the epoch, so all
+ranks of a group decide alike. The plan number serves as clock; nothing here knows when a step ran.
+RunningDigest is compared between ranks. Knows no sampling and no tensor.
+"""
 
 from __future__ import annotations
 
@@ -42,30 +43,30 @@ _NONE = np.empty(0, dtype=np.int32)
 class Rows:
     """The R rows of one plan, in the order of the plan, and what the plan did to the pages. Written
     by MemoryManager.apply; read by StepBuilder, which makes a Step of it, and by EngineCore, for
-    its messages. Nobody writes into the arrays: the Rows of steady decodes share them.
+    its messages. The arrays must not be written to: the Rows of steady decodes share them.
 
-    slots: int32 [R].
-    starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r] + counts[r] - 1.
-    samples: bool [R], the row ends with a token that is sampled.
-    ids_known: bool [R], the row computes known ids: of a prompt, or that a grammar forces. False:
-        a decode, of the id that the step before sampled and that only the device knows.
-    deferred: bool [R], there were no pages for the row, so it computes nothing.
-    same_as_previous: the rows are those of the plan before, and both decode one token of each.
-    number: of the plan.
-    admitted: int32 [admits], slots that the plan filled.
-    cached: int32 [admits], tokens of each that the prefix cache had.
-    free, evictable: pages after the plan.
-    evicted: pages that the cache has evicted since the epoch began.
-    digest: 64 bits, hash of all decisions since the epoch began.
-    pages_to_zero: int32 [n], freed pages that may hold NaN: no finite logits were computed from
-        them. A step zeroes them before it computes; see KVPool.zero_pages.
-    drafts: int32 [R], as in Plan, with starts and counts as if all drafts so far were accepted;
-        None if no request has any.
-    first_drafts: by slot, the tokens that are computed of requests that this plan gives drafts for
-        the first time.
-    invalidated: int32 [n], pages that the page directory must call invalid before a step is
-    launched.
-    fills: which pages the step fills; None where nobody tracks it.
+    Attributes:
+    - slots: int32 [R]
+    - starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r] + counts[r] - 1
+    - samples: bool [R], the row ends with a token that is sampled
+    - ids_known: bool [R], the row computes known ids: of a prompt, or forced by a grammar. False: a
+      decode, of the id that the step before sampled and that only the device knows
+    - deferred: bool [R], there were no pages for the row, so it computes nothing
+    - same_as_previous: the rows are those of the plan before, and both decode one token of each
+    - number: of the plan
+    - admitted: int32 [admits], slots that the plan filled
+    - cached: int32 [admits], tokens of each that the prefix cache had
+    - free, evictable: pages after the plan
+    - evicted: pages that the cache has evicted since the epoch began
+    - digest: 64 bits, hash of all decisions since the epoch began
+    - pages_to_zero: int32 [n], freed pages that may hold NaN: no finite logits were computed from
+      them. A step zeroes them before it computes; see KVPool.zero_pages
+    - drafts: int32 [R], as in Plan, with starts and counts as if all drafts so far were accepted;
+      None if no request has any
+    - first_drafts: by slot, computed tokens of requests that have their first drafts in this plan
+    - invalidated: int32 [n], pages that the page directory must mark invalid before a step is
+      launched
+    - fills: which pages the step fills; None if pages do not outlive the engine
     """
 
     slots: np.ndarray
@@ -89,20 +90,21 @@ class Rows:
     fills: StepFills | None = None
 
 
-_ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as adding it
+_ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as an addition
 
 
 class MemoryManager:
     """The pages of one rank, from plan to plan.
 
-    page_size: tokens of a page.
-    max_model_len: tokens of the longest request.
-    allocator: the free pages.
-    cache: the prefix cache, which owns pages of finished tokens.
-    table: the page table, the pages of each slot.
-    slots: what is known of the request in each slot.
-    num_evicted: pages that the cache has evicted since the epoch began (`reset`).
-    chains: tracks what pages hold, for an engine whose pages outlive it; None: nobody does.
+    Attributes:
+    - page_size: tokens of a page
+    - max_model_len: tokens of the longest request
+    - allocator: the free pages
+    - cache: the prefix cache, which owns pages of finished tokens
+    - table: the page table, the pages of each slot
+    - slots: state of the request in each slot
+    - num_evicted: pages that the cache has evicted since the epoch began (`reset`)
+    - chains: tracks the contents of pages, for an engine whose pages outlive it; None: they do not
 
     Every page is free, or owned by the cache, or by one request. A page that a plan frees may go to
     another request in the same plan: the device runs steps in order, so steps that still read the
@@ -118,8 +120,12 @@ class MemoryManager:
         cache: str = "radix",
         chains: ChainTracker | None = None,
     ) -> None:
-        """pages: of the pool, with the dummy page 0. max_slots: requests at a time. cache: the name
-        of a prefix cache; raises ConfigurationError if there is none of that name."""
+        """Begins with empty slots.
+
+        - pages: of the pool, with the dummy page 0
+        - max_slots: most requests at a time
+        - cache: name of a prefix cache; raises ConfigurationError for an unknown one
+        """
         self.chains = chains
         self.page_size = page_size
         self.max_model_len = max_model_len
@@ -133,12 +139,12 @@ class MemoryManager:
         # bool [pages], the dummy page 0 included: pages, also cached ones, from which no finite
         # logits were computed so far. They are zeroed when they are freed.
         self._maybe_nan = np.zeros(self.allocator.num_pages + 1, dtype=bool)
-        self._number = -1  # of the plan that is applied
+        self._number = -1  # number of the plan that is applied
         self.reset()
 
     def reset(self, found: PageChains | None = None) -> None:
-        """An epoch begins: slots are empty, the digest is 0, and the cache has the pages `found`,
-        which are `PageChains.verified`, from whichever epoch; all others are free."""
+        """Begins an epoch: slots are empty, the digest is 0, and the cache has the pages `found`,
+        recovered from earlier epochs (`PageChains.verified`); all other pages are free."""
         kept = _NONE if found is None else found.pages
         for slot in np.flatnonzero(self.slots.active).tolist():
             self._maybe_nan[self.table.owned_pages(slot)] = True
@@ -149,7 +155,8 @@ class MemoryManager:
         self.slots = SlotArrays(self.slots.num_slots)
         # Slots whose prompts were completed by the plan before the last one, and by the last one.
         self._finished_prompts = _NONE, _NONE
-        self._steady_decode: SteadyDecode | None = None  # if the last plan was decodes alone
+        # None unless the last plan was decodes alone
+        self._steady_decode: SteadyDecode | None = None
         self.num_evicted = 0
         self._digest = RunningDigest()
         if self.chains is not None:
@@ -174,16 +181,16 @@ class MemoryManager:
 
     @property
     def num_free(self) -> int:
-        """Free pages."""
+        """Number of free pages."""
         return self.allocator.num_free
 
     @property
     def num_evictable(self) -> int:
-        """Pages of the prefix cache that no request has locked."""
+        """Number of pages a reset of the prefix cache that no request has locked."""
         return self.cache.num_evictable
 
     def apply(self, plan: Plan) -> Rows:
-        """Carries out `plan`: the rows of its step, with what became of the pages.
+        """Carries out `plan`; returns the rows of its step, and what became of the pages.
 
         Raises ProtocolError if the plan contradicts the state, IntegrityError if pages do not add
         up. The state is changed in part then, and the epoch must end.
@@ -208,15 +215,22 @@ class MemoryManager:
         return rows
 
     def _apply_in_order(self, plan: Plan) -> Rows:
-        """The order is fixed, because it decides which request gets which pages: what ends frees
-        pages, the cache takes the prompts that are finished, then those parts of unfinished prompts
-        that the plan names, a reset evicts, new requests match what is cached, forced ids are
-        appended, and the rows of the step get their pages."""
+        """Carries out any plan, in a fixed order, because the order decides which request gets
+        which pages:
+
+        1. releases free pages,
+        2. prompts completed two plans ago enter the cache,
+        3. the computed parts of unfinished prompts that the plan names enter the cache,
+        4. a reset evicts,
+        5. admits match the cache,
+        6. forced ids are appended,
+        7. the rows of the step get their pages.
+        """
         slots, counts = self._parse_rows(plan)
         for release in plan.releases:
             self._release(release, plan.number)
         self._cache_finished_prompts(plan.number)
-        # Prompts that are half computed, and whose prefix a request of this plan will match.
+        # Half-computed prompts whose prefix a request of this plan will match.
         for slot in _ids(plan.cache_slots, f"cache_slots of plan {plan.number}").tolist():
             self._cache_unfinished_prompt(slot, plan.number)
         if plan.reset:  # of the prefix cache
@@ -240,15 +254,15 @@ class MemoryManager:
     # ------------------------------------------------------------------- release, into the cache
 
     def _release(self, release: Release, clock: int) -> None:
-        """Empties a slot. With `cache_prefix` the whole pages of its known tokens and of the
-        release's outputs, as far as they are computed, go into the cache; the other pages that it
-        owns are freed."""
+        """Empties a slot. With `cache_prefix` the full pages of the computed part of the slot's
+        known tokens and the release's outputs go into the cache; the other pages that the slot owns
+        are freed."""
         slot = self._check_active(release.slot, "release")
         known, computed = int(self.slots.num_known[slot]), int(self.slots.num_projected[slot])
         outputs = _ids(release.output_ids, f"release of slot {slot}")
         num_confirmed = known + len(outputs)
         if self.slots.drafted[slot] and len(outputs):
-            computed = min(computed, num_confirmed - 1)  # what is behind may be rejected drafts
+            computed = min(computed, num_confirmed - 1)  # later tokens may be rejected drafts
         if len(outputs) and num_confirmed > computed + 1:
             raise ProtocolError(
                 f"release of slot {slot} confirms {len(outputs)} outputs after {known} admitted "
@@ -258,7 +272,7 @@ class MemoryManager:
         if release.cache_prefix and len(outputs):
             self._maybe_nan[self.table.pages_of(slot)] = False
         if release.cache_prefix and not release.drop_prefix:
-            # A surplus token is computed but not confirmed, the last output is confirmed but
+            # An overrun token is computed but not confirmed, the last output is confirmed but
             # perhaps not computed: neither has KV that another request may reuse.
             self._cache_full_pages(slot, tokens[: min(computed, num_confirmed)], clock)
         older, newer = self._finished_prompts
@@ -282,10 +296,11 @@ class MemoryManager:
 
         Plan N + 2 is published when the scheduler has the result of plan N, because at most two
         steps are in flight (`overlap_depth`). So a prompt that plan N completed has been released
-        if its logits were bad: attention may have carried NaN back into its keys and values. A
-        probe is published without that result and may cache one plan too early, but it admits no
-        request that could use the pages. It also follows that a request that ends with its prompt
-        is inserted once only."""
+        if its logits were bad: attention may have carried NaN back into its keys and values. (Only
+        a probe is published without that result. It may cache one plan too early, but it admits no
+        request that could use the pages.) It also follows that a request that ends with its prompt
+        is inserted only once.
+        """
         for slot in self._finished_prompts[0].tolist():
             self._maybe_nan[self.table.pages_of(slot)] = False
             self._cache_full_pages(
@@ -293,17 +308,17 @@ class MemoryManager:
             )
 
     def _cache_unfinished_prompt(self, slot: int, clock: int) -> None:
-        """Caches what earlier plans compute of a prompt, for requests that this plan admits. The
-        prompt's logits are not known yet; if they are bad, so are those of any other request that
-        computes the same prefix."""
+        """Caches the part of a prompt that earlier plans compute, for requests that this plan
+        admits. The prompt's logits are not known yet; if they are bad, so are those of any other
+        request that computes the same prefix."""
         self._check_active(slot, "share")
         computed = min(int(self.slots.num_projected[slot]), int(self.slots.num_admitted[slot]))
         self._cache_full_pages(slot, self.slots.known_tokens(slot)[:computed], clock)
 
     def _cache_full_pages(self, slot: int, tokens: np.ndarray, clock: int) -> None:
         """Gives the cache the full pages of `tokens` int32 [n], the slot's first n, all of them
-        computed. The slot locks them and reads the cache's pages from now on; its own copies of
-        what the cache had are freed."""
+        computed. The slot locks them and reads the cache's pages from now on; its own duplicates of
+        pages that the cache had before are freed."""
         count = len(tokens) // self.page_size
         if count == 0:
             return
@@ -356,7 +371,7 @@ class MemoryManager:
         return cached
 
     def _extend(self, extend: AppendTokens) -> None:
-        """More token ids of a request are known, some of them perhaps computed already."""
+        """Appends known token ids to a request; some of them may be computed already."""
         slot = self._check_active(extend.slot, "extend")
         tokens = _ids(extend.ids, f"extend of slot {slot}")
         known, max_total = int(self.slots.num_known[slot]), int(self.slots.max_total[slot])
@@ -374,23 +389,23 @@ class MemoryManager:
     def _advance_rows(
         self, slots: np.ndarray, counts: np.ndarray, drafts: np.ndarray | None, ends: np.ndarray
     ) -> Rows:
-        """Advances `slots` int32 [R] by up to `counts` int32 [R] tokens: a prefill by the known
-        tokens that it has left, a decode by one. Allocates the pages that rows need for that.
+        """Advances `slots` int32 [R] by up to `counts` int32 [R] tokens: a prefill by its remaining
+        known tokens, a decode by one. A decode computes position `start` and samples the token at
+        `start + 1`. Allocates the pages that rows need for that.
 
-        drafts: int32 [R], see Rows; rows with any are at `ends` int32 [R] if all of them are
-        accepted. They keep pages that they have for more: what is allocated follows from plans
-        alone.
+        - drafts: int32 [R], see Rows; None: no row has any
+        - ends: int32 [R], see Plan; end of each row with drafts if all of them are accepted. Such
+          rows keep pages that they have for more tokens: what is allocated follows from plans alone
         """
         starts = self.slots.num_projected[slots]
         known = self.slots.num_known[slots]
         remaining = known - starts  # known tokens that are not computed: above 0 where `ids_known`
-        # A decode computes position `start` and samples the token at `start + 1`. An empty slot has
-        # neither tokens remaining nor room for one.
+        # An empty slot has no tokens remaining, and max_total 0.
         can_decode = (starts + 2 <= self.slots.max_total[slots]) & (counts > 0)
         takes = np.where(remaining > 0, np.minimum(remaining, counts), can_decode).astype(np.int32)
         reached, first_drafts = starts + takes, dict[int, int]()
         if drafts is not None:
-            # Where known tokens are left, because an earlier row was deferred, they come first.
+            # Known tokens that are left, because an earlier row was deferred, come first.
             drafts = np.where(remaining > 0, np.int32(NO_DRAFTS), drafts)
             verifies = drafts != NO_DRAFTS
             takes = np.where(verifies, counts, takes)
@@ -409,8 +424,8 @@ class MemoryManager:
         return rows
 
     def _begin_drafts(self, slots: np.ndarray) -> dict[int, int]:
-        """By slot, the tokens that are computed of those of `slots` that have their first drafts
-        now: from here on that is not known any more."""
+        """Marks `slots` as speculative. Returns {slot: computed tokens} for those that were not;
+        afterwards only the device knows the exact number."""
         first = slots[~self.slots.drafted[slots]]
         self.slots.drafted[first] = True
         lengths: list[int] = self.slots.num_projected[first].tolist()
@@ -418,7 +433,7 @@ class MemoryManager:
 
     def _grow(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Allocates the pages that `slots` int32 [R] need for their first `ends` int32 [R] tokens.
-        Returns bool [R]: the rows that are deferred, for which there are none."""
+        Returns bool [R]: rows that are deferred, because there are no pages for them."""
         needs = self._pages_for(ends) - self.table.num_pages[slots]
         total = int(needs.sum())
         deferred = np.zeros(len(slots), dtype=bool)
@@ -431,8 +446,8 @@ class MemoryManager:
         return deferred
 
     def _repeat_decodes(self, plan: Plan) -> Rows | None:
-        """The rows of the last plan, one token further, if `plan` is nothing else and there are
-        pages for it. Otherwise None, and nothing has changed."""
+        """The rows of the last plan, one token further, if `plan` repeats these decodes and does
+        nothing else, and there are pages for it. Otherwise None, and nothing has changed."""
         steady = self._steady_decode
         if steady is None or not steady.repeats(plan):
             return None
@@ -450,8 +465,8 @@ class MemoryManager:
         return (tokens + (self.page_size - 1)) // self.page_size
 
     def _rows_to_defer(self, needs: np.ndarray) -> np.ndarray:
-        """Which rows get no pages, bool [R]: in the order of the plan, each row gets all that it
-        `needs` int32 [R], or nothing. The one loop over rows, taken only when memory is short."""
+        """Rows that get no pages, bool [R]: in the order of the plan, each row gets all pages that
+        it `needs` int32 [R], or none. The one loop over rows, taken only when memory is short."""
         available = self.num_free + self.num_evictable
         deferred = np.zeros(len(needs), dtype=bool)
         for row in np.flatnonzero(needs).tolist():
@@ -474,7 +489,7 @@ class MemoryManager:
         return pages
 
     def _invalidate(self, pages: np.ndarray) -> None:
-        """What the directory says of these pages holds no more."""
+        """Makes the entries of these pages in the page directory invalid."""
         if self.chains is not None:
             self.chains.invalidate(pages, self._number)
 
@@ -489,7 +504,8 @@ class MemoryManager:
         self._zero_if_maybe_nan(pages)
 
     def _zero_if_maybe_nan(self, pages: np.ndarray) -> None:
-        """Those that are will be zeroed, so they hold no more what the directory says."""
+        """Has those of the freed `pages` zeroed that may hold NaN, so their entries in the page
+        directory become invalid."""
         pages = pages[self._maybe_nan[pages]]
         if len(pages):
             self._invalidate(pages)
@@ -510,8 +526,8 @@ class MemoryManager:
     def _parse_drafts(
         self, plan: Plan, slots: np.ndarray, counts: np.ndarray
     ) -> tuple[np.ndarray | None, np.ndarray]:
-        """Plan.drafts and Plan.ends, int32 [R]; None for a plan without. Raises ProtocolError if
-        they are not valid."""
+        """Plan.drafts and Plan.ends, int32 [R]; (None, empty) for a plan without drafts. Raises
+        ProtocolError if they are not valid."""
         what = f"drafts of plan {plan.number}"
         drafts, ends = _ids(plan.drafts, what), _ids(plan.ends, what)
         drafted = self.slots.drafted[slots]
@@ -564,7 +580,7 @@ class MemoryManager:
 
 
 def _cache_key(salt: bytes) -> str:
-    """What the prefix cache calls a cache salt of that digest; "" is no salt."""
+    """The prefix cache's name for the cache salt of digest `salt`; "" is no salt."""
     return salt.hex() if salt != NO_SALT else ""
 
 
@@ -575,15 +591,16 @@ def _ids(raw: bytes, what: str) -> np.ndarray:
 
 
 class SteadyDecode:
-    """Decodes of the same R rows, plan after plan: what each plan adds to the one before.
+    """Decodes of the same R rows, plan after plan: the difference of each plan to the one before.
 
     Between two arrivals or ends every plan is of this kind, and NumPy's calls cost more than what
-    they compute. This takes a third of the calls of MemoryManager._apply_in_order, to the same
-    effect.
+    they compute. This class takes a third of the calls of MemoryManager._apply_in_order, to the
+    same effect.
 
-    slots, starts: int32 [R], the position that each row decodes next.
-    capacity: int32 [R], tokens that each row's pages hold.
-    remaining: plans until some row has reached its limit.
+    Attributes:
+    - slots, starts: int32 [R], the position that each row decodes next
+    - capacity: int32 [R], tokens that each row's pages hold
+    - remaining: plans until some row has reached its limit
     """
 
     def __init__(
@@ -603,7 +620,7 @@ class SteadyDecode:
 
     @staticmethod
     def is_pure_decode(plan: Plan, rows: Rows) -> bool:
-        """Whether `rows`, which came of `plan`, are decodes and nothing else."""
+        """Whether `rows`, made from `plan`, are decodes and nothing else."""
         count = len(rows.slots)
         return (
             count > 0
@@ -628,11 +645,12 @@ class SteadyDecode:
         )
 
     def rows_needing_page(self) -> np.ndarray:
-        """int64 [G]: rows that need a page for the next position."""
+        """Rows that need a page for the next position, int64 [G]."""
         return np.flatnonzero(self.starts == self.capacity)
 
     def advance(self, growing: np.ndarray) -> Rows:
-        """Every row decodes its next position; those of `growing` int64 [G] have got a page."""
+        """Rows in which every row decodes its next position; rows in `growing` int64 [G] have got a
+        page."""
         starts = self.starts
         self.starts = starts + _ONE
         self.remaining -= 1
@@ -645,8 +663,8 @@ class SteadyDecode:
 
 
 def check_balance(allocator: PageAllocator, cache: PrefixCache, table: PageTable) -> None:
-    """Raises IntegrityError unless pages that are free, cached and of requests are all pages. By
-    counters, so cheap enough for every plan."""
+    """Raises IntegrityError unless the free, the cached and the requests' pages add up to all
+    pages. Uses counters, so it is cheap enough for every plan."""
     owned = table.num_owned
     found = allocator.num_free + cache.num_evictable + cache.num_locked + owned
     if found != allocator.num_pages:
@@ -664,7 +682,7 @@ def check_everything(
     page_size: int,
 ) -> None:
     """Raises IntegrityError unless every page has one owner, every lock one holder, and all counts
-    agree. Walks everything."""
+    agree. Walks all pages."""
     check_balance(allocator, cache, table)
     _check_slots(table, slots, page_size)
     in_cache = cache.check_integrity([node for node in slots.locked_node if node is not None])
@@ -706,7 +724,8 @@ class RunningDigest:
     """A running hash of decisions, by which the ranks of a group notice that they disagree: chained
     BLAKE2b over integer arrays.
 
-    value: the last link of the chain, 64 bits.
+    Attributes:
+    - value: the last link of the chain, 64 bits
     """
 
     __transient__ = ("_hash",)  # None between plans
@@ -724,7 +743,7 @@ class RunningDigest:
         self._hash.update(array.data)
 
     def close(self) -> int:
-        """Ends a link of the chain; returns its hash, which is `value` from now on."""
+        """Ends a link of the chain; returns the link's hash, which is `value` from now on."""
         whole = self._hash or blake2b(self._link, digest_size=8)
         self._link = whole.digest()
         self._hash = None

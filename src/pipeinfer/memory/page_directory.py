@@ -1,16 +1,18 @@
-"""The page directory: what each page of the KV pool holds, in memory that outlives the engine.
+"""The page directory: the contents of each page of the KV pool, in memory that outlives the engine.
 
-An engine that is killed leaves pages full of keys and values. Its successor believes those of which
-the directory says so, puts them into its prefix cache, and computes the others again.
+An engine that is killed leaves pages full of keys and values. Its successor verifies the entries of
+the directory, puts the pages with valid entries into its prefix cache, and computes the others
+again.
 
 - PageDirectory: the arrays, and the order in which they are written.
-- ChainTracker: which pages a plan claims, which ones a step has filled, and with what.
-- PageChains: pages with what they hold, as they travel between the two.
+- ChainTracker: which pages a plan gives to requests, which pages a step has filled, and with which
+  tokens.
+- PageChains: pages with their contents, as they travel between the two.
 
 A page's chain is the pages before it in its request and itself; the digest of a page is a hash of
 the digest before it, the cache salt and its token ids. So equal digests mean equal keys and values,
-as long as a page that is given away or zeroed is claimed before. Only full pages are told. Knows no
-device and no tensor; ChainTracker and PageChains do no I/O.
+as long as the entry of a page is invalidated before the page is given away or zeroed. Only full
+pages are recorded. Knows no device and no tensor; ChainTracker and PageChains do no I/O.
 """
 
 from __future__ import annotations
@@ -34,31 +36,34 @@ MAX_MODEL_KEY = 64  # bytes of the model's key
 UNUSABLE, USABLE = 0, 1
 _NO_PAGES = np.empty(0, dtype=np.int32)
 NOTHING_DRAFTED: Mapping[int, tuple[int, np.ndarray]] = MappingProxyType({})
-_ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as adding it
+_ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as an addition
 
 
 def salt_digest(salt: str) -> bytes:
-    """[16], what the directory keeps of a cache salt; zeros of an empty one."""
+    """The directory's digest [16] of a cache salt; zeros for an empty salt."""
     return salt_hash(salt) if salt else NO_SALT
 
 
 def page_digest(parent: bytes, salt: bytes, ids: np.ndarray) -> bytes:
-    """[16], of a page with the token ids `ids` int32 [page_size] behind the page `parent`."""
+    """The digest [16] of a page with the token ids `ids` int32 [page_size] after the page with
+    digest `parent`."""
     return block_hash(parent + salt, ids.astype("<i4", copy=False).tobytes())
 
 
-# A page, its depth, its digest, that of the page before it, that of the salt; its ids int32.
+# (page, depth, digest, digest of the page before it, digest of the salt, ids int32 [page_size])
 FilledPage = tuple[int, int, bytes, bytes, bytes, np.ndarray]
 
 
 @dataclass(frozen=True)
 class PageChains:
-    """n pages and what they hold.
+    """n pages and their contents.
 
-    pages: int32 [n].
-    depths: int32 [n], pages before each one in its chain.
-    digests, parents, salts: uint8 [n, 16], of each page, of the page before it, of the cache salt.
-    ids: int32 [n, page_size], token ids.
+    Attributes:
+    - pages: int32 [n]
+    - depths: int32 [n], number of pages before each one in its chain
+    - digests, parents, salts: uint8 [n, 16], digests of each page, of the page before it, of the
+      cache salt
+    - ids: int32 [n, page_size], token ids
     """
 
     pages: np.ndarray
@@ -73,14 +78,14 @@ class PageChains:
 
     @staticmethod
     def none(page_size: int) -> PageChains:
-        """No page."""
+        """An empty PageChains."""
         digests = np.zeros((0, DIGEST_BYTES), np.uint8)
         ids = np.zeros((0, page_size), np.int32)
         return PageChains(_NO_PAGES, _NO_PAGES, digests, digests, digests, ids)
 
     @staticmethod
     def of(rows: Sequence[FilledPage]) -> PageChains:
-        """At least one page."""
+        """A PageChains of `rows`, at least one."""
         pages, depths, digests, parents, salts, ids = zip(*rows, strict=True)
         return PageChains(
             np.array(pages, np.int32),
@@ -92,7 +97,7 @@ class PageChains:
         )
 
     def only(self, chosen: np.ndarray) -> PageChains:
-        """Those of `chosen`, indices or bool [n]."""
+        """The rows `chosen`, indices or bool [n]."""
         return PageChains(
             self.pages[chosen],
             self.depths[chosen],
@@ -103,8 +108,9 @@ class PageChains:
         )
 
     def verified(self) -> PageChains:
-        """Those whose digests are right, whose whole chain is there, and that repeat no other
-        page's digest; by depth, then page. Of repeated ones the lowest page stays."""
+        """The pages whose digests are right, whose whole chain is there, and that repeat no other
+        page's digest; by depth, then page. If several pages have the same digest, the lowest page
+        number wins."""
         order = np.lexsort((self.pages, self.depths))
         depth_of: dict[bytes, int] = {}
         kept: list[int] = []
@@ -120,10 +126,10 @@ class PageChains:
         return self.only(np.array(kept, dtype=np.int64))
 
     def agreed(self, pages: int, gather: Callable[[np.ndarray], np.ndarray]) -> PageChains:
-        """Those that all ranks of a group hold, as far as their whole chains are there; `pages`: of
-        the pool, with the dummy.
+        """The pages that all ranks of a group hold, as far as their whole chains are there.
 
-        gather: from an int64 array to those of all ranks, [ranks, ...]; every rank calls it.
+        - pages: of the pool, with the dummy page
+        - gather: from an int64 array to those of all ranks, [ranks, ...]; every rank calls it
         """
         held = np.zeros((pages, 2), dtype=np.int64)
         held[self.pages] = self.digests.view(np.int64)
@@ -131,8 +137,8 @@ class PageChains:
         return self.only(same[self.pages]).verified()
 
     def sequences(self) -> Iterable[tuple[bytes, np.ndarray, np.ndarray]]:
-        """For the end of each chain: its salt, its token ids int32 [k * page_size], and its pages
-        int32 [k], from the first on. Of `verified` chains."""
+        """Yields, for the last page of each chain: its salt [16], its token ids int32 [k *
+        page_size], and its pages int32 [k], from the first on. Only for `verified` chains."""
         row_of = {digest.tobytes(): row for row, digest in enumerate(self.digests)}
         inner = {parent.tobytes() for parent in self.parents}
         for row, digest in enumerate(self.digests):
@@ -150,17 +156,17 @@ def _digest_rows(digests: Sequence[bytes]) -> np.ndarray:
 
 
 def directory_bytes(pages: int, page_size: int) -> int:
-    """Size of a directory of `pages` pages, with the dummy page 0."""
+    """Size in bytes of a directory of `pages` pages, with the dummy page 0."""
     return _Layout(pages, page_size).total
 
 
 class _Layout:
-    """Where each array begins, in bytes; each begins at a multiple of 64.
+    """Offsets in bytes of the arrays; each begins at a multiple of 64.
 
     | header | valid u8 | depths i32 | digests u8 x 16 | parents | salts | ids i32 x page_size |
 
-    The header is MAGIC, pages i64, page_size i64, the model's key, and one byte: whether any of it
-    may be believed.
+    The header is MAGIC, pages i64, page_size i64, the model's key, and one byte: UNUSABLE or
+    USABLE.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -179,15 +185,16 @@ class _Layout:
 
 
 class PageDirectory:
-    """What each of `pages` pages holds, in `buffer`, which may be shared and outlives processes.
+    """Contents of each of `pages` pages, in `buffer`, which may be shared and outlives processes.
 
     A page is valid from the last byte that `validate` writes until the first one that `invalidate`
-    writes, so whenever its writer is killed, a page that is valid holds what the directory says.
-    That asks of the caller: a page is invalidated before anything is launched that may write it,
-    and validated when the step that filled it has ended.
+    writes, so whenever its writer is killed, the entry of a valid page is true. That asks of the
+    caller: a page is invalidated before any work is launched that may write it, and validated when
+    the step that filled it has ended.
 
-    pages: of the pool, with the dummy page 0.
-    page_size: tokens of a page.
+    Attributes:
+    - pages: of the pool, with the dummy page 0
+    - page_size: tokens of a page
     """
 
     def __init__(self, buffer: memoryview, pages: int, page_size: int) -> None:
@@ -211,8 +218,8 @@ class PageDirectory:
         self._ids = array(6, 4 * page_size * pages).view("<i4").reshape(pages, page_size)
 
     def begin(self, model_key: bytes) -> None:
-        """Nothing is valid; from now on pages belong to `model_key`, at most 64 bytes: a digest of
-        all that keys and values depend on beside their token ids."""
+        """Makes all pages invalid; from now on they belong to `model_key`, at most 64 bytes: a
+        digest of all that keys and values depend on beside their token ids."""
         self._header[-1] = self._header[: len(MAGIC)] = 0
         self._valid[:] = 0
         self._header[:] = 0
@@ -221,7 +228,7 @@ class PageDirectory:
         self._header[-1] = USABLE
 
     def belongs_to(self, model_key: bytes) -> bool:
-        """Whether pages are of `model_key`, and nothing has made the directory unusable."""
+        """Whether pages are of `model_key`, and the directory was not made unusable."""
         head = self._head(model_key)
         return self._header[-1] == USABLE and self._header[: len(head)].tobytes() == head
 
@@ -230,19 +237,22 @@ class PageDirectory:
         return MAGIC + sizes + model_key.ljust(MAX_MODEL_KEY, b"\0")
 
     def make_unusable(self) -> None:
-        """Nobody believes any page until `begin`: the engine has seen a fault of its own."""
+        """Makes the whole directory unusable until `begin`, because the engine has detected a fault
+        of its own."""
         self._header[-1] = UNUSABLE
 
     def invalidate(self, pages: np.ndarray) -> None:
-        """To be called before anything is launched that may write `pages` int32 [n]."""
+        """Makes `pages` int32 [n] invalid; to be called before any work is launched that may write
+        them."""
         self._valid[pages] = 0
 
     def invalidate_all(self) -> None:
-        """What was cached is to be forgotten."""
+        """Makes all pages invalid, because the prefix cache is to be forgotten."""
         self._valid[:] = 0
 
     def validate(self, filled: PageChains) -> None:
-        """To be called when the step that filled them has ended."""
+        """Writes the entries of pages that a step has filled; to be called when the step has
+        ended."""
         pages = filled.pages
         self._depths[pages] = filled.depths
         self._digests[pages] = filled.digests
@@ -252,7 +262,7 @@ class PageDirectory:
         self._valid[pages] = 1
 
     def read(self) -> PageChains:
-        """All valid pages; `verified` of them are those that a successor may use."""
+        """All valid pages; a successor may use those of them that are `verified`."""
         pages = np.flatnonzero(self._valid).astype(np.int32)
         pages = pages[pages > 0]
         return PageChains(
@@ -267,19 +277,20 @@ class PageDirectory:
 
 @dataclass
 class StepFills:
-    """What the step of one plan does to pages, until the step has ended.
+    """The effect of one plan's step on pages, until the step has ended.
 
-    number: of the plan.
-    rows: int64 [R], rows of the plan that compute anything.
-    slots: int32 [R], their slots.
-    starts, ends: int32 [R]; row r computes positions starts[r] .. ends[r] - 1.
-    requests: int64 [R], numbers of the requests in those slots; 0 where there was none.
-    known_ids: by row, int32 [count], token ids of a row that does not decode.
-    filled_pages: by row, of those that fill any page: int32 [n], the slot's pages from page
-        starts // page_size on.
-    repeats: every row decodes one token, as in the step before, of the same rows.
-    drafted: by row of the plan, of rows that start where the device says (which are not among the
-        others): slot, number of the request, int32 [n] pages of the slot.
+    Attributes:
+    - number: of the plan
+    - rows: int64 [R], rows of the plan that compute anything
+    - slots: int32 [R], their slots
+    - starts, ends: int32 [R]; row r computes positions starts[r] .. ends[r] - 1
+    - requests: int64 [R], numbers of the requests in those slots; 0: none
+    - known_ids: by row, int32 [count], token ids of a row that does not decode
+    - filled_pages: by row that fills any page: int32 [n], the slot's pages from page starts //
+      page_size on
+    - repeats: every row decodes one token, as in the step before, of the same rows
+    - drafted: by row of the plan, rows whose start only the device knows (they are not among the
+      others): slot, number of the request, int32 [n] pages of the slot
     """
 
     number: int
@@ -295,8 +306,13 @@ class StepFills:
 
 
 class DraftedFill(NamedTuple):
-    """Of a row that starts where the device says: its slot, the number of the request there, and
-    all pages of the slot, int32 [n]."""
+    """The pages of a row whose start only the device knows.
+
+    Attributes:
+    - slot: of the row
+    - request: number of the request in the slot
+    - pages: all pages of the slot, int32 [n]
+    """
 
     slot: int
     request: int
@@ -304,7 +320,7 @@ class DraftedFill(NamedTuple):
 
 
 class TrackedRows(Protocol):
-    """What a ChainTracker reads of the memory manager's Rows."""
+    """The attributes of the memory manager's Rows that a ChainTracker reads."""
 
     number: int
     slots: np.ndarray
@@ -316,67 +332,84 @@ class TrackedRows(Protocol):
 
 
 class ChainTracker:
-    """From plans and sampled ids to the pages that steps have filled.
+    """Finds the pages that steps have filled, from plans and sampled ids.
 
-    Steps end in the order of their plans. A step's page counts only while nobody has claimed it
-    since: a page that its request lost while the step was under way is left out.
+    Steps end in the order of their plans. A step's page counts only if no later plan has given it
+    away: a page that its request lost while the step was in flight is left out.
 
     Hot path: nearly every step repeats the decodes of the one before. Until one of their rows fills
-    a page, what such steps sample is put aside; one stream fills a page in one step of page_size.
+    a page, the ids that such steps sample are put aside; one stream fills a page in one step of
+    page_size.
     """
 
     def __init__(self, pages: int, page_size: int, max_slots: int) -> None:
-        """pages: of the pool, with the dummy page 0."""
+        """Begins without pages.
+
+        - pages: of the pool, with the dummy page 0
+        - page_size: tokens of a page
+        - max_slots: most requests at a time
+        """
         self.page_size = page_size
         self._max_slots = max_slots
         self._last_request = 0
-        self._invalidated_by = np.empty(pages, dtype=np.int64)  # plan that claimed each page last
-        self._ids = np.zeros((max_slots, page_size), dtype=np.int32)  # of the page that fills
+        # by page: the last plan that gave it to a request
+        self._invalidated_by = np.empty(pages, dtype=np.int64)
+        # of each slot's page that is being filled
+        self._ids = np.zeros((max_slots, page_size), dtype=np.int32)
         self.reset(None)
 
     def reset(self, chains: PageChains | None) -> None:
-        """An epoch begins, with the pages that are believed; None: no page is."""
+        """Begins an epoch with the verified pages `chains`; None: with no page."""
         self._invalidated_by[:] = -1
         others = np.ones(len(self._invalidated_by), dtype=bool)
         if chains is not None:
             others[chains.pages] = False
         self._invalidated: list[np.ndarray] = [np.flatnonzero(others).astype(np.int32)]
-        self._digests: dict[int, bytes] = {}  # by page, of those that are valid
+        self._digests: dict[int, bytes] = {}  # by valid page
         if chains is not None:
             digests = [digest.tobytes() for digest in chains.digests]
             self._digests = dict(zip(chains.pages.tolist(), digests, strict=True))
-        self._parents = [NO_PARENT] * self._max_slots  # digest before the page that fills
+        # by slot: digest before the page that is being filled
+        self._parents = [NO_PARENT] * self._max_slots
         self._salts = [NO_SALT] * self._max_slots
-        self._requests = np.zeros(self._max_slots, dtype=np.int64)  # in each slot; 0: none
+        # by slot: number of its request; 0: none
+        self._requests = np.zeros(self._max_slots, dtype=np.int64)
         self._last: StepFills | None = None  # of the last plan
-        self._steps_to_full = 0  # repeated steps until one fills a page, from the last plan on
-        # Steps that repeat each other, not written to `_ids` yet, with what each row sampled.
+        # number of repeated steps until one fills a page, from the last plan on
+        self._steps_to_full = 0
+        # Steps that repeat each other, not written to `_ids` yet, with the sampled ids of their
+        # rows.
         self._put_aside: list[tuple[StepFills, np.ndarray]] = []
 
     def invalidate(self, pages: np.ndarray, number: int) -> None:
-        """Plan `number` gave `pages` int32 [n] to requests, or they are not to be believed."""
+        """Notes that plan `number` gave `pages` int32 [n] to requests, or that their contents are
+        not reliable."""
         self._invalidated_by[pages] = number
         self._invalidated.append(pages)
         for page in pages.tolist():
             self._digests.pop(page, None)
 
     def take_invalidated(self) -> np.ndarray:
-        """int32 [n], pages that were claimed since this was asked last: they are to be invalid
-        before the next step is launched."""
+        """Pages, int32 [n], that were invalidated since the last call: the directory must mark them
+        invalid before the next step is launched."""
         invalidated, self._invalidated = self._invalidated, []
         return np.concatenate(invalidated) if invalidated else _NO_PAGES
 
     def admit(self, slot: int, salt: bytes, ids: np.ndarray, cached: np.ndarray) -> None:
-        """A request with a salt of digest `salt` enters `slot`. `cached` int32 [k] are its pages
-        that the prefix cache had, and `ids` int32 [k * page_size] what they hold."""
+        """Notes that a request enters `slot`.
+
+        - salt: digest of the request's cache salt
+        - ids: int32 [k * page_size], contents of the pages `cached`
+        - cached: int32 [k], pages of the request that the prefix cache had
+        """
         self._last_request += 1
         self._requests[slot] = self._last_request
         self._salts[slot] = salt
         self._parents[slot] = self._chain_end(salt, ids, cached)
 
     def _chain_end(self, salt: bytes, ids: np.ndarray, cached: np.ndarray) -> bytes:
-        """The digest of the last of the pages `cached`. A page that is being filled has none yet:
-        then it follows from the last page that has one."""
+        """The digest of the last of the pages `cached`. A page that is being filled has no digest
+        yet: then it is computed from the last page that has one."""
         behind = len(cached)
         while behind and int(cached[behind - 1]) not in self._digests:
             behind -= 1
@@ -386,13 +419,13 @@ class ChainTracker:
         return digest
 
     def release(self, slot: int) -> None:
-        """The request in `slot` is gone."""
+        """Notes that the request in `slot` is gone."""
         self._requests[slot] = 0
 
     def mark_unusable(self, step: StepFills, rows: np.ndarray) -> None:
-        """Requests of these `rows` int64 [n] of the plan fill no more pages: bad logits may have
-        left NaN anywhere, and where no id was sampled, nobody knows what a step under way goes on
-        with. Slots that have other requests by now go on."""
+        """Stops tracking the requests of these `rows` int64 [n] of the plan, so they fill no more
+        pages: bad logits may have left NaN anywhere, and if no id was sampled, the input of later
+        steps in flight is unknown. Slots that have other requests by now are not affected."""
         found = np.isin(step.rows, rows)
         slots = step.slots[found]
         self._requests[slots[self._requests[slots] == step.requests[found]]] = 0
@@ -402,7 +435,8 @@ class ChainTracker:
                 self._requests[one.slot] = 0
 
     def plan(self, rows: TrackedRows, table: PageTable, slots: SlotArrays) -> StepFills:
-        """What the step of `rows` will have filled, to be given to `filled` when it has ended."""
+        """The pages that the step of `rows` will have filled, to be given to `filled` when the step
+        has ended."""
         if rows.same_as_previous and self._last is not None:
             step = self._repeated(self._last, rows, table)
         else:
@@ -412,7 +446,7 @@ class ChainTracker:
         return step
 
     def _repeated(self, last: StepFills, rows: TrackedRows, table: PageTable) -> StepFills:
-        """The rows of the step `last` decode one token further."""
+        """StepFills of a step that decodes the rows of the step `last` one token further."""
         ends, filled_pages = last.ends + _ONE, dict[int, np.ndarray]()
         self._steps_to_full -= 1
         if self._steps_to_full <= 0:
@@ -436,7 +470,7 @@ class ChainTracker:
         )
 
     def _planned(self, rows: TrackedRows, table: PageTable, slots: SlotArrays) -> StepFills:
-        """Any rows."""
+        """StepFills of a step with any rows."""
         size, computes = self.page_size, rows.counts > 0
         drafted = dict[int, DraftedFill]()
         if rows.drafts is not None:
@@ -470,7 +504,7 @@ class ChainTracker:
     def _drafted(
         self, rows: np.ndarray, slots: np.ndarray, table: PageTable
     ) -> dict[int, DraftedFill]:
-        """StepFills.drafted, of these `rows` int64 [n] of a plan with `slots` int32 [R]."""
+        """StepFills.drafted of these `rows` int64 [n] of a plan with `slots` int32 [R]."""
         numbers: list[int] = slots[rows].tolist()
         return {
             row: DraftedFill(slot, int(self._requests[slot]), table.pages_of(slot).copy())
@@ -485,9 +519,9 @@ class ChainTracker:
     ) -> PageChains | None:
         """The pages that a step has filled, now that it has ended; None: no page.
 
-        sampled: int32, of each row of the plan, the id that it sampled, below 0 where it sampled
-        none. drafted: of each row of StepFills.drafted, where it started, and the ids that it gave,
-        int32 [n]: the drafts that were accepted and the id behind them.
+        - sampled: int32, by row of the plan, the id that the row sampled, negative: none
+        - drafted: by row of StepFills.drafted, the row's start, and the ids that it gave, int32
+          [n]: the drafts that were accepted and the id after them
         """
         if step.repeats and not step.filled_pages:
             self._put_aside.append((step, sampled))
@@ -512,8 +546,8 @@ class ChainTracker:
     def _verified(
         self, step: StepFills, row: DraftedFill, start: int, ids: list[int], found: list[FilledPage]
     ) -> None:
-        """A row has computed as many tokens from `start` on as it gave `ids`, each of which follows
-        one of them."""
+        """Takes a row with drafts, which has computed as many tokens from `start` on as it gave
+        `ids`, each of which follows one of them. Appends the pages that it filled to `found`."""
         if self._requests[row.slot] != row.request or not row.request:
             return
         for end, token in enumerate(ids, start + 1):
@@ -523,11 +557,12 @@ class ChainTracker:
             self._ids[row.slot, end % self.page_size] = token
 
     def _alive(self, step: StepFills) -> np.ndarray:
-        """bool [R], rows whose requests are still in their slots."""
+        """Rows whose requests are still in their slots, bool [R]."""
         return (self._requests[step.slots] == step.requests) & (step.requests > 0)
 
     def _write_put_aside(self) -> None:
-        """The ids that the steps put aside have sampled, of requests that are still there."""
+        """Writes the ids that the steps put aside have sampled, of requests that are still in their
+        slots."""
         if not self._put_aside:
             return
         first = self._put_aside[0][0]
@@ -539,7 +574,8 @@ class ChainTracker:
         self._ids[slots[written], offsets[written]] = ids[written]
 
     def _store(self, step: StepFills, row: int, ids: np.ndarray, found: list[FilledPage]) -> None:
-        """A row has computed the known `ids` int32 [count], which may fill several pages."""
+        """Takes a row that has computed the known `ids` int32 [count], which may fill several
+        pages."""
         at, slot, left = int(step.starts[row]), int(step.slots[row]), ids
         while len(left):
             offset = at % self.page_size
@@ -550,18 +586,18 @@ class ChainTracker:
                 self._fill_of(step, row, at // self.page_size - 1, found)
 
     def _fill_of(self, step: StepFills, row: int, depth: int, found: list[FilledPage]) -> None:
-        """As `_fill`, of a row that starts where the host knows."""
+        """Takes a full page as `_fill` does, for a row whose start the host knows."""
         page = int(step.filled_pages[row][depth - int(step.starts[row]) // self.page_size])
         self._fill(step, int(step.slots[row]), depth, page, found)
 
     def _fill(
         self, step: StepFills, slot: int, depth: int, page: int, found: list[FilledPage]
     ) -> None:
-        """`page`, number `depth` of `slot`, is full."""
+        """Takes a full page: `page` is page number `depth` of `slot`."""
         parent, salt, ids = self._parents[slot], self._salts[slot], self._ids[slot].copy()
         digest = self._parents[slot] = page_digest(parent, salt, ids)
-        # A page that was claimed since belongs to somebody else: this request reads another one by
-        # now, which holds the same.
+        # A page that was invalidated since belongs to another request: this request reads another
+        # page by now, with the same contents.
         if self._invalidated_by[page] <= step.number:
             self._digests[page] = digest
             found.append((page, depth, digest, parent, salt, ids))

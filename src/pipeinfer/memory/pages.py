@@ -3,10 +3,11 @@ several rows share.
 
 - PageAllocator: the free pages.
 - PageTable: the pages of each slot in the order of its tokens (vLLM: block table).
-- SlotArrays: what is known of the request in each slot.
+- SlotArrays: state of the request in each slot.
 - find_shared_prefixes: which decodes of a step begin with the same pages, so that attention reads
-  these pages once for several rows. Two rows have the same page in a column only if all pages
-  before it are the same, too: such pages are the prefix cache's, where a page has one prefix.
+  these pages once for several rows (cascade attention). Two rows have the same page in a column
+  only if all pages before it are the same, too: such pages are the prefix cache's, where a page has
+  one prefix.
 
 IntegrityError and ProtocolError end the epoch, not the process. Knows no prefix tree, no plan and
 no tensor.
@@ -33,8 +34,10 @@ class IntegrityError(Exception):
 class PageAllocator:
     """The free pages of a pool, a stack: the page that was freed last is allocated first.
 
-    num_pages: pages that requests can have, 1 .. num_pages. Page 0 is a dummy that no request owns.
-    num_free: how many of them are free.
+    Attributes:
+    - num_pages: pages that requests can have, 1 .. num_pages. Page 0 is a dummy that no request
+      owns
+    - num_free: number of free pages
 
     `_stack`, int32 [num_pages], holds the free pages; the next one to be allocated is the last:
 
@@ -43,7 +46,10 @@ class PageAllocator:
     """
 
     def __init__(self, pages: int) -> None:
-        """pages: of the pool, with the dummy page. Raises ValueError below 2."""
+        """Begins with all pages free.
+
+        - pages: of the pool, with the dummy page. Raises ValueError below 2
+        """
         if pages < 2:
             raise ValueError(f"a pool needs at least 2 pages, not {pages}")
         self.num_pages = pages - 1
@@ -57,7 +63,7 @@ class PageAllocator:
         self.num_free = self.num_pages
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` free pages, int32 [count]; raises IntegrityError if there are fewer."""
+        """Allocates `count` free pages, int32 [count]; raises IntegrityError if there are fewer."""
         if count > self.num_free:
             raise IntegrityError(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
         pages = self._stack[self.num_free - count : self.num_free][::-1].copy()
@@ -113,9 +119,10 @@ class PageTable:
         | the prefix cache's, locked | the request's own    | 0, the dummy page ... |
         0                            num_shared[slot]       num_pages[slot]
 
-    num_pages: int32 [max_slots], pages of each slot.
-    num_shared: int32 [max_slots], how many of them, from the first on, the prefix cache owns.
-    num_owned: pages that requests own, the sum of num_pages - num_shared.
+    Attributes:
+    - num_pages: int32 [max_slots], pages of each slot
+    - num_shared: int32 [max_slots], how many of them, from the first on, the prefix cache owns
+    - num_owned: pages that requests own, the sum of num_pages - num_shared
 
     Devices have copies of the table, which follow by `take_changes`.
     """
@@ -128,7 +135,7 @@ class PageTable:
         self._changed: list[tuple[np.ndarray, np.ndarray]] = []  # slots and columns
 
     def reset(self) -> None:
-        """Empties every row. `take_changes` leaves that out."""
+        """Empties every row. `take_changes` does not return these changes."""
         self._changed.clear()
         for slot in np.flatnonzero(self.num_pages):
             self._rows[slot, : self.num_pages[slot]] = 0
@@ -137,7 +144,7 @@ class PageTable:
         self.num_owned = 0
 
     def set_prefix(self, slot: int, pages: np.ndarray) -> None:
-        """Makes `pages` int32 [n], which the prefix cache owns, the first n of the slot."""
+        """Makes `pages` int32 [n], which the prefix cache owns, the first n pages of the slot."""
         count = len(pages)
         columns = np.flatnonzero(self._rows[slot, :count] != pages)
         self._changed.append((np.full(len(columns), slot), columns))
@@ -162,7 +169,7 @@ class PageTable:
         self.num_owned += len(pages)
 
     def append_one(self, slots: np.ndarray, pages: np.ndarray) -> None:
-        """Appends to each of the distinct `slots` int32 [n] one of `pages` int32 [n]."""
+        """Appends to each of the distinct `slots` int32 [n] one page of `pages` int32 [n]."""
         columns = self.num_pages[slots]
         self._changed.append((slots, columns))
         self._rows[slots, columns] = pages
@@ -186,17 +193,16 @@ class PageTable:
         return self._rows[slot, self.num_shared[slot] : self.num_pages[slot]].copy()
 
     def clear(self, slot: int) -> None:
-        """Empties the slot's row. `take_changes` leaves that out."""
+        """Empties the slot's row. `take_changes` does not return this change."""
         self._rows[slot, : self.num_pages[slot]] = 0
         self.num_owned -= int(self.num_pages[slot]) - int(self.num_shared[slot])
         self.num_pages[slot] = 0
         self.num_shared[slot] = 0
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """What was written since the last call: slots, columns and pages, int32 [n] each; None if
-        nothing was. Pages are those that the table has now, so an entry that was written twice
-        stands there twice with the same page. Emptied rows are left out.
-        """
+        """The entries written since the last call: slots, columns and pages, int32 [n] each; None
+        if there are none. Pages are those that the table has now, so an entry that was written
+        twice appears twice with the same page. Emptied rows are left out."""
         if not self._changed:
             return None
         slots, columns = self._changed[0]
@@ -209,22 +215,23 @@ class PageTable:
 
 
 class SlotArrays:
-    """On the host, what is known of the request in each slot. Arrays are the hot path's; the lists
-    are touched only where a request comes, goes, or computes tokens of its prompt.
+    """State of the request in each slot, on the host. The hot path uses the arrays; the lists are
+    used only when a request comes, goes, or computes tokens of its prompt.
 
-    active: bool [max_slots].
-    num_admitted: int32 [max_slots], token ids that the request was admitted with.
-    num_known: int32 [max_slots], those, and what `extend` added.
-    num_projected: int32 [max_slots], positions whose KV is in the pages once all planned steps have
-        run, as Request.projected of the scheduler, not what results have confirmed
-        (Request.computed). Beyond num_known they are of sampled ids that only the device knows.
-    max_total: int32 [max_slots], tokens that the request never grows past.
-    tokens: of each slot, the known ids, int32 [num_known]; None in an empty slot.
-    locked_node: of each slot, the node of the prefix cache that it has locked.
-    salt: of each slot, the request's cache salt.
-    prompt_only: bool [max_slots], at most one token is sampled, so nobody goes on behind it.
-    drafted: bool [max_slots], draft tokens of the request were verified: num_projected counts them
-        as if all had been accepted, which only the device knows.
+    Attributes:
+    - active: bool [max_slots]
+    - num_admitted: int32 [max_slots], token ids that the request was admitted with
+    - num_known: int32 [max_slots], those, and the ids that `extend` added
+    - num_projected: int32 [max_slots], positions whose KV is in the pages once all planned steps
+      have run, as Request.projected of the scheduler, not those that results have confirmed
+      (Request.computed). Positions beyond num_known have sampled ids that only the device knows
+    - max_total: int32 [max_slots], tokens that the request never grows past
+    - tokens: by slot, the known ids, int32 [num_known]; None in an empty slot
+    - locked_node: by slot, the node of the prefix cache that the slot has locked
+    - salt: by slot, the request's cache salt
+    - prompt_only: bool [max_slots], at most one token is sampled, so no request continues this one
+    - drafted: bool [max_slots], draft tokens of the request were verified: num_projected counts
+      them as if all had been accepted; only the device knows how many were
 
     In empty slots numbers are 0.
     """
@@ -279,19 +286,24 @@ class SlotArrays:
         return tokens
 
 
-MIN_SHARED_TOKENS = 256  # tokens: a shorter prefix is as fast read by each row for itself
+MIN_SHARED_TOKENS = 256  # tokens: a shorter prefix is read as fast by each row for itself
 MAX_NESTING = 8  # levels of prefixes within prefixes that are told apart
 
 
 class PrefixGroup(NamedTuple):
-    """rows: int64 [n] of a step. num_pages: the first pages that all of them have in common."""
+    """Rows of a step with a common prefix.
+
+    Attributes:
+    - rows: int64 [n], rows of the step
+    - num_pages: number of first pages that all of them have in common
+    """
 
     rows: np.ndarray
     num_pages: int
 
     @property
     def num_saved(self) -> int:
-        """Pages that need not be read again."""
+        """Number of page reads saved."""
         return (len(self.rows) - 1) * self.num_pages
 
 
@@ -299,15 +311,16 @@ def find_shared_prefixes(
     table: PageTable, slots: np.ndarray, page_size: int
 ) -> SharedPrefixes | None:
     """Step.shared_prefixes of decodes (rows of one token) in `slots` int32 [R]; None if no prefix
-    is worth it.
+    is worth sharing.
 
-    Of a row only pages that the prefix cache owns can be shared, so each row has tokens behind.
+    Only pages that the prefix cache owns can be shared, so each row has tokens after the shared
+    ones.
     """
     min_pages = max(-(-MIN_SHARED_TOKENS // page_size), 1)
     long = np.flatnonzero(table.num_shared[slots] >= min_pages)
     if len(long) < 2:
         return None
-    # Nearly always no two rows have the same page where the shortest prefix would end.
+    # Fast exit: nearly always no two rows have the same page where the shortest prefix would end.
     last_pages = table.columns(slots[long], min_pages - 1, min_pages)[:, 0]
     repeated = np.sort(last_pages)
     repeated = repeated[1:][repeated[1:] == repeated[:-1]]
@@ -326,9 +339,10 @@ def find_shared_prefixes(
 
 
 def find_groups(pages: np.ndarray, min_pages: int) -> list[PrefixGroup]:
-    """Disjoint groups of the rows of `pages` int32 [R, W], none of fewer than `min_pages` pages.
+    """Disjoint groups of the rows of `pages` int32 [R, W], with at least `min_pages` pages in
+    common.
 
-    Where some rows of a group have a longer prefix in common, the groups are those that save most.
+    If some rows of a group have a longer prefix in common, the groups that save most are chosen.
     """
     if len(pages) < 2 or pages.shape[1] < min_pages:
         return []
@@ -362,9 +376,10 @@ def find_groups(pages: np.ndarray, min_pages: int) -> list[PrefixGroup]:
 class _PrefixNode(NamedTuple):
     """A prefix in the tree of prefixes of a group.
 
-    num_pages: its length.
-    rows: those that have it, and share nothing longer.
-    children: longer prefixes of other rows that have it.
+    Attributes:
+    - num_pages: length of the prefix
+    - rows: rows that have it, and share no longer prefix
+    - children: longer prefixes of other rows that have it
     """
 
     num_pages: int
@@ -384,8 +399,8 @@ def _nested_groups(pages: np.ndarray, rows: np.ndarray) -> list[PrefixGroup]:
 
 
 def _common_with_next(block: np.ndarray) -> np.ndarray:
-    """int64 [R]: how many first pages each row of `block` has in common with the next row; of the
-    last row, all."""
+    """Number of first pages that each row of `block` has in common with the next row, int64 [R];
+    for the last row, all."""
     differs = block[1:] != block[:-1]
     common = np.full(len(block), block.shape[1])
     common[:-1] = np.where(differs.any(axis=1), differs.argmax(axis=1), block.shape[1])
@@ -393,8 +408,10 @@ def _common_with_next(block: np.ndarray) -> np.ndarray:
 
 
 def _build_tree(rows: list[int], common: list[int]) -> _PrefixNode:
-    """The tree of `rows`, of which those with a common prefix are neighbours; common: how many
-    pages each has in common with the next."""
+    """The tree of prefixes of `rows`, in which rows with a common prefix are neighbours.
+
+    - common: number of pages that each row has in common with the next
+    """
     open_nodes = list[_PrefixNode]()  # each within the one before
     before = -1
     for row, after in zip(rows, [*common, -1], strict=True):
@@ -427,14 +444,15 @@ _Memo = dict[tuple[int, int], tuple[int, int]]
 
 
 def _most_saved(node: _PrefixNode, outer_pages: int, memo: _Memo) -> int:
-    """The pages that the best choice of groups saves among the rows of `node`.
+    """The number of pages that the best choice of groups saves among the rows of `node`.
 
-    outer_pages: what a row that is in none of these groups saves, in a group of a shorter prefix.
-    memo: by id of a node and outer_pages, what is saved without a group at this node, and with one.
+    - outer_pages: pages saved by a row that is in none of these groups, in a group of a shorter
+      prefix
+    - memo: by id of a node and outer_pages, pages saved without a group at this node, and with one
 
     A group at this node saves num_pages for each of its rows but one. Rows of longer prefixes may
-    join it, so for them num_pages is what a row saves outside of their own groups; rows that are in
-    it are in no group of a shorter prefix.
+    join it, so for them num_pages is the number of pages that a row saves outside of their own
+    groups; rows in the group are in no group of a shorter prefix.
     """
     found = memo.get((id(node), outer_pages))
     if found is None:

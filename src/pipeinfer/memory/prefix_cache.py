@@ -1,12 +1,12 @@
 """Prefix caches: from token prefixes, whole pages at a time, to the pages that hold their KV.
 
-- PrefixCache: what the memory manager calls.
+- PrefixCache: the interface for the memory manager.
 - RadixCache: a radix tree with locks, and segmented least-recently-used eviction. The idea of a
   radix tree over KV is from SGLang (arXiv 2312.07104).
 - NaiveCache: caches nothing.
 
-Nothing here reads a clock, so what is evicted is a function of the calls alone. Knows no slot, no
-plan and no tensor.
+Nothing here reads a clock, so evictions depend only on the calls. Knows no slot, no plan and no
+tensor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _NO_PAGES = np.empty(0, dtype=np.int32)
 class PrefixMatch(NamedTuple):
     """A cached prefix.
 
-    node: the one that it ends in, to be locked; None: nothing is cached.
-    pages: int32 [n], of its tokens.
+    Attributes:
+    - node: node that the prefix ends in, to be locked; None: nothing is cached
+    - pages: int32 [n], pages of the prefix
     """
 
     node: object
@@ -42,10 +43,11 @@ _NO_MATCH = PrefixMatch(None, _NO_PAGES)
 class CachedPath(NamedTuple):
     """A path from the root to some node: a cached prefix, for operators to look at.
 
-    num_tokens: its length.
-    num_sequences: cached sequences that begin with it.
-    num_locks: locks of requests on it.
-    first_ids: int32, its first token ids; none under a salt, whose texts are private.
+    Attributes:
+    - num_tokens: length of the path
+    - num_sequences: cached sequences that begin with it
+    - num_locks: locks of requests on it
+    - first_ids: int32, its first token ids; none under a salt, whose texts are private
     """
 
     num_tokens: int
@@ -55,21 +57,23 @@ class CachedPath(NamedTuple):
 
 
 class PrefixCache(Protocol):
-    """Owns the pages that were inserted, until it evicts them.
+    """A prefix cache. Owns the pages that were inserted, until it evicts them.
 
-    num_evictable: pages that `evict` could return.
-    num_locked: pages on a path that some request has locked.
+    Attributes:
+    - num_evictable: pages that `evict` could return
+    - num_locked: pages on a path that some request has locked
 
-    tokens: in all methods, token ids int32.
-    salt: in all methods, requests with different cache salts share nothing.
-    clock: in all methods, the number of the plan, which stands for time.
+    Arguments of all methods:
+    - tokens: token ids int32
+    - salt: requests with different cache salts share nothing
+    - clock: number of the plan, which stands for time
     """
 
     num_evictable: int
     num_locked: int
 
     def match(self, tokens: np.ndarray, salt: str, clock: int) -> PrefixMatch:
-        """The longest cached prefix of `tokens` [n], in whole pages."""
+        """Finds the longest cached prefix of `tokens` [n], in whole pages."""
         ...
 
     def lock(self, node: object) -> None:
@@ -91,32 +95,32 @@ class PrefixCache(Protocol):
     ) -> PrefixMatch:
         """Offers `pages` int32 [n], which hold the KV of `tokens` [n * page_size].
 
-        prompt_only: of a request that nobody continues. Pages that only such requests have written
-        are evicted before all others, until a request matches them.
+        - prompt_only: of a request that no other request continues. Pages that only such requests
+          have written are evicted before all others, until a request matches them
 
-        Returns the pages that the cache has for these tokens now. Where it had a page before, it
-        keeps that one, and the offered page stays the caller's. The other offered pages belong to
-        the cache from now on. An empty match: the cache took nothing.
+        Returns the pages that the cache has for these tokens now. If the cache had a page before,
+        it keeps that one, and the offered page stays the caller's. The other offered pages belong
+        to the cache from now on. An empty match: the cache took nothing.
         """
         ...
 
     def evict(self, count: int) -> np.ndarray:
-        """Gives up at most `count` pages, int32, now the caller's: first those of prompt-only
-        requests, then the others, least recently used first."""
+        """Evicts at most `count` pages; returns them, int32, now the caller's: first those of
+        prompt-only requests, then the others, least recently used first."""
         ...
 
     def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
-        """Gives up the pages of `tokens` [n], from the last cached one backwards, up to one that is
-        locked or that other tokens follow: int32, now the caller's.
-        """
+        """Evicts the pages of `tokens` [n], from the last cached one backwards, up to a page that
+        is locked or that other tokens follow. Returns them, int32, now the caller's."""
         ...
 
     def largest(self, count: int, max_ids: int) -> list[CachedPath]:
-        """At most `count` paths: first those that several sequences begin with, by the tokens that
-        this saves; then those of single sequences, by their length.
+        """Returns at most `count` paths: first those that several sequences begin with, by the
+        tokens that this saves; then those of single sequences, by their length.
 
-        max_ids: how many ids of each are given. The cost is bounded: of a very large tree the
-        result covers a part.
+        - max_ids: most ids of each path that are returned
+
+        The cost is bounded: for a very large tree the result covers a part.
         """
         ...
 
@@ -125,9 +129,10 @@ class PrefixCache(Protocol):
         ...
 
     def check_integrity(self, holders: Sequence[object]) -> np.ndarray:
-        """All pages that the cache owns, int32; raises IntegrityError if anything is inconsistent.
+        """Returns all pages that the cache owns, int32; raises IntegrityError if anything is
+        inconsistent.
 
-        holders: one node for each lock.
+        - holders: one node for each lock
         """
         ...
 
@@ -139,15 +144,16 @@ class RadixNode:
     """A run of pages between two forks. A match that ends within a node splits it, so all pages of
     a node were last used at the same time, and are of one segment.
 
-    key, pages: int32 [pages * page_size] token ids; int32 [pages].
-    parent: None of a root, and of a node that was evicted.
-    children: by the bytes of the token ids of their first page.
-    last_used: number of the plan that matched or inserted it last.
-    protected: of the segment that is evicted last; so are all nodes above it.
-    created: number of the node, which breaks ties among equal `last_used`.
-    locks: on it and on all nodes below it.
-    queued: `rank` of its youngest entry in the heap of evictable leaves; None: it has none.
-    salt: of a root.
+    Attributes:
+    - key, pages: int32 [pages * page_size] token ids; int32 [pages]
+    - parent: None for a root, and for a node that was evicted
+    - children: by the bytes of the token ids of their first page
+    - last_used: number of the plan that matched or inserted it last
+    - protected: of the segment that is evicted last; so are all nodes above it
+    - created: number of the node, which breaks ties among equal `last_used`
+    - locks: number of locks on it and on all nodes below it
+    - queued: `rank` of its youngest entry in the heap of evictable leaves; None: it has none
+    - salt: of a root
     """
 
     __slots__ = (
@@ -185,13 +191,13 @@ class RadixNode:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Evictable leaves of a lower rank are evicted before."""
+        """Order of eviction: leaves of a lower rank are evicted first."""
         return self.protected, self.last_used
 
 
 class RadixCache:
-    """See PrefixCache. A match costs the length of its tokens, an eviction log(nodes). Edges are
-    whole pages of token ids; each salt has a root of its own."""
+    """A PrefixCache as a radix tree. A match costs the length of its tokens, an eviction
+    log(nodes). Edges are whole pages of token ids; each salt has a root of its own."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -209,8 +215,8 @@ class RadixCache:
         self.num_locked = 0
 
     def match(self, tokens: np.ndarray, salt: str, clock: int) -> PrefixMatch:
-        """The longest cached prefix of `tokens`; its whole path counts as used at `clock`, and is
-        protected from now on."""
+        """Finds the longest cached prefix of `tokens`; its whole path counts as used at `clock`,
+        and is protected from now on."""
         root = self._roots.get(salt)
         if root is None:
             return _NO_MATCH
@@ -226,7 +232,7 @@ class RadixCache:
         clock: int,
         prompt_only: bool = False,
     ) -> PrefixMatch:
-        """Adds those pages of `tokens` that the tree lacks; returns the tree's pages of all."""
+        """Adds the pages of `tokens` that the tree lacks; returns the tree's pages of all."""
         if len(tokens) != len(pages) * self.page_size:
             raise IntegrityError(f"{len(tokens)} tokens do not fill {len(pages)} pages")
         if len(pages) == 0:
@@ -269,7 +275,7 @@ class RadixCache:
         self._queue_if_evictable(node)
 
     def evict(self, count: int) -> np.ndarray:
-        """See PrefixCache. Takes pages from the ends of unlocked leaves."""
+        """Evicts pages from the ends of unlocked leaves; see PrefixCache."""
         given: list[np.ndarray] = []
         while count > 0 and self.num_evictable > 0:
             leaf = self._least_recent_leaf()
@@ -284,7 +290,7 @@ class RadixCache:
         return np.concatenate(given) if given else _NO_PAGES
 
     def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
-        """See PrefixCache: takes whole nodes off the end of the path."""
+        """Takes whole nodes off the end of the path; see PrefixCache."""
         given: list[np.ndarray] = [_NO_PAGES]
         node = self._last_full_node(tokens, salt)
         while node is not None and node.parent is not None and not (node.children or node.locks):
@@ -296,7 +302,8 @@ class RadixCache:
         return np.concatenate(given)
 
     def largest(self, count: int, max_ids: int) -> list[CachedPath]:
-        """See PrefixCache. A fork of n sequences saves its tokens n - 1 times."""
+        """Returns the largest paths; see PrefixCache. A fork of n sequences saves its tokens n - 1
+        times."""
         visited, leaves = self._visit_from_roots(MAX_VISITED_NODES)
         forks = [node for node, _ in visited if len(node.children) > 1]
         lengths = {id(node): length for node, length in visited}
@@ -327,7 +334,7 @@ class RadixCache:
         return visited, leaves
 
     def check_integrity(self, holders: Sequence[RadixNode]) -> np.ndarray:
-        """See PrefixCache. Walks the whole tree."""
+        """Walks the whole tree; see PrefixCache."""
         own = Counter(map(id, holders))
         waiting = {(id(node), rank) for rank, _, node in self._evictable_leaves}
         sizes = [0, 0]
@@ -356,8 +363,10 @@ class RadixCache:
         self, node: RadixNode, tokens: np.ndarray, clock: int, protect: bool
     ) -> tuple[RadixNode, list[np.ndarray]]:
         """Follows `tokens` from `node` as far as whole pages agree, and splits a node of which a
-        part agrees. protect: the nodes on the way are protected from now on. Returns the last node
-        and the pages of each node on the way, int32."""
+        part agrees. Returns the last node and the pages of each node on the way, int32.
+
+        - protect: the nodes on the way are protected from now on
+        """
         size = self.page_size
         found: list[np.ndarray] = []
         at = 0
@@ -374,8 +383,8 @@ class RadixCache:
         return node, found
 
     def _last_full_node(self, tokens: np.ndarray, salt: str) -> RadixNode | None:
-        """The last node on the path of `tokens` of which they have every page; None if the salt has
-        no root."""
+        """The last node on the path of `tokens` that the tokens cover completely; None if the salt
+        has no root."""
         node, at = self._roots.get(salt), 0
         while node is not None:
             child = node.children.get(tokens[at : at + self.page_size].tobytes())
@@ -533,7 +542,7 @@ def _shrunk(array: np.ndarray, length: int) -> np.ndarray:
 
 
 class NaiveCache:
-    """See PrefixCache. Caches nothing, so every request computes its whole prompt: for comparison
+    """A PrefixCache that caches nothing, so every request computes its whole prompt: for comparison
     and for debugging."""
 
     def __init__(self, page_size: int) -> None:
@@ -542,18 +551,18 @@ class NaiveCache:
         self.num_locked = 0
 
     def match(self, tokens: np.ndarray, salt: str, clock: int) -> PrefixMatch:
-        """No match."""
+        """Returns no match."""
         return _NO_MATCH
 
     def largest(self, count: int, max_ids: int) -> list[CachedPath]:
-        """No path."""
+        """Returns no path."""
         return []
 
     def lock(self, node: object) -> None:
-        """Nothing to lock."""
+        """Does nothing."""
 
     def unlock(self, node: object) -> None:
-        """Nothing to unlock."""
+        """Does nothing."""
 
     def insert(
         self,
@@ -567,18 +576,18 @@ class NaiveCache:
         return _NO_MATCH
 
     def evict(self, count: int) -> np.ndarray:
-        """Has nothing to give up."""
+        """Returns no page."""
         return _NO_PAGES
 
     def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
-        """Has nothing to give up."""
+        """Returns no page."""
         return _NO_PAGES
 
     def reset(self) -> None:
-        """Nothing to empty."""
+        """Does nothing."""
 
     def check_integrity(self, holders: Sequence[object]) -> np.ndarray:
-        """No pages; raises IntegrityError if there is a holder."""
+        """Returns no page; raises IntegrityError if there is a holder."""
         if len(holders):
             raise IntegrityError(f"{len(holders)} locks on a cache without nodes")
         return _NO_PAGES
@@ -588,7 +597,8 @@ CACHES = {"radix": RadixCache, "naive": NaiveCache}
 
 
 def make_cache(name: str, page_size: int) -> PrefixCache:
-    """The cache called `name`; raises ConfigurationError, which lists the names there are."""
+    """Makes the cache called `name`; raises ConfigurationError, which lists the names, for an
+    unknown one."""
     if name not in CACHES:
         raise ConfigurationError(f"--cache: {none_of(name, CACHES)}")
     return cast(PrefixCache, CACHES[name](page_size))  # which gets its own nodes only

@@ -1,22 +1,22 @@
-"""One stage as a child process, and what ties both ends together; and standbys, second processes of
+"""A stage as a child process, and the ties between both ends; and standbys, second processes of
 engines that have their weights and are silent until they are needed.
 
     supervisor's end              the stage's end
     Child: command, process       ParentWatch: ends the stage when its parent is gone
     StatusReader     <- pipe -    StatusWriter: the stage's state, whenever it changes
     exit code        <---------   ORDERLY, FAILED or MISCONFIGURED
-    Standbys: starts them, and    StandbyBuild: builds the stage up to what the process that serves
-    promotes one where an         still has
+    Standbys: starts them, and    StandbyBuild: builds the stage as far as it needs nothing
+    promotes one if an            of the process that serves
     engine has ended
 
-What decides whether a stage that ended had been ready must not get lost, or come after its end, as
-a heartbeat may; what lies in a pipe outlives its writer. Why a process is started, signalled or
-killed is the supervisor's business.
+The state of a stage that ended must neither be lost nor come after its end, as a heartbeat may;
+data in a pipe outlives its writer. The supervisor decides why a process is started, signalled or
+killed.
 
-A standby has no incarnation, opens no socket and no recording, and of its memory holder it only
-borrows. It reports to its supervisor through the status pipe, and waits on stdin: a line with a
-number promotes it, the end of the file ends it. One that claimed its place, such as a container,
-waits for the lock of the engine instead (entry.py).
+A standby has no incarnation, opens no socket and no recording, and only borrows from its memory
+holder. It reports to its supervisor through the status pipe, and waits on stdin: a line with a
+number promotes it, the end of the file ends it. A standby that claimed its place, such as a
+container, waits for the lock of the engine instead (entry.py).
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from pipeinfer.topology import Identity
 # Exit codes of a stage's process.
 ORDERLY = 0
 FAILED = 1
-MISCONFIGURED = 2  # no further start would mend it, unless one before was ready
+MISCONFIGURED = 2  # another start would not help, unless a process before was ready
 
-MAX_DEATHS = 5  # of a stage that was not ready in between; at one more it is given up
+MAX_DEATHS = 5  # of a stage that was not ready in between; after one more the stage is given up
 
 PARENT_CHECK = 0.5  # seconds between two looks whether the parent is there
 ORDERLY_END = 10.0  # seconds that an orderly end may take after that
 
 
 class ParentWatch:
-    """Ends this process when the process that started it has gone, also while it still imports
-    modules: on a thread of its own, since imports and builds hold the others.
+    """Ends this process when the process that started it has gone, also while this one still
+    imports modules: on a thread of its own, since imports and builds hold the others.
 
-    sink: the writing end of the status pipe, which the parent reads; -1 without a pipe. A command
-    around this process may have closed the pipe, or forked with it: then only the end of the
-    process right above, which may be that command, counts.
+    - sink: the writing end of the status pipe, which the parent reads; -1 without a pipe. A command
+      around this process may have closed the pipe, or forked with it: then only the end of the
+      process right above, which may be that command, counts
     """
 
     def __init__(self, sink: int = -1) -> None:
@@ -77,7 +77,8 @@ class ParentWatch:
         threading.Thread(target=self._run, name="parent", daemon=True).start()
 
     def set_stop(self, end: Callable[[], object]) -> None:
-        """From now on the process ends in good order, by `end()`, called on the watch's thread."""
+        """Makes the process end in good order from now on, by `end()`, called on the watch's
+        thread."""
         self._end = end
 
     def _run(self) -> None:
@@ -92,7 +93,7 @@ class ParentWatch:
         os._exit(FAILED)
 
 
-# In the environment and not among the arguments: a stage of an older version does not mind it.
+# In the environment and not among the arguments: a stage of an older version ignores it.
 REPORT_FD_VARIABLE = "PIPEINFER_REPORT_FD"
 READ_BYTES = 1 << 16
 MAX_REASON_CHARS = 2_000  # a pipe takes a page at once or not at all
@@ -104,9 +105,10 @@ log = logging.getLogger(__name__)
 class StatusReport(msgspec.Struct, frozen=True, array_like=True):
     """A line in the status pipe.
 
-    state, reason, incarnation: as in a heartbeat.
-    pid: of the stage itself, where a command is wrapped around it.
-    newest: the incarnation by which this process was fenced out, else 0.
+    Attributes:
+    - state, reason, incarnation: as in a heartbeat
+    - pid: of the stage itself, if a command is wrapped around it
+    - newest: the incarnation by which this process was fenced out, else 0
     """
 
     state: State
@@ -119,21 +121,24 @@ class StatusReport(msgspec.Struct, frozen=True, array_like=True):
 def inherited_status_writer(
     environ: MutableMapping[str, str], incarnation: int
 ) -> StatusWriter | None:
-    """The writer of the status pipe that `environ` names, which is taken out of it; None without a
-    pipe."""
+    """The writer of the status pipe that `environ` names; takes the variable out of `environ`. None
+    without a pipe."""
     sink, _, inode = environ.pop(REPORT_FD_VARIABLE, "").partition(":")
     try:
         if sink and os.fstat(int(sink)).st_ino == int(inode):
             return StatusWriter(int(sink), incarnation)
     except (OSError, ValueError, OverflowError) as error:
         log.debug("%s=%s: %s", REPORT_FD_VARIABLE, sink, error)
-    return None  # a command around us has closed it, and may have put its own there: heartbeats do
+    # a command around this process has closed the pipe, and may have reused its number; heartbeats
+    # suffice
+    return None
 
 
 class StatusWriter:
     """The stage's end of the status pipe, the descriptor `sink`; it never waits.
 
-    incarnation: of the process; 0: a standby, which has none yet.
+    Attributes:
+    - incarnation: of the process; 0: a standby, which has none yet
     """
 
     def __init__(self, sink: int, incarnation: int) -> None:
@@ -152,8 +157,9 @@ class StatusWriter:
 class StatusReader:
     """The supervisor's end of the status pipe.
 
-    sink: for the stage to inherit; close it here when it has.
-    ended: the sink is closed everywhere.
+    Attributes:
+    - sink: for the stage to inherit; to be closed here afterwards
+    - ended: the sink is closed everywhere
     """
 
     def __init__(self) -> None:
@@ -164,7 +170,7 @@ class StatusReader:
 
     @property
     def name(self) -> str:
-        """Of the sink, for REPORT_FD_VARIABLE: its number, and its inode."""
+        """Name of the sink for REPORT_FD_VARIABLE: its number, and its inode."""
         return f"{self.sink}:{os.fstat(self.sink).st_ino}"
 
     def close_sink(self) -> None:
@@ -187,15 +193,15 @@ class StatusReader:
 
 
 def _decode_status(line: bytes) -> StatusReport | None:
-    """A command around the stage may write into it what it likes."""
+    """The report in a line; None for other bytes, which a command around the stage may write."""
     try:
         return msgspec.json.decode(line, type=StatusReport)
     except (ValueError, RecursionError):
         return None
 
 
-# Stages without a model multiply no matrices: NumPy's threads, one a core, would do nothing in them
-# but end, some time or other, when the process is forked.
+# Stages without a model multiply no matrices: NumPy's threads, one a core, would be idle, and would
+# be lost when the process is forked.
 LIGHT_STAGE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 VALID_CONFIG_STATES = (
     "loading",
@@ -203,12 +209,17 @@ VALID_CONFIG_STATES = (
     "ready",
     "asleep",
 )  # states of a stage whose configuration is valid
-SERVING_STATES = ("ready", "asleep")  # of a stage that does what it is to do
+SERVING_STATES = ("ready", "asleep")  # states of a stage that works as asked
 
 
 @dataclass(frozen=True)
 class Command:
-    """What starts a stage, without the stage's own arguments; `folder`: where, "" is here."""
+    """The command that starts a stage, without the stage's own arguments.
+
+    Attributes:
+    - words: program and arguments
+    - folder: working folder; "": the current one
+    """
 
     words: tuple[str, ...] = (sys.executable, "-m", "pipeinfer.runtime")
     folder: str = ""
@@ -221,28 +232,29 @@ class Command:
 class Child:
     """A stage's process, and those before it.
 
-    identity, command: what runs.
-    numbers: gives incarnations; one for all processes that may meet.
-    process: None before the first start.
-    status: the process's state, and what it does or waits for.
-    config_valid: whether a process of this stage got past its configuration.
-    failure_reason: why the process failed, "" if it did not.
-    has_served: whether a process of this stage was ready.
-    deaths: ends of processes since one was ready.
-    swapping: a swap cares for the process's end, and not its watcher.
-    killed_for_group: the process that was killed because its group starts anew.
-    ready: set when this process, or one before it, is ready.
-    has_reported: set by the process's first status.
-    starting: held while a process is started.
-    death: the message that the last process ended, until its successor has reported.
-    on_report: called after reports came through the pipe.
+    Attributes:
+    - identity, command: of the stage
+    - numbers: gives incarnations; one object for all processes that may meet
+    - process: None before the first start
+    - status: the process's state, and its activity or the reason why it waits
+    - config_valid: whether a process of this stage got past its configuration
+    - failure_reason: why the process failed, "" if it did not
+    - has_served: whether a process of this stage was ready
+    - deaths: ends of processes since one was ready
+    - swapping: a swap handles the process's end, and not its watcher
+    - killed_for_group: the process that was killed because its group starts anew
+    - ready: set when this process, or one before it, is ready
+    - has_reported: set by the process's first status
+    - starting: held while a process is started
+    - death: the message that the last process ended, until its successor has reported
+    - on_report: called after reports came through the pipe
     """
 
     identity: Identity
     command: Command = Command()
     numbers: IncarnationNumbers = field(
         default_factory=IncarnationNumbers
-    )  # one for all that may meet
+    )  # one object for all that may meet
     process: asyncio.subprocess.Process | None = None
     status: tuple[State, str] = ("starting", "")
     config_valid: bool = False
@@ -250,12 +262,12 @@ class Child:
     has_served: bool = False
     deaths: int = 0
     swapping: bool = False
-    # It dies for its group, see `kill_for_group`.
+    # See `kill_for_group`.
     killed_for_group: asyncio.subprocess.Process | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     has_reported: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _started_as: int = 0  # the number that this process was started with
+    _started_as: int = 0  # the incarnation that this process was started with
     _pid: int = 0  # of the stage itself, where the command is a wrapper around it
     _incarnation: int = 0  # of the latest status
     death: Ended | None = None
@@ -270,8 +282,13 @@ class Child:
         descriptors: Sequence[int],
         standby: bool = False,
     ) -> asyncio.subprocess.Process:
-        """Starts the command. OSError if it cannot be executed. standby: it waits on stdin until it
-        is promoted, and has no number before."""
+        """Starts the command. Raises OSError if it cannot be executed.
+
+        - arguments: words after the command's own
+        - environment: added to the defaults
+        - descriptors: inherited by the process
+        - standby: the process waits on stdin until it is promoted, and has no incarnation before
+        """
         self._forget(0 if standby else self.numbers.next(self.newest))
         reports = self._status_reader = StatusReader()
         defaults = {} if self.identity.name == "engine" else LIGHT_STAGE_ENVIRONMENT
@@ -292,7 +309,7 @@ class Child:
         return self.process
 
     def promote(self, standby: Child) -> None:
-        """The process of `standby` is this stage's from now on, and is told its number."""
+        """Makes the process of `standby` this stage's, and sends it its incarnation."""
         standby.read_reports()
         process, reports = standby.process, standby._status_reader
         standby._status_reader = None
@@ -305,10 +322,11 @@ class Child:
         process.stdin.close()
 
     def _forget(self, started_as: int) -> None:
-        """Another process comes, with that number."""
+        """Resets the state of the process, because another one comes, with the incarnation
+        `started_as`."""
         self.ready.clear()
         self.has_reported.clear()
-        # So that a late heartbeat of the old one is not taken for the new one's.
+        # So that a late heartbeat of the old process is not taken for the new one's.
         self.process = None
         self._started_as = started_as
         self._pid = 0
@@ -338,10 +356,10 @@ class Child:
     def on_heartbeat(self, beat: Heartbeat) -> None:
         """Takes a heartbeat; a late one of an earlier process does not count."""
         if self._on_status(beat) and beat.state in SERVING_STATES:
-            self.ready.set()  # other stages hear it now, too: a swap is over
+            self.ready.set()  # other stages have its heartbeat now, too: a swap is over
 
     def _on_status(self, status: Heartbeat | StatusReport) -> bool:
-        """What a heartbeat and a report have in common; False if it is an earlier process's."""
+        """Takes a heartbeat or a report; False if it is an earlier process's."""
         if self.process is None or status.incarnation < 1 <= self._started_as:  # before promotion
             return False
         if status.pid != self.process.pid and status.incarnation < self._started_as:
@@ -360,11 +378,11 @@ class Child:
         return True
 
     def death_notice(self, reason: str) -> Heartbeat | None:
-        """The heartbeat that says that the process ended, which it cannot say itself; None if it
-        never reported. From now on `death` says the same to those who decide by it.
+        """The heartbeat that reports the end of the process, which it cannot send itself; None if
+        it never reported. Sets `death`, the same report for stages that decide by it.
 
-        Its incarnation is newer than all that is still under way of the process, and older than its
-        successor's.
+        Its incarnation is greater than that of all messages of the process that are still under
+        way, and less than its successor's.
         """
         if not self._incarnation:
             return None
@@ -374,12 +392,12 @@ class Child:
 
     @property
     def newest(self) -> int:
-        """The greatest number of a process of this stage that is known here, 0 for none."""
+        """The greatest incarnation of a process of this stage that is known here, 0 for none."""
         return max(self._started_as, self._incarnation)
 
     @property
     def pid(self) -> int:
-        """Of the stage itself as far as it is known, 0 before the first start."""
+        """Process id of the stage itself as far as it is known, 0 before the first start."""
         return self._pid or (self.process.pid if self.process is not None else 0)
 
     @property
@@ -397,26 +415,27 @@ class Child:
     def reload(self) -> None:
         """Passes SIGHUP on; to a process that has not reported yet, when it does.
 
-        Before that the signal would end it, since Python has not set its handler yet.
+        Before that the signal would end the process, since Python has not set its handler yet.
         """
         self._reload_when_reported = not self.has_reported.is_set()
         if not self._reload_when_reported:
             self.signal(signal.SIGHUP)
 
     def started_before(self, incarnations: Iterable[int]) -> bool:
-        """Whether its process may be one of these, and does not come after them."""
+        """Whether the process may be one of these, and does not come after them."""
         return any(self._started_as <= incarnation for incarnation in incarnations)
 
     def kill_for_group(self) -> None:
         """Kills this process because its group starts anew: its end is no reason to kill others.
 
-        A rank may take seconds to die, and those that it took with it have begun again by then.
+        A rank may take seconds to die, and other ranks of the group have been started again by
+        then.
         """
         self.killed_for_group = self.process
         self.kill()
 
     def kill(self) -> None:
-        """With everything that its command started."""
+        """Kills the process, with everything that its command started."""
         if self.process is not None and self.running:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -428,15 +447,15 @@ def exit_cause(code: int) -> str:
 
 
 STANDBY_FLAG = "--await-promotion"
-SETTLED_SECONDS = 1.0  # that an engine serves before a standby starts beside its requests
+SETTLED_SECONDS = 1.0  # for which an engine has served before a standby starts beside its requests
 
 
 class StandbyBuild:
     """Builds a stage on a thread of its own from now on. A process that has not been promoted ends
-    when that fails."""
+    when the build fails."""
 
     def __init__(self, build: Callable[[StageContext], Stage], context: StageContext) -> None:
-        """context: without an incarnation; it reports to the supervisor alone."""
+        """Starts the build; `context` has no incarnation, and reports to the supervisor alone."""
         self._report = context.report_status
         self._promoted: Future[StageContext] = Future()
         self._built: Future[Stage] = Future()
@@ -446,7 +465,7 @@ class StandbyBuild:
         ).start()
 
     def __call__(self, context: StageContext) -> Stage:
-        """The builder of the promoted process: `context` is what it serves with."""
+        """The builder of the promoted process, which serves with `context`."""
         self._promoted.set_result(context)
         return self._built.result()
 
@@ -476,11 +495,11 @@ class StandbyBuild:
 
 
 def no_report(_state: State, _reason: str) -> None:
-    """Where a command around the process has closed its status pipe."""
+    """Ignores a report, if a command around the process has closed its status pipe."""
 
 
 def log_report(state: State, reason: str) -> None:
-    """Of a standby that nobody supervises."""
+    """Logs a report of a standby without a supervisor."""
     if state == "ready":
         log.info("%s is ready", reason)
 
@@ -491,33 +510,37 @@ def read_promotion(source: TextIO) -> int:
 
 
 class Standbys:
-    """At most one standby of each engine. Those of a group's ranks compute together, so they are
-    promoted together, and where one ends, all begin again."""
+    """At most one standby of each engine. The standbys of a group's ranks compute together, so they
+    are promoted together, and if one ends, all begin again."""
 
     def __init__(
         self,
         start: Callable[[Child], Awaitable[asyncio.subprocess.Process]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """start: starts a child's command as a standby; OSError if it cannot be executed."""
+        """Begins without standbys.
+
+        - start: starts a child's command as a standby; OSError if it cannot be executed
+        """
         self._start = start
         self._clock = clock
         self._ready_since: dict[str, float] = {}  # by the engine's id
         self._standbys: dict[str, Child] = {}  # by the engine's id; also those given up
-        self._promised: dict[str, Child] = {}  # another rank of their group is promoted already
+        # by the engine's id: another rank of the group is promoted already
+        self._promised: dict[str, Child] = {}
         self._given_up: set[int] = set()  # groups
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def ready(self) -> int:
-        """How many groups could serve at once."""
+        """Number of groups whose standbys could serve at once."""
         groups = {one.identity.group for one in self._standbys.values()}
         return sum(all(map(_is_ready, self._of_group(group))) for group in groups)
 
     def on_status(self, engine: Child) -> None:
-        """Looks at an engine's state, again and again: one that has served for a while gets a
-        standby, one that sleeps loses it."""
+        """Takes an engine's state, which is passed repeatedly: an engine that has served for a
+        while gets a standby, one that sleeps loses it."""
         state, name, now = engine.status[0], engine.identity.id, self._clock()
         if state == "asleep":
             self._drop(name)
@@ -530,8 +553,11 @@ class Standbys:
 
     def take(self, engine: Child, ranks: Sequence[Child]) -> Child | None:
         """The standby that is to be promoted to `engine`, ready or not; None: there is none, or
-        only one of another command. ranks: all of its group; what the first of them gets, a standby
-        or none, the others get as well, even if it has ended since."""
+        only one of another command.
+
+        - ranks: all ranks of its group; all get the same as the first of them that asks, a standby
+          or none, even if the standby has ended since
+        """
         name, group = engine.identity.id, engine.identity.group
         self._ready_since.pop(name, None)
         if name in self._promised:
@@ -546,8 +572,8 @@ class Standbys:
         return self._promised.pop(name)
 
     async def renew(self, engine: Child) -> None:
-        """Puts a standby that reads everything anew in the place of the one before; returns when it
-        is ready, or when there will be none."""
+        """Replaces the engine's standby by one that reads everything anew; returns when that is
+        ready, or when there will be none."""
         self._drop(engine.identity.id)
         self._given_up.discard(engine.identity.group)
         if self._closed:
@@ -558,13 +584,13 @@ class Standbys:
         ready.cancel()
 
     def stop(self) -> None:
-        """Ends all, and begins none any more."""
+        """Ends all standbys; none begins any more."""
         self._closed = True
         for name in [*self._standbys, *self._promised]:
             self._drop(name)
 
     async def close(self) -> None:
-        """Returns when all have ended, those that were promoted as well."""
+        """Returns when all have ended, also those that were promoted."""
         self.stop()
         await asyncio.gather(*self._tasks)
 
@@ -594,7 +620,7 @@ class Standbys:
             log.info("%s has %s, process %d", standby.identity.id, what, standby.pid)
 
     async def _run(self, standby: Child) -> None:
-        """Starts it again when it ends, until it is promoted, dropped or given up."""
+        """Starts the standby again when it ends, until it is promoted, dropped or given up."""
         name, group = standby.identity.id, standby.identity.group
         while True:
             try:
@@ -627,7 +653,8 @@ class Standbys:
                     other.kill_for_group()
 
     def _give_up(self, standby: Child, why: str) -> None:
-        """The group's engines serve without; the next ones may have standbys again."""
+        """Ends the standbys of the group, whose engines serve without; later engines may have
+        standbys again."""
         log.warning("%s has no standby any more: %s", standby.identity.id, why)
         self._given_up.add(standby.identity.group)
         for other in self._of_group(standby.identity.group):

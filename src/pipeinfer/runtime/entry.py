@@ -1,14 +1,14 @@
-"""One stage as a process: `python -m pipeinfer.runtime STAGE --topology FILE [--group D] ...`; and
-all stages as tasks of one loop, for debuggers.
+"""Runs one stage as a process: `python -m pipeinfer.runtime STAGE --topology FILE [--group D] ...`;
+and all stages as tasks of one loop, for debuggers.
 
-    main          of a process: settings, identity, logging, the shell, the exit code
-    InProcess     the same shells, cores and drivers over inproc://
-    signals       SIGHUP reads files again, or ends a process whose terminal was closed
-    group faults  end an engine that nobody supervises
-    election      which of several stages of one name this process is: the first that is free, by
-                  locks in a folder that the processes of a host share (containers); or the standby
-                  of one whose lock another process has, until that process ends
-    busy poll     how long the loop polls after a message before it sleeps (bus/bus.py polls)
+- main: of a process: settings, identity, logging, the shell, the exit code
+- InProcess: the same shells, cores and drivers over inproc://
+- signals: SIGHUP reads files again, or ends a process whose terminal was closed
+- group faults: end an engine without a supervisor
+- election: which of several stages of one name this process is: the first that is free, by locks in
+  a folder that the processes of a host share (containers); or the standby of a stage whose lock
+  another process has, until that process ends
+- busy poll: how long the loop polls after a message before it sleeps (bus/bus.py polls)
 
 The supervisor and the scripts in stages/ both come here. Knows every stage by name only.
 """
@@ -92,7 +92,7 @@ log = logging.getLogger(__name__)
 def add_reload_handler(
     loop: asyncio.AbstractEventLoop, reload: Callable[[], None], end: Callable[[], None]
 ) -> None:
-    """From now on SIGHUP calls `reload` on `loop`, or `end` if our terminal was closed."""
+    """Makes SIGHUP call `reload` on `loop`, or `end` if this process's terminal was closed."""
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal()
     loop.add_signal_handler(
         signal.SIGHUP, lambda: reload() if outlives or _has_terminal() else end()
@@ -100,7 +100,7 @@ def add_reload_handler(
 
 
 def _has_terminal() -> bool:
-    """Whether this process has a controlling terminal; not any more after that was closed."""
+    """Whether this process has a controlling terminal; False after that was closed."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
@@ -120,17 +120,17 @@ def end_on_group_fault(
     end: Callable[[int], object] = os._exit,
 ) -> Listener:
     """Ends this process at once, with code 1, when the group of `engine` is given up while it is
-    process `incarnation`, or when a rank that it has met is another process now. `formed()`:
-    whether the ranks have met.
+    process `incarnation`, or when a rank that it has met is another process now. To be called on
+    the running loop; the caller closes the listener at the end.
 
-    Call it on the running loop, and close the listener at the end.
+    - formed: whether the ranks have met
     """
     scheduler = Identity("scheduler", group=engine.group).id
     met: dict[int, int] = {}  # incarnations of the other ranks since the group was formed
 
     def give_up(reason: str) -> None:
         log.error("%s; this process ends to be started again", reason)
-        end(FAILED)  # not in order: the thread of a step that hangs would be waited for
+        end(FAILED)  # at once: an orderly end would wait for the thread of a step that hangs
 
     def on_message(_channel: str, _header: FrameHeader, message: Message) -> None:
         if isinstance(message, GroupFault):
@@ -165,7 +165,7 @@ class InProcess:
         self._stopping = False
 
     async def run(self) -> int:
-        """The first exit code that is not 0; nothing is started again."""
+        """Runs the stages; returns the first exit code that is not 0. Nothing is started again."""
         tasks = [asyncio.create_task(run_shell(shell)) for shell in self._shells]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for shell in self._shells:
@@ -176,11 +176,11 @@ class InProcess:
         return next((code for code in codes if code != ORDERLY), ORDERLY)
 
     def states(self) -> dict[str, tuple[State, str]]:
-        """The state of each stage by its id, and what it does or waits for."""
+        """By stage id: the stage's state, and its activity or the reason why it waits."""
         return {shell.identity.id: shell.state() for shell in self._shells}
 
     def reload(self) -> None:
-        """SIGHUP: each stage reads again what it can."""
+        """Makes each stage read its files again (SIGHUP)."""
         for shell in self._shells:
             shell.reload()
 
@@ -200,8 +200,8 @@ class InProcess:
 # Messages and requests form no cycles. With the default threshold the collector walks all of them
 # many times a second, which at 1,024 requests more than doubles a step of the scheduler.
 GC_THRESHOLDS = (100_000, 20, 100)
-# Nor do connections that end as they should. One that ends in some other way may, of some twenty
-# objects and a few KiB: tens of MiB would lie about.
+# Connections that end normally form no cycles either. Others may, of some twenty objects and a few
+# KiB: with the thresholds above tens of MiB would be left uncollected.
 GATEWAY_GC_THRESHOLDS = (5_000, 20, 100)
 
 
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
     if identity.name != "engine":  # it makes large arrays all the time
         map_large_allocations()
     if options.wait_fd is not None:
-        builder(identity.name)  # its modules are loaded meanwhile
+        builder(identity.name)  # loads its modules meanwhile
         if not wait_until_listening(options.wait_fd):
             return ORDERLY
     gc.set_threshold(*(GATEWAY_GC_THRESHOLDS if identity.name == "gateway" else GC_THRESHOLDS))
@@ -269,7 +269,8 @@ def _named_identity(stage: str | None, options: argparse.Namespace) -> Identity:
 def _elect(
     topology: Topology, name: str, options: argparse.Namespace, settings: Settings
 ) -> ElectedInstance | None:
-    """To be kept as long as the stage runs. An engine's memory holder is the one of its place."""
+    """Claims a stage; the result must be kept as long as the stage runs. None without --claim. Sets
+    the address of an engine's memory holder to that of its place."""
     if not options.claim:
         return None
     folder, engine = Path(options.claim), name == "engine"
@@ -278,7 +279,7 @@ def _elect(
             "--standby: engines that claim their places have standbys with --tp 1 only"
         )
     elected = elect_instance(topology, name, options.on, folder, engine and settings.standby)
-    # A folder: holders of all that claim their places there, where each engine has its own.
+    # HOLDER_VARIABLE is the folder: each engine that claims its place there has its own holder.
     kept = engine and keeps_memory(settings)
     if kept and Path(os.environ.get(HOLDER_VARIABLE, "")) == folder:
         os.environ[HOLDER_VARIABLE] = claimed_address(folder, elected.identity.id)
@@ -291,8 +292,8 @@ def stage_settings(
 ) -> Settings:
     """Settings of one stage: flags over environment over the topology's [settings].
 
-    A folder with one GGUF file alone is that file, as in `prepare_settings`: by its name the model
-    is served.
+    A folder with a single GGUF file stands for that file, as in `prepare_settings`, so the model is
+    served by the file's name.
     """
     named = {**topology.defaults(), **config.from_environment(environ), **flags}
     settings = topologies.check_settings(config.build(named), topology)
@@ -302,7 +303,7 @@ def stage_settings(
 
 
 def parser(stage: str | None) -> CommandLine:
-    """The words of the command line; without a `stage` its name is one of them."""
+    """The parser of the command line; without a `stage` its name is an argument."""
     command_line = CommandLine(
         prog=f"stages/{stage}.py" if stage else "python -m pipeinfer.runtime",
         description="Runs one stage. Further flags are those of `pipeinfer serve`.",
@@ -352,11 +353,12 @@ def parser(stage: str | None) -> CommandLine:
 
 @dataclass(frozen=True)
 class ParentTies:
-    """What ties this process to the one that started it.
+    """The ties of this process to the one that started it.
 
-    incarnation: given by it, or else from the clock.
-    status: writes to its status pipe; None without a pipe.
-    watch: ends this process when it has gone; None without --child.
+    Attributes:
+    - incarnation: given by it, or else from the clock
+    - status: writes to its status pipe; None without a pipe
+    - watch: ends this process when it has gone; None without --child
     """
 
     incarnation: int
@@ -365,8 +367,11 @@ class ParentTies:
 
 
 def _start_again(newest: int, holder: str | None) -> NoReturn:
-    """Runs the command of this process again, with an incarnation after `newest`: the one that it
-    had may be known to some of the other stages. holder: what HOLDER_VARIABLE said."""
+    """Runs the command of this process again, with an incarnation after `newest`, because some of
+    the other stages may have received the present one.
+
+    - holder: the value of HOLDER_VARIABLE at the start of the process
+    """
     if holder is not None:
         os.environ[HOLDER_VARIABLE] = holder
     os.environ[INCARNATION_VARIABLE] = str(incarnation_after(newest, time.time_ns()))
@@ -422,8 +427,11 @@ async def _run(
 
 
 async def run_shell(shell: Shell, reports: bool = True) -> int:
-    """The shell's exit code; what it could not do is said on stderr in one line. reports: whether
-    of a wrong configuration, too; a supervisor that has heard of it says it once for all."""
+    """Runs the shell; returns its exit code. Its error is reported on stderr in one line.
+
+    - reports: whether errors of a configuration are reported, too; a supervisor that received one
+      reports it once for all stages
+    """
     try:
         await shell.run()
         return ORDERLY
@@ -435,7 +443,7 @@ async def run_shell(shell: Shell, reports: bool = True) -> int:
         if reports:
             report_error(shell.settings, str(error))
         return MISCONFIGURED
-    except AddressTaken as error:  # by the process before perhaps, so that this one may come again
+    except AddressTaken as error:  # perhaps taken by the previous process, so a restart may help
         host, _, port = error.endpoint.removeprefix("tcp://").rpartition(":")
         whose = port_owner(host.strip("[]*"), int(port))
         report_error(shell.settings, f"{shell.identity.id}: {error}{whose and ' '}{whose}")
@@ -448,16 +456,20 @@ async def run_shell(shell: Shell, reports: bool = True) -> int:
         return FAILED
 
 
-INSTANCE_FILE = "pipeinfer-stage"  # in the folder for temporary files: who the process here is
+# in the folder for temporary files: the id of the stage that was claimed here
+INSTANCE_FILE = "pipeinfer-stage"
 
 
 class ElectedInstance:
-    """`identity` is ours as long as this object lives; a standby's once `wait` has returned. A note
-    names it for health checks."""
+    """A claimed stage: `identity` belongs to this process as long as this object lives; a standby's
+    once `wait` has returned. A file names it for health checks."""
 
     def __init__(self, identity: Identity, lock: IO[str], place: IO[str] | None = None) -> None:
-        """lock: of the identity, which this process has; of a standby, of its place as a standby,
-        and `place` is that of the identity, which another process has."""
+        """Takes the locks.
+
+        - lock: of the identity, which this process has; for a standby, of its place as a standby
+        - place: for a standby: lock of the identity, which another process has; None: no standby
+        """
         self.identity = identity
         self._lock, self._place = lock, place
         with _locked_file(instance_file()) as file:
@@ -470,7 +482,7 @@ class ElectedInstance:
         return self._place is not None
 
     def wait(self) -> None:
-        """Of a standby: returns when the process that had the identity has ended. Meanwhile SIGTERM
+        """Waits, in a standby, until the process that had the identity has ended. Meanwhile SIGTERM
         and SIGINT end this process, also in a container, where neither does by itself."""
         assert self._place is not None
         before = {
@@ -487,11 +499,13 @@ class ElectedInstance:
 def elect_instance(
     topology: Topology, name: str, on: str, folder: Path, standby: bool = False
 ) -> ElectedInstance:
-    """A stage called `name` on host `on` ("" for any) that no other process has claimed.
+    """Claims a stage called `name` on host `on` ("" for any) that no other process has claimed.
 
-    folder: of the locks, the same for all processes of the host. standby: where all are claimed, be
-    the standby of the first that has none. ConfigurationError if there is none left, or if a file
-    of another user lies where a lock or the note belongs.
+    - folder: of the locks, the same for all processes of the host
+    - standby: if all are claimed, become the standby of the first that has none
+
+    Raises ConfigurationError if there is none left, or if a lock or the file for health checks
+    belongs to another user.
     """
     entries = topology.stages_on(on, name)
     for entry in entries:
@@ -527,15 +541,15 @@ def instance_file() -> Path:
 
 
 def elected_instance() -> str:
-    """The id of the stage that was claimed here. OSError, or ConfigurationError if the note is not
-    ours: a file of another user is not believed."""
+    """The id of the stage that was claimed here. Raises OSError, or ConfigurationError if the file
+    is not this user's: files of other users are not trusted."""
     with _locked_file(instance_file(), os.O_RDONLY) as file:
         return file.read()
 
 
 def _locked_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[str]:
-    """Opens a plain file of this user's, and no link to another one: folders for temporary files
-    are shared, and another user may have put something there. Raises ConfigurationError."""
+    """Opens a plain file of this user's, and no link to another one, because folders for temporary
+    files are shared, and another user may have put a file there. Raises ConfigurationError."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -549,17 +563,17 @@ def _locked_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[str]:
     return os.fdopen(descriptor, "r" if flags == os.O_RDONLY else "r+")
 
 
-# Seconds; where steps take longer, a process that slept adds little to them.
+# Seconds; if steps take longer, the wake-up of a process that slept adds little to them.
 BUSY_POLL_SECONDS = 0.005
-CORES_PER_PROCESS = 3  # for each process of a host: its loop, its threads, and those who ask
+CORES_PER_PROCESS = 3  # for each process of a host: its loop, its threads, and its clients
 
 
 def busy_poll_seconds(
     settings: Settings, topology: Topology, identity: Identity, root: Path = Path("/")
 ) -> float:
-    """Seconds, 0 for none; see Reader.start.
+    """Seconds of busy polling, 0 for none; see Reader.start.
 
-    An engine looks after itself: on a CPU it needs the cores to compute, on a GPU its loop stays
+    An engine decides by itself: on a CPU it needs the cores to compute, on a GPU its loop stays
     awake while steps are in flight.
     """
     if identity.name == "engine" or settings.stay_awake == "never":
@@ -573,7 +587,7 @@ def busy_poll_seconds(
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """That this process may use, within its control group's quota if it has one."""
+    """Number of cores that this process may use, within its control group's quota if it has one."""
     allowed = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
     return allowed if quota is None else min(allowed, quota)

@@ -1,10 +1,10 @@
-"""What a process reads and prints: log lines as text or JSON, standard streams, and the line of a
-terminal that says what a start waits for.
+"""Input and output of a process: log lines as text or JSON, standard streams, and the status line
+of a start.
 
-    set_up_logging    log lines on stderr; with --log-format json one object a line
-    open_streams      standard input, output and error, opened if they are closed
-    discard_unread    where a reader has gone, as behind `| head`
-    StatusLine        what a start waits for, rewritten on a terminal, else logged now and then
+- set_up_logging: log lines on stderr; with --log-format json one object a line
+- open_streams: standard input, output and error, opened if they are closed
+- discard_unread: drops output whose reader has gone, as behind `| head`
+- StatusLine: the stages that a start waits for, rewritten on a terminal, else logged now and then
 
 Knows no command; of stages only the states that they report.
 """
@@ -31,12 +31,12 @@ from pipeinfer.settings import ConfigurationError, Settings
 log = logging.getLogger(__name__)
 
 ACCESS = "pipeinfer.access"  # the logger that has a line for each request of a client
-DETAILS = "pipeinfer.details"  # the logger of how a start was done, for who tunes or repairs it
+DETAILS = "pipeinfer.details"  # the logger of details of a start, for tuning and repair
 _OWN = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 
 
 class JsonLines(logging.Formatter):
-    """Each record as an object in one line. `stage`: whose process it is."""
+    """Formats each record as a JSON object in one line; `stage`: id of the process's stage."""
 
     def __init__(self, stage: str) -> None:
         super().__init__()
@@ -63,14 +63,15 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logging(settings: Settings, name: str) -> None:
-    """Log lines on stderr, each with the stage's id. Requests and details have theirs in JSON, or
-    at the level "debug"."""
+    """Sends log lines to stderr, each with the stage's id. The loggers ACCESS and DETAILS log only
+    in JSON, or at the level "debug"."""
     handler = logging.StreamHandler(sys.stderr)
     if settings.log_format == "json":
         handler.setFormatter(JsonLines(name))
         logging.captureWarnings(True)
     else:
-        over = CLEAR_LINE if can_rewrite(sys.stderr) else ""  # a line that says how far a start is
+        # overwrites the status line of a start
+        over = CLEAR_LINE if can_rewrite(sys.stderr) else ""
         form = f"{over}%(asctime)s %(levelname).1s {name} %(message)s"
         handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
@@ -80,7 +81,7 @@ def set_up_logging(settings: Settings, name: str) -> None:
 
 
 def request_fields(message: object) -> dict[str, str]:
-    """`extra` of a line about a message: of which request it is, and of which trace."""
+    """The `extra` of a log line about a message: its request id and trace id, if it has them."""
     request_id = str(getattr(message, "request_id", ""))
     parent = read_traceparent(str(getattr(message, "trace", "")))
     found = {"request_id": request_id} if request_id else {}
@@ -88,7 +89,7 @@ def request_fields(message: object) -> dict[str, str]:
 
 
 def report_error(settings: Settings, reason: str) -> None:
-    """Says on stderr why the process ends."""
+    """Writes the reason why the process ends to stderr."""
     if settings.log_format == "json":
         logging.getLogger(__name__).error("%s", reason)
     else:
@@ -96,14 +97,13 @@ def report_error(settings: Settings, reason: str) -> None:
         print(f"{over}error: {reason}", file=sys.stderr, flush=True)
 
 
-CLEAR_LINE = "\r\x1b[K"  # what a terminal's line shows so far is to be written over
+CLEAR_LINE = "\r\x1b[K"  # overwrites the current line of a terminal
 
 
 def open_streams() -> None:
-    """Opens those that are closed, as by `<&-` or a daemon: else a socket gets the number, and
-    libraries end the process when they close it. What output has no letter for is shown as "?";
-    what input has no letter for is an error, in every locale.
-    """
+    """Opens standard streams that are closed, as by `<&-` or a daemon: otherwise a socket gets the
+    number, and libraries end the process when they close it. Characters that the output cannot
+    encode are shown as "?"; input that cannot be decoded is an error, in every locale."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)  # stages have them, too
     os.close(number)
@@ -118,20 +118,20 @@ def open_streams() -> None:
 
 
 def undecodable_input(error: UnicodeDecodeError, lines: int = 0) -> ConfigurationError:
-    """What is said of standard input whose bytes are no letters. lines: that were read before."""
+    """The error for standard input that cannot be decoded; `lines`: lines that were read before."""
     line = lines + error.object.count(b"\n", 0, error.start) + 1
     where = f"is not {error.encoding.upper()} ({error.reason})"
     return ConfigurationError(f"line {line} of standard input {where}")
 
 
 def can_rewrite(output: TextIO) -> bool:
-    """Whether lines that `output` shows can be written over: it is a terminal, and no dumb one."""
+    """Whether lines on `output` can be overwritten: it is a terminal, and no dumb one."""
     return output.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def discard_unread() -> bool:
-    """Points outputs whose reader has gone at /dev/null, for what is printed from now on and what
-    still lies in buffers; whether there was such an output."""
+    """Points outputs whose reader has gone at /dev/null, for later prints and for data still in
+    buffers; whether there was such an output."""
     closed = [number for number in (1, 2) if _has_no_reader(number)]
     if closed:
         devnull = os.open(os.devnull, os.O_WRONLY)
@@ -147,18 +147,20 @@ def _has_no_reader(descriptor: int) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-POLL_SECONDS = 0.2  # seconds between two looks at what is waited for
+POLL_SECONDS = 0.2  # seconds between two looks at the states
 CHANGED, SAME = 5.0, 10.0  # seconds between two lines of a log, with another text or the same
 STARTING_STATES: tuple[State, ...] = ("starting", "loading")
 MAX_NAMED = 3  # reasons that a line has room for
 
 
 class StatusLine:
-    """On a terminal, `show` rewrites one line, at once. Elsewhere, and where the log is JSON, it
-    logs at most every 5 seconds: a start that is quick says nothing.
+    """The status line of a start. On a terminal, `show` rewrites one line, at once. Elsewhere, and
+    with a JSON log, it logs at most every 5 seconds: a quick start logs nothing.
 
-    output: where the line is written if it is a terminal, `rewritten` allowing. clock: seconds.
-    doing: what the line begins with.
+    - rewritten: whether a terminal's line may be rewritten
+    - output: where the line is written
+    - clock: seconds
+    - doing: beginning of the line
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class StatusLine:
         self._shown = ""
 
     def show(self, text: str) -> None:
-        """`text` is what is waited for at the moment."""
+        """Shows `text`, the stages that the start waits for at the moment."""
         now = self._clock()
         seconds = int(now - self._began)
         if self._rewrites:
@@ -189,7 +191,7 @@ class StatusLine:
             self._shown, self._shown_at = text, now
 
     def clear(self) -> None:
-        """The wait is over."""
+        """Removes the line when the wait is over."""
         if self._rewrites and self._shown:
             print(CLEAR_LINE, end="", file=self._output, flush=True)
             self._shown = ""
@@ -198,7 +200,8 @@ class StatusLine:
 async def show_until_ready(
     states: Callable[[], Mapping[str, tuple[State, str]]], line: StatusLine
 ) -> None:
-    """Says what stages wait for until all are ready for the first time, at the level "info"."""
+    """Shows which stages are waited for until all are ready for the first time, at the level
+    "info"."""
     import asyncio  # only here: the command line's start pays for every import
 
     while log.isEnabledFor(logging.INFO) and (waiting := waiting_summary(states())):
@@ -208,9 +211,9 @@ async def show_until_ready(
 
 
 def waiting_summary(states: Mapping[str, tuple[State, str]]) -> str:
-    """What stages (id: state and reason) wait for; "" when all are ready.
+    """The stages that are waited for (id: state and reason), as a text; "" when all are ready.
 
-    Stages that wait for others, or do not say what they do, are named only if there are no others.
+    Stages that wait for others, or give no reason, are named only if there are no others.
     """
     not_ready = {stage: status for stage, status in states.items() if status[0] != "ready"}
     busy = {
@@ -227,7 +230,7 @@ def waiting_summary(states: Mapping[str, tuple[State, str]]) -> str:
 
 
 def _names(stages: list[str], all_stages: Mapping[str, object]) -> str:
-    """By their kind, where there is one of a kind; many are counted."""
+    """The names of `stages`: the kind if there is one of a kind, else the id; many are counted."""
     if len(stages) > MAX_NAMED:
         return f"{len(stages)} stages"
     kinds = [stage.split("-")[0] for stage in all_stages]

@@ -1,23 +1,23 @@
 """The memory holder: a small process that keeps descriptors of memory which outlives its engine.
 
-    MemoryHolder    the process
-    HolderState     who may have what
-    HolderLink      an engine's end of the socket
-    HolderProcess   a server's: a holder as its child, which is started again when it ends
-    KeptHolders     those that outlive their server, for the next server of the same address
+- MemoryHolder: the process
+- HolderState: which process owns the memory, and which wait for it
+- HolderLink: an engine's end of the socket
+- HolderProcess: a server's end: a holder as its child, which is started again when it ends
+- KeptHolders: holders that outlive their server, for the next server of the same address
 
 Memory lives as long as a descriptor of it or a mapping does: memfds on a CPU, memory of cuMemCreate
 on a GPU. The holder keeps descriptors and nothing else; it imports neither CUDA nor torch, and maps
-nothing. One holder serves one rank. What it keeps is handed to one process at a time, and to the
-next one only when the process before has ended: a dying process' kernels may still write. What
-nobody writes once it is kept (SHAREABLE) is shared with standbys meanwhile.
+nothing. One holder serves one rank. It hands the memory to one process at a time, and to the next
+one only when the process before has ended: a dying process's kernels may still write. Memory that
+is never written once it is kept (SHAREABLE) is shared with standbys meanwhile.
 
-Its own death does no harm: an engine goes on with its mappings, and gives its descriptors to the
-next holder.
+The death of a holder does no harm: an engine goes on with its mappings, and gives its descriptors
+to the next holder.
 
 A server that keeps memory when it stops has a folder, whose name follows from its address. Its
 holders listen there, and go on when it has ended. The next server finds them, and its own holders
-take over what they keep; what belongs to another model its engines give back (kept_memory.py).
+take over their memory; engines give back memory that belongs to another model (kept_memory.py).
 """
 
 from __future__ import annotations
@@ -54,69 +54,73 @@ from pipeinfer.topology import Topology, deployed_topology
 
 log = logging.getLogger(__name__)
 
-# In the environment of an engine: its holder's address; of one that claims its place, the folder of
-# the places, where holders may listen, too.
+# In the environment of an engine: its holder's address; for an engine that claims its place, the
+# folder of the places, where holders may listen, too.
 HOLDER_VARIABLE = "PIPEINFER_MEMORY_HOLDER"
 SO_PEERPIDFD = 77  # of asm-generic/socket.h, Linux 6.5
-LOSS_WINDOW = 60.0  # seconds: so soon after a death another one is its second loss
-STARTING_SECONDS = 10.0  # that an engine waits for a holder that was started just before it
+LOSS_WINDOW = 60.0  # seconds after a death within which the next death counts as a further loss
+STARTING_SECONDS = 10.0  # seconds that an engine waits for a holder that was started just before it
 STARTING_CHECK = 0.05  # seconds between two looks
-HAND_OVER_SECONDS = 30.0  # that an earlier server's engine may take to end
+HAND_OVER_SECONDS = 30.0  # seconds that an earlier server's engine may take to end
 MAX_MESSAGE = 64 << 10  # bytes
 MAX_DESCRIPTORS = 64  # of one message
 
 Kind = Literal["pages", "weights", "measured", "sleep"]
-# What may have made an engine die is dropped first: (losses, what is kept no more).
+# (losses, kinds dropped after so many): memory that may have made an engine die is dropped first.
 DROPPED: tuple[tuple[int, frozenset[Kind]], ...] = (
     (2, frozenset({"pages"})),
     (3, frozenset({"pages", "weights", "measured"})),
 )
-# What nobody writes once it is kept, so that standbys may read it while its engine runs.
+# Kinds of memory that are never written once they are kept, so that standbys may read them while
+# the engine runs.
 SHAREABLE: frozenset[Kind] = frozenset({"weights", "measured"})
 
 
 def dropped_after(losses: int) -> Set[Kind]:
-    """What is kept no more after so many."""
+    """The kinds of memory that are dropped after `losses` losses."""
     return {kind for least, kinds in DROPPED if losses >= least for kind in kinds}
 
 
 class HolderRequest(msgspec.Struct, tag=True):
-    """To a holder."""
+    """A message to a holder."""
 
     def apply(self, _state: HolderState, _number: int, _descriptors: list[int]) -> Sequence[int]:
         """Changes the state, as process `number` asks; returns the descriptors to be closed.
 
-        descriptors: that came with the message; those that are kept are taken out.
+        - descriptors: came with the message; descriptors that the state keeps are taken out
         """
         return ()
 
     def answer(self, _state: HolderState) -> tuple[msgspec.Struct, list[int]] | None:
-        """The message that is sent back at once, and its descriptors; None: none is."""
+        """The message that is sent back at once, and its descriptors; None: there is no answer."""
         return None
 
 
 class Attach(HolderRequest, tag=True):
-    """Engine to holder: hand over what is kept when nobody else writes it."""
+    """Engine to holder: hand over the memory when no other process writes it."""
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See HolderRequest."""
+        """Adds the process to the waiting ones."""
         state.attach(number)
         return ()
 
 
 class Borrow(HolderRequest, tag=True):
-    """Standby to holder: answer Borrowed. Whoever has what is kept goes on having it."""
+    """Standby to holder: answer Borrowed. The owner of the memory stays the same."""
 
     def answer(self, state: HolderState) -> tuple[msgspec.Struct, list[int]]:
-        """See HolderRequest."""
+        """The Borrowed message, and the descriptors of the shared memory."""
         return state.borrow()
 
 
 class Keep(HolderRequest, tag=True):
-    """Engine to holder, with one descriptor: keep it, instead of what has that name.
+    """Engine to holder, with one descriptor: keep it, in place of the memory of that name.
 
-    name: of the memory. kind: what it is for. note, key: bytes that are handed over with it: what
-    it holds, and what it belongs to.
+    Attributes:
+    - name: of the memory
+    - kind: purpose of the memory
+    - note, key: bytes that are handed over with it: a description of its contents, and what it
+      belongs to, such as a model
     """
 
     name: str
@@ -125,29 +129,29 @@ class Keep(HolderRequest, tag=True):
     key: bytes = b""
 
     def apply(self, state: HolderState, number: int, descriptors: list[int]) -> Sequence[int]:
-        """See HolderRequest."""
+        """Keeps the descriptor, if there is exactly one."""
         return state.keep(number, self, descriptors.pop()) if len(descriptors) == 1 else ()
 
 
 class Drop(HolderRequest, tag=True):
-    """Engine to holder: close what has that name, and answer Dropped."""
+    """Engine to holder: close the memory of that name, and answer Dropped."""
 
     name: str
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See HolderRequest."""
+        """Drops the memory; returns its descriptor."""
         return state.drop(number, self.name)
 
     def answer(self, _state: HolderState) -> tuple[msgspec.Struct, list[int]]:
-        """See HolderRequest."""
+        """The Dropped message."""
         return Dropped(), []
 
 
 class Leaving(HolderRequest, tag=True):
-    """Engine to holder: it ends in good order, so that its end is no loss."""
+    """Engine to holder: the engine ends in good order, so that its end is no loss."""
 
     def apply(self, state: HolderState, number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See HolderRequest."""
+        """Notes that the end of the process will be no loss."""
         state.leaving(number)
         return ()
 
@@ -156,14 +160,16 @@ class Finish(HolderRequest, tag="End"):
     """To a holder whose server has ended, from the next server: close all, and end."""
 
     def apply(self, state: HolderState, _number: int, _descriptors: list[int]) -> Sequence[int]:
-        """See HolderRequest."""
+        """Drops all memory; returns its descriptors."""
         return state.end()
 
 
 class Attached(msgspec.Struct, tag=True):
     """Holder to engine, with a descriptor for each of `entries`.
 
-    entries: what is kept. losses: deaths of engines, each within LOSS_WINDOW of the one before.
+    Attributes:
+    - entries: the memory that is kept
+    - losses: deaths of engines, each within LOSS_WINDOW of the one before
     """
 
     entries: tuple[Keep, ...]
@@ -173,7 +179,9 @@ class Attached(msgspec.Struct, tag=True):
 class Borrowed(msgspec.Struct, tag=True):
     """Holder to standby, with a descriptor for each of `shared`.
 
-    shared: what is kept and SHAREABLE. others: the rest of what is kept.
+    Attributes:
+    - shared: memory that is kept and SHAREABLE
+    - others: the other memory that is kept
     """
 
     shared: tuple[Keep, ...]
@@ -181,7 +189,7 @@ class Borrowed(msgspec.Struct, tag=True):
 
 
 class Dropped(msgspec.Struct, tag=True):
-    """Holder to engine: what a Drop named is closed."""
+    """Holder to engine: the memory of a Drop is closed."""
 
 
 _requests = msgspec.msgpack.Decoder(Attach | Borrow | Keep | Drop | Leaving | Finish)
@@ -192,12 +200,13 @@ _dropped = msgspec.msgpack.Decoder(Dropped)
 
 @dataclass
 class HolderState:
-    """Who is attached, and what is kept; knows no socket and no clock.
+    """The attached processes, and the memory that is kept; knows no socket and no clock.
 
-    entries: by name, what is kept and its descriptor.
-    owner: the process that was handed what is kept; None: nobody writes it.
-    waiting: processes that want it, the longest waiting one first.
-    over: nothing is kept any more.
+    Attributes:
+    - entries: by name, the memory that is kept and its descriptor
+    - owner: the process that was handed the memory; None: no process writes it
+    - waiting: processes that want the memory, the longest waiting one first
+    - over: no memory is kept any more
     """
 
     entries: dict[str, tuple[Keep, int]] = field(default_factory=dict[str, tuple[Keep, int]])
@@ -209,13 +218,13 @@ class HolderState:
     _last_loss: float = float("-inf")
 
     def attach(self, process: int) -> None:
-        """`process`, a number that is never given twice, wants what is kept."""
+        """Notes that `process`, a number that is never given twice, wants the memory."""
         if process != self.owner and process not in self.waiting:
             self.waiting.append(process)
 
     def keep(self, process: int, entry: Keep, descriptor: int) -> list[int]:
-        """Takes a descriptor of the owner; returns those to be closed: the one that had its name,
-        or the new one where `process` is not the owner."""
+        """Takes a descriptor of the owner. Returns descriptors to be closed: the one that had its
+        name, or the new one if `process` is not the owner."""
         if process != self.owner:
             return [descriptor]
         before = self.entries.pop(entry.name, None)
@@ -223,13 +232,13 @@ class HolderState:
         return [] if before is None else [before[1]]
 
     def drop(self, process: int, name: str) -> list[int]:
-        """Returns the descriptor to be closed."""
+        """Drops the memory of that name; returns the descriptors to be closed."""
         if process != self.owner or name not in self.entries:
             return []
         return [self.entries.pop(name)[1]]
 
     def borrow(self) -> tuple[Borrowed, list[int]]:
-        """What is kept, and the descriptors of what is shared."""
+        """The answer to Borrow, and the descriptors of the shared memory."""
         kept = list(self.entries.values())
         shared = [(entry, descriptor) for entry, descriptor in kept if entry.kind in SHAREABLE]
         others = tuple(entry for entry, _ in kept if entry.kind not in SHAREABLE)
@@ -237,16 +246,17 @@ class HolderState:
         return message, [descriptor for _, descriptor in shared]
 
     def silent(self, process: int) -> None:
-        """`process` says and hears no more; what it owns stays its own until it has ended."""
+        """Notes that the link to `process` is closed; memory that it owns stays its own until it
+        has ended."""
         if process in self.waiting:
             self.waiting.remove(process)
 
     def leaving(self, process: int) -> None:
-        """The end of `process` will be no loss."""
+        """Notes that the end of `process` will be no loss."""
         self._orderly.add(process)
 
     def ended(self, process: int, now: float) -> None:
-        """`process` has ended, with all that it had under way."""
+        """Notes that `process` has ended, with all its work in flight."""
         self.silent(process)
         if process == self.owner:
             self.owner = None
@@ -256,14 +266,14 @@ class HolderState:
         self._orderly.discard(process)
 
     def end(self) -> list[int]:
-        """Nothing is kept any more; returns the descriptors to be closed."""
+        """Drops all memory; returns the descriptors to be closed."""
         self.over = True
         closed = [descriptor for _, descriptor in self.entries.values()]
         self.entries.clear()
         return closed
 
     def take_over(self, kept: Attached, descriptors: Sequence[int], now: float) -> list[int]:
-        """Begins with what an earlier holder kept, and with the losses that it knew of; returns the
+        """Begins with the memory that an earlier holder kept, and with its losses; returns the
         descriptors to be closed. A server that was asleep is awake when it is started again."""
         found = list(zip(kept.entries, descriptors, strict=True))
         self.entries.update({one[0].name: one for one in found if one[0].kind != "sleep"})
@@ -272,8 +282,8 @@ class HolderState:
         return [descriptor for entry, descriptor in found if entry.kind == "sleep"]
 
     def hand_over(self, now: float) -> tuple[int, Attached, list[int], list[int]] | None:
-        """The process that gets what is kept, the message, its descriptors, and those that are to
-        be closed because of losses; None while nobody may have it, or wants it."""
+        """The process that gets the memory, the message, its descriptors, and those that are to be
+        closed because of losses; None while an owner runs, or no process waits."""
         if self.owner is not None or not self.waiting:
             return None
         self.owner = self.waiting.pop(0)
@@ -297,7 +307,11 @@ class MemoryHolder:
         patience: float = 0.0,
         server: int | None = None,
     ) -> None:
-        """listener: AF_UNIX, SOCK_SEQPACKET. server: a pipe that the server closes at its end."""
+        """Begins without memory.
+
+        - listener: AF_UNIX, SOCK_SEQPACKET
+        - server: a pipe that the server closes at its end; None: `run` lasts until `stop`
+        """
         self._listener = listener
         self._clock = clock
         self._patience = patience
@@ -319,7 +333,7 @@ class MemoryHolder:
             )
 
     def run(self) -> None:
-        """Returns with all descriptors closed."""
+        """Serves; returns with all descriptors closed."""
         try:
             while not self._stopping and not self._state.over:
                 left = self._seconds_left()
@@ -331,13 +345,14 @@ class MemoryHolder:
         finally:
             _close(self._state.end())
             for link in self._links.values():
-                link.close()  # who waits for that finds the memory free
+                link.close()  # a server that waits for that finds the memory free
             _close([*self._pidfds.values()])
             self._selector.close()
 
     def take_over(self, address: str) -> None:
-        """Before `run`: takes what the holder at `address` keeps, when its owner has ended; that
-        holder ends. Raises OSError if it is not there, or its owner does not end."""
+        """Takes the memory of the holder at `address`, when its owner has ended; that holder ends.
+        To be called before `run`. Raises OSError if the holder is not there, or its owner does not
+        end."""
         link = HolderLink(address, HAND_OVER_SECONDS)
         try:
             _close(self._state.take_over(*link.attach(), self._clock()))
@@ -354,7 +369,7 @@ class MemoryHolder:
         self._has_server = False
 
     def _seconds_left(self) -> float | None:
-        """None while a server or an engine is there."""
+        """Seconds until the holder ends; None while a server or an engine is there."""
         if self._has_server or self._state.owner is not None:
             self._alone_since = None
             return None
@@ -397,7 +412,7 @@ class MemoryHolder:
             log.warning("a message of %d bytes is dropped: %s", len(raw), error)
             _close(descriptors)
             return True
-        if flags & socket.MSG_CTRUNC:  # some did not fit: which ones nobody knows
+        if flags & socket.MSG_CTRUNC:  # some did not fit, and it is unknown which ones
             _close(descriptors)
             descriptors = []
         _close(message.apply(self._state, number, descriptors))
@@ -409,7 +424,7 @@ class MemoryHolder:
         return True
 
     def _ended(self, number: int) -> None:
-        while self._read(number):  # what it sent before
+        while self._read(number):  # messages that it sent before
             continue
         self._state.ended(number, self._clock())
         link, pidfd = self._links.pop(number), self._pidfds.pop(number)
@@ -419,7 +434,7 @@ class MemoryHolder:
         os.close(pidfd)
 
     def _forget(self, source: socket.socket | int) -> None:
-        """Waits for nothing of `source` any more."""
+        """Stops waiting for `source`."""
         with suppress(KeyError):
             self._selector.unregister(source)
 
@@ -438,8 +453,9 @@ def _send(link: socket.socket, message: msgspec.Struct, descriptors: Sequence[in
 
 
 def _pidfd_of(link: socket.socket, pid: int) -> int | None:
-    """A descriptor of the process at the other end, which becomes readable when it has ended; None
-    where there is none, such as before Linux 6.5 for a process of another PID namespace."""
+    """A descriptor of the process at the other end, which becomes readable when the process has
+    ended; None if there is none, such as before Linux 6.5 for a process of another PID
+    namespace."""
     try:
         return link.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError:
@@ -455,11 +471,14 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 class HolderLink:
-    """An engine's end. Every method raises OSError when the holder is gone."""
+    """An engine's end of the socket. Every method raises OSError when the holder is gone."""
 
     def __init__(self, address: str, timeout: float | None = None) -> None:
-        """address: a path, or "@" and a name of the abstract namespace. timeout: seconds that an
-        answer may take; None: as long as it takes."""
+        """Connects to a holder.
+
+        - address: a path, or "@" and a name of the abstract namespace
+        - timeout: seconds that an answer may take; None: no limit
+        """
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(timeout)
         try:
@@ -472,49 +491,50 @@ class HolderLink:
             raise
 
     def attach(self) -> tuple[Attached, list[int]]:
-        """What is kept, and its descriptors, which are the caller's; waits until the process that
-        had it before has ended."""
+        """The memory that is kept, and its descriptors, which are the caller's; waits until the
+        previous owner has ended."""
         self.ask()
         return self.answer()
 
     def ask(self) -> None:
-        """Asks for what is kept; `fileno` is readable when `answer` has come."""
+        """Sends Attach; `fileno` is readable when the answer has come."""
         self._send(Attach())
 
     def answer(self) -> tuple[Attached, list[int]]:
-        """What `attach` returns, after `ask`."""
+        """The result of `attach`, after `ask`."""
         raw, descriptors = self._receive()
         return _attached.decode(raw), descriptors
 
     def borrow(self) -> tuple[Borrowed, list[int]]:
-        """What the process that serves keeps, and descriptors of what it lends, which are the
-        caller's; at once."""
+        """Returns at once the list of the memory that the serving process keeps, and descriptors of
+        the part that is shared, which are the caller's."""
         self._send(Borrow())
         raw, descriptors = self._receive()
         return _borrowed.decode(raw), descriptors
 
     def keep(self, entry: Keep, descriptor: int) -> None:
-        """The holder gets a descriptor of its own of the same memory."""
+        """Gives the holder a descriptor of its own of the same memory."""
         socket.send_fds(self._socket, [msgspec.msgpack.encode(entry)], [descriptor])
 
     def drop(self, name: str) -> None:
-        """Returns when the holder has closed its descriptor."""
+        """Has the holder drop the memory `name`; returns when it has closed its descriptor."""
         self._send(Drop(name))
         _dropped.decode(self._receive()[0])
 
     def leaving(self) -> None:
-        """To be called before an end in good order."""
+        """Announces an end in good order, before it."""
         self._send(Leaving())
 
     def end(self) -> None:
-        """The holder ends, and all that it kept is closed when this returns; so is this link."""
+        """Ends the holder and closes this link; all memory that the holder kept is closed when this
+        returns."""
         with self._socket, suppress(OSError):  # it has ended already, or does not answer
             self._send(Finish())
             while self._socket.recv(MAX_MESSAGE):
                 continue
 
     def fileno(self) -> int:
-        """Readable when the holder has ended."""
+        """The socket's descriptor; readable when the holder has ended."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -533,12 +553,12 @@ class HolderLink:
 
 
 def socket_address(address: str) -> str:
-    """As the socket module takes it."""
+    """The address in the form that the socket module takes."""
     return "\0" + address[1:] if address.startswith("@") else address
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket for a MemoryHolder; a file that an earlier one left is replaced."""
+    """A listening socket for a MemoryHolder; replaces a file that an earlier one left."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not address.startswith("@"):
         with suppress(FileNotFoundError):
@@ -551,12 +571,13 @@ def listen(address: str) -> socket.socket:
 
 
 def claimed_address(folder: Path, engine: str) -> str:
-    """Where the holder of an engine listens that claims its place in `folder`; by its id."""
+    """Address of the holder of stage id `engine`, which claims its place in `folder`."""
     return str(folder / f"{engine}.memory")
 
 
 def wait_for_holder(address: str) -> None:
-    """Returns when it listens, or after some seconds: it may have been started just now."""
+    """Waits until a holder listens at `address`, at most STARTING_SECONDS, because it may have been
+    started just now."""
     until = time.monotonic() + STARTING_SECONDS
     while time.monotonic() < until:
         with suppress(OSError):
@@ -566,13 +587,14 @@ def wait_for_holder(address: str) -> None:
 
 
 def claimed_addresses(topology: Topology, on: str, folder: Path) -> list[str]:
-    """Of the holders of all engines of host `on`. ConfigurationError if it has none."""
+    """Addresses of the holders of all engines of host `on`. Raises ConfigurationError if it has
+    none."""
     return [claimed_address(folder, one.identity.id) for one in topology.stages_on(on, "engine")]
 
 
 def hold_for_claims(topology: Topology, on: str, folder: Path) -> None:
-    """Holders of all engines of host `on` ("" for any), which claim their places in `folder`; until
-    SIGTERM, or until one of them has failed, whose error is raised."""
+    """Runs the holders of all engines of host `on` ("" for any), which claim their places in
+    `folder`; until SIGTERM, or until one of them has failed, whose error is raised."""
     holders = [MemoryHolder(listen(address)) for address in claimed_addresses(topology, on, folder)]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: [holder.stop() for holder in holders])
@@ -586,7 +608,7 @@ def hold_for_claims(topology: Topology, on: str, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m pipeinfer.runtime.memory_holder`; ends on SIGTERM."""
+    """Runs `python -m pipeinfer.runtime.memory_holder`; ends on SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m pipeinfer.runtime.memory_holder")
     add = parser.add_argument
     add("address", nargs="?", help="where to listen: a path, or @ and an abstract name")
@@ -637,30 +659,31 @@ def _claims(given: argparse.Namespace) -> int:
 
 
 def remove_socket(address: str) -> None:
-    """Removes the file of a socket on which nobody listens any more."""
+    """Removes the file of a socket without a listener."""
     with suppress(OSError):
         Path(address).unlink()
 
 
 RESTART_SECONDS = 0.5  # between the end of a holder and the start of the next one
-END_SECONDS = 5.0  # that a holder may take to end
+END_SECONDS = 5.0  # seconds that a holder may take to end
 FOLDER = "pipeinfer-memory"  # in the folder for temporary files, with the user's number
 MAX_FOLDER = 84  # bytes of a path that leave enough of a socket's 107 for its name
 
 
 def keeps_memory(settings: Settings) -> bool:
-    """Whether an engine with these settings may leave its memory to a successor: not within one
+    """Whether an engine with these settings may leave its memory to a successor; never within one
     process."""
     return not (settings.no_keep_memory or settings.in_process)
 
 
 @dataclass(frozen=True)
 class KeptHolders:
-    """Memory holders that outlive their server, as far as one server is concerned.
+    """Memory holders that outlive their server, from the view of one server.
 
-    found: by stage, addresses of those that an earlier server has left.
-    folder: where its own ones listen; None: they end with it.
-    patience: seconds that they wait for the next server.
+    Attributes:
+    - found: by stage, addresses of holders that an earlier server has left
+    - folder: folder in which the server's own holders listen; None: they end with the server
+    - patience: seconds that they wait for the next server
     """
 
     found: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
@@ -668,7 +691,8 @@ class KeptHolders:
     patience: int = 0
 
     def end_others(self, stages: Sequence[str]) -> None:
-        """Ends what was found of other stages than these: nobody would come for it."""
+        """Ends the holders of an earlier server for other stages than these, which no process would
+        use."""
         for stage in self.found.keys() - stages:
             for address in self.found[stage]:
                 with suppress(OSError):  # it has ended
@@ -678,8 +702,12 @@ class KeptHolders:
 
 @contextmanager
 def kept_holders(settings: Settings, server: str) -> Iterator[KeptHolders]:
-    """server: an address that no other server of this host has at the same time; "": there is none.
-    Raises ConfigurationError where memory is to be kept, and cannot be."""
+    """The memory holders that outlive servers of the address `server`.
+
+    - server: an address that no other server of this host has at the same time; "": there is none
+
+    Raises ConfigurationError if memory is to be kept, and cannot be.
+    """
     keeps = settings.keep_memory_on_stop
     if keeps and not server:
         raise ConfigurationError(
@@ -713,8 +741,9 @@ def kept_holders(settings: Settings, server: str) -> Iterator[KeptHolders]:
 
 
 def _lock(root: Path, folder: Path, *, make: bool) -> int:
-    """A descriptor of the folder, with its lock; nobody else may look into either folder. Raises
-    OSError if another server has it, if one is not this user's alone, or is not there."""
+    """A descriptor of the folder, with its lock; only this user may look into either folder. Raises
+    OSError if another server has the lock, or if one of the folders is not this user's alone, or is
+    not there."""
     if len(os.fsencode(folder)) > MAX_FOLDER:
         raise OSError(errno.ENAMETOOLONG, "sockets in it have too long names: set TMPDIR")
     for one in (root, folder):
@@ -735,11 +764,12 @@ def _lock(root: Path, folder: Path, *, make: bool) -> int:
 class HolderProcess:
     """A memory holder of one stage.
 
-    address: of its socket, which stays the same.
+    Attributes:
+    - address: of its socket, which stays the same
     """
 
     def __init__(self, stage: str, kept: KeptHolders) -> None:
-        """Raises OSError where it cannot listen."""
+        """Opens the socket. Raises OSError if it cannot listen."""
         name = secrets.token_hex(16)
         self.address = f"@pipeinfer-{name}"
         self._words: list[str] = []
@@ -756,12 +786,12 @@ class HolderProcess:
         self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """To be called once, on the running loop. Engines may connect at once, and wait until the
-        holder runs."""
+        """Starts the holder; to be called once, on the running loop. Engines may connect at once,
+        and wait until the holder runs."""
         self._watch = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Ends the holder, and with it what it kept, unless that outlives this server."""
+        """Ends the holder, and with it the memory, unless that outlives this server."""
         if self._watch is not None:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
@@ -801,7 +831,8 @@ class HolderProcess:
 
 
 async def _end_of(process: subprocess.Popen[bytes]) -> int:
-    """Its code. A process of asyncio's own would be killed when the loop is closed."""
+    """Waits for the end of the process; returns its exit code. A process of asyncio's own would be
+    killed when the loop is closed."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     descriptor = os.pidfd_open(process.pid)
     loop.add_reader(descriptor, ended.set)

@@ -1,13 +1,11 @@
 """The servers of this host: which ones run, the sockets on which one listens for HTTP, and the
 process that holds a port which is taken.
 
-    running_servers   of this user: a server keeps its topology in a temporary folder, beside a file
-                      that it holds locked as long as it lives, and a file that says where it
-                      listens for HTTP and what it serves
-    InheritedSockets  opened here, inherited by gateways: the port stays open while the process
-                      that accepts on them is replaced, and what connects meanwhile waits in the
-                      backlog
-    port_owner        what listens at a port
+- running_servers: servers of this user. A server keeps its topology in a temporary folder, beside a
+  file that it holds locked as long as it lives, and a file with its URL and its model
+- InheritedSockets: opened here, inherited by gateways: the port stays open while the process that
+  accepts on them is replaced, and connections made meanwhile wait in the backlog
+- port_owner: the process that listens at a port
 
 Knows no HTTP, no gateway and no engine.
 """
@@ -36,17 +34,19 @@ from pipeinfer import topology as topologies
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import Topology
 
-FOLDER_PREFIX = "pipeinfer-"  # of a server's folder, in that for temporary files; it has:
+FOLDER_PREFIX = "pipeinfer-"  # of a server's folder, in the folder for temporary files; its files:
 TOPOLOGY = "pipeinfer.toml"
 PID_FILE = "pid"  # locked as long as the server lives
-SERVED = "served.json"  # where it listens for HTTP, and what it serves
+SERVED = "served.json"  # its URL, and its model
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """What a server that has a gateway on this host says of itself.
+    """The data that a server with a gateway on this host publishes about itself.
 
-    url: of its HTTP, for clients on this host ("http://127.0.0.1:8000"). model: as /v1/models names
-    it. path: of the model's folder or file.
+    Attributes:
+    - url: of its HTTP, for clients on this host ("http://127.0.0.1:8000")
+    - model: name in /v1/models
+    - path: of the model's folder or file
     """
 
     url: str
@@ -55,15 +55,18 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
     @property
     def port(self) -> int:
-        """Of its HTTP."""
+        """Port of its HTTP."""
         return int(self.url.rpartition(":")[2])
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server of this user on this host: its supervisor's process, and its topology file.
+    """A server of this user on this host.
 
-    served: None before it has its port, and where its gateway is on another host.
+    Attributes:
+    - pid: of its supervisor's process
+    - file, topology: its topology
+    - served: None before it has its port, and if its gateway is on another host
     """
 
     pid: int
@@ -83,16 +86,16 @@ def record_running(file: Path) -> Iterator[None]:
 
 
 def publish_served_model(file: Path, served: ServerInfo) -> None:
-    """Publishes what the running server of the topology `file` serves, and where, in one step:
-    readers find all of it or nothing."""
+    """Publishes URL and model of the running server of the topology `file`, in one step: readers
+    find all of it or nothing."""
     unfinished = file.with_name(f"{SERVED}.new")
     unfinished.write_bytes(msgspec.json.encode(served))
     unfinished.replace(file.with_name(SERVED))
 
 
 def url_from_here(host: str, port: int, secure: bool) -> str:
-    """How a client on this host reaches a server that listens on `host`, which may be all of its
-    addresses ("", 0.0.0.0, ::)."""
+    """The URL by which a client on this host reaches a server that listens on `host`, which may be
+    all of its addresses ("", 0.0.0.0, ::)."""
     if not host or _is_any(host):
         host = "::1" if ":" in host else "127.0.0.1"
     host = f"[{host}]" if ":" in host else host
@@ -122,8 +125,9 @@ def running_topology(path: str | None = None, port: int | None = None) -> Topolo
     """The topology of the server to talk to: that of file `path`, of the server that listens at
     `port`, or of the only one that runs.
 
-    A file written by hand names no supervisor; if a running server uses its addresses, that one's
-    is known too. Raises ConfigurationError if there is no server to be found, or several.
+    A file written by hand names no supervisor; if a running server uses its addresses, the
+    supervisor of that server is used. Raises ConfigurationError if there is no server to be found,
+    or several.
     """
     if path:
         named = topologies.load(path)
@@ -150,7 +154,7 @@ def running_server(port: int | None = None) -> RunningServer:
 
 
 def _line(server: RunningServer) -> str:
-    """What it is, after the flag that chooses it."""
+    """The server in one line, after the flag that chooses it."""
     if server.served is None:
         return f"  --topology {server.file}  without HTTP here, process {server.pid}"
     return f"  --port {server.served.port}  {server.served.model}, process {server.pid}"
@@ -171,7 +175,7 @@ def _is_any(host: str) -> bool:
 
 
 def _locked(mark: Path) -> bool:
-    """Whether some process holds it; one that was killed does not."""
+    """Whether some process holds the lock of `mark`; a process that was killed does not."""
     with mark.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -187,11 +191,14 @@ UNKNOWN_OWNER = "by a process that this user cannot see"
 
 
 def port_owner(host: str, port: int) -> str:
-    """What a message says of whose an address is: "by process 4711 (nginx)", of a server of
-    pipeinfer also its model. `host`: a number, "" for all of this host's. "" if none is found."""
+    """The owner of an address, for a message: "by process 4711 (nginx)", for a server of pipeinfer
+    also its model. "" if none is found.
+
+    - host: a number, "" for all of this host's
+    """
     inodes = set(_inodes(host, port))
     pids = sorted(_processes_with(inodes))
-    # A server that starts has bound its port and does not listen yet: only its own word tells.
+    # A server that starts has bound its port and does not listen yet: only its own file shows that.
     for server in running_servers():
         served = server.served
         if server.pid in pids or (not inodes and served is not None and served.port == port):
@@ -203,7 +210,7 @@ def port_owner(host: str, port: int) -> str:
 
 
 def _inodes(host: str, port: int) -> Iterator[str]:
-    """Of the sockets that listen on `port` at an address that `host` meets."""
+    """Inodes of the sockets that listen on `port` at an address that covers `host`."""
     host_address = ipaddress.ip_address(host.partition("%")[0] or "::")
     for table in ("tcp", "tcp6"):
         with suppress(OSError):  # no such family here, or no /proc that may be read
@@ -219,7 +226,10 @@ def _inodes(host: str, port: int) -> Iterator[str]:
 
 
 def _matches(listened: ipaddress.IPv4Address | ipaddress.IPv6Address, address: str) -> bool:
-    """`address`: words of 32 bits in hexadecimal, each in the order of this machine's bytes."""
+    """Whether a listening address covers `listened`, or the other way round.
+
+    - address: words of 32 bits in hexadecimal, each in the order of this machine's bytes
+    """
     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
     other = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))
     if isinstance(other, ipaddress.IPv6Address) and other.ipv4_mapped is not None:
@@ -244,8 +254,8 @@ def _link(file: Path) -> str:
 
 
 def _name(pid: int) -> str:
-    """The program's name; of Python also which module or script it runs. No further argument is
-    shown: some are secret."""
+    """The program's name; for Python also the module or script that it runs. No further argument is
+    shown, because some are secret."""
     try:
         name = (PROC / str(pid) / "comm").read_text().strip()
         words = (PROC / str(pid) / "cmdline").read_text(errors="replace").split("\0")
@@ -274,7 +284,7 @@ FAMILY_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a family that this 
 
 
 def open_sockets(host: str, port: int) -> list[socket.socket]:
-    """One listening socket for each address of `host` ("localhost" may have two, "" is all).
+    """Opens a listening socket for each address of `host` ("localhost" may have two, "" is all).
 
     With port 0 the first takes a free port, the others the same. Raises ConfigurationError.
     """
@@ -282,12 +292,12 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """The same, but clients cannot connect before `listen`."""
+    """Sockets as those of `open_sockets`, but clients cannot connect before `listen`."""
     return _open_all(host, port, 0)
 
 
 def listen(sockets: Iterable[socket.socket]) -> None:
-    """Raises ConfigurationError if another process listens by now."""
+    """Listens on `sockets`. Raises ConfigurationError if another process listens by now."""
     for one in sockets:
         try:
             one.listen(BACKLOG)
@@ -305,7 +315,8 @@ def check_free(host: str, port: int) -> None:
 
 
 def _open_all(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """A backlog of 0: only bound, which fails beside a socket that listens."""
+    """Opens a socket for each address. With `backlog` 0 they are only bound, which fails beside a
+    socket that listens."""
     opened: list[socket.socket] = []
     absent: OSError | None = None
     try:
@@ -351,8 +362,8 @@ def _adopted(descriptor: int) -> socket.socket:
 
 
 def _bind_error(host: str, port: int, error: OSError) -> str:
-    """Which flag is to be changed, and why; of a port that is taken also whose it is, and another
-    one that is free."""
+    """The error of a bind: which flag is to be changed, and why; for a port that is taken also its
+    owner, and another port that is free."""
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}" if host else f"port {port}"
     if error.errno != errno.EADDRINUSE:
         flag = f"--port {port}" if error.errno == errno.EACCES else f"--host {host}"
@@ -398,7 +409,8 @@ WAIT_FLAG = "--wait-fd"
 
 
 class InheritedSockets:
-    """The HTTP sockets of a supervisor, which its gateways inherit before anybody listens on them.
+    """The HTTP sockets of a supervisor, which its gateways inherit before a process listens on
+    them.
 
     A gateway that has come early reads a pipe until `listen` writes to it: so it loads its modules
     while the engine loads its own, and clients cannot connect before. Without sockets before
@@ -410,7 +422,7 @@ class InheritedSockets:
         self._source = self._sink = -1  # of the pipe, until `listen`
 
     def bind(self, host: str, port: int) -> None:
-        """Takes the addresses. ConfigurationError if another process listens there."""
+        """Binds the addresses. Raises ConfigurationError if another process listens there."""
         self._sockets = bound_sockets(host, port)
         self._source, self._sink = os.pipe()
 
@@ -426,12 +438,13 @@ class InheritedSockets:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of the command line that name these descriptors."""
+        """The command-line arguments that name these descriptors."""
         words = [word for one in self._sockets for word in ("--listen-fd", str(one.fileno()))]
         return words + [word for one in self._pipe_fds for word in (WAIT_FLAG, str(one))]
 
     def listen(self) -> None:
-        """Listens, and lets waiting gateways begin. ConfigurationError if the port is taken."""
+        """Listens, and lets waiting gateways begin. Raises ConfigurationError if the port is
+        taken."""
         listen(self._sockets)
         os.write(self._sink, b"." * select.PIPE_BUF)  # each of them takes one byte
         self._close_pipe()

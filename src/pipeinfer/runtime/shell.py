@@ -1,7 +1,7 @@
 """The shell of a stage: sockets, clock, timers, signals and heartbeats around a sans-IO core.
 
-Knows no stage's business. Every input of the core passes `handle` or `_on_message` here, in one
-order; that is what makes a run repeatable.
+Knows no stage's logic. Every input of the core passes `handle` or `_on_message` here, in one order,
+which makes a run repeatable.
 """
 
 from __future__ import annotations
@@ -53,22 +53,24 @@ from pipeinfer.trace.hook import RecorderHook
 
 log = logging.getLogger(__name__)
 
-REASON_CHARS = 300  # of a logged reason; some of it is a client's
-MAX_LOG_LINES = 100  # each about another kind of message or another receiver
+REASON_CHARS = 300  # of a logged reason; parts may come from a client
+MAX_LOG_LINES = 100  # each about a different kind of message or receiver
 
 
 class UnsentMessages:
-    """Counts and logs the messages of a stage that could not be sent. `total`: since the start."""
+    """Counts and logs the messages of a stage that could not be sent.
+
+    Attributes:
+    - total: since the start
+    """
 
     def __init__(self) -> None:
         self.total = 0
         self._logged: set[tuple[str, str, str]] = set()
 
     def record(self, send: Send, error: Exception) -> Sequence[SendFailed]:
-        """One more message; returns the events for the core, if the message belongs to a request.
-
-        Nothing where the receiver does not exist: a peer made up its name.
-        """
+        """Counts one more message; returns the events for the core, if the message belongs to a
+        request. Empty if the receiver does not exist: a peer made up its name."""
         self.total += 1
         reason, message = str(error)[:REASON_CHARS], send.message
         kind = (type(message).__name__, send.channel, send.to)
@@ -84,10 +86,11 @@ class UnsentMessages:
         return (SendFailed(str(request_id), attempt, reason),)
 
 
-# Seconds until a stage that is stopped says what it waits for: the last steps of requests that have
-# ended take less, and nobody waits for those.
+# Seconds until a stopped stage logs what it waits for: the last steps of requests that have ended
+# take less, and need no line.
 DRAIN_NOTICE = 0.5
-LEAVE_POLL = 0.005  # seconds between looks whether the core is idle; the successor waits for it
+# seconds between two checks whether the core is idle; the successor waits for it
+LEAVE_POLL = 0.005
 
 
 class StoppedWhileBuilding(Exception):
@@ -96,11 +99,12 @@ class StoppedWhileBuilding(Exception):
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """What a shell must know of the process that it runs in.
+    """Properties of the process that a shell runs in.
 
-    incarnation: the process's number; 0: taken from the clock.
-    busy_poll: seconds that the loop polls after a frame before it sleeps, see Reader.start.
-    forks: whether the process may be forked, for a copy of the core's state.
+    Attributes:
+    - incarnation: of the process; 0: taken from the clock
+    - busy_poll: seconds that the loop polls after a frame before it sleeps, see Reader.start
+    - forks: whether the process may be forked, for a copy of the core's state
     """
 
     incarnation: int = 0
@@ -111,8 +115,9 @@ class ProcessOptions:
 class Shell:
     """Runs one stage on the current event loop until it is stopped.
 
-    on_state_change: called as `on_state_change(state, reason)` at every change of state, beside the
-        heartbeat.
+    Attributes:
+    - on_state_change: called as `on_state_change(state, reason)` at every change of state, beside
+      the heartbeat
     """
 
     def __init__(
@@ -151,7 +156,7 @@ class Shell:
         self._builder: threading.Thread | None = None
 
     async def run(self) -> None:
-        """Builds the stage and serves. Raises what the builder, the core or the driver raises."""
+        """Builds the stage and serves. Raises the errors of the builder, the core or the driver."""
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
         stage_arguments = self.settings, self._topology, self.identity, self.incarnation
@@ -202,10 +207,11 @@ class Shell:
         return self._stage is not None
 
     def reload(self) -> None:
-        """Read again what the stage can read again; one that cannot ignores it.
+        """Reads the stage's files again; no-op for a stage without any.
 
-        Called while the stage is built, it takes effect afterwards: what was read may be stale. A
-        reload that fails is logged, and the stage goes on with what it had.
+        Called while the stage is built, it takes effect afterwards, because files may have been
+        read before the change. A reload that fails is logged, and the stage goes on with its old
+        files.
         """
         if self._stage is None:
             self._reload_when_built = True
@@ -216,7 +222,8 @@ class Shell:
                 log.exception("%s could not read anew", self.identity.id)
 
     def drain(self) -> None:
-        """Finish what runs, then stop; called again, or after the drain timeout, stop at once."""
+        """Finishes what runs, then stops; called again, or after the drain timeout, stops at
+        once."""
         if self._stage is None or self._drained_by < float("inf"):
             self._stop.set()
             return
@@ -231,7 +238,7 @@ class Shell:
             log.info(text, self.state()[1] or "waits for what runs", self.settings.drain_timeout)
 
     def leave(self) -> None:
-        """Another process takes over: hand on what is in hand, then stop, within seconds.
+        """Lets another process take over: hands on the work in hand, then stops, within seconds.
 
         Does nothing when the stage ends already; `drain` and `stop` end it sooner.
         """
@@ -259,19 +266,20 @@ class Shell:
 
     def join_builder(self) -> None:
         """Waits for the thread that builds the stage, if it still does: a process whose interpreter
-        ends under such a thread is killed by a signal. It does not stop before it has loaded."""
+        ends under such a thread is killed by a signal. The thread does not stop before it has
+        loaded."""
         if self._builder is not None:
             self._builder.join()
 
     def handle(self, event: Message) -> None:
-        """One local event through the core; on the shell's loop only."""
+        """Passes one local event through the core; on the shell's loop only."""
         now = time.monotonic()
         if self._hook is not None and self._hook.active and not self._stop.is_set():
             self._hook.event(now, event)
         self._process_event(event, now)
 
     def _process_event(self, event: Message, now: float) -> None:
-        """One event through the core, and its outputs on their way."""
+        """Passes one event through the core, and sends its outputs."""
         if self._stop.is_set() or self._stage is None:
             return
         driver, local = self._stage.driver, list[Message]()
@@ -292,7 +300,7 @@ class Shell:
             for message in local:  # last: a driver may feed the next event before it returns
                 assert driver is not None
                 driver.deliver(message)
-            if not isinstance(event, SendFailed):  # that its answer cannot be sent either it knows
+            if not isinstance(event, SendFailed):  # no SendFailed about the answer to a SendFailed
                 for one in unsent:
                     self.handle(one)
         except Exception as error:  # a broken invariant ends the stage, with the reason in its log
@@ -340,7 +348,7 @@ class Shell:
     def _send(self, send: Send, hook: RecorderHook | None) -> Sequence[SendFailed]:
         """Sends a message; returns the events for the core if that cannot be done."""
         if isinstance(send.message, GroupFault):
-            # A supervisor acts on the message; without one, this line is what a person sees.
+            # A supervisor acts on the message; without one, this line informs a person.
             log.error("group %d is stuck: %s", send.message.group, send.message.reason)
         try:
             number, sent, body = self.bus.send(send)
@@ -372,15 +380,15 @@ class Shell:
         self._publish_if_changed()
 
     def _notify_fenced(self, header: FrameHeader, now: float) -> None:
-        """Tells a process that its frames are dropped, since it may not know: it was replaced, or
-        its clock was set back."""
+        """Tells a process that its frames are dropped, because it was replaced, or its clock was
+        set back."""
         if header.sender in self._stages and not self._stop.is_set():
             notice = self._incarnations.notice(header, now)
             if notice is not None:
                 self.bus.send(Send("group", header.sender, notice))
 
     def _on_fenced(self, by: str, fenced: Fenced) -> None:
-        """Ends this process, unless another process of this stage is meant."""
+        """Ends this process, unless the message is about another process of this stage."""
         if (fenced.stage, fenced.incarnation) != (self.identity.id, self.incarnation):
             return
         if fenced.newest > self.incarnation and self._failure is None:
@@ -389,7 +397,7 @@ class Shell:
             self._stop.set()
 
     def _control(self, message: Message) -> None:
-        """A request of a person to this process, or what a gateway takes of other stages."""
+        """Takes a request of a person to this process, or another stage's message to a gateway."""
         stage = self._stage
         if isinstance(message, control.FOR_GATEWAYS):
             if stage is not None and stage.control is not None:
@@ -410,7 +418,7 @@ class Shell:
             self.bus.send(Send(control.CHANNEL, stage, message))
 
     def _rejection(self, channel: str, message: Message) -> str:
-        """Why the core must not get the message; "" if it may."""
+        """Why the core must not get the message: its channel or kind; "" if it may."""
         if channel not in self._core_channels:
             return channel
         if channel == "recovery":
@@ -430,7 +438,7 @@ class Shell:
             self._stage.control.on_message(observed)  # a gateway sees itself without a socket
 
     def _publish(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
-        """Publishes what is the shell's own; None if it cannot be sent."""
+        """Publishes a message of the shell itself; None if it cannot be sent."""
         send = Send(channel, EVERYONE, message)
         try:
             return self.bus.send(send)
@@ -445,12 +453,12 @@ class Shell:
         self._hook.close()
 
     def _report(self, state: State, reason: str) -> None:
-        """From the builder's thread."""
+        """Takes a report of the builder's thread."""
         self._progress = (state, reason)
         self._loop.call_soon_threadsafe(self._publish_if_changed)
 
     def state(self) -> tuple[State, str]:
-        """The stage's state, and what it does or waits for."""
+        """The stage's state, and its activity or the reason why it waits."""
         if self._stage is None or self._progress[0] == "failed":
             return self._progress
         return self._stage.core.state()
@@ -490,7 +498,7 @@ class Shell:
         self._loop.call_later(HEARTBEAT_SECONDS, self._heartbeat)
 
     def _publish_rank_status(self) -> None:
-        """Of an engine, for its scheduler and the other ranks."""
+        """Publishes an engine's state, for its scheduler and the other ranks."""
         if self.identity.name == "engine":
             state, _ = self.state()
             self._publish("group", rank_status(self.identity, self.incarnation, state))
@@ -536,5 +544,6 @@ class Shell:
 
 
 def _clock() -> float:
-    """Seconds, also of those in which the host slept: others have gone on."""
+    """Seconds of a clock that also counts the time in which the host slept, because other hosts
+    have gone on."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

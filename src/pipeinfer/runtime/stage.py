@@ -1,11 +1,11 @@
-"""What a stage is made of: a core, perhaps a driver for I/O beside the bus, and a tick; its
-heartbeat; and the incarnation of its process.
+"""The parts of a stage: a core, perhaps a driver for I/O beside the bus, and a tick; its heartbeat;
+and the incarnation of its process.
 
 An incarnation is a number, and the later process of a stage has the greater: the time when it was
-given, in Unix nanoseconds, or, where the clock was set back since the last one, that one and a
-little more. Who starts a process gives it. Messages of a dead process may still lie in sockets when
-its successor has recovered its state; read late, they would contradict that:
-IncarnationFilter keeps them out.
+given, in Unix nanoseconds, or, if the clock was set back since the last one, the last number and a
+little more. The parent of a process gives it. Messages of a dead process may still lie in sockets
+when its successor has recovered its state; read late, they would contradict that: IncarnationFilter
+keeps them out.
 
 Knows no particular stage; builders are found by name and imported only when asked for. No I/O.
 """
@@ -57,7 +57,7 @@ CORE_CHANNELS = {
     "detokenizer": ("tokens", "recovery"),
 }
 
-# Messages of these channels that no core of the stage takes: they are for others.
+# Messages of these channels that no core of the stage takes, because they are for other stages.
 NOT_FOR_CORE: dict[str, tuple[type[Message], ...]] = {
     "gateway": (Delivered,),
     "tokenizer": (HandOver, Fenced, Adopt, AdapterChanges, Abort),
@@ -65,18 +65,19 @@ NOT_FOR_CORE: dict[str, tuple[type[Message], ...]] = {
     "detokenizer": (HandOver, Delivered, Adopt, AdapterChanges, Abort),
 }
 
-LEAVE_TIMEOUT = 10.0  # seconds that a stage has to hand on what is in hand
+LEAVE_TIMEOUT = 10.0  # seconds that a leaving stage has to hand on its work
 
 
 @dataclass(frozen=True)
 class StageContext:
-    """What a builder gets.
+    """The arguments of a stage's builder.
 
-    settings, topology, identity, incarnation: of the stage.
-    report_status: `report(state, reason)` shows progress before there is a core.
-    listen_fds: sockets for HTTP that the parent process opened; none: open your own.
-    promotion: of a standby (runtime/child.py): waits until it is to serve, and returns the
-        context of the stage that it is then; None: the process serves from its start.
+    Attributes:
+    - settings, topology, identity, incarnation: of the stage
+    - report_status: `report(state, reason)` publishes progress before there is a core
+    - listen_fds: sockets for HTTP that the parent process opened; empty: the stage opens its own
+    - promotion: of a standby (runtime/child.py): waits until it is to serve, and returns the
+      context of the stage that it is then; None: the process serves from its start
     """
 
     settings: Settings
@@ -88,11 +89,12 @@ class StageContext:
     promotion: Callable[[], StageContext] | None = None
 
     def promoted(self) -> StageContext:
-        """To be called when all is done that touches nothing of the process that serves."""
+        """The context to serve with; waits for it in a standby. To be called after all work that
+        needs nothing of the serving process."""
         return self if self.promotion is None else self.promotion()
 
     def log_progress(self, text: str) -> None:
-        """Says what takes long before the stage knows whether it can start: as a line of the log,
+        """Reports a long task before the stage knows whether it can start: as a line of the log,
         and as the reason in the heartbeat."""
         log.info("%s", text)
         self.report_status("starting", text)
@@ -106,7 +108,7 @@ class Driver(Protocol):
         ...
 
     def deliver(self, message: Message) -> None:
-        """Takes what the core sent on channel `local`."""
+        """Takes a message that the core sent on channel `local`."""
         ...
 
     async def stop(self) -> None:
@@ -119,7 +121,7 @@ class Driver(Protocol):
 
 
 class ControlHook(Protocol):
-    """What a gateway asks other stages, for its page and to answer for all gateways."""
+    """A gateway's requests to other stages, for its page and to answer for all gateways."""
 
     def open(self, ask: Callable[[str, Message], None]) -> None:
         """Begins. `ask(stage id, message)` sends a message of control.py to a stage, on the shell's
@@ -131,7 +133,7 @@ class ControlHook(Protocol):
         ...
 
     def close(self) -> None:
-        """The stage ends."""
+        """Ends with the stage."""
         ...
 
 
@@ -139,15 +141,16 @@ class ControlHook(Protocol):
 class Stage:
     """A built stage.
 
-    core: its logic, without I/O.
-    driver: its I/O beside the bus, if it has any.
-    tick: seconds between Tick events.
-    listens: subscriptions, each (stage id, channel, ...).
-    facts: what the builder found out beyond the settings, for the header of recordings.
-    before_leave: awaited before the core gets Leave.
-    reload: reads files again after SIGHUP, on the shell's loop; None ignores the signal.
-    control: what a gateway asks other stages.
-    prefixes: `prefixes(most, ids)` of an engine: see PrefixCache.largest.
+    Attributes:
+    - core: its logic, without I/O
+    - driver: its I/O beside the bus; None: it has none
+    - tick: seconds between Tick events
+    - listens: subscriptions, each (stage id, channel, ...)
+    - facts: values that the builder detected beyond the settings, for the header of recordings
+    - before_leave: awaited before the core gets Leave
+    - reload: reads files again after SIGHUP, on the shell's loop; None ignores the signal
+    - control: a gateway's requests to other stages
+    - prefixes: `prefixes(most, ids)` of an engine: see PrefixCache.largest
     """
 
     core: Core
@@ -162,7 +165,7 @@ class Stage:
 
 
 def death_subscriptions(topology: Topology, channel: str = "group") -> tuple[tuple[str, str], ...]:
-    """Subscriptions that tell of the ends of processes: to the supervisor, where there is one."""
+    """Subscriptions to reports of ended processes: to the supervisor, if there is one."""
     return ((SUPERVISOR, channel),) if topology.supervisor else ()
 
 
@@ -205,55 +208,58 @@ def rank_status(identity: Identity, incarnation: int, state: State) -> RankStatu
     )
 
 
-# Of nanoseconds, between two processes of one stage. Epochs and a supervisor's last word of a
-# process count on from its number.
+# Least difference, in nanoseconds, of the incarnations of two processes of one stage. Epoch numbers
+# and a supervisor's report of a process's end count on from its incarnation.
 MIN_GAP_NS = 1_000_000_000
 INCARNATION_VARIABLE = "PIPEINFER_INCARNATION"  # in the environment of a stage: its number
 
 
 def own_incarnation(environ: MutableMapping[str, str]) -> int:
-    """The number of this process, taken out of `environ`; the time if it has none."""
+    """The incarnation of this process, taken out of `environ`; the time if it has none."""
     number = environ.pop(INCARNATION_VARIABLE, "")
     return int(number) if number.isdecimal() and len(number) < 20 else time.time_ns()
 
 
 def incarnation_after(last: int, now: int) -> int:
-    """A number for the process that comes after process `last`, at the time `now` (Unix, in ns)."""
+    """The incarnation of the process that comes after process `last`, at the time `now` (Unix, in
+    ns)."""
     return max(now, last + MIN_GAP_NS)
 
 
 class IncarnationNumbers:
-    """Gives numbers, each greater than all before it."""
+    """Gives incarnations, each greater than all before it."""
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
         self._clock = clock
         self._last = 0
 
     def next(self, last: int) -> int:
-        """For a process that comes after process `last`, 0 for none."""
+        """An incarnation for the process that comes after process `last`, 0 for none."""
         self._last = max(incarnation_after(last, self._clock()), self._last + 1)
         return self._last
 
     def now(self) -> int:
-        """Below all numbers that will be given, and not below those that were."""
+        """A number below all that will be given, and not below those that were."""
         self._last = max(self._clock(), self._last)
         return self._last
 
 
-NOTICE_INTERVAL = 1.0  # seconds; a process that does not know goes on speaking
+NOTICE_INTERVAL = 1.0  # seconds between two Fenced messages to one process
 
 
 class FencedOut(Exception):
-    """Another process of this stage has a greater incarnation, so that others drop our frames.
+    """Another process of this stage has a greater incarnation, so that other stages drop this
+    process's frames.
 
-    newest: that incarnation.
-    superseded: the other process was started later, and is in this one's place. Otherwise it was
-        there before, and its number is greater because the clock was set back: this process takes a
-        greater one.
+    Attributes:
+    - newest: that incarnation
+    - superseded: the other process was started later, and has taken this one's place. Otherwise it
+      was there before, and its number is greater because the clock was set back: this process takes
+      a greater one
     """
 
     def __init__(self, fenced: Fenced, by: str, age: float) -> None:
-        """`fenced` came from the stage `by`, to a process that is `age` seconds old."""
+        """Takes the message `fenced` of the stage `by` to a process that is `age` seconds old."""
         self.newest = fenced.newest
         self.superseded = fenced.since < age
         why = "has taken over" if self.superseded else "was there before: the clock was set back"
@@ -264,12 +270,16 @@ class FencedOut(Exception):
 
 
 class IncarnationFilter:
-    """Accepts frames of the newest process of each sender. `dropped`: frames of older ones."""
+    """Accepts frames of the newest process of each sender.
+
+    Attributes:
+    - dropped: frames of older processes
+    """
 
     def __init__(self) -> None:
         self.dropped = 0
         self._newest: dict[str, int] = {}
-        self._since: dict[str, float] = {}  # when the newest was first heard, in seconds
+        self._since: dict[str, float] = {}  # when the first frame of the newest came, in seconds
         self._notified: dict[
             str, tuple[int, float]
         ] = {}  # the older process notified last, and when
@@ -287,7 +297,8 @@ class IncarnationFilter:
         return True
 
     def notice(self, header: FrameHeader, now: float) -> Fenced | None:
-        """The message to the sender of a frame that was not accepted; None if it got one lately."""
+        """The message to the sender of a frame that was not accepted; None if it got one within
+        NOTICE_INTERVAL."""
         stage, number = header.sender, header.incarnation
         before, at = self._notified.get(stage, (-1, 0.0))
         if before == number and now - at < NOTICE_INTERVAL:

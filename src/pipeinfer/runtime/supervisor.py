@@ -1,13 +1,13 @@
-"""Starts the stages of one host as child processes, starts again what dies, and swaps stages; and
-all that comes before, where a server needs one host alone.
+"""Starts the stages of one host as child processes, starts again those that die, and swaps stages;
+and prepares all of that for a server of one host.
 
-    Supervisor        runs the stages of a topology that are this host's
-    SwapController    puts another process into a stage's place
-    prepare_settings  settings made ready
-    local_stages      a topology in a temporary folder, and what runs the stages
-    LocalServer       `pipeinfer serve` in a process of its own
+- Supervisor: runs the stages of a topology that are this host's
+- SwapController: puts another process into a stage's place
+- prepare_settings: settings made ready
+- local_stages: a topology in a temporary folder, and the service that runs the stages
+- LocalServer: `pipeinfer serve` in a process of its own
 
-Knows processes and when they are ready, no request: that none is lost is the stages' own doing
+Knows processes and when they are ready, no request: the stages themselves see that none is lost
 (core.Leave, and recovery from their neighbours). All ranks of a group go down together, because a
 rank that hangs inside a collective cannot be talked to.
 """
@@ -96,12 +96,12 @@ class SwapController:
     """The control side of a supervisor: on `Swap` it puts another process in the place of a running
     stage, and the old command back if that fails; publishes `SwapState` at every change.
 
-    children: by stage id.
-    start: starts a child's command, unless the server does not need it any more, and cares for its
-        process once the swap is over; OSError if the command cannot be executed.
-    restart: the same, and ends everything if it cannot.
-    standbys: of engines, which take over in a swap.
-    gateway_seconds: that a gateway may take to finish its streams.
+    - children: by stage id
+    - start: starts a child's command, unless the server does not need it any more, and handles its
+      process once the swap is over; OSError if the command cannot be executed
+    - restart: does the same, and ends everything if it cannot
+    - standbys: of engines, which take over in a swap
+    - gateway_seconds: time that a gateway may take to finish its streams
     """
 
     def __init__(
@@ -126,23 +126,23 @@ class SwapController:
         self._stopping = False
 
     def start(self) -> None:
-        """Listens, on the running loop."""
+        """Begins to listen, on the running loop."""
         self._bus.bind()
         self._bus.start(self._on_message)
         self._heartbeats = asyncio.create_task(self._publish_heartbeats())
 
     def stop(self) -> None:
-        """All stages will end: takes no swap any more, and finishes those under way."""
+        """Takes no swap any more, because all stages will end, and finishes swaps under way."""
         self._stopping = True
 
     def publish_death(self, child: Child, beat: Heartbeat) -> None:
-        """Publishes that a stage's process ended, which the stage cannot do itself."""
+        """Publishes that a stage's process ended, which the process cannot do itself."""
         self._bus.send(Send("telemetry", EVERYONE, beat))
         if child.death is not None:
             self._bus.send(Send("group", EVERYONE, child.death))
 
     async def close(self) -> None:
-        """When the children are gone: waits for what is under way, and closes the sockets."""
+        """Waits for swaps under way, when the children are gone, and closes the sockets."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
         if self._heartbeats is not None:
@@ -150,8 +150,8 @@ class SwapController:
         self._bus.close()
 
     async def _publish_heartbeats(self) -> None:
-        """Heartbeats of the supervisor: who hears them will also hear an answer. Deaths without a
-        successor are published with each."""
+        """Publishes heartbeats of the supervisor: a command that receives them will also receive an
+        answer. Deaths without a successor are published with each."""
         while True:
             for child in self._children.values():
                 if child.death is not None:
@@ -246,7 +246,7 @@ class SwapController:
 
     @staticmethod
     async def _wait_ended(group: list[Child], seconds: float | None) -> bool:
-        """Whether all processes ended within that time."""
+        """Whether all processes ended within `seconds`."""
         tasks = [asyncio.ensure_future(c.process.wait()) for c in group if c.process is not None]
         if not tasks:
             return True
@@ -256,7 +256,8 @@ class SwapController:
         return not pending
 
     async def _start_group(self, swap: Swap, group: list[Child], old: tuple[int, ...]) -> str:
-        """Starts the new processes and waits until they are ready; else says why they are not."""
+        """Starts the new processes and waits until they are ready; returns "", or why they are
+        not."""
         try:
             for child in group:
                 if swap.command:
@@ -270,7 +271,7 @@ class SwapController:
         return await self._wait_ready(group)
 
     async def _wait_ready(self, group: list[Child]) -> str:
-        """Returns when all are ready (""), or when one of them never will be."""
+        """Waits until all are ready, or one of them never will be; returns "", or why it is not."""
         ends = [asyncio.ensure_future(self._describe_end(child)) for child in group]
         ready = asyncio.ensure_future(_all_set([child.ready for child in group]))
         reported = asyncio.ensure_future(_all_set([child.has_reported for child in group]))
@@ -316,7 +317,11 @@ class Supervisor:
         clock: Callable[[], int] = time.time_ns,
         kept: KeptHolders | None = None,
     ) -> None:
-        """`clock`: Unix time in ns, which may be set back. `kept`: holders of the server before."""
+        """Begins with no process.
+
+        - clock: Unix time in ns, which may be set back
+        - kept: holders that an earlier server left
+        """
         self._settings = settings
         self._topology_file = topology_file
         numbers = IncarnationNumbers(clock)
@@ -351,7 +356,8 @@ class Supervisor:
         """Starts everything. The gateway only loads its modules, until the engine's configuration
         has proved valid.
 
-        Returns an exit code when all children are gone. ConfigurationError if it cannot listen.
+        Returns an exit code when all children are gone. Raises ConfigurationError if it cannot
+        listen.
         """
         engines = [i.identity for i in self._other_children() if i.identity.name == "engine"]
         self._kept.end_others([i.id for i in engines] if keeps_memory(self._settings) else [])
@@ -370,7 +376,7 @@ class Supervisor:
                 self._publish()
             for child in sorted(self._children.values(), key=_start_order):
                 await self._start(child)
-            self._check_configs()  # a host without engines has none, and nobody need say so
+            self._check_configs()  # a host without engines has no configuration to wait for
             await self._wait_first(self._configs_valid, self._stopping)
             if self._gateways() and not self._stopping.is_set():
                 self._http_sockets.listen()
@@ -390,15 +396,15 @@ class Supervisor:
         return self._code
 
     def _publish(self) -> None:
-        """For commands on this host that look for a server."""
+        """Publishes URL and model, for commands on this host that look for a server."""
         made = self._settings
         url = servers.url_from_here(made.host, self._http_sockets.port, bool(made.tls_cert))
         served = servers.ServerInfo(url=url, model=made.model_name, path=made.model)
         servers.publish_served_model(Path(self._topology_file), served)
 
     def states(self) -> dict[str, tuple[State, str]]:
-        """The state of each stage here by its id, and what it does or waits for; of none once the
-        server is stopping."""
+        """By stage id of this host: the stage's state, and its activity or the reason why it waits;
+        empty once the server is stopping."""
         children = {} if self._stopping.is_set() else self._children
         return {stage: child.status for stage, child in children.items()}
 
@@ -416,7 +422,7 @@ class Supervisor:
         self._http_sockets.close()
 
     def reload(self) -> None:
-        """SIGHUP: the gateways read again what they can."""
+        """Makes the gateways read their files again (SIGHUP)."""
         for child in self._gateways():
             child.reload()
 
@@ -445,13 +451,14 @@ class Supervisor:
                 self._watch(child)
 
     def _should_run(self, child: Child) -> bool:
-        """Whether its process is to run: while gateways finish, all that they need for it is."""
+        """Whether the child's process is to run: while gateways finish, all stages run that they
+        need."""
         if self._ending or not self._stopping.is_set():
             return not self._ending
         return child.process is not None and child.identity.name != "gateway"
 
     async def _restart(self, child: Child) -> None:
-        """Starts what ran before; without it nothing can go on."""
+        """Starts the child's last command again; gives up if that is impossible."""
         try:
             await self._start(child)
         except OSError as error:
@@ -509,14 +516,15 @@ class Supervisor:
         name = child.identity.id
         if code == MISCONFIGURED and not child.has_served:
             why = child.failure_reason
-            if self.on_give_up is None:  # else it is said by who called this
+            if self.on_give_up is None:  # else the caller reports it
                 report_error(self._settings, why or f"{name} cannot start")
             self._give_up(": ".join(filter(None, (f"{name} cannot start", why))), code)
             return
-        if code >= 0 and not child.config_valid:  # killed by a signal, it is not to blame
+        if code >= 0 and not child.config_valid:  # a process killed by a signal may be valid
             self._give_up(f"{name} ended while it started ({exit_cause(code)})", FAILED)
             return
-        # One that has served may be refused what it had, such as memory that others have meanwhile.
+        # A stage that has served may be refused resources that it had, such as memory that other
+        # processes took meanwhile.
         child.deaths += 1
         why = f": {child.failure_reason}" if child.failure_reason else ""
         if child.deaths > MAX_DEATHS:
@@ -534,7 +542,8 @@ class Supervisor:
     # ---------------------------------------------------------------------------- status and deaths
 
     def _publish_death(self, child: Child, reason: str) -> None:
-        """So that nobody waits until a dead stage's silence or its successor is noticed."""
+        """Publishes the end of a child's process, so that no stage waits until its silence or its
+        successor is noticed."""
         notice = child.death_notice(reason)
         if self._swaps is not None and notice is not None:
             self._swaps.publish_death(child, notice)
@@ -557,7 +566,7 @@ class Supervisor:
             self._standbys.on_status(child)
 
     def _check_configs(self) -> None:
-        """Whether the engines' configurations are known to be valid."""
+        """Notes when the engines' configurations are known to be valid."""
         if self._configs_valid.is_set():
             return
         engines = [c for c in self._children.values() if c.identity.name == "engine"]
@@ -575,7 +584,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------- end
 
     async def _stop_children(self) -> None:
-        """The gateway first, so that what runs is finished; then the rest."""
+        """Stops the gateways first, so that requests are finished; then the others."""
         await self._terminate(self._gateways(), self._settings.drain_timeout + STOP_GRACE)
         self._ending = True
         await self._terminate(self._other_children(), STOP_GRACE)
@@ -601,16 +610,22 @@ class Supervisor:
 
 
 def _start_order(child: Child) -> int:
-    """Engines have most to do before they are ready."""
+    """Sort key of the start: engines first, because they take longest, gateways last."""
     return {"engine": 0, "gateway": 2}.get(child.identity.name, 1)
 
 
-FILES = ("chat_template", "api_key_file", "tls_cert", "tls_key")  # settings that name one to read
+# settings that name a file to read
+FILES = ("chat_template", "api_key_file", "tls_cert", "tls_key")
 
 
 @dataclass(frozen=True)
 class LocalStages:
-    """`service` runs the stages of `topology` as processes, or as tasks of one loop."""
+    """Stages of one host.
+
+    Attributes:
+    - service: runs the stages of `topology` as processes, or as tasks of one loop
+    - topology: with the addresses of the stages
+    """
 
     service: Supervisor | InProcess
     topology: Topology
@@ -623,9 +638,10 @@ def prepare_settings(
 ) -> Settings:
     """Settings from `given` over the environment over the topology file, the model as a folder.
 
-    A hub id is downloaded here, once, and not by every stage; `progress` gets lines about what
-    takes time. `check` sees the settings before that, and raises what should be known at once.
-    Raises ConfigurationError.
+    A hub id is downloaded here, once, and not by every stage. Raises ConfigurationError.
+
+    - progress: gets lines about steps that take time
+    - check: gets the settings before that, and raises errors that should be reported at once
     """
     named = {**config.from_environment(os.environ), **given}
     given_topology = _given(str(named.get("topology", "")))
@@ -665,8 +681,8 @@ def _check_files(settings: Settings) -> None:
 
 
 def check_model(settings: Settings) -> None:
-    """Refuses what no stage could load, before any is started; `settings` are prepared. Raises
-    ConfigurationError."""
+    """Raises ConfigurationError for a model that no stage could load, before any is started;
+    `settings` are prepared."""
     outline = read_outline(Path(settings.model), settings.model_impl)
     outline.max_model_len(settings.max_model_len)
     pooling = read_pooling(Path(settings.model), settings.task)
@@ -676,10 +692,10 @@ def check_model(settings: Settings) -> None:
 
 
 def check_port(settings: Settings, on: str = "") -> None:
-    """That the HTTP port can be had, if a gateway is to run here; `on` as for `local_stages`.
+    """Raises ConfigurationError if a gateway is to run here and the HTTP port is taken; `on` as for
+    `local_stages`.
 
-    Nobody listens yet, since that waits until the model's configuration is known to be valid.
-    Raises ConfigurationError.
+    The port is not opened yet: that waits until the model's configuration is known to be valid.
     """
     topology = _given(settings.topology)
     if topology is not None:
@@ -701,11 +717,11 @@ def local_stages(
     on: str = "",
     on_give_up: Callable[[str], None] | None = None,
 ) -> Iterator[LocalStages]:
-    """The stages of prepared `settings`, all but those called `without`: the caller runs those.
+    """The stages of prepared `settings`, all but those called `without`: the caller runs those. The
+    folder of their sockets is removed at the end. Raises ConfigurationError.
 
-    on: only the stages of that host, where the topology names several. on_give_up: gets the reason
-    why the processes are not started again any more. The folder of their sockets is removed at the
-    end. Raises ConfigurationError.
+    - on: only the stages of that host, if the topology names several
+    - on_give_up: gets the reason why the processes are not started again any more
     """
     if settings.keep_memory_on_stop and not keeps_memory(settings):
         why = "--in-process" if settings.in_process else "--no-keep-memory"
@@ -741,7 +757,8 @@ def local_stages(
 
 
 def _server_name(settings: Settings, has_gateway: bool) -> str:
-    """By which a server finds the memory of the one before; "" if it has nothing to go by."""
+    """The name by which a server finds the memory of an earlier one; "" without a port or a
+    topology."""
     if not settings.topology and not (has_gateway and settings.port):
         return ""
     return f"{_absolute(settings.topology)} {settings.host} {settings.port}"
@@ -756,12 +773,12 @@ def _topology(settings: Settings, prefix: str) -> Topology:
 
 
 def _given(file: str) -> Topology | None:
-    """What `file` and the environment say; None if they leave it to us."""
+    """The topology of `file` and the environment; None if they give none."""
     return deployed_topology(file, os.environ) if file or os.environ.get(STAGES_VARIABLE) else None
 
 
 def _host(topology: Topology, on: str) -> list[str]:
-    """What stands under `host` of the stages that belong here; those without one always do."""
+    """The values of `host` of the stages that belong to this host; stages without one always do."""
     hosts = topology.hosts()
     if on and on not in hosts:
         there = ", ".join(hosts) or "none"
@@ -777,11 +794,11 @@ READY_LINE = "ready "
 
 
 class ServerNotReady(RuntimeError):
-    """A server ended before it was ready; its own words are on stderr."""
+    """A server ended before it was ready; its error is on stderr."""
 
 
 def serve_flags(settings: Mapping[str, object]) -> list[str]:
-    """Settings as words of the command line of `pipeinfer serve`."""
+    """The settings as words of the command line of `pipeinfer serve`."""
     known = config.settings_help()
     words = [str(settings["model"])] if settings.get("model") else []
     for name, value in settings.items():
@@ -805,8 +822,9 @@ def wait_ready(process: subprocess.Popen[str]) -> str:
 class LocalServer:
     """`pipeinfer serve` on a free port, as a context manager; `url` is set when it is ready.
 
-    All its graphs are captured by then, unless `settings` say otherwise. `log`: an open file for
-    what it says on stderr, else that is this process's."""
+    All its graphs are captured by then, unless `settings` set that otherwise. `log`: an open file
+    for its stderr; None: this process's.
+    """
 
     def __init__(self, settings: Mapping[str, object], log: IO[str] | None = None) -> None:
         usual = {"log_level": "warning", "all_graphs_first": True}
@@ -828,7 +846,7 @@ class LocalServer:
 
 
 def stop_process(process: subprocess.Popen[str], seconds: float = 60.0) -> None:
-    """SIGTERM, and SIGKILL for a process that does not end."""
+    """Stops a process by SIGTERM, and by SIGKILL if it does not end."""
     if process.poll() is None:
         process.terminate()
     try:

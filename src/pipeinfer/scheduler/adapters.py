@@ -1,10 +1,10 @@
-"""Which adapter lies in which slot of the engines, and the requests that wait for theirs.
+"""Slots of the engines for LoRA adapters, and the requests that wait for theirs.
 
 An adapter keeps its slot as long as a live request has it. Then the slot goes to the next adapter
-that needs one; until then the adapter stays, for requests that come later. Requests whose adapter
-has no slot wait in turn, and so do those that come behind them with any adapter: else requests of
-adapters that are there could keep others out for ever. Knows requests and incarnations; no page and
-no clock: times come as arguments.
+that needs one; until then the adapter stays, for later requests. Requests whose adapter has no slot
+wait in turn, and so do requests that come after them with any adapter: otherwise requests with
+loaded adapters could keep others out for ever. Knows requests and incarnations; no page and no
+clock: times come as arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeinfer.messages import AdapterLoaded, LoadAdapter
 from pipeinfer.params import Adapter
 from pipeinfer.scheduler.request import Request
 
-# Seconds after which engines are asked again: a subscription may have been late.
+# Seconds after which engines are asked again, because a subscription may have been late.
 LOAD_RETRY_SECONDS = 1.0
 
 
@@ -25,9 +25,14 @@ LOAD_RETRY_SECONDS = 1.0
 class LoadedAdapter:
     """An adapter with a slot.
 
-    number: of the messages that ask for it. slot: from 1 on. users: live requests that have it.
-    waiting: those of them that wait until all ranks have loaded it, as `ranks_loaded` have. loaded:
-    all ranks have. sent: when they were asked last, in seconds.
+    Attributes:
+    - number: number of its LoadAdapter messages
+    - slot: from 1 on
+    - users: number of live requests that have it
+    - waiting: those of them that wait until all ranks have loaded it
+    - ranks_loaded: ranks that have loaded it
+    - loaded: all ranks have loaded it
+    - sent: when the ranks were asked last, in seconds
     """
 
     number: int
@@ -48,18 +53,19 @@ class AdapterSlots:
         self._processes: tuple[int, ...] = ()
         self._num_slots = slots
         self._numbers = 0
-        # By digest; who was used longest ago comes first.
+        # By digest; least recently used first.
         self._adapters: dict[str, LoadedAdapter] = {}
         self._user_of: dict[str, str] = {}  # digests, by the ids of requests that use them
         self._without_slot: deque[Request] = deque()
         self._ready: list[Request] = []
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait."""
         return len(self._without_slot) + sum(len(one.waiting) for one in self._adapters.values())
 
     def begin(self, processes: Sequence[int]) -> None:
-        """An epoch begins, on engines of these incarnations; new ones have loaded nothing."""
+        """An epoch begins, on engines of the incarnations `processes`; new processes have loaded
+        nothing."""
         if tuple(processes) == self._processes:
             return
         self._processes = tuple(processes)
@@ -69,8 +75,8 @@ class AdapterSlots:
             one.sent = float("-inf")
 
     def park_if_blocked(self, request: Request) -> bool:
-        """Takes `request`, which is to run, if its adapter is not loaded; it waits here then. True
-        if it was taken."""
+        """Takes `request`, which is to run, if its adapter is not loaded; True if it was taken, and
+        waits here."""
         if self.ensure_adapter(request):
             return False
         if request.phase != "waiting_for_adapter":
@@ -78,8 +84,8 @@ class AdapterSlots:
         return True
 
     def ensure_adapter(self, request: Request) -> bool:
-        """True if engines have loaded the adapter of `request`, or it has none. Else `request` is
-        noted as waiting for it, and the answer is False; its phase stays."""
+        """True if engines have loaded the adapter of `request`, or it has none. Otherwise `request`
+        is noted as waiting for it, and the result is False; its phase stays."""
         if request.work.adapter is None:
             return True
         if request.id not in self._user_of:
@@ -111,7 +117,7 @@ class AdapterSlots:
         return True
 
     def _free_slot(self) -> int:
-        """A slot that no live request uses, and that no adapter has any more; 0: there is none."""
+        """A slot that no live request uses, without an adapter from now on; 0: there is none."""
         if len(self._adapters) < self._num_slots:
             taken = {one.slot for one in self._adapters.values()}
             return next(slot for slot in range(1, self._num_slots + 1) if slot not in taken)
@@ -119,7 +125,7 @@ class AdapterSlots:
         return 0 if unused is None else self._adapters.pop(unused).slot
 
     def release(self, request: Request) -> None:
-        """`request` has ended; unknown ones are fine."""
+        """Forgets `request`, which has ended; no-op if it has no adapter."""
         if request.work.adapter is None:
             return
         digest = self._user_of.pop(request.id, None)
@@ -136,19 +142,20 @@ class AdapterSlots:
         self._give_slots()
 
     def _give_slots(self) -> None:
-        """To those that wait for one, in turn, as far as there are any."""
+        """Gives free slots to requests without one, in turn."""
         while self._without_slot and self._give_slot(self._without_slot[0]):
             request = self._without_slot.popleft()
             if self.ensure_adapter(request):
                 self._ready.append(request)
 
     def take_ready(self) -> list[Request]:
-        """Those that wait no more, and are to be pushed into the queue."""
+        """Removes and returns requests that no longer wait, to be pushed into the queue."""
         ready, self._ready = self._ready, []
         return [one for one in ready if one.phase == "waiting_for_adapter"]
 
     def take_due(self, epoch: int, next_plan: int, now: float) -> Iterator[LoadAdapter]:
-        """What engines are to be asked now, in `epoch`, before its plan `next_plan`."""
+        """Messages that are to be sent to engines at `now` (seconds), in `epoch`, before its plan
+        `next_plan`."""
         for one in self._adapters.values():
             if one.waiting and not one.loaded and now - one.sent >= LOAD_RETRY_SECONDS:
                 one.sent = now
@@ -161,8 +168,8 @@ class AdapterSlots:
                 )
 
     def on_loaded(self, loaded: AdapterLoaded) -> list[Request]:
-        """A rank has it, in the epoch that runs: those that waited for it are ready once all have.
-        Or it cannot have it: those that waited are returned."""
+        """Takes a rank's answer in the running epoch. Once all ranks have the adapter, the requests
+        that waited for it are ready. If the rank cannot have it, they are returned."""
         if (loaded.rank, loaded.incarnation) not in enumerate(self._processes):
             return []
         every = self._adapters.values()

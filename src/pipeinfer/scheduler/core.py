@@ -1,8 +1,9 @@
 """The scheduler without I/O: requests as token sequences in, numbered plans out.
 
-Owns who runs next, chunking, preemption and the end of a request by token or length; it keeps up to
-`overlap_depth` steps in flight and corrects late what it learns late. A new scheduler goes on from
-what tokenizers and detokenizers send it. Knows no pages (only counts of them), no text, no device.
+Owns which requests run next, chunking, preemption and the end of a request by token or length.
+Keeps up to `overlap_depth` steps in flight, and drops the tokens that these compute for a request
+after its end. A new scheduler continues from the messages that tokenizers and detokenizers send it.
+Knows no pages (only counts of them), no text, no device.
 """
 
 from __future__ import annotations
@@ -80,17 +81,20 @@ from pipeinfer.scheduler.recovery import (
 )
 from pipeinfer.scheduler.request import Request, TooLong, max_total, request_of
 
-# "draining": until its requests have ended. "left": they are left to another scheduler.
+# "draining": new requests are refused until the live ones have ended. "left": the requests are left
+# to another scheduler.
 DrainState = Literal["serving", "draining", "left"]
 
-# What a client reads of an adapter that engines cannot load.
+# Error for the client, and its code, if engines cannot load an adapter.
 ADAPTER_ERROR, ADAPTER_CODE = "the adapter cannot be loaded: ", "adapter_not_loaded"
 
 
 class SchedulerCore:
-    """See core.Core. `incarnation` exceeds that of every earlier scheduler of this group, and its
-    epochs theirs. Nothing is planned before all `tokenizers` and `detokenizers` have sent what they
-    know.
+    """The core of a scheduler; see core.Core. Nothing is planned before all `tokenizers` and
+    `detokenizers` have sent their state (RollCall).
+
+    - incarnation: greater than that of any earlier scheduler of the group; epochs are numbered from
+      `incarnation` + 1, so their numbers are greater too
     """
 
     def __init__(
@@ -125,20 +129,20 @@ class SchedulerCore:
 
     @property
     def group(self) -> int:
-        """Its number."""
+        """Number of the scheduler's data-parallel group."""
         return self._announcer.group
 
     @property
     def counts(self) -> dict[str, int]:
-        """What happened so far, for the statistics."""
+        """Counters of events so far, for the statistics."""
         return self._planner.counts
 
     def handle(self, event: Message, now: float) -> list[Send]:
-        """One event; see core.Core. What is expected of engines goes by a clock that stands still
-        while this stage does, because what they say meanwhile waits to be read."""
+        """Takes one event; see core.Core. Timeouts of engines are measured by a clock that stands
+        still while this stage does, because messages of engines wait to be read meanwhile."""
         handler = self._handlers.get(type(event))
         if handler is None:
-            return []  # SendFailed; nobody sends GroupStatus and GroupFault to a scheduler
+            return []  # SendFailed; no stage sends GroupStatus and GroupFault to a scheduler
         if isinstance(event, Tick):
             self._suspend_aware_clock.tick(now)
         self._now, clock_time = now, self._suspend_aware_clock.at(now)
@@ -184,7 +188,7 @@ class SchedulerCore:
         )
 
     def stats(self) -> dict[str, float]:
-        """See docs/reference/statistics.md."""
+        """Statistics for the heartbeat; docs/reference/statistics.md lists them."""
         step_tokens, prompt_rate = self._planner.prefill_allowed
         steps, running = self._engine.in_flight, len(self._engine.slots.running)
         return {
@@ -221,7 +225,7 @@ class SchedulerCore:
         if known is not None:
             if work.attempt <= known.work.attempt:
                 return
-            self._drop(known, "aborted")  # sent again by its gateway: start over
+            self._drop(known, "aborted")  # sent again by the gateway: start over
         if self._drain_state == "left" or self._records.has_ended(work.request_id, work.attempt):
             return
         if not self.options.shares_prefixes:
@@ -272,8 +276,9 @@ class SchedulerCore:
             self._drop(request, "handed_over")
 
     def _on_reset_cache(self, reset: ResetCache, _now: float) -> None:
-        """Work that comes later is admitted by the plan that resets, or by one behind it; without
-        an engine that is the first plan of the next one, which may begin with kept pages."""
+        """Forgets cached prefixes by the next plan. Work that comes later is admitted by that plan,
+        or by one after it; without an engine it is the first plan of the next epoch, which may
+        begin with kept pages."""
         self._engine.slots.reset_cache()
         done = CacheReset(name=reset.name, gateway=reset.gateway, group=self.group)
         self._outbox.send("tokens", f"detokenizer-{reset.detokenizer}", done)
@@ -291,7 +296,8 @@ class SchedulerCore:
                 self._abort(request, "the server falls asleep")
 
     def _fall_asleep(self, now: float) -> None:
-        """Requests that hold slots go on at waking, with the tokens that they have."""
+        """Ends the epoch and puts the ranks to sleep. Requests that hold slots go on at waking,
+        with the tokens that they have."""
         self._enqueue_deferred(self._sleep.begin())
         self._epochs.sleep(self._sleep.level, self._sleep.refuses, now)
         lost, in_flight = self._engine.on_epoch_lost()
@@ -314,8 +320,9 @@ class SchedulerCore:
             self._outbox.send("tokens", to, Done(tuple(ids)))
 
     def _remove(self, request_id: str, attempt: float = inf) -> tuple[str, ...]:
-        """Drops the request if it lives, whatever its attempt (callers have compared them), and
-        notes that its attempts up to `attempt` are over. The detokenizers that may know it."""
+        """Drops the request if it is live, whatever its attempt (callers have compared attempts),
+        and notes that its attempts up to `attempt` are over. Returns the detokenizers that may have
+        it."""
         request = self._live.get(request_id)
         if request is not None:
             self._drop(request, "aborted")
@@ -325,9 +332,9 @@ class SchedulerCore:
     def _on_stop_hit(self, hit: StopHit, _now: float) -> None:
         request = self._live.get(hit.request_id)
         if request is None or request.work.attempt != hit.attempt:
-            return  # it ended by itself in the meantime; the detokenizer's word reached the client
+            return  # it ended by itself in the meantime; the client got the detokenizer's end
         if hit.length > len(request.outputs):
-            return  # of rows from the scheduler before: a detokenizer will send what was delivered
+            return  # about rows of the previous scheduler: a detokenizer will send Delivered
         request.truncate(hit.length)
         self._drop(request, "stopped")
         self._records.add_finished(request, last_row(request, None))
@@ -362,14 +369,15 @@ class SchedulerCore:
         self._finish(request, row, "timed_out" if finish == "abort" else "failed")
 
     def _abort(self, request: Request, why: str) -> None:
-        """Its client gets what it has."""
+        """Ends a live request with finish "abort"; the client keeps the output so far. This is not
+        the handler of Abort."""
         row = TokenRow(
             request_id=request.id, offset=len(request.outputs), ids=b"", finish="abort", error=why
         )
         self._finish(request, row, "aborted")
 
     def _drop(self, request: Request, kind: FinishKind) -> None:
-        """It is over; its slot is released with the next plan."""
+        """Ends a request in all containers; its slot is released with the next plan."""
         self.counts[kind] += 1
         self._sleep.deferred.pop(request.id, None)
         self._live.remove(request)
@@ -388,7 +396,8 @@ class SchedulerCore:
             self._outbox.send_each("tokens", self._records.detokenizers, abort)
 
     def _resume(self, request: Request, delivered: Delivered) -> None:
-        """Goes on after what the scheduler before had delivered, or knows that it is over."""
+        """Continues after the output that the previous scheduler had delivered, or ends the request
+        if that had ended."""
         if request.admission or request.work.attempt != delivered.attempt:
             return  # sent twice: it runs
         if not (delivered.ids or delivered.prompt_logprobs or delivered.ended):
@@ -419,7 +428,7 @@ class SchedulerCore:
     def _on_hello(self, hello: Hello, now: float) -> None:
         if self._epochs.hello(hello):
             self._on_epoch_lost()
-        if hello.sleep_level and not self._sleep.settled:  # for the scheduler before
+        if hello.sleep_level and not self._sleep.settled:  # put to sleep under a previous scheduler
             self._sleep.ask(SetSleep(hello.sleep_level, "keep", hello.refuses))
             self._fall_asleep(now)
         self._takeover.reached("restart", now)
@@ -446,11 +455,12 @@ class SchedulerCore:
             self._fix_max_total(request)
 
     def _fix_max_total(self, request: Request) -> None:
-        """Fixes how long it may grow; ends it if it is as long already, or never could fit."""
+        """Sets the length limit of the request; ends the request if it has that length already, or
+        could never fit."""
         try:
             request.max_total = max_total(request, self._epochs.shape)
         except TooLong as error:
-            if request.outputs:  # its client has read some of it
+            if request.outputs:  # the client has read some of the output
                 self._fail(request, "error", str(error))
             else:
                 self._refuse(request, 400, str(error), error.param)
@@ -474,7 +484,8 @@ class SchedulerCore:
             self._end_epoch(reason, now)
 
     def _on_missed_plan(self, missed: MissedPlan, now: float) -> None:
-        """All ranks hear what one has missed; those that have applied it pass it over."""
+        """Publishes the missing plan and all later plans again, to all ranks. Ranks that have
+        applied them ignore them (PlanFilter)."""
         if not self._epochs.running or missed.epoch != self._epochs.epoch:
             return
         plans = self._engine.published.since(missed.number)
@@ -504,7 +515,8 @@ class SchedulerCore:
         self._epochs.fenced.on_ended(rank, ended.incarnation)
 
     def _end_epoch(self, reason: str, now: float, not_request_fault: bool = False) -> None:
-        """Of several ranks one may be inside a collective for which the others never come."""
+        """Ends the epoch. With tp > 1 all ranks are restarted, because one of them may wait forever
+        in a collective."""
         if self.options.tp > 1:
             self._restart_ranks(reason, now, not_request_fault)
             return
@@ -532,7 +544,8 @@ class SchedulerCore:
             self._without_grammar(request, prepared.error)
 
     def _on_adapter_loaded(self, loaded: AdapterLoaded, _now: float) -> None:
-        """Where it cannot be had, its clients have read some of the output, or get an error."""
+        """Takes a rank's answer to LoadAdapter. If loading failed: requests with output end with
+        finish "error"; requests without output are refused with 400."""
         if not self._epochs.running or loaded.epoch != self._epochs.epoch:
             return
         for request in self._planner.on_adapter_loaded(loaded):
@@ -561,7 +574,8 @@ class SchedulerCore:
                         self._prefill_times.observe(now - request.admitted_at)
                     self._accept(request, tokens, logprobs)
         except (InvalidReport, RanksDisagree) as error:
-            self._end_epoch(str(error), now, not_request_fault=True)  # who answers has not crashed
+            # a rank that answers has not crashed
+            self._end_epoch(str(error), now, not_request_fault=True)
 
     def _on_digests(self, digests: Digests, now: float) -> None:
         if self._epochs.running and digests.epoch == self._epochs.epoch:
@@ -581,8 +595,11 @@ class SchedulerCore:
             self._end_epoch(str(error), now, not_request_fault=True)
 
     def _without_grammar(self, request: Request, why: str) -> None:
-        """Its client has read some of the output, or gets an error that says what it may do. why:
-        as engines say it."""
+        """Ends a request whose grammar cannot be had: with output by finish "error"; without output
+        it is refused, with 503 for NO_GRAMMAR_MEMORY, else 400.
+
+        - why: reason, as engines report it
+        """
         status = 503
         if why != NO_GRAMMAR_MEMORY:
             status, why = 400, GRAMMAR_ERROR + why
@@ -592,7 +609,7 @@ class SchedulerCore:
             self._refuse(request, status, why, "structured_outputs")
 
     def _on_row_error(self, request: Request, trouble: str) -> None:
-        """A step could give no token of it."""
+        """Ends a request of which a step could give no token."""
         if trouble == NO_GRAMMAR_MEMORY:
             self._without_grammar(request, trouble)
         elif trouble is BAD_LOGITS:
@@ -656,7 +673,7 @@ class SchedulerCore:
         """Publishes steps until enough are in flight or nothing is left to do."""
         while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
             self._publish(plan)
-        if self._epochs.running:  # a plan may have found a request whose grammar is not there
+        if self._epochs.running:  # a plan may have found a request whose grammar is not compiled
             for prepare in self._planner.grammars_to_compile(now):
                 self._outbox.send("plan", EVERYONE, prepare)
             for load in self._planner.adapters_to_load(self._epochs.epoch, now):
@@ -697,9 +714,10 @@ class SchedulerCore:
 
 
 class LiveRequests:
-    """Requests that have not ended: by id, numbered as they came, each watched for its deadline.
+    """Requests that have not ended: by id, numbered as they came, each with its deadline.
 
-    arrivals: of requests, so far.
+    Attributes:
+    - arrivals: number of requests so far
     """
 
     def __init__(self) -> None:
@@ -717,7 +735,7 @@ class LiveRequests:
         return self._requests[request_id]
 
     def get(self, request_id: str) -> Request | None:
-        """The request, if it is live."""
+        """The request; None if it is not live."""
         return self._requests.get(request_id)
 
     def new_request(self, work: TokenizedRequest, now: float, since: float) -> Request:
@@ -726,17 +744,18 @@ class LiveRequests:
         return request_of(work, self.arrivals, now, since)
 
     def add(self, request: Request) -> None:
-        """It is live from now on."""
+        """Adds the request and its deadline."""
         self._requests[request.id] = request
         self._deadlines.set(request.id, request.deadline)
 
     def remove(self, request: Request) -> None:
-        """It is over, by whatever; one that is refused as it comes never was here."""
+        """Removes the request and its deadline. No-op for a request that was refused before
+        `add`."""
         self._requests.pop(request.id, None)
         self._deadlines.remove(request.id)
 
     def take_overdue(self, now: float) -> Iterator[Request]:
-        """Those whose deadline has come, each once."""
+        """Requests whose deadline has come, each once."""
         return (self._requests[name] for name in self._deadlines.take_due(now))
 
 
@@ -745,11 +764,11 @@ FinishKind = Literal[
     "stopped",  # by a stop string or undecodable output, which the detokenizer reported
     "timed_out",
     "failed",
-    # By its client, with its gateway, because the server falls asleep (mode "abort"), because its
-    # gateway began a newer attempt, or by a Done while it was live.
+    # By the client, with the gateway, because the server falls asleep (mode "abort"), because the
+    # gateway began a newer attempt, or by a Done while the request was live.
     "aborted",
     "refused",
     "handed_over",  # to another group
 ]
-# What it accepted is what is live and what ended in one of these ways; each is a statistic.
+# Accepted requests are live, or have ended in one of these ways; each is a statistic.
 FINISH_KINDS: tuple[FinishKind, ...] = get_args(FinishKind)

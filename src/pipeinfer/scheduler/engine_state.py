@@ -1,8 +1,8 @@
-"""What is in the engine: who holds its slots, which steps are in flight, how many pages are left,
-and how far ranks agree.
+"""The scheduler's picture of the engine: which requests hold slots, which steps are in flight, how
+many pages are left, and up to which plan the ranks agree.
 
-What an engine says of its plans is taken in here; what follows for a request is the core's
-business. Knows no policy, no bus and no clock: times come as arguments.
+Takes the engines' reports of plans; SchedulerCore decides what they mean for a request. Knows no
+policy, no bus and no clock: times come as arguments.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ from pipeinfer.scheduler.request import Request
 from pipeinfer.wire import pack, unpack
 
 NO_DRAFTING: Mapping[str, int] = MappingProxyType({})
-PlannedRow = tuple[Request, int]  # a row of a step: the request, and how many tokens it computes
-RowInFlight = tuple[Request, int]  # of a published step: the request, and its `admission` then
+PlannedRow = tuple[Request, int]  # a row of a plan: the request, and how many tokens it computes
+# a row of a published step: the request, and its `admission` then
+RowInFlight = tuple[Request, int]
 
 
 class EngineState:
-    """What the scheduler knows of the engine of one group of `tp` ranks.
+    """The scheduler's picture of the engine of one group of `tp` ranks.
 
-    slots: who holds one. in_flight: the steps that have no result yet. published: plans that some
-    rank may not have had.
+    Attributes:
+    - slots: requests with slots, and page counts
+    - in_flight: steps that have no result yet
+    - published: plans that some rank may not have received
     """
 
     def __init__(self, tp: int) -> None:
@@ -49,26 +52,28 @@ class EngineState:
 
     @property
     def agreed_plans(self) -> int:
-        """Plans of which all ranks made the same decisions."""
+        """Number of plans of which all ranks made the same decisions."""
         return self._agreement.compared
 
     def begin(self) -> None:
-        """A new epoch: no plan was compared yet."""
+        """A new epoch begins; no plan was compared yet."""
         self._agreement.begin()
 
     def on_admitted(self, admitted: Admitted) -> None:
-        """A plan was applied: its pages, and what the prefix cache held. Raises InvalidReport."""
+        """Takes the report that a plan was applied: page counts, and cache hits. Raises
+        InvalidReport."""
         self._check_pages(admitted)
         credits = self.slots.credits
-        # A hit shortens a prompt, so its later rows grow it further than their plans counted.
+        # A cache hit means fewer prompt tokens were left than planned, so rows already in flight
+        # reach further: reserve the additional pages.
         pages = sum(credits.between(*further) for further in self.in_flight.on_admitted(admitted))
         if pages:
             credits.reserve(self.in_flight.newest, pages)
         self.slots.on_page_counts(admitted)
 
     def process_result(self, result: Result) -> Iterator[RowResult]:
-        """A plan's result; see StepsInFlight.process_result. Raises InvalidReport, and at its end
-        RanksDisagree."""
+        """Takes a plan's result; see StepsInFlight.process_result. Raises InvalidReport, and at its
+        end RanksDisagree."""
         self._check_pages(result)
         yield from self.in_flight.process_result(result)
         self.slots.on_page_counts(result)
@@ -89,19 +94,19 @@ class EngineState:
             )
 
     def on_digests(self, digests: Digests) -> None:
-        """Another rank's digests. Raises RanksDisagree."""
+        """Takes the digests of a rank above 0. Raises RanksDisagree."""
         self._agreement.on_digests(digests)
         self.published.forget(self._agreement.applied)
 
     def on_epoch_lost(self) -> tuple[list[Request], list[Request]]:
-        """The epoch is over: (requests that held slots, those that were in flight)."""
+        """The epoch is over. Returns (requests that held slots, requests that were in flight)."""
         self.published.clear()
         return self.slots.on_epoch_lost(), self.in_flight.on_epoch_lost()
 
 
 class PublishedPlans:
-    """Plans of one epoch, until all ranks have said that they have applied them: rank 0 by its
-    result, the others by their digests. What a rank misses is published again."""
+    """Plans of one epoch, until all ranks have reported that they have applied them: rank 0 by its
+    results, the others by their digests. Plans that a rank misses are published again."""
 
     def __init__(self) -> None:
         self._plans: deque[Plan] = deque()
@@ -110,49 +115,54 @@ class PublishedPlans:
         return len(self._plans)
 
     def add(self, plan: Plan) -> None:
-        """`plan` is published, behind all others."""
+        """Adds `plan`, which is published after all others."""
         self._plans.append(plan)
 
     def forget(self, number: int) -> None:
-        """All ranks have applied the plans before `number`."""
+        """Drops the plans before `number`, which all ranks have applied."""
         while self._plans and self._plans[0].number < number:
             self._plans.popleft()
 
     def clear(self) -> None:
-        """The epoch is over."""
+        """Drops all plans at the end of the epoch."""
         self._plans.clear()
 
     def since(self, number: int) -> tuple[Plan, ...]:
-        """Plan `number` and all behind it; none if that plan is not kept."""
+        """Plan `number` and all later ones; empty if that plan is not kept."""
         if not self._plans or number < self._plans[0].number:
             return ()
         return tuple(islice(self._plans, number - self._plans[0].number, None))
 
 
 class PageCredits:
-    """Pages that the scheduler may still promise. It knows counts only, and no page.
+    """Budget of pages that the scheduler may still promise; counts only, no page numbers.
 
-    The engine reports what is free or evictable after a plan; what was planned since is taken off
-    without counting on cache hits. Being wrong is harmless: the engine defers what it cannot
-    allocate. page_size: in tokens. pages: in the whole pool.
+    The engine reports how many pages are free or evictable after a plan; pages planned since are
+    taken off without counting on cache hits. An error is harmless: the engine defers rows for which
+    it has no pages.
+
+    Attributes:
+    - page_size: tokens of a page
+    - pages: pages of the whole pool
     """
 
     def __init__(self, page_size: int, pages: int) -> None:
         self.page_size = page_size
         self.pages = pages
         self._reported = pages
-        self._number = -1  # of the plan after which that many were there
+        self._number = -1  # of the plan after which these were reported
         self._reserved: deque[tuple[int, int]] = deque()  # (plan number, pages it may take)
 
     def between(self, start: int, end: int) -> int:
-        """Pages that a request takes as it grows from `start` to `end` computed tokens."""
+        """Number of pages that a request takes as it grows from `start` to `end` computed
+        tokens."""
         size = self.page_size
         return (end + size - 1) // size - (start + size - 1) // size
 
     def on_page_counts(self, number: int, free: int, evictable: int) -> bool:
-        """The engine's counts after it applied plan `number`. Returns False, and changes nothing,
-        for counts older than the latest: `Admitted` of a later plan comes before the results of
-        plans in flight, which carry the counts of their own time."""
+        """Takes the engine's counts after it applied plan `number`. Returns False, and changes
+        nothing, for counts older than the latest: `Admitted` of a later plan comes before the
+        results of plans in flight, whose counts are older."""
         if number < self._number:
             return False
         self._number = number
@@ -162,20 +172,22 @@ class PageCredits:
         return True
 
     def reserve(self, number: int, pages: int) -> None:
-        """Takes `pages` off the credits: plan `number` may allocate them. pages: below 0 where it
-        gives back more than that."""
+        """Takes `pages` off the budget, which plan `number` may allocate; negative if the plan
+        gives back more than it takes."""
         self._reserved.append((number, pages))
 
     @property
     def available(self) -> int:
-        """Pages that a new plan may take."""
+        """Number of pages that a new plan may take."""
         return self._reported - sum(pages for _, pages in self._reserved)
 
 
 class PageAllowance:
     """Pages that one plan may take of the `credits`, and of the `released` ones that it gives back.
 
-    taken: what it takes so far, net of what it gives back. left: what it may still take.
+    Attributes:
+    - taken: pages that the plan takes so far, net of those it gives back
+    - left: pages that it may still take
     """
 
     def __init__(self, credits: PageCredits, released: int = 0) -> None:
@@ -185,26 +197,28 @@ class PageAllowance:
         self.left = credits.available + released
 
     def tokens_that_fit(self, start: int) -> int:
-        """Tokens for which there is room behind `start` computed ones: the rest of the page
-        that these have begun, and the pages that are left."""
+        """Number of tokens for which there are pages after `start` computed ones: the rest of the
+        page that these have begun, and the pages that are left."""
         return -start % self.page_size + max(self.left, 0) * self.page_size
 
     def take(self, pages: int) -> None:
-        """So many more; below 0 they are given back."""
+        """Takes `pages` more; negative: gives them back."""
         self.taken += pages
         self.left -= pages
 
 
-AVERAGED_OVER = 16  # requests that ended, of which it is remembered how long they got
+AVERAGED_OVER = 16  # ended requests over which the mean output length is taken
 
 
 class Slots:
     """Slots of one epoch.
 
-    running: requests that hold one, by id. released_pages: what the releases that were not
-    published yet give back. forced_ahead: those that may know more than steps in flight will
-    compute, by id. credits: pages that plans may still take. evicted: pages that the prefix cache
-    has lost in this epoch.
+    Attributes:
+    - running: requests that hold a slot, by id
+    - forced_ahead: by id, requests that may have more known ids than the steps in flight compute
+    - credits: pages that plans may still take
+    - released_pages: pages given back by releases that are not published yet
+    - evicted: pages that the prefix cache has lost in this epoch
     """
 
     def __init__(self) -> None:
@@ -216,8 +230,9 @@ class Slots:
         self._free: list[int] = []
         self._releases: list[Release] = []
         self._resets = False
-        self._reset_plan: int | None = None  # that no engine has said to have applied
-        # Share of the outputs they might have had that requests had lately.
+        # the last plan with a reset that no engine is known to have applied
+        self._reset_plan: int | None = None
+        # Mean share of their possible outputs that requests had when they ended lately.
         self._mean_output_fraction = 1.0
 
     def begin(self, count: int, credits: PageCredits) -> None:
@@ -234,12 +249,13 @@ class Slots:
         self.forced_ahead.clear()
         self._releases.clear()
         self.released_pages = self.evicted = 0
-        if self._reset_plan is not None:  # the next engine may find what it should have forgotten
+        # the next engine may recover pages that the reset was to drop
+        if self._reset_plan is not None:
             self._resets, self._reset_plan = True, None
         return lost
 
     def on_page_counts(self, counts: Admitted | Result) -> None:
-        """The engine's pages, as reported after one of the plans; the latest plan's counts."""
+        """Takes the engine's page counts after one of the plans; the latest plan's counts hold."""
         if self.credits.on_page_counts(counts.number, counts.free, counts.evictable):
             self.evicted = counts.evicted
         if self._reset_plan is not None and counts.number > self._reset_plan:
@@ -247,32 +263,33 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Slots that the next plan may give out."""
+        """Number of slots that the next plan may give out."""
         return len(self._free) + len(self._releases)
 
     @property
     def releasing(self) -> bool:
-        """Whether the next plan has something to give back."""
+        """Whether the next plan has slots to release, or a cache to reset."""
         return bool(self._releases) or self._resets
 
     def reset_cache(self) -> None:
-        """The next plan forgets cached prefixes that no request uses; of the next epoch, if none
-        runs, or if the engine is lost before it has applied the plan."""
+        """Makes the next plan drop cached prefixes that no request uses; a plan of the next epoch,
+        if none runs, or if the engine is lost before it has applied the plan."""
         self._resets = True
 
     def take_reset(self, number: int) -> bool:
-        """Whether plan `number`, which is written now, forgets cached prefixes, as `reset_cache`
-        asked; False until it is asked again."""
+        """Whether plan `number`, which is written now, drops cached prefixes, as `reset_cache`
+        asked; then False until the next `reset_cache`."""
         resets, self._resets = self._resets, False
         if resets:
             self._reset_plan = number
         return resets
 
     def remaining_steps(self, rows: Iterable[PlannedRow]) -> int:
-        """An estimate of how many steps the longest of these decodes still takes.
+        """Estimates how many steps the longest of these decodes still takes.
 
-        A request with ignore_eos takes all that max_tokens leaves. Any other is expected to take
-        the mean share of its max_tokens that requests have used lately, however they ended."""
+        A request with ignore_eos is expected to use all of its max_tokens, any other the mean share
+        of max_tokens that requests have used lately, however they ended.
+        """
         longest = certain = 0
         for request, _ in rows:
             steps = request.max_total - request.projected
@@ -284,8 +301,11 @@ class Slots:
     def release(self, request: Request, count_pages: bool = True) -> None:
         """Takes the slot back with the next plan. Tokens that results have confirmed may stay in
         the prefix cache. If the request is over (its phase is "finished" by now) and has no token
-        since its admission, nothing new is cached, because nobody knows whether its logits were
-        finite. count_pages: False if a StepComposer has counted them."""
+        since its admission, nothing new is cached, because it is unknown whether its logits were
+        finite.
+
+        - count_pages: False if a StepComposer has counted the pages
+        """
         del self.running[request.id]
         self.forced_ahead.pop(request.id, None)
         ids = pack(request.sampled_ids)
@@ -305,27 +325,29 @@ class Slots:
         request.free_slot()
 
     def can_jump(self) -> dict[str, Request]:
-        """Those of `forced_ahead` that can still go on by more than one token, by id."""
+        """Drops requests from `forced_ahead` that cannot go on by more than one token; returns the
+        others, by id."""
         self.forced_ahead = {
             key: one for key, one in self.forced_ahead.items() if one.num_forced_ahead > 1
         }
         return self.forced_ahead
 
     def extend(self, rows: Iterable[PlannedRow]) -> tuple[AppendTokens, ...]:
-        """The forced ids of these rows that the engine has not got, for requests that go on by
-        forced ids alone. From now on they count as sent (Request.jump)."""
+        """Returns the forced ids of these rows that the engine has not got, for requests that go on
+        by forced ids alone. From now on they count as sent (Request.jump)."""
         return tuple(AppendTokens(slot=r.slot, ids=pack(r.jump(count))) for r, count in rows)
 
     def take_releases(self) -> tuple[Release, ...]:
-        """The releases of the plan that is written now; their slots are free for its admits."""
+        """Returns the releases of the plan that is written now; their slots are free for its
+        admits."""
         releases, self._releases = tuple(self._releases), []
         self._free.extend(release.slot for release in releases)
         self.released_pages = 0
         return releases
 
     def prefix_source_slots(self, requests: Sequence[Request]) -> bytes:
-        """int32, slots of the half-computed prompts whose pages `requests` will find, if the plan
-        that admits them puts those pages into the prefix cache first."""
+        """Plan.cache_slots, int32 bytes: slots of the half-computed prompts whose pages `requests`
+        will share, once the plan that admits them has put those pages into the prefix cache."""
         sources = {
             r.prefix_source
             for r in requests
@@ -334,7 +356,7 @@ class Slots:
         return pack(sorted(source.slot for source in sources if source.id in self.running))
 
     def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]:
-        """Gives each of them a slot."""
+        """Gives each of `requests` a slot; returns their Admits."""
         return tuple(map(self._admit, requests))
 
     def _admit(self, request: Request) -> Admit:
@@ -361,7 +383,7 @@ class Slots:
         )
 
 
-# Seconds without a result until something may be lost; then twice as long, and so on.
+# Seconds without a result until a plan or its result may be lost; doubled after each probe.
 LATE_SECONDS = 2.0
 BAD_LOGITS = "the model's logits for this request are not finite"
 RowResult = tuple[Request, list[int], bytes, str]
@@ -372,7 +394,7 @@ class InvalidReport(Exception):
 
 
 class OutOfOrder(InvalidReport):
-    """A result came that was not the next one."""
+    """A result came that is not the next one."""
 
 
 class StepOverdue(Exception):
@@ -381,10 +403,14 @@ class StepOverdue(Exception):
 
 @dataclass(slots=True)
 class StepInFlight:
-    """One published plan without a result.
+    """A published plan without a result.
 
-    number: of the plan. rows: RowInFlight, not PlannedRow. slots: of the rows, when the plan was
-    written. published: when, in seconds. drafts: by slot, draft tokens of drafted requests' rows.
+    Attributes:
+    - number: of the plan
+    - rows: RowInFlight, not PlannedRow
+    - slots: slots of the rows, when the plan was written
+    - published: when, in seconds
+    - drafts: by slot, draft tokens of drafted requests' rows
     """
 
     number: int
@@ -415,7 +441,7 @@ class StepsInFlight:
 
     @property
     def newest(self) -> int:
-        """The last plan of this epoch; -1 if there is none."""
+        """Number of the last plan of this epoch; -1 if there is none."""
         return self._newest
 
     def add(
@@ -425,9 +451,13 @@ class StepsInFlight:
         now: float,
         drafts: Mapping[str, int] = NO_DRAFTING,
     ) -> int:
-        """Plan `number` is made, at `now`, and will be published: with these rows, and with
-        `drafts` draft tokens in those of some requests, by id. Projects each of the requests by
-        its row (Request.project), and returns the tokens that the plan will compute."""
+        """Adds plan `number`, made at `now` (seconds), which will be published. Projects each of
+        the requests by its row (Request.project), and returns the number of tokens that the plan
+        will compute.
+
+        - rows: of the plan
+        - drafts: by request id, draft tokens in the row
+        """
         slots = [request.slot for request, _ in rows]
         self._newest = number
         step = StepInFlight(number, [(r, r.admission) for r, _ in rows], slots, now, {})
@@ -443,23 +473,23 @@ class StepsInFlight:
 
     def take_probe_due(self, now: float) -> bool:
         """True if it is time to find out whether the oldest plan, or its result, was lost on its
-        way. Then the next time comes after twice as many seconds, until a result comes."""
+        way. The next time comes after twice as many seconds, until a result comes."""
         if not self._steps or now - self._steps[0].published < self._late_after:
             return False
         self._late_after *= 2
         return True
 
     def check(self, now: float, seconds: float) -> None:
-        """Raises StepOverdue if the oldest plan has had no result for so long."""
+        """Raises StepOverdue if the oldest plan has had no result for `seconds`."""
         if self._steps and now - self._steps[0].published > seconds:
             raise StepOverdue(
                 f"no result of plan {self._steps[0].number} within {seconds:g} s (--watchdog)"
             )
 
     def on_admitted(self, admitted: Admitted) -> list[tuple[int, int]]:
-        """Takes what the prefix cache held of the requests that a plan admitted, and projects these
-        anew. Returns (projected before, projected now), in tokens, of each request that is further
-        than was projected. Raises InvalidReport."""
+        """Takes the cache hits of the requests that a plan admitted, and projects these anew.
+        Returns (projected before, projected now), in tokens, of each request that is further than
+        was projected. Raises InvalidReport."""
         number = admitted.number
         if not 0 <= number <= self._newest:
             raise InvalidReport(
@@ -478,7 +508,7 @@ class StepsInFlight:
                 raise InvalidReport(f"plan {number} found {cached} tokens for slot {slot}")
             if (
                 request.first_cache_hit < 0
-            ):  # also if it was taken back since: then its next hit is its own
+            ):  # also if it was preempted since: its next hit would be on its own pages
                 request.first_cache_hit = cached
             self.recomputed += request.take_recomputed(cached)
             if request.slot == slot and request.admission == admission:
@@ -489,8 +519,8 @@ class StepsInFlight:
         return further
 
     def request_of_prompt_logprobs(self, message: PromptLogprobs) -> Request | None:
-        """Whose prompt's log-probs these are; None if it has ended, or was admitted anew. Raises
-        OutOfOrder."""
+        """The request whose prompt's log-probs these are; None if it has ended, or was admitted
+        anew. Raises OutOfOrder."""
         flight = self._oldest(message.number)
         at = flight.slots.index(message.slot) if message.slot in flight.slots else -1
         if at < 0:
@@ -506,11 +536,12 @@ class StepsInFlight:
         return self._steps[0]
 
     def process_result(self, result: Result) -> Iterator[RowResult]:
-        """(request, new output ids, their log-probs, "") for each row that counts. Instead of ids
-        there is BAD_LOGITS, or why the row's grammar allows nothing. Raises InvalidReport.
+        """Yields (request, new output ids, their log-probs, error) for each row that counts. The
+        error is empty, or BAD_LOGITS or the reason why the row's grammar allows nothing, without
+        ids. Raises InvalidReport.
 
         The hot path of the scheduler: one pass over the rows. Rows of requests that have ended, or
-        that were admitted anew since, are surplus: they are dropped.
+        that were admitted anew since, are overrun tokens: they are dropped.
         """
         flight = self._oldest(result.number)
         row_ends = _checked(flight, result)
@@ -537,7 +568,9 @@ class StepsInFlight:
                     request.count_drafts(flight.drafts[slot], num_ids - 1)
             repeated = request.prompt_len + len(request.outputs) - first  # of ids that were forced
             if repeated < 0 and request.phase != "running":
-                continue  # behind a row of trouble, which is computed again with the next admission
+                # an earlier row of this request failed and the request waits for re-admission;
+                # ignore this row
+                continue
             troubled = slot in bad or slot in result.refused
             if repeated < 0 or not (repeated or tokens or troubled):
                 raise InvalidReport(
@@ -549,7 +582,7 @@ class StepsInFlight:
                 request.deferrals = request.deferrals + 1 if slot in deferred else 0
                 if result.mask_units:
                     request.mask_units = result.mask_units.get(slot, request.mask_units)
-                if troubled:  # one that waits to be admitted again is computed again
+                if troubled:  # a request that waits for re-admission computes the row again
                     why = BAD_LOGITS if slot in bad else result.refused[slot]
                     yield request, [], b"", why
             if len(tokens) > repeated:
@@ -559,7 +592,8 @@ class StepsInFlight:
         self._late_after = LATE_SECONDS
 
     def on_epoch_lost(self) -> list[Request]:
-        """No result will come any more; returns the requests that were in flight, oldest first."""
+        """The epoch is over, and no result will come. Returns the requests that were in flight,
+        oldest first."""
         lost = {id(r): r for flight in self._steps for r, _ in flight.rows}
         for request in lost.values():
             request.steps_in_flight = 0
@@ -569,14 +603,15 @@ class StepsInFlight:
 
 
 def _check_int32(*arrays: bytes, what: str) -> None:
-    """Raises InvalidReport if these are not int32 bytes of as many items each."""
+    """Raises InvalidReport unless these are int32 bytes, all with equally many items."""
     lengths = [len(raw) for raw in arrays]
     if lengths[0] % 4 or lengths.count(lengths[0]) != len(lengths):
         raise InvalidReport(f"{what} have {', '.join(map(str, lengths))} bytes")
 
 
 def _checked(flight: StepInFlight, result: Result) -> list[int]:
-    """Where the rows of a result end, if they can be those of `flight`. Raises InvalidReport."""
+    """Checks that the rows of a result can be those of `flight`; returns the end position of each
+    row. Raises InvalidReport."""
     what, rows = f"rows of result {result.number}", len(flight.rows)
     _check_int32(result.slots, result.starts, result.counts, result.produced, what=what)
     for part in (result.token_ids, result.deferred, result.bad):
@@ -609,15 +644,22 @@ def _checked(flight: StepInFlight, result: Result) -> list[int]:
     return ends.tolist()
 
 
-MAX_UNCOMPARED = 4096  # plans of rank 0 for which a rank may say nothing
+MAX_UNCOMPARED = 4096  # results of rank 0 for which another rank's digests may be missing
 
 
 class RanksDisagree(Exception):
-    """The ranks hold different memory: what they compute together from now on is worthless."""
+    """The ranks' memories differ: everything that they compute together from now on is
+    worthless."""
 
 
 class _Rank:
-    """One rank above 0: digests not compared yet, of rank 0 and its own, from plan `number` on."""
+    """Digests not compared yet, for one rank above 0.
+
+    Attributes:
+    - number: the plan of the first digest in both queues
+    - first: digests of rank 0
+    - digests: digests of the rank itself
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -626,8 +668,11 @@ class _Rank:
 
 
 class DigestAgreement:
-    """Of one epoch of a group of `tp` ranks. `compared`: plans with the same decisions on all
-    ranks. `applied`: plans that all ranks have said to have applied; a single one by its results.
+    """Comparison of the ranks' digests in one epoch of a group of `tp` ranks.
+
+    Attributes:
+    - compared: number of plans with the same decisions on all ranks; 0 for a single rank
+    - applied: number of plans that all ranks have applied; for a single rank, of its results
     """
 
     def __init__(self, tp: int) -> None:
@@ -643,12 +688,12 @@ class DigestAgreement:
         return self.compared if self._ranks else self._results
 
     def begin(self) -> None:
-        """A new epoch: all memories are empty."""
+        """A new epoch begins; all memories are empty."""
         self._ranks = {rank: _Rank() for rank in self._ranks}
         self._results = 0
 
     def on_result(self, digest: int) -> None:
-        """Rank 0's digest of its next plan. Raises RanksDisagree."""
+        """Takes rank 0's digest of its next plan. Raises RanksDisagree."""
         self._results += 1
         for number, rank in self._ranks.items():
             rank.first.append(digest)
@@ -660,7 +705,7 @@ class DigestAgreement:
                 )
 
     def on_digests(self, digests: Digests) -> None:
-        """Those of another rank. Raises RanksDisagree."""
+        """Takes digests of a rank above 0. Raises RanksDisagree."""
         rank = self._ranks.get(digests.rank)
         if rank is None:
             raise RanksDisagree(

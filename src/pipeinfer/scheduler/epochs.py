@@ -1,14 +1,14 @@
-"""Which engine ranks are there, whether they agree to begin an epoch or to sleep, and which must be
-killed.
+"""The engine ranks of a group: which are there, whether they agree to begin an epoch or to sleep,
+and which must be killed.
 
 - Epochs: the ranks of the group, and the epoch that they are in.
-- FencedRanks: which of them must be killed. RankStates: what each says of itself.
-- GroupAnnouncer: what others are told of the group, and when.
+- FencedRanks: which of them must be killed. RankStates: the last status of each.
+- GroupAnnouncer: the group's status for tokenizers, and when it is published.
 - SleepRequest: whether the group is to sleep, and the requests that wait until it does.
 
-A group starts only after every rank said hello with the same facts (AGREED), and answered that it
-hears the plan channel and has put as many steps on its device as all others: else they would never
-meet again inside a collective.
+An epoch starts only after every rank sent Hello with equal values in AGREED, and answered that it
+receives the plan channel and has put as many steps on its device as all others: otherwise they
+would never meet again inside a collective.
 """
 
 from __future__ import annotations
@@ -60,38 +60,39 @@ class Epochs:
     """The epochs of one group: none as long as ranks are missing, one that begins once all have
     said Hello, and one that runs once all are Ready (`running`).
 
-    first: number of the first epoch; larger than that of any earlier scheduler of this group.
+    - first: greater than the number of any epoch of an earlier scheduler of this group; epochs are
+      numbered from `first` + 1
     """
 
     def __init__(self, tp: int, first: int) -> None:
         self.tp = tp
         self.epoch = first
         self.running = False
-        self.kept_pages = 0  # that the epoch began with, as a rank said; the ranks agree on them
-        self.last_shape: Hello | None = None  # of the epoch that runs, or ran last
+        self.kept_pages = 0  # with which the epoch began, as a rank reported; equal on all ranks
+        self.last_shape: Hello | None = None  # limits of the epoch that runs, or ran last
         self.reason = "no engine yet"
         self._hellos: dict[int, Hello] = {}
         self.fenced = FencedRanks()
-        self._steps: dict[int, int] = {}  # of each rank that is ready
+        self._steps: dict[int, int] = {}  # by rank that is ready: steps of its device
         self.sleep_level = 0  # at which the ranks are to sleep; 0: an epoch is to run
         self.refuses = False
-        self._asleep: dict[int, Asleep] = {}  # what each rank that sleeps said last
+        self._asleep: dict[int, Asleep] = {}  # by rank: its last Asleep
         self._begun = False
-        self._since = 0.0  # when that was
-        self._ended = ""  # why the epoch before did
+        self._since = 0.0  # when the epoch or the sleep began, in seconds
+        self._ended = ""  # why the previous epoch ended
 
     @property
     def shape(self) -> Hello:
-        """What the ranks agreed on; only while `running`."""
+        """Hello of rank 0 with the limits that the ranks agreed on; only while `running`."""
         return self._hellos[0]
 
     @property
     def incarnations(self) -> tuple[int, ...]:
-        """Of the ranks' processes, rank 0 first; only once all have said hello."""
+        """Incarnations of the ranks' processes, rank 0 first; only once all have said Hello."""
         return tuple(self._hellos[rank].incarnation for rank in range(self.tp))
 
     def hello(self, hello: Hello) -> bool:
-        """Takes a hello; True if it ends a running epoch: the rank is another process now."""
+        """Takes a Hello; True if it ends a running epoch, because the rank is a new process."""
         if hello.incarnation in self.fenced:
             return False
         self.fenced.on_ended(hello.rank, hello.incarnation)
@@ -117,33 +118,36 @@ class Epochs:
         return ended
 
     def has_joined(self, rank: int, incarnation: int) -> bool:
-        """A rank's process `incarnation` ended; True if it, or one before it, had said hello."""
+        """True if the rank's process `incarnation`, which has ended, or an earlier one had said
+        Hello."""
         known = self._hellos.get(rank)
         return known is not None and known.incarnation <= incarnation
 
     @property
     def asleep(self) -> bool:
-        """Whether all ranks sleep, as they are to."""
+        """Whether all ranks sleep at least at the level asked for."""
         levels = [said.level for said in self._asleep.values()]
         return 0 < self.sleep_level <= min(levels, default=0) and len(levels) == self.tp
 
     def _sleeps_as_asked(self) -> bool:
-        """Whether all ranks sleep, and know for schedulers that come later whether they refuse."""
+        """Whether all ranks sleep, and keep for later schedulers whether the group refuses
+        requests."""
         return self.asleep and all(one.refuses == self.refuses for one in self._asleep.values())
 
     def sleep(self, level: int, refuses: bool, now: float) -> None:
-        """No epoch runs until `wake_up`; ranks are to sleep, also those that come later."""
+        """Ends the epoch; none runs until `wake_up`. Ranks are to sleep, also those that come
+        later."""
         self.end("falls asleep")
         self.sleep_level, self.refuses, self._since = level, refuses, now
 
     def wake_up(self) -> None:
-        """The next BeginEpoch wakes the ranks."""
+        """Ends the sleep; the next BeginEpoch wakes the ranks."""
         self.end("wakes up")
         self.sleep_level = 0
         self._asleep.clear()
 
     def on_asleep(self, asleep: Asleep) -> None:
-        """Takes a rank's word."""
+        """Takes a rank's report that it sleeps."""
         known = self._hellos.get(asleep.rank)
         if self.sleep_level and known is not None and known.incarnation == asleep.incarnation:
             self._asleep[asleep.rank] = asleep
@@ -152,12 +156,12 @@ class Epochs:
         """The BeginEpoch or Sleep to publish now, or None: ranks disagree, the epoch runs, or all
         sleep.
 
-        Published again and again until all ranks have answered: a subscription may be late.
+        Published repeatedly until all ranks have answered, because a subscription may be late.
         """
         if self.running or self._sleeps_as_asked():
             return None
         if len(self._hellos) < self.tp:
-            return BeginEpoch(self.epoch, ())  # engines of an earlier scheduler: say hello
+            return BeginEpoch(self.epoch, ())  # asks engines of an earlier scheduler for Hello
         first = self._hellos[min(self._hellos)]
         for hello in self._hellos.values():
             for name in AGREED:
@@ -208,7 +212,8 @@ class Epochs:
         return True
 
     def check(self, now: float, seconds: float) -> None:
-        """Raises RanksDiverged if a rank has not answered to the epoch that began `seconds` ago."""
+        """Raises RanksDiverged if a rank has not answered for `seconds` since the epoch or the
+        sleep began."""
         waits = self._begun and not self.running and not self.asleep
         if waits and now - self._since > seconds:
             answered = self._asleep if self.sleep_level else self._steps
@@ -217,18 +222,21 @@ class Epochs:
             raise RanksDiverged(f"rank {', '.join(silent)} gave no answer to {what}")
 
     def end(self, reason: str) -> None:
-        """The epoch is over; the same processes may begin another."""
+        """Ends the epoch; the same processes may begin another."""
         self.running = self._begun = False
         self.reason = self._ended = reason
 
     def restart_ranks(
         self, reason: str, now: float, alive: Iterable[tuple[int, int]] = (), until: float = inf
     ) -> None:
-        """The epoch is over, and all ranks must be started again: others are waited for.
+        """Ends the epoch; all ranks must be started again, and new processes are waited for.
 
-        `alive`: (rank, incarnation) of processes that may not have said hello. `until`: those with
-        a greater number are others already, unless they were in the epoch that ran. A single rank
-        that was only slow may go on where nobody starts it again.
+        - alive: (rank, incarnation) of processes that may not have said Hello
+        - until: processes with a greater incarnation are successors and are not killed, unless they
+          took part in the running epoch
+
+        With tp == 1 the rank is not fenced: if no supervisor kills it and it answers later, it is
+        used again.
         """
         incarnations = {rank: hello.incarnation for rank, hello in self._hellos.items()}
         met = incarnations if self.running else {}
@@ -240,28 +248,30 @@ class Epochs:
             self._asleep.pop(rank, None)
 
 
-KILL_RETRY_SECONDS = 1.0  # seconds after which it is said again which processes must end
+KILL_RETRY_SECONDS = 1.0  # seconds between two GroupFaults about the same processes
 
 
 class FencedRanks:
-    """Engine processes of one group that must end: with those that are fenced no epoch begins, and
-    whoever started those that are to be killed is asked to.
+    """Engine processes of one group that must end. Fenced ones take part in no epoch; their
+    supervisors are asked to kill those in `to_kill`.
 
     Knows ranks, incarnations and times in seconds; sends nothing.
     """
 
     def __init__(self) -> None:
         self._fenced: set[int] = set()
-        self._to_kill: dict[int, int] = {}  # by rank: of whom nobody has said that they ended
+        self._to_kill: dict[int, int] = {}  # by rank: incarnations that are not known to have ended
         self._requested_at = 0.0
 
     def __contains__(self, incarnation: int) -> bool:
-        """Whether no epoch may begin with it."""
+        """Whether the process `incarnation` may not take part in an epoch."""
         return incarnation in self._fenced
 
     def add(self, processes: Mapping[int, int], now: float, fenced: bool) -> None:
-        """These must end, incarnations by rank, in the place of those before. `fenced`: they cannot
-        go on even if they answer again."""
+        """Asks for the end of these `processes`, incarnations by rank, in place of earlier ones.
+
+        - fenced: they cannot go on even if they answer again
+        """
         self._to_kill = dict(processes)
         if fenced:
             self._fenced.update(processes.values())
@@ -269,30 +279,37 @@ class FencedRanks:
 
     @property
     def to_kill(self) -> tuple[int, ...]:
-        """Incarnations of processes that are to end, and of which nobody has said that they did."""
+        """Incarnations of processes that must end and are not known to have ended, by ascending
+        rank."""
         return tuple(self._to_kill[rank] for rank in sorted(self._to_kill))
 
     def on_ended(self, rank: int, incarnation: int) -> None:
-        """The rank's processes up to `incarnation` have ended, or answer again."""
+        """Notes that the rank's processes up to `incarnation` have ended, or answer again."""
         if self._to_kill.get(rank, inf) <= incarnation:
             del self._to_kill[rank]
 
     def take_due(self, now: float) -> bool:
-        """True if it is time to say again who must end. Then the next time comes after
-        KILL_RETRY_SECONDS."""
+        """True if it is time to ask again for the end of processes; the next time is
+        KILL_RETRY_SECONDS later."""
         if not self._to_kill or now - self._requested_at < KILL_RETRY_SECONDS:
             return False
         self._requested_at = now
         return True
 
 
-BEGINNING: tuple[State, ...] = ("starting", "loading")  # of a process that comes after another one
+# states of a process that has just been started
+BEGINNING: tuple[State, ...] = ("starting", "loading")
 SILENT_SECONDS = 3.0  # seconds
 
 
 @dataclass(frozen=True)
 class _RankState:
-    """What a rank said last, and when (seconds); `over`: its process has ended since."""
+    """The last status of a rank.
+
+    Attributes:
+    - heard_at: when it came, in seconds
+    - over: the process has ended since
+    """
 
     incarnation: int
     state: State
@@ -301,12 +318,12 @@ class _RankState:
 
 
 class RankStates:
-    """The ranks of one group, as far as any was ever heard.
+    """The ranks of one group from which a status ever came.
 
     Attributes:
-    - deserted: some rank's process has ended, is just starting, or was not heard for `host_loss`
-      seconds; so no engine waits for this group's requests, and it may hand them over
-    - silent: some rank was not heard for SILENT_SECONDS
+    - deserted: some rank's process has ended, is just starting, or sent no status for `host_loss`
+      seconds; so no engine waits for this group's requests, and the group may hand them over
+    - silent: some rank sent no status for SILENT_SECONDS
     - asleep: some rank sleeps, or wakes up, which may take as long as loading does
     """
 
@@ -316,20 +333,21 @@ class RankStates:
         self._known: dict[int, _RankState] = {}
 
     def on_status(self, status: RankStatus, now: float) -> None:
-        """A late word of a process before the one that was heard last does not count."""
+        """Takes a rank's status, unless it is a late one of an earlier process of the rank."""
         known = self._known.get(status.rank)
         if known is None or (known.incarnation, known.over) <= (status.incarnation, False):
             self._update(status.rank, _RankState(status.incarnation, status.state, now), now)
 
     def on_ended(self, rank: int, ended: Ended, now: float) -> None:
-        """Its process has ended, unless the next one has been heard already."""
+        """Notes that the rank's process has ended, unless a status of the next one has come
+        already."""
         known = self._known.get(rank)
         if known is None or known.incarnation <= ended.incarnation:
             self._update(rank, _RankState(ended.incarnation, "starting", now, over=True), now)
 
     def check(self, now: float) -> bool:
-        """Looks who has been silent for too long; True if that is so long that a rank is lost.
-        `now`: seconds of a clock that stands still while nobody listens."""
+        """Updates the attributes; True if a rank has been silent for so long that it is lost.
+        `now`: seconds of a clock that stands still while this process does not read."""
         ranks = self._known.values()
         lost = any(now - known.heard_at > self._host_loss and not known.over for known in ranks)
         self.silent = any(
@@ -343,7 +361,7 @@ class RankStates:
         return lost
 
     def alive(self) -> list[tuple[int, int]]:
-        """(rank, incarnation) of the processes that are there, as far as is known."""
+        """(rank, incarnation) of the processes that are not known to have ended."""
         return [(rank, one.incarnation) for rank, one in self._known.items() if not one.over]
 
     def _update(self, rank: int, known: _RankState, now: float) -> None:
@@ -352,10 +370,15 @@ class RankStates:
 
 
 class GroupAnnouncer:
-    """When tokenizers get this group's status: after each change of its readiness, and regularly.
+    """The group's status for tokenizers, published after each change of its readiness, and
+    regularly.
 
-    `ranks`: of the group `group`, by what is said of them;
-    `engines`: their numbers, by stage id. `incarnation`: of this scheduler."""
+    Attributes:
+    - group: number of the group
+    - incarnation: of this scheduler
+    - ranks: states of the group's ranks
+    - engines: numbers of the ranks, by stage id
+    """
 
     def __init__(self, group: int, incarnation: int, options: SchedulerOptions) -> None:
         self._every = heartbeat_period(options.groups)
@@ -369,7 +392,8 @@ class GroupAnnouncer:
     def take_due(
         self, readiness: GroupReadiness, now: float, make_status: Callable[[], GroupStatus]
     ) -> list[Send]:
-        """What is to be published now; `make_status()` makes it. `now`: monotonic seconds."""
+        """The messages to publish at `now` (monotonic seconds); `make_status()` makes the
+        status."""
         if readiness == self._published and now - self._published_at < self._every:
             return []
         self._published = readiness
@@ -378,10 +402,13 @@ class GroupAnnouncer:
 
 
 class SleepRequest:
-    """What was asked for last.
+    """The latest request to sleep or to wake up.
 
-    level: see SetSleep; 0: to be awake. deferred: by id, requests that have come since, while those
-    before are answered. settled: what holds is known, so no engine's word of earlier times counts.
+    Attributes:
+    - level: see SetSleep; 0: to be awake
+    - deferred: by id, requests that arrived after the sleep was asked for, while earlier ones are
+      answered
+    - settled: this scheduler knows the wanted state; Hello.sleep_level is no longer adopted
     """
 
     def __init__(self) -> None:
@@ -390,11 +417,12 @@ class SleepRequest:
         self.settled = False
         self._refuses = False
         self._mode: SleepMode = "wait"
-        self._announced: tuple[int, bool] = (0, False)  # level and refusals that ranks know of
+        # level and `refuses` that ranks were asked for
+        self._announced: tuple[int, bool] = (0, False)
 
     @property
     def refuses(self) -> bool:
-        """Whether requests that come now are refused."""
+        """Whether requests that arrive now are refused."""
         return self.level > 0 and self._refuses
 
     @property
@@ -403,24 +431,29 @@ class SleepRequest:
         return self.level > 0 and not self._announced[0]
 
     def ask(self, asked: SetSleep) -> None:
-        """It is to sleep. Who asks again may hurry, or want a deeper sleep, but no lighter one."""
+        """Takes a request to sleep. A repetition may change the mode, or ask for a deeper sleep,
+        but not for a lighter one."""
         self.settled = True
         self.level = max(self.level, asked.level)
         self._mode, self._refuses = asked.mode, asked.refuses
 
     def due(self, live: int) -> bool:
-        """Whether ranks are to be told now. live: requests that the group has, with `deferred`."""
+        """Whether ranks are to be asked now.
+
+        - live: number of live requests of the group, with `deferred`
+        """
         if not self.level or self._announced == (self.level, self._refuses):
             return False
         return not self.falls or self._mode == "keep" or live == len(self.deferred)
 
     def begin(self) -> list[Request]:
-        """Ranks are to sleep; returns what was deferred, which now waits as for any engine."""
+        """Notes that ranks are asked to sleep; returns the deferred requests, which now wait as for
+        any engine."""
         self._announced = self.level, self._refuses
         return self._take_deferred()
 
     def wake_up(self) -> list[Request]:
-        """It is to be awake; returns what was deferred."""
+        """Takes a request to wake up; returns the deferred requests."""
         self.settled = True
         self.level, self._announced = 0, (0, False)
         return self._take_deferred()

@@ -1,8 +1,8 @@
-"""Turns requests into plans, one a call: who waits, who holds a slot, which steps are in flight.
+"""Turns requests into plans, one a call.
 
-Composes a step by a policy, and writes it down as a plan. The loop that calls it and publishes its
-plans is SchedulerCore._publish_plans. SchedulerCore also tells it when epochs begin and end, and
-decides what becomes of a request's tokens. Knows no bus and no clock.
+Composes a step by a policy, and writes it as a plan. SchedulerCore._publish_plans calls
+Planner.plan in a loop and publishes the plans. SchedulerCore also reports when epochs begin and
+end, and decides what becomes of a request's tokens. Knows no bus and no clock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipeinfer.scheduler.request import Request
 from pipeinfer.step_cost import PrefillBudget, Targets, prefill_budget
 from pipeinfer.wire import NO_DRAFTS, pack
 
-MAX_DEFERRALS = 2  # of one request in a row, after which another one is preempted
+MAX_DEFERRALS = 2  # deferrals of one request in a row, after which another request is preempted
 
 
 DEFAULT_STEP_TOKENS = 2048
@@ -40,14 +40,26 @@ DEFAULT_STEP_TOKENS = 2048
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """What the scheduler needs of the settings. max_step_tokens: of a step; 0 leaves it to
-    the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
-    budget of a step that also decodes, where the policy mixes; 0: see step_cost.py, as for
-    `targets`. groups: of the deployment, sent to tokenizers. shares_prefixes: whether
-    requests find a prompt, or its beginning, in a prefix cache, so that they wait for it.
-    least_shared_tokens: of a beginning that is worth it. host_loss: seconds of silence after which
-    a rank counts as lost. max_loras: slots for adapters; 0: there are none.
-    drafts_always: requests draft whatever their text is.
+    """The scheduler's options, from the settings.
+
+    Attributes:
+    - policy: name of the scheduling policy
+    - overlap_depth: most steps in flight
+    - max_running: most requests with slots
+    - max_step_tokens: most tokens of a step; 0: Hello.step_tokens of the engine, and
+      DEFAULT_STEP_TOKENS if that is 0
+    - watchdog: seconds without a result after which a rank hangs
+    - tp: ranks of the group
+    - mixed_step_tokens: token budget of a step that also decodes, if the policy mixes; 0: see
+      step_cost.py
+    - groups: data-parallel groups of the deployment
+    - targets: latency targets, see step_cost.py
+    - shares_prefixes: whether a prefix cache exists, so that requests wait for a prompt, or its
+      beginning, that another request computes
+    - least_shared_tokens: shortest beginning of a prompt for which requests wait
+    - host_loss: seconds of silence after which a rank counts as lost
+    - max_loras: slots for adapters; 0: there are none
+    - drafts_always: requests draft whatever their text is
     """
 
     policy: str = "mixed"
@@ -66,17 +78,22 @@ class SchedulerOptions:
     drafts_always: bool = False
 
     def prefix_block_size(self, page_size: int) -> int:
-        """Tokens of the whole pages by which beginnings of prompts are compared; 0: by none."""
+        """Tokens of the blocks, whole pages, by which beginnings of prompts are compared; 0: they
+        are not."""
         return -(-self.least_shared_tokens // page_size) * page_size if self.shares_prefixes else 0
 
 
 class Planner:
     """Plans of one group. Raises ConfigurationError for an unknown policy.
 
-    Gives slots of `slots` to requests, and adds each plan that it makes to `steps_in_flight`. What
-    engines report of both goes to EngineState, which owns them. Into the statistics go `counts`,
-    `prefill_allowed` (tokens of prompts in a step, and tokens a second, within --itl-target, see
-    PrefillBudget) and `queue_times`, in seconds from a request's arrival to its first slot.
+    Gives slots of `slots` to requests, and adds each plan that it makes to `steps_in_flight`. Both
+    belong to EngineState, which takes the engines' reports of them.
+
+    Attributes, for the statistics:
+    - counts: counters by name
+    - prefill_allowed: tokens of prompts in a step, and tokens a second, within --itl-target, see
+      PrefillBudget
+    - queue_times: seconds from a request's arrival to its first slot
     """
 
     def __init__(
@@ -89,7 +106,7 @@ class Planner:
         self.queue_times = Histogram()
         self._options = options
         self._policy = policies.create(options.policy)
-        self._max_tokens = 0  # tokens of a step; of the engines of this epoch
+        self._max_tokens = 0  # most tokens of a step in this epoch
         self._keeps_pages = False  # whether the epoch began with pages that were computed before it
         self._prefill_budget = PrefillBudget(0)
         self.prefill_allowed = (0, 0.0)
@@ -98,12 +115,17 @@ class Planner:
             self._drafter.min_rate = 0.0
         self._queue = WaitingQueue(options.tp, options.max_loras)
         self._quarantine = Quarantine()
-        self._turn_of_others = False  # whether the last step was one of those who are no suspects
+        # whether the last step was of the requests that are no suspects
+        self._turn_of_others = False
         self._number = 0
 
     def begin(self, hello: Hello, incarnations: Sequence[int], kept_pages: int = 0) -> None:
-        """An epoch begins, on engines with the limits that `hello` names, of which these are the
-        processes. kept_pages: in their prefix cache already."""
+        """An epoch begins.
+
+        - hello: limits of the engines
+        - incarnations: of the engine processes, rank 0 first
+        - kept_pages: pages that their prefix caches have already
+        """
         self._keeps_pages = kept_pages > 0
         self._queue.begin(incarnations, self._options.prefix_block_size(hello.page_size))
         self._max_tokens = self._options.max_step_tokens or hello.step_tokens or DEFAULT_STEP_TOKENS
@@ -121,26 +143,29 @@ class Planner:
     def on_epoch_lost(
         self, requests: Sequence[Request], in_flight: Sequence[Request], not_request_fault: bool
     ) -> Request | None:
-        """The epoch is over: all `requests` had slots; those that were `in_flight` may have ended
-        it, unless they are `not_request_fault`. Returns a request that must fail because of it.
+        """The epoch is over. Returns a request that must fail because of it, or None.
 
-        Every other one goes back to the queue with the tokens it has. After a first loss all do,
-        and resume together; those that were in flight at another loss before, and have had no
-        token since, are suspects, which wait in the quarantine.
+        Requests in flight at two losses without a token in between become suspects (quarantine).
+        All other requests return to the queue with the tokens that they have. After a first loss no
+        request is a suspect.
+
+        - requests: requests that had slots
+        - in_flight: requests with a step in flight, which may have ended the epoch
+        - not_request_fault: the loss has another cause, so no request becomes a suspect by it
         """
         suspects = [r for r in in_flight if r.phase == "lost" and not not_request_fault]
         culprit = self._quarantine.on_epoch_lost(suspects)
         for request in requests:
-            # The one that was being tried may have had a slot and no part in the last step.
+            # The request under test may have had a slot and no part in the last step.
             if request is not culprit and request.phase == "lost":
                 self._queue.push(request)
         return culprit
 
     def enqueue(self, request: Request, crashes: int = -1) -> None:
-        """It waits for a slot from now on.
+        """Takes a request that is to get a slot.
 
-        crashes: -1 for one that is no suspect. Else it waits in the quarantine, because another
-            group lost its engine to it or to others: `crashes` times with it alone.
+        - crashes: -1: the request is no suspect. Else another group lost its engine to this request
+          or to others, `crashes` times with this one alone: it waits in the quarantine
         """
         if crashes >= 0:
             self._quarantine.add(request, crashes)
@@ -148,8 +173,8 @@ class Planner:
             self._queue.push(request)
 
     def resume(self, request: Request, delivered: Delivered) -> None:
-        """`request`, which was never admitted here, goes on after what another scheduler had of it;
-        if it stands in the queue, it moves forward."""
+        """Continues `request`, which was never admitted here, after the output that another
+        scheduler had delivered; in the queue it moves forward."""
         waits = request.phase == "waiting"
         if waits:
             self._queue.take_out(request)
@@ -158,10 +183,12 @@ class Planner:
             self._queue.put_in(request)
 
     def drop(self, request: Request) -> None:
-        """It is over, wherever it was. If it has a slot, the next plan that is published releases
-        it: at once, or when a step in flight has ended, or when a suspect has run alone."""
+        """Ends a request in every container. If it has a slot, the next plan that is published
+        releases the slot: at once, or when a step in flight has ended, or when a suspect has run
+        alone."""
         phase = request.phase
-        request.move("finished")  # before its release, which looks whether it is over or preempted
+        # before its release, which depends on whether it is over or preempted
+        request.move("finished")
         if phase == "running":
             self._slots.release(request)
         elif phase == "waiting":
@@ -174,12 +201,12 @@ class Planner:
         self._queue.on_finished(request, phase == "running")
 
     def grammars_to_compile(self, now: float) -> Iterator[CompileGrammar]:
-        """Grammars that engines are to be asked for now."""
+        """The messages that ask engines for grammars, as far as they are due at `now` (seconds)."""
         return self._queue.grammars.take_due(now)
 
     def on_grammar_compiled(self, prepared: GrammarCompiled) -> list[Request]:
-        """What a rank says of a grammar. Those that waited for it go on; if it cannot be had, they
-        are returned."""
+        """Takes a rank's answer to CompileGrammar. Requests that waited for the grammar go on; if
+        it cannot be had, they are returned."""
         free = self._queue.grammars.on_grammar_compiled(prepared)
         if prepared.error:
             return free
@@ -189,65 +216,68 @@ class Planner:
         return []
 
     def adapters_to_load(self, epoch: int, now: float) -> Iterator[LoadAdapter]:
-        """Adapters that engines are to be asked for now, in `epoch`."""
+        """The messages that ask engines of `epoch` for adapters, as far as they are due at `now`
+        (seconds)."""
         return self._queue.adapters.take_due(epoch, self._number, now)
 
     def on_adapter_loaded(self, loaded: AdapterLoaded) -> list[Request]:
-        """What a rank says of an adapter. Those that waited for it go on with the next plan; if it
-        cannot be had, they are returned."""
+        """Takes a rank's answer to LoadAdapter. Requests that waited for the adapter go on with the
+        next plan; if it cannot be had, they are returned."""
         return self._queue.adapters.on_loaded(loaded)
 
     @property
     def waiting_for_adapter(self) -> int:
-        """Requests that wait for their adapter."""
+        """Number of requests that wait for their adapter."""
         return len(self._queue.adapters)
 
     @property
     def waiting_for_grammar(self) -> int:
-        """Requests that wait for their grammar."""
+        """Number of requests that wait for their grammar."""
         return len(self._queue.grammars)
 
     @property
     def waiting_for_prefix(self) -> int:
-        """Requests that wait for the prompt of another."""
+        """Number of requests that wait for the prompt of another request."""
         return self._queue.waiting_for_prefix
 
     @property
     def quarantined(self) -> int:
-        """Requests that may have crashed an engine."""
+        """Number of requests that may have crashed an engine."""
         return len(self._quarantine)
 
     def crashes_alone(self, request: Request) -> int:
-        """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
-        token since."""
+        """Number of engines that crashed while they ran `request` alone; -1 if it was in flight at
+        no loss, or has had a token since."""
         return self._quarantine.crashes_alone(request)
 
     def clear(self, request: Request) -> None:
-        """`request` produced a token: it crashes no engine."""
+        """Clears `request`, which has produced a token, of the suspicion that it crashes
+        engines."""
         self._quarantine.clear(request)
 
     def on_known_ids(self, request: Request) -> None:
-        """More of its ids are known than steps in flight compute."""
+        """The grammar forced ids beyond what the steps in flight compute; the request may jump
+        forward."""
         if request.phase == "running":
             self._slots.forced_ahead[request.id] = request
 
     def take_number(self) -> int:
-        """The number of the next plan."""
+        """Returns the number of the next plan, and counts on."""
         self._number += 1
         return self._number - 1
 
     def plan(self, epoch: int, now: float) -> Plan | None:
-        """The next step. None if `overlap_depth` steps are in flight, nothing is left to do, or a
-        request that is under test has to run alone and a step is still in flight.
+        """Composes and writes the next step. None if `overlap_depth` steps are in flight, nothing
+        is left to do, or a request under test has to run alone and a step is still in flight.
 
-        The scheduler's state advances at once, as if the plan had been computed: composing it takes
-        admitted requests off the queue; writing it fills and empties slots, and advances
-        `Request.projected` of its rows. The pages that it may take stay reserved until the engine
-        reports its page counts after this plan or a later one (Admitted or Result). So the caller
-        publishes what this returns.
+        The scheduler's state advances at once, as if the plan had been computed: composing takes
+        admitted requests off the queue; writing fills and empties slots, and advances
+        `Request.projected` of the rows. The pages that the plan may take stay reserved until the
+        engine reports its page counts after this plan or a later one (Admitted or Result). So the
+        caller publishes the plan that this returns.
 
-        Unless `overlap_depth` steps are in flight, requests that do not wait any more for a prompt,
-        for masks or for an adapter have come into the queue, even if None is returned.
+        Unless `overlap_depth` steps are in flight, requests that no longer wait for a prompt, for
+        masks or for an adapter have moved into the queue, even if None is returned.
         """
         if len(self._steps_in_flight) >= self._options.overlap_depth:
             return None
@@ -275,9 +305,9 @@ class Planner:
         return self._write(composer, epoch, now)
 
     def probe(self, epoch: int, now: float) -> Plan | None:
-        """An empty plan where results are late. A rank that missed the plans before sees that, and
-        asks for them; if a result was lost, that of the empty plan comes in its place, which ends
-        the epoch. Else nothing comes of it."""
+        """Returns an empty plan if a result is late, else None. A rank that missed earlier plans
+        notices that by the probe, and asks for them; if a result was lost, the probe's result comes
+        in its place, which ends the epoch. Otherwise the probe has no effect."""
         if not self._steps_in_flight.take_probe_due(now):
             return None
         number = self.take_number()
@@ -288,10 +318,10 @@ class Planner:
     def _compose(self, composer: StepComposer) -> bool:
         """Composes the step; False if the steps in flight must report first.
 
-        A suspect's turn begins when no request that this scheduler has admitted before is at the
-        head of the queue: those that lost their slot with the epoch, or were preempted, come first.
-        Requests that have never had a slot here (`admission` 0) do not delay suspects, not even
-        those that go on from another scheduler or group.
+        Order: first requests that were admitted here before (lost with an epoch, or preempted),
+        then suspects alternating with others, then new requests. So requests that never had a slot
+        here (`admission` 0) do not delay suspects, even if they continue from another scheduler or
+        group.
         """
         head = self._queue.head()
         if self._quarantine.under_test or (
@@ -300,25 +330,26 @@ class Planner:
             suspect = self._quarantine.next()
             if suspect is not None and not self._waits_for_engines(suspect):
                 if len(self._steps_in_flight):
-                    return False  # it runs alone, at depth 1
+                    return False  # the suspect runs alone, with no other step in flight
                 self._compose_under_test(suspect, composer)
                 return True
         self._compose_all(composer)
         return True
 
     def _waits_for_engines(self, candidate: Request) -> bool:
-        """Whether engines have still to compile its grammar or load its adapter, which they are
-        asked for; the others go on meanwhile."""
+        """Whether engines have still to compile the candidate's grammar or load its adapter, for
+        which they are asked; other requests go on meanwhile."""
         if candidate.phase != "quarantined":
             return False
         there = self._queue.grammars.ensure_grammar(candidate)
         return not self._queue.adapters.ensure_adapter(candidate) or not there
 
     def _compose_under_test(self, candidate: Request, composer: StepComposer) -> None:
-        """Steps alternate: one of the candidate alone, one of all others, who do not wait for its
-        prompt.
+        """Composes a step of the candidate alone or of all other requests, alternately; the others
+        do not wait for the candidate's prompt.
 
-        When pages run short it comes first, and those who hold them have to give way.
+        When pages run short the candidate comes first, and requests that hold pages are preempted
+        for it.
         """
         pages_short = any(request.deferrals for request in self._slots.running.values())
         self._turn_of_others = not (self._turn_of_others or pages_short)
@@ -331,7 +362,7 @@ class Planner:
             composer.run_alone(candidate)
 
     def _compose_all(self, composer: StepComposer) -> None:
-        """A step of all that run, as the policy likes it."""
+        """Composes a step of all running requests, by the policy."""
         if any(request.deferrals >= MAX_DEFERRALS for request in self._slots.running.values()):
             composer.preempt_one()
         running = self._slots.running.values()
@@ -340,10 +371,10 @@ class Planner:
         self._policy.compose(composer)
 
     def _write(self, composer: StepComposer, epoch: int, now: float) -> Plan:
-        """The plan: releases, admits, extends and rows. Preempts, gives out slots, and counts
-        tokens, pages and mask units as used."""
-        # In this order: the slots that are released are free for those that are admitted, whose
-        # prefix another request may have that still runs.
+        """Writes the plan: releases, admits, appends and rows. Preempts, gives out slots, and
+        counts tokens, pages and mask units as used."""
+        # Order matters: preempt, then collect releases (their slots become free), then find prefix
+        # sources (they must still run), then admit.
         for request in composer.preempted:
             self._preempt(request)
         releases = self._slots.take_releases()
@@ -393,8 +424,11 @@ class Planner:
 
 
 def _drafts_and_ends(requests: Sequence[Request], drafts: Mapping[int, int]) -> tuple[bytes, bytes]:
-    """Plan.drafts and Plan.ends of the rows of these requests, which are counted in already.
-    drafts: see StepInFlight."""
+    """Plan.drafts and Plan.ends of the rows of `requests`, whose projection includes this plan;
+    empty if there are no drafts.
+
+    - drafts: by slot, see StepInFlight
+    """
     if not drafts:
         return b"", b""
     return (

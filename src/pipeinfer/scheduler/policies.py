@@ -1,8 +1,8 @@
-"""Who runs in the next step: StepComposer says what is possible, a policy chooses.
+"""Scheduling policies: which requests run in the next step.
 
 StepComposer composes one step: which requests compute how many tokens, within the step's tokens,
-pages and slots; it preempts when running requests cannot all grow. A policy calls its methods in an
-order of its own and knows nothing else. There is one class for each policy, found by name.
+pages and slots; it preempts when running requests cannot all grow. A policy calls StepComposer's
+methods in an order of its own and knows nothing else. Each policy is a class, found by name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pipeinfer.scheduler.request import Request
 from pipeinfer.settings import POLICIES, ConfigurationError
 from pipeinfer.step_cost import PrefillBudget, Prompt
 
-# Rows of a step that jump, each over several tokens: graphs have room for so many. Where prompts
-# wait, jumps take one of so many parts of what may go beside decodes.
+# Jump-forward rows compute several forced tokens. MAX_JUMPS: most of them in a step; graphs have
+# room for this many. JUMPS_PART: if prompts wait, jumps take one of this many parts of the prefill
+# tokens.
 MAX_JUMPS = 32
 JUMPS_PART = 2
 
@@ -27,10 +28,12 @@ JUMPS_PART = 2
 class StepComposer:
     """Composes one step: a policy calls it to give requests tokens, slots and pages.
 
-    rows: (request, tokens) in the order in which they were given out. drafts: by request id, how
-        many of its row's tokens are draft tokens.
-    admitted: requests that the step's plan gives a slot. preempted: those that it takes one from.
-    pages: the PageAllowance; `pages.taken` is net of what preemption gives back.
+    Attributes:
+    - rows: (request, tokens) in the order in which they were given out
+    - drafts: by request id, how many of its row's tokens are draft tokens
+    - admitted: requests that get a slot by the step's plan
+    - preempted: requests that lose their slot by it
+    - pages: the PageAllowance; `pages.taken` is net of the pages that preemption gives back
     """
 
     def __init__(
@@ -44,8 +47,13 @@ class StepComposer:
         keeps_pages: bool = False,
         drafter: Drafter | None = None,
     ) -> None:
-        """max_tokens: of the step. now: seconds, by the SuspendAwareClock of SchedulerCore.
-        keeps_pages: the epoch began with pages that were computed before it."""
+        """Begins a step.
+
+        - max_tokens: most tokens of the step
+        - now: seconds, by the SuspendAwareClock of SchedulerCore
+        - nothing_in_flight: no other step is in flight
+        - keeps_pages: the epoch began with pages that were computed before it
+        """
         self.rows: list[PlannedRow] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
@@ -53,7 +61,7 @@ class StepComposer:
         self._slots = slots
         self._queue = queue
         self._running = list(slots.running.values())
-        self._holders = len(self._running)  # of pages, also those that are left out
+        self._holders = len(self._running)  # requests with pages, also those that are left out
         self._free_slots = slots.free
         self._tokens_left = max_tokens
         self._prefill_budget = prefill_budget
@@ -72,8 +80,8 @@ class StepComposer:
         return bool(self._prompts) or self._queue.head() is not None
 
     def decode_all(self) -> None:
-        """One token for every running request that has its prompt behind it; several, if they are
-        known already."""
+        """Gives one token to every running request that has computed its prompt; several if they
+        are known already (jump-forward, drafts)."""
         # The hot path: written out, because it runs for every request in every step.
         decodes = [
             r for r in self._running if r.known_len <= r.projected and r.projected + 1 < r.max_total
@@ -94,8 +102,8 @@ class StepComposer:
             self._draft(decodes)
 
     def _draft(self, decodes: list[Request]) -> None:
-        """Rows of requests whose next tokens can be guessed verify draft tokens, where there are
-        pages for all of them."""
+        """Gives drafts to rows of requests whose next tokens can be guessed, if there are pages for
+        all of the drafts."""
         first_row = len(self.rows) - len(decodes)
         for index, drafts in self._drafter.choose(decodes):
             request = decodes[index]
@@ -108,7 +116,7 @@ class StepComposer:
                 self._tokens_left -= drafts
 
     def _jump(self) -> None:
-        """Rows of requests whose next ids are known already compute those ids, as far as the other
+        """Lengthens rows of requests whose next ids are known by those ids, as far as the other
         decodes can bear it. A request that gets no more than one token decodes on meanwhile."""
         prefill_tokens = min(self._tokens_left, self._prefill_tokens(best_rate=False))
         jump_tokens = (
@@ -116,7 +124,7 @@ class StepComposer:
         )
         row_numbers = {request.id: at for at, (request, _) in enumerate(self.rows)}
         jumps = 0
-        for request in self._slots.can_jump().values():  # in the order in which they were found so
+        for request in self._slots.can_jump().values():  # in the order in which they were found
             at = row_numbers.get(request.id)
             if at is None or jumps == MAX_JUMPS:
                 continue
@@ -132,14 +140,16 @@ class StepComposer:
             jumps += 1
 
     def jumps(self, request: Request, count: int) -> bool:
-        """Whether a row of so many tokens has some that the engine has not got."""
+        """Whether a row of `count` tokens has forced ids that the engine has not got."""
         decodes = request.projected >= request.known_len
         return count > 1 and decodes and request.id not in self.drafts
 
     def limit_prefill(self, best_rate: bool = False) -> None:
-        """After decode_all: prompts get as many tokens as the decodes can bear, at least 1, however
-        many requests run. best_rate: the number that makes a prompt token cheapest, however long
-        the decodes then take. See step_cost.py.
+        """Limits the tokens of prompts, after decode_all, to what the decodes can bear, at least 1,
+        however many requests run.
+
+        - best_rate: the limit makes a prompt token cheapest, however long the decodes then take.
+          See step_cost.py
         """
         if self.rows and (self._prompts or self._admissible()):
             jumped = sum([count for _, count in self.rows]) - len(self.rows)
@@ -147,7 +157,7 @@ class StepComposer:
             self._tokens_left = min(self._tokens_left, max(prefill_tokens - jumped, 1))
 
     def _prefill_tokens(self, best_rate: bool) -> int:
-        """Tokens of prompts that may go beside the decodes in `rows`."""
+        """Number of prompt tokens that may go beside the decodes in `rows`."""
         budget, decodes = self._prefill_budget, len(self.rows)
         context = sum([request.projected for request, _ in self.rows])
         waiting = [
@@ -163,7 +173,7 @@ class StepComposer:
         return budget.best_rate_prompt_tokens(decodes, context, waiting, left)
 
     def continue_prompts(self) -> None:
-        """The next chunk of every half-computed prompt, oldest first."""
+        """Gives the next chunk to every half-computed prompt, oldest first."""
         for request in self._prompts:
             if self._tokens_left <= 0:
                 return
@@ -171,18 +181,18 @@ class StepComposer:
                 self._chunk(request)
 
     def admit_while_possible(self) -> None:
-        """New prompts in the queue's order, never out of it."""
+        """Admits new prompts in the queue's order, never out of it."""
         while self._tokens_left > 0 and self._admissible():
             self._admit(self._queue.pop())
 
     def leave_out(self, *requests: Request) -> None:
-        """They hold slots and have no part in this step."""
+        """Excludes `requests`, which hold slots, from this step."""
         out = set(requests)
         self._running = [one for one in self._running if one not in out]
         self._prompts = [one for one in self._prompts if one not in out]
 
     def run_alone(self, request: Request) -> None:
-        """A step of `request` alone; preempts others until there is room for it."""
+        """Composes a step of `request` alone; preempts others until it fits."""
         if request.phase != "running":
             if request.steps_in_flight:
                 return
@@ -200,13 +210,13 @@ class StepComposer:
             self._append(request, 1)
 
     def preempt_for(self, request: Request) -> None:
-        """Takes one of the others back because the engine defers `request`."""
+        """Preempts another request because the engine defers `request`."""
         others = [r for r in self._running if r is not request]
         if others:
             self._preempt(max(others, key=_preemption_order))
 
     def preempt_one(self) -> None:
-        """Takes one request back because the engine keeps deferring rows."""
+        """Preempts one request because the engine keeps deferring rows."""
         victim = self._victim()
         if victim is not None:
             self._preempt(victim)
@@ -217,26 +227,28 @@ class StepComposer:
         return request is not None and self._may_admit(request)
 
     def _may_admit(self, request: Request) -> bool:
-        """Pages for the whole prompt, and one more for each request with pages to grow into."""
+        """Whether there are pages for the whole prompt, and one more for each request with pages to
+        grow into."""
         if request.steps_in_flight:
             return False  # preempted, and its last step has not reported
         if not self._holders and not self.admitted:
-            return True  # it fits into the pool by itself, that was checked on arrival
+            return True  # it fits into the pool by itself, as was checked on arrival
         free_pages = self.pages.left - self._reserved - self._holders - len(self.admitted)
         return self.pages.between(self._known_cache_hit(request), request.length) <= free_pages
 
     def _known_cache_hit(self, request: Request) -> int:
-        """Tokens on which it may count: those of a request that shares its pages with it. Of all
-        others nothing is counted on: a hit locks pages that were evictable, a miss takes new ones.
-        """
+        """Number of cached tokens on which an admission of `request` may count: those that it
+        shares with its `prefix_source`. Other hits do not count: a hit locks pages that were
+        evictable, a miss takes new ones."""
         if request.prefix_source is None or request.prefix_source in self.preempted:
             return 0
         size = self.pages.page_size
         return request.prefix_tokens // size * size
 
     def _expected_cache_hit(self, request: Request) -> int:
-        """Tokens that are probably in kept pages, so that many requests that lost their engine are
-        admitted in one step. Being wrong costs a short row, and no more than that."""
+        """Number of tokens of `request` that are probably in kept pages, so that many requests that
+        lost their engine are admitted in one step. An error costs a short row, and no more than
+        that."""
         if not self._keeps_pages or request.prompt_logprobs_from >= 0:
             return 0
         size = self.pages.page_size
@@ -266,12 +278,14 @@ class StepComposer:
             self._append(request, count)
 
     def _needed(self, decodes: list[Request]) -> int:
-        """Pages for one more token each: one where the last page is full."""
+        """Number of pages for one more token of each decode: one for each row whose last page is
+        full."""
         size = self.pages.page_size
         return sum([1 for r in decodes if r.projected % size == 0])
 
     def _preempt_until(self, decodes: list[Request], need: int) -> list[Request]:
-        """Preempts until the decodes that remain fit; some may wait for the steps in flight."""
+        """Preempts until the decodes that remain fit, and returns them; some may have to wait for
+        the steps in flight."""
         between = self.pages.between
         while need > self.pages.left:
             victim = self._victim()
@@ -291,9 +305,9 @@ class StepComposer:
         return fitting
 
     def _victim(self, stay: int = 1) -> Request | None:
-        """The least important, latest-arrived running request; of several never the oldest
-        half-computed prompt. None if no more than `stay` are left: one alone always fits.
-        """
+        """The request to preempt: the least important, latest-arrived running request; of several
+        never the oldest half-computed prompt. None if no more than `stay` are left: one alone
+        always fits."""
         left = [r for r in self._running if r not in self.preempted]
         if len(left) <= stay:
             return None
@@ -301,7 +315,8 @@ class StepComposer:
         return max([r for r in left if r is not exempt] or left, key=_preemption_order)
 
     def _preempt(self, request: Request) -> None:
-        """Its own pages are given back; those that it shares may be locked by others."""
+        """Preempts `request`. Its own pages are given back; pages that it shares may be locked by
+        others."""
         self.preempted.append(request)
         self._free_slots += 1
         pages = max(self.pages.between(request.cache_hit, request.projected), 0)
@@ -332,7 +347,8 @@ class Policy(Protocol):
 
 
 def create(name: str) -> Policy:
-    """The policy called `name`, or module:Class of one's own; ConfigurationError if unknown."""
+    """Makes the policy called `name`, or a `module:Class` of the operator; ConfigurationError if
+    unknown."""
     target = POLICIES.get(name, name)
     if ":" not in target:
         raise ConfigurationError(f"--policy: {none_of(name, POLICIES)}")
@@ -346,8 +362,9 @@ class Mixed:
     """The default: every running request decodes in every step, then half-computed prompts and new
     ones get the rest.
 
-    No running request waits for another request's prompt: what that adds to the gap between its
-    tokens is bounded (see step_cost.py). While no request decodes, prompts get the whole step.
+    No running request waits for another request's prompt: the time that prompts add to the gap
+    between tokens is bounded (see step_cost.py). While no request decodes, prompts get the whole
+    step.
     """
 
     def compose(self, composer: StepComposer) -> None:
@@ -360,8 +377,8 @@ class Mixed:
 class Throughput:
     """The most tokens a second, at the price of waiting: the default of batches.
 
-    As Mixed, but how many tokens of prompts go beside the decodes is a question of their price
-    alone (see step_cost.py): a step may take as long as it likes.
+    As Mixed, but the number of prompt tokens beside the decodes is chosen by cost alone (see
+    step_cost.py): a step may take as long as that needs.
     """
 
     def compose(self, composer: StepComposer) -> None:

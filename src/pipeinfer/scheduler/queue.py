@@ -1,14 +1,15 @@
 """Requests that wait: for a slot, for the prompt of another request, for their grammar or its
 masks, or for their adapter.
 
-WaitingQueue has those that may be admitted, in the order of admission: priority first (lower is
-earlier, as in vLLM), then arrival. A preempted request keeps its arrival and so returns to the head
-of its priority. Beside the queue, where they delay no other request, wait
+WaitingQueue has the requests that may be admitted, in the order of admission: priority first (lower
+is earlier, as in vLLM), then arrival. A preempted request keeps its arrival and so returns to the
+head of its priority. Beside the queue, where they delay no other request, wait
+
 - choices of one prompt (`n`) while another choice computes it: SamplingGroups,
 - prompts with a prefix that another request computes: PrefixesInProgress,
 - requests whose grammar engines have not compiled: GrammarQueue,
 - requests whose adapter engines have not loaded: AdapterSlots (adapters.py),
-- requests whose masks cost much while others' masks are paid for: MaskBudget.
+- requests with costly masks while the mask budget is used up: MaskBudget.
 
 Knows requests, and the incarnations of engine processes; no page, no slot and no clock: times come
 as arguments.
@@ -30,18 +31,20 @@ from pipeinfer.scheduler.engine_state import PlannedRow
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 from pipeinfer.step_cost import Prompt
 
-AHEAD = 64  # prompts that are looked at one by one
-SCANNED_PER_ENTRY = 4  # entries for each that is asked for: most may be gone
+AHEAD = 64  # prompts at the head of the queue that `prompts` lists one by one
+# entries that `first` looks at for each request asked for: most may have ended
+SCANNED_PER_ENTRY = 4
 MIN_FINISHED_TO_SWEEP = 64
 
 
 class WaitingQueue:
-    """A sorted list. Nearly all requests come at its end and leave at its front, which moves a
-    short list of pointers. A request that has ended is removed when it comes to the front, or with
-    all others that have ended when most have.
+    """Requests that may be admitted, as a sorted list. Nearly all requests come at its end and
+    leave at its front, which moves a short list of pointers. A request that has ended is removed
+    when it comes to the front, or with all others that have ended when most have.
 
-    tokens: to be computed of all requests in it, counted when each came. grammars, adapters: for
-    which some wait before they come into the queue.
+    Attributes:
+    - tokens: tokens to compute of all requests in the queue, counted when each came
+    - grammars, adapters: requests that wait for these before they come into the queue
     """
 
     def __init__(self, tp: int = 1, max_loras: int = 0) -> None:
@@ -55,23 +58,26 @@ class WaitingQueue:
 
     @property
     def waiting_for_prefix(self) -> int:
-        """Requests that wait for the prompt of another, or its beginning, beside the queue."""
+        """Number of requests that wait, beside the queue, for the prompt of another, or its
+        beginning."""
         return len(self._sampling_groups) + len(self._prefixes)
 
     def push(self, request: Request) -> None:
-        """Takes `request`, which is to run: it comes into the queue, or waits beside it for a
-        grammar, an adapter or a prefix."""
+        """Takes `request`, which is to run: into the queue, or beside it if a grammar, an adapter
+        or a prefix is missing."""
         if not self._parked(request) and not self._sampling_groups.park_if_blocked(request):
             self._push_unless_prefix_comes(request)
 
     def _parked(self, request: Request) -> bool:
-        """Whether it waits for its grammar or its adapter."""
+        """Whether `request` waits for its grammar or its adapter."""
         return self.grammars.park_if_blocked(request) or self.adapters.park_if_blocked(request)
 
     def begin(self, processes: Sequence[int], block_size: int = 0) -> None:
-        """An epoch begins, on engines of these incarnations: grammars that they have not compiled,
-        and adapters that they have not loaded, are asked for. block_size: see
-        PrefixesInProgress.begin."""
+        """An epoch begins, on engines of the incarnations `processes`: grammars that they have not
+        compiled, and adapters that they have not loaded, are asked for.
+
+        - block_size: see PrefixesInProgress.begin
+        """
         self.grammars.begin(processes)
         self.adapters.begin(processes)
         waiting = [one for _, _, one in self._order if one.phase == "waiting"]
@@ -89,28 +95,30 @@ class WaitingQueue:
             self._order = [one for one in self._order if one[2].phase in ("waiting", "finished")]
 
     def requeue_unblocked(self, running: Iterable[Request]) -> None:
-        """Puts those into the queue that need not wait any more for a prompt of `running`."""
+        """Moves requests into the queue that no longer wait for a prompt of `running`."""
         for request in self._sampling_groups.take_ready(running):
             self._push_unless_grammar_missing(request)
         for request in self._prefixes.take_ready():
             self._push_unless_grammar_missing(request)
 
     def on_finished(self, request: Request, ran: bool) -> None:
-        """`request` has ended; `ran`: in a slot. Those that waited for it
-        come into the queue."""
+        """Moves the requests that waited for `request`, which has ended, into the queue.
+
+        - ran: `request` ended in a slot
+        """
         for one in self._sampling_groups.on_finished(request, ran):
             self._push_unless_grammar_missing(one)
         for one in self._prefixes.on_finished(request):
             self._push_unless_prefix_comes(one)
 
     def _push_unless_prefix_comes(self, request: Request) -> None:
-        """No other request of its SamplingGroups computes its prompt; perhaps one computes the
-        beginning."""
+        """Pushes `request`, whose prompt no other request of its SamplingGroups computes, unless
+        one computes the prompt's beginning."""
         if not self._prefixes.park_if_blocked(request):
             self._push_unless_grammar_missing(request)
 
     def _push_unless_grammar_missing(self, request: Request) -> None:
-        """It waited for a prompt; the engines may be others meanwhile, without its grammar or its
+        """Pushes `request`, which waited for a prompt, unless new engines lack its grammar or its
         adapter."""
         if not self._parked(request):
             self._put(request)
@@ -120,18 +128,18 @@ class WaitingQueue:
         self.put_in(request)
 
     def put_in(self, request: Request) -> None:
-        """`request`, which waits, stands in the queue by its priority and arrival."""
+        """Inserts `request`, which is in phase "waiting", by its priority and arrival."""
         request.queued_tokens = request.length - request.prefix_tokens
         self.tokens += request.queued_tokens
         insort(self._order, (request.work.priority, request.arrival, request))
 
     def take_out(self, request: Request) -> None:
-        """`request`, which stands in the queue, does no more; ValueError if it does not."""
+        """Removes a queued request; ValueError if it is not queued."""
         self._order.remove((request.work.priority, request.arrival, request))
         self.tokens -= request.queued_tokens
 
     def head(self) -> Request | None:
-        """The next request, still in the queue; None if there is none."""
+        """The next request, which stays in the queue; None if there is none."""
         finished = 0
         while finished < len(self._order) and self._order[finished][2].phase == "finished":
             finished += 1
@@ -141,13 +149,16 @@ class WaitingQueue:
         return self._order[0][2] if self._order else None
 
     def first(self, count: int) -> list[Request]:
-        """At most `count` that come next; fewer also where most of the next are gone."""
+        """The next requests, at most `count`; fewer also if most of the next entries have ended."""
         near = self._order[: count * SCANNED_PER_ENTRY]
         return [request for _, _, request in near if request.phase != "finished"][:count]
 
     def prompts(self, now: float) -> list[Prompt]:
-        """All prompts in it, in their order; of those that are far behind only the mean length is
-        known, and no age. now: seconds, by the clock of Request.arrived_at."""
+        """All prompts in the queue, in its order; prompts far behind are given by their mean length
+        alone, without an age.
+
+        - now: seconds, by the clock of Request.arrived_at
+        """
         near = self.first(AHEAD)
         found = [
             Prompt(r.queued_tokens, r.length - r.queued_tokens, now - r.arrived_at) for r in near
@@ -169,7 +180,8 @@ class WaitingQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """`request` waited here and has ended; it leaves when it comes up, or with many."""
+        """Notes that the queued `request` has ended; its entry leaves when it comes up, or with
+        many others."""
         self.tokens -= request.queued_tokens
         self._finished += 1
         if self._finished > MIN_FINISHED_TO_SWEEP and self._finished > len(self._order) // 2:
@@ -181,12 +193,12 @@ class WaitingQueue:
 
 
 class SamplingGroups:
-    """Requests that sample from one prompt, as the choices of `n`: one computes it, and the others
-    wait for its pages without a slot.
+    """Parallel-sampling groups: requests that sample from one prompt, as the choices of `n`. One of
+    them computes the prompt, and the others wait for its pages without a slot.
 
-    Groups go by the leader that `TokenizedRequest.sampling_group` names. The leader need not be
-    that request: it is the first of the group that wants to run, and the next one if the leader
-    ends before its prompt is computed.
+    Groups are named by `TokenizedRequest.sampling_group`. The leader, which computes the prompt,
+    need not be the request of that id: it is the first of the group that wants to run, and the next
+    one if the leader ends before its prompt is computed.
     """
 
     def __init__(self) -> None:
@@ -194,13 +206,13 @@ class SamplingGroups:
         self._waiting: dict[str, list[Request]] = {}
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait."""
         return sum(map(len, self._waiting.values()))
 
     def park_if_blocked(self, request: Request) -> bool:
-        """Takes `request`, which is to run, if another computes its prompt; it waits here then.
-        Else its `prefix_source` becomes the request in whose pages it will find its prompt, if
-        there is one. True if it was taken."""
+        """Takes `request`, which is to run, if another computes its prompt; True if it was taken,
+        and waits here. Otherwise sets its `prefix_source` to the request in whose pages it will
+        find its prompt, if there is one."""
         name, request.prefix_source = request.work.sampling_group, None
         if not name:
             return False
@@ -215,7 +227,8 @@ class SamplingGroups:
         return True
 
     def take_ready(self, running: Iterable[Request]) -> list[Request]:
-        """Requests that need not wait any more, because the prompt of one that runs is there."""
+        """Removes and returns requests that no longer wait, because a running request has completed
+        their prompt."""
         if not self._waiting:
             return []
         sources = {
@@ -226,8 +239,11 @@ class SamplingGroups:
         return [one for name, source in sources.items() for one in self._take_all(name, source)]
 
     def on_finished(self, request: Request, ran: bool) -> list[Request]:
-        """`request` has ended; `ran`: in a slot. Returns those that need not wait any more: all if
-        its prompt stays in the prefix cache, else the next one, which then leads."""
+        """Notes that `request` has ended. Returns the requests that no longer wait: all of its
+        group if its prompt stays in the prefix cache, else the next one, which then leads.
+
+        - ran: `request` ended in a slot
+        """
         name = request.work.sampling_group
         if not name:
             return []
@@ -261,17 +277,17 @@ COMING = ("waiting", "running", "waiting_for_prefix")
 
 
 class PrefixesInProgress:
-    """Prompts with a common prefix: the first request to need the prefix leads. It computes the
-    beginning, and requests that come with the same one wait until that is planned, not for the
-    whole prompt.
+    """Prompts with a common prefix: the first request that needs the prefix leads. It computes the
+    prompt's beginning, and later requests with the same beginning wait until the steps for that are
+    planned, not for the whole prompt.
 
-    Beginnings are compared by blocks of tokens, which are whole pages. Nobody waits for a request
-    that is less urgent. Waiting cannot go in a circle: each waits for one that came to an earlier
-    block.
+    Beginnings are compared by blocks of tokens, which are whole pages. A request never waits for a
+    less urgent one. Waiting cannot go in a circle: each request waits for one that came to an
+    earlier block.
     """
 
-    # Made of the prompts again where a recorded scheduler goes on: there are other ids in its
-    # trace, if that was redacted.
+    # Not in snapshots: a replay computes them again from the prompts, whose ids differ in a
+    # redacted trace.
     __transient__ = ("_leaders", "_keys")
 
     def __init__(self) -> None:
@@ -279,17 +295,17 @@ class PrefixesInProgress:
         self._leaders: dict[bytes, Request] = {}  # by the key of a beginning
         # Keys of all beginnings of a request, by its id, shortest first.
         self._keys: dict[str, list[bytes]] = {}
-        # By id: a request that leads, and the numbers of its blocks that it leads in.
+        # By id: a request that leads, and the numbers of the blocks in which it leads.
         self._blocks_led: dict[str, tuple[Request, list[int]]] = {}
         self._waiting: dict[str, tuple[Request, list[Request]]] = {}  # by the lead's id
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait."""
         return sum(len(waiting) for _, waiting in self._waiting.values())
 
     def begin(self, block_size: int) -> bool:
-        """Prompts are compared by blocks of `block_size` tokens from now on; 0: not at all.
-        True if that is another size, so that all requests must be looked at again."""
+        """Compares prompts by blocks of `block_size` tokens from now on; 0: not at all. True if
+        that is another size, so that all requests must be looked at again."""
         if block_size == self._block_size:
             return False
         self._block_size = block_size
@@ -299,9 +315,10 @@ class PrefixesInProgress:
         return True
 
     def park_if_blocked(self, request: Request) -> bool:
-        """Takes `request`, which is to run, if another computes a beginning of its prompt; it waits
-        here then. Else it will find `shared_len` tokens in the pages of its `prefix_source`, if
-        there is one: a step that computes them has been planned. True if it was taken."""
+        """Takes `request`, which is to run, if another computes a beginning of its prompt; True if
+        it was taken, and waits here. Otherwise, if a step that computes the beginning has been
+        planned, `prefix_source` is the request that computes it, and `shared_len` the number of
+        tokens shared."""
         request.shared_len = 0
         if not self._block_size or request.prefix_source is not None or request.prompt_logprob_size:
             return False
@@ -327,8 +344,8 @@ class PrefixesInProgress:
         return True
 
     def take_ready(self) -> list[Request]:
-        """Requests that need not wait any more: their beginning has been planned, or the request
-        that was to compute it will not run soon."""
+        """Removes and returns requests that no longer wait: their beginning has been planned, or
+        the request that was to compute it will not run soon."""
         if not self._waiting:
             return []
         free: list[Request] = []
@@ -346,7 +363,8 @@ class PrefixesInProgress:
         return free
 
     def on_finished(self, request: Request) -> list[Request]:
-        """`request` has ended. Returns those that waited for it, to be looked at anew."""
+        """Notes that `request` has ended. Returns the requests that waited for it, to be pushed
+        again."""
         if request.id in self._blocks_led:
             leads, keys = self._index(), self._prefix_keys(request)
             for at in self._blocks_led.pop(request.id)[1]:
@@ -368,7 +386,7 @@ class PrefixesInProgress:
             self._waiting.pop(name, None)
 
     def _index(self) -> dict[bytes, Request]:
-        """Who leads, by key."""
+        """The leading request by key of a beginning."""
         if self._blocks_led and not self._leaders:
             for request, blocks in self._blocks_led.values():
                 keys = self._prefix_keys(request)
@@ -376,8 +394,8 @@ class PrefixesInProgress:
         return self._leaders
 
     def _prefix_keys(self, request: Request) -> list[bytes]:
-        """A key for each beginning of whole blocks that a cache may give its prompt: all but the
-        last token."""
+        """Keys of the beginnings, in whole blocks, that a cache may provide for the prompt of
+        `request`: of all but the last token."""
         keys = self._keys.get(request.id)
         if keys is None:
             ids, work = TOKEN_BYTES * (request.prompt_len - 1), request.work
@@ -387,8 +405,8 @@ class PrefixesInProgress:
 
 
 def _provides(lead: Request, tokens: int) -> bool:
-    """Whether the next plan may give others so many of its first tokens: a step before computes
-    them."""
+    """Whether `lead` shares its first `tokens` tokens with requests of the next plan: an earlier
+    step computes them."""
     return lead.phase == "running" and lead.projected >= tokens
 
 
@@ -398,14 +416,15 @@ def _precedes(lead: Request, request: Request) -> bool:
 
 # Seconds after which engines are asked for a grammar again: a subscription may have been late.
 GRAMMAR_RETRY_SECONDS = 1.0
-MAX_KNOWN = 128  # grammars that engines are taken to have; they keep twice as many
-# Compiled at once, by an engine that has its vocabulary.
+MAX_KNOWN = 128  # grammars that engines are assumed to have; engines keep twice as many
+# The smallest grammar: compiled at once by an engine that has its vocabulary.
 SMALLEST = StructuredOutputs(regex="")
 
 
 def needed_grammar(request: Request) -> StructuredOutputs | None:
-    """What engines must have compiled before they admit `request`. A budget of thoughts without a
-    grammar needs the vocabulary, which an engine may have to build first."""
+    """The grammar that engines must have compiled before they admit `request`; None: none. A
+    reasoning budget without a grammar needs the vocabulary, which an engine may have to build
+    first."""
     params = request.work.params
     if params.structured_outputs is None and params.thinking_token_budget is not None:
         return SMALLEST
@@ -416,9 +435,11 @@ def needed_grammar(request: Request) -> StructuredOutputs | None:
 class PendingGrammar:
     """A grammar that engines were asked for.
 
-    prepare: the message. waiting: requests that wait for it. ranks_prepared: ranks that have
-    compiled it.
-    sent: when engines were asked last, in seconds.
+    Attributes:
+    - prepare: the message to engines
+    - waiting: requests that wait for the grammar
+    - ranks_prepared: ranks that have compiled it
+    - sent: when the message was sent last, in seconds
     """
 
     prepare: CompileGrammar
@@ -428,12 +449,14 @@ class PendingGrammar:
 
 
 class GrammarQueue:
-    """Requests whose grammar the engines of one group of `tp` ranks have not compiled, and those
-    whose masks cost much, until there is room for them.
+    """Requests whose grammar the engines of one group of `tp` ranks have not compiled, and requests
+    with costly masks for which the mask budget has no room.
 
-    Engines would compile a grammar at the admission, too, but keep everybody waiting then. Of
-    grammars that take long they are asked for one at a time, and clients take turns. mask_budget:
-    what steps may spend on masks.
+    Engines would compile a grammar at the admission, too, but would delay all requests then.
+    Grammars that take long are asked for one at a time, and clients take turns.
+
+    Attributes:
+    - mask_budget: what steps may spend on masks
     """
 
     def __init__(self, tp: int) -> None:
@@ -442,17 +465,18 @@ class GrammarQueue:
         self._processes: tuple[int, ...] = ()
         self._known: OrderedDict[StructuredOutputs, None] = OrderedDict()
         self._pending: dict[str, PendingGrammar] = {}  # by the request that first wanted it
-        # Those that take long, which engines were not asked for.
+        # Ids of requests whose grammars take long, and were not asked for yet.
         self._slow: FairQueue[str] = FairQueue()
-        self._current_slow = ""  # the one for which they were
+        self._current_slow = ""  # id of the request whose slow grammar was asked for
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait."""
         waiting = sum(len(one.waiting) for one in self._pending.values())
         return waiting + len(self.mask_budget)
 
     def begin(self, processes: Sequence[int]) -> None:
-        """An epoch begins, on engines of these incarnations; new ones have compiled no grammar."""
+        """An epoch begins, on engines of the incarnations `processes`; new processes have compiled
+        no grammar."""
         if tuple(processes) == self._processes:
             return
         self._processes = tuple(processes)
@@ -462,17 +486,19 @@ class GrammarQueue:
             one.sent = float("-inf")
 
     def park_if_blocked(self, request: Request) -> bool:
-        """Takes `request`, which is to run, if its grammar is not compiled or its masks cannot be
-        paid for; it waits here then. True if it was taken."""
+        """Takes `request`, which is to run, if its grammar is not compiled or the mask budget has
+        no room for its masks; True if it was taken, and waits here."""
         if self.ensure_grammar(request) and not self.mask_budget.park_if_blocked(request):
             return False
-        if request.phase != "waiting_for_grammar":  # for its turn, when the engines were others
+        # it may have waited for the mask budget under earlier engines
+        if request.phase != "waiting_for_grammar":
             request.move("waiting_for_grammar")
         return True
 
     def ensure_grammar(self, request: Request) -> bool:
-        """True if engines have compiled the grammar of `request`, or it needs none. Else they are
-        asked to, `request` is noted as waiting for it, and the answer is False; its phase stays."""
+        """True if engines have compiled the grammar of `request`, or it needs none. Otherwise
+        engines are asked to, `request` is noted as waiting for it, and the result is False; its
+        phase stays."""
         spec = needed_grammar(request)
         if spec is None:
             return True
@@ -492,7 +518,7 @@ class GrammarQueue:
         return False
 
     def remove(self, request: Request) -> None:
-        """`request` has ended; unknown ones are fine."""
+        """Forgets `request`, which has ended; no-op if it does not wait here."""
         self.mask_budget.remove(request)
         for key, one in self._pending.items():
             if request in one.waiting:
@@ -502,7 +528,7 @@ class GrammarQueue:
                 return
 
     def take_due(self, now: float) -> Iterator[CompileGrammar]:
-        """What engines are to be asked now."""
+        """Messages that are to be sent to engines at `now` (seconds)."""
         while self._current_slow not in self._pending and len(self._slow):
             self._current_slow = self._slow.take()
         for key, one in self._pending.items():
@@ -513,7 +539,8 @@ class GrammarQueue:
                 yield one.prepare
 
     def on_grammar_compiled(self, prepared: GrammarCompiled) -> list[Request]:
-        """A rank has it, or cannot have it: those that need not wait any more."""
+        """Takes a rank's answer. Returns the requests that no longer wait, because all ranks have
+        the grammar or one cannot have it."""
         if (prepared.rank, prepared.incarnation) not in enumerate(self._processes):
             return []
         one = self._pending.get(prepared.request_id)
@@ -530,41 +557,42 @@ class GrammarQueue:
         return one.waiting
 
 
-# What costly masks may cost in each step on average, where others run, and where nobody else does;
-# in units of cost (grammars/compiling.py). Of ambiguous rules UNITS_PER_STEP takes 0.3 to 2 ms of a
-# step, of a lexer that is being built, which ends soon, about 60 ms.
+# Most that costly masks may cost in each step on average, in units of cost (grammars/compiling.py):
+# UNITS_PER_STEP if other requests run, UNITS_PER_COSTLY_STEP if all that run have costly masks. For
+# ambiguous rules UNITS_PER_STEP takes 0.3 to 2 ms of a step, for a lexer that is being built, which
+# ends soon, about 60 ms.
 UNITS_PER_STEP = 6_000
 UNITS_PER_COSTLY_STEP = 60_000
-REMEMBERED = 128  # grammars with costly masks
-MAX_DEBT_STEPS = 64  # steps that masks are paid for, at most
+REMEMBERED = 128  # grammars with costly masks whose cost is kept
+MAX_DEBT_STEPS = 64  # most steps over which the cost of masks is spread
 PAID = -1  # in place of a turn: the next mask is paid for
 
 
 class MaskBudget:
-    """What the steps of one group may spend on costly masks, and the requests that wait until a
-    mask of theirs can be paid for."""
+    """The budget of costly masks in the steps of one group, and the requests that wait until the
+    budget has room for a mask of theirs."""
 
     def __init__(self) -> None:
-        # What the next step may spend; below 0: what later ones pay for.
+        # Units that the next step may spend; below 0: a debt that later steps pay off.
         self._remaining = UNITS_PER_STEP
         self._prices: OrderedDict[StructuredOutputs, int] = OrderedDict()  # of the costly
         self._waiting: deque[Request] = deque()
         self._last_turn = 0
 
     def __len__(self) -> int:
-        """Requests that wait for room to begin."""
+        """Number of requests that wait to begin."""
         return len(self._waiting)
 
     def park_if_blocked(self, request: Request) -> bool:
-        """Takes `request`, which is to begin, if its masks cost much and are not paid for; it waits
-        here then. True if it was taken."""
+        """Takes `request`, which is to begin, if its masks are costly and its first mask is not
+        paid for; True if it was taken, and waits here."""
         if request.mask_turn == PAID or not self._price(request):
             return False
         self._waiting.append(request)
         return True
 
     def remove(self, request: Request) -> None:
-        """`request` has ended; unknown ones are fine."""
+        """Forgets `request`, which has ended; no-op if it does not wait here."""
         if request in self._waiting:
             self._waiting.remove(request)
 
@@ -572,8 +600,8 @@ class MaskBudget:
         """Removes and returns the next request whose masks the budget allows, and charges its first
         mask; None if there is none yet.
 
-        others: requests that run or wait in the queue. Without any, the next request begins even if
-            the budget is used up.
+        - others: number of requests that run or wait in the queue. Without any, the next request
+          begins even if the budget is used up
         """
         if not self._waiting or (others and self._remaining <= 0):
             return None
@@ -583,7 +611,8 @@ class MaskBudget:
         return request
 
     def over_budget(self, running: Collection[Request]) -> list[Request]:
-        """Those that have no part in the next step, because it cannot pay for their masks."""
+        """Requests of `running` that are left out of the next step, because the budget cannot pay
+        for their masks."""
         for request in [r for r in running if r.mask_units >= COSTLY_MASK_UNITS]:
             self._remember(request)
         if not self._prices:
@@ -599,7 +628,7 @@ class MaskBudget:
         return out
 
     def spend(self, rows: Iterable[PlannedRow], running: Collection[Request]) -> None:
-        """A plan was written with these (request, count) rows."""
+        """Charges the masks of a plan's (request, count) rows, and adds the budget of one step."""
         if not self._prices:
             return
         self._last_turn += 1
@@ -618,7 +647,7 @@ class MaskBudget:
         )
 
     def _price(self, request: Request) -> int:
-        """What a mask of it costs, as far as that is known; 0 if that is not much."""
+        """Cost of one mask of `request` in units, as far as it is known; 0 if it is not high."""
         if request.mask_units >= 0:
             return request.mask_units if request.mask_units >= COSTLY_MASK_UNITS else 0
         spec = request.work.params.structured_outputs

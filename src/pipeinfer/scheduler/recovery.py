@@ -1,9 +1,11 @@
-"""What a scheduler keeps and sends so that a lost stage costs no request.
+"""The scheduler's records and messages by which a lost stage costs no request.
 
-Quarantine: requests that may have ended an engine, which are tried alone.
-RecoveryRecords: requests that it does not run, because they have ended or are not known yet.
-TakeoverTimes: how long requests waited for the engine after a lost one.
-Outbox: messages for detokenizers: openings, rows of new tokens, refusals, and all of it again.
+- Quarantine: requests that may have ended an engine, which are tried alone
+- RecoveryRecords: requests that the scheduler does not run, because they have ended or have not
+  come yet
+- TakeoverTimes: how long requests waited for the engine after a lost one
+- Outbox: messages for detokenizers: openings, rows of new tokens, refusals, and their repetition
+
 Knows requests and messages; no bus and no engine.
 """
 
@@ -37,13 +39,14 @@ from pipeinfer.messages import (
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 from pipeinfer.wire import LOGPROBS_PER_MESSAGE, pack
 
-MAX_REMEMBERED = 10_000  # ids of requests that are over, at most
-REMEMBERED_SECONDS = 60.0  # seconds for which they are remembered
-ORPHANED_SECONDS = 60.0  # seconds that what was delivered waits for its work
-# Seconds, at most, after which one that has finished is asked after.
+MAX_REMEMBERED = 10_000  # most ids of ended requests that are kept
+REMEMBERED_SECONDS = 60.0  # seconds for which ids of ended requests are kept
+ORPHANED_SECONDS = 60.0  # seconds for which a Delivered waits for its TokenizedRequest
+# Most seconds that a finished request waits for its Done before a tokenizer is asked to abort it.
 MAX_RETENTION_SECONDS = 3_600.0
 
-CRASHES_ALONE = 3  # not the first: an engine may be killed from outside while a suspect runs
+# crashes; more than one, because an engine may be killed from outside while a suspect runs
+CRASHES_ALONE = 3
 
 
 class Quarantine:
@@ -52,8 +55,11 @@ class Quarantine:
     An engine may be lost for any reason, so a request is a suspect only when it was in flight at
     two losses and had no token in between. Requests that lost their slot without being suspects are
     resumed first (Planner._compose). Then each suspect runs alone until it has produced a token,
-    which clears it. One that is alone in CRASHES_ALONE crashes is the culprit and fails by itself.
-    under_test: the suspect that is tried now; it may have finished since.
+    which clears it. A request that is alone in CRASHES_ALONE crashes is the culprit and fails by
+    itself.
+
+    Attributes:
+    - under_test: the suspect that is tried now; it may have finished since. None: no suspect is
     """
 
     def __init__(self) -> None:
@@ -61,8 +67,8 @@ class Quarantine:
         self.under_test: Request | None = None
 
     def on_epoch_lost(self, requests: list[Request]) -> Request | None:
-        """The engine was lost while `requests` were in flight; returns one that must fail. Those
-        that are no suspects stay "lost"."""
+        """Takes the loss of an engine while `requests` were in flight; returns the request that
+        must fail, or None. Requests that are no suspects stay "lost"."""
         culprit = None
         tested, self.under_test = self.under_test, None
         if tested in requests:
@@ -73,7 +79,8 @@ class Quarantine:
         elif tested is not None and tested.phase != "finished":
             if tested.phase == "lost":
                 tested.move("quarantined")
-            self._suspects.appendleft(tested)  # it had no step in flight: not its doing
+            # it had no step in flight, so it did not cause the loss
+            self._suspects.appendleft(tested)
         for request in requests:
             if request.lost_in_flight:
                 request.move("quarantined")
@@ -82,16 +89,17 @@ class Quarantine:
         return culprit
 
     def add(self, request: Request, crashes: int) -> None:
-        """Another group lost its engine to it, or to others; `crashes` with it alone."""
+        """Takes a suspect from another group, which lost its engine to it or to other requests,
+        `crashes` times with this one alone."""
         request.move("quarantined")
         request.lost_in_flight = True
         request.crashes_alone = crashes
         self._suspects.append(request)
 
     def crashes_alone(self, request: Request) -> int:
-        """Of engines that ran `request` alone; -1 if it was in flight at no loss, or has had a
-        token since. A group that takes it over tries it alone even after a first loss: its engine
-        serves others."""
+        """Number of engines that crashed while they ran `request` alone; -1 if it was in flight at
+        no loss, or has had a token since. A group that takes the request over tries it alone even
+        after a first loss, because its engine serves other requests."""
         return request.crashes_alone if request.lost_in_flight else -1
 
     def next(self) -> Request | None:
@@ -104,14 +112,14 @@ class Quarantine:
         return self.under_test
 
     def clear(self, request: Request) -> None:
-        """`request` produced a token."""
+        """Clears `request`, which has produced a token."""
         request.lost_in_flight = False
         if request is self.under_test:
             request.crashes_alone = 0
             self.under_test = None
 
     def remove(self, request: Request) -> None:
-        """`request` is over: it is no suspect any more."""
+        """Removes `request`, which is over."""
         self._suspects = deque(one for one in self._suspects if one is not request)
 
     def __len__(self) -> int:
@@ -119,15 +127,21 @@ class Quarantine:
 
 
 class RecoveryRecords:
-    """Of one scheduler; `tokenizers` and `detokenizers` are the stages that may know a request.
+    """Records of one scheduler of requests that it does not run.
 
-    It keeps a finished request, whole, until its client has it; the ids of those that have ended
-    for good, because their work may be sent once more; what detokenizers delivered of requests
-    whose work has not come; and which requests another group took over.
+    It keeps a finished request, whole, until its client has it; the ids of requests that have ended
+    for good, because their work may be sent once more; Delivered messages of requests whose work
+    has not come; and which requests another group took over.
 
-    finished: (request, the message that ended it), by id.
-    retention_seconds: seconds, at least, that a finished request waits for its Done; at most
-    MAX_RETENTION_SECONDS count. group: the scheduler's data-parallel group."""
+    Attributes:
+    - tokenizers, detokenizers: ids of the stages that may have a request
+    - finished: (request, the message that ended it), by id
+
+    Arguments:
+    - retention_seconds: least seconds that a finished request waits for its Done; at most
+      MAX_RETENTION_SECONDS count
+    - group: the scheduler's data-parallel group
+    """
 
     def __init__(
         self,
@@ -142,20 +156,22 @@ class RecoveryRecords:
         self.detokenizers = tuple(detokenizers)
         self.finished: dict[str, tuple[Request, FinalMessage]] = {}
         self._delivered: dict[str, tuple[Delivered, float]] = {}
-        # The last attempt of each.
+        # By request id, the last attempt that has ended for good.
         self._ended_attempts = RecentTable[float](REMEMBERED_SECONDS, MAX_REMEMBERED)
-        self._handed_over: dict[str, str] = {}  # to another group; where its output goes
-        self._swept: dict[str, float] = {}  # of finished ones: the first sweep that saw them
+        # by request id: detokenizer of a request that went to another group
+        self._handed_over: dict[str, str] = {}
+        # by id of a finished request: time of the first sweep that found it
+        self._swept: dict[str, float] = {}
         self._sweep_at = 0.0
 
     def add_finished(self, request: Request, last: FinalMessage) -> None:
-        """`request` ended with `last`; its detokenizer may need it again."""
+        """Adds `request`, which ended with `last`; its detokenizer may need it again."""
         self.finished[request.id] = request, last
 
     def has_ended(self, request_id: str, attempt: int) -> bool:
         """True if this attempt of the request has ended here, so that its work is a repetition.
 
-        An earlier one that has ended is forgotten: another group went on with it since.
+        An earlier attempt that has ended is forgotten: another group has continued it since.
         """
         if self._ended(request_id) >= attempt:
             return True
@@ -166,13 +182,13 @@ class RecoveryRecords:
         return finished is not None
 
     def _ended(self, request_id: str) -> float:
-        """The last attempt of it that is over for good; 0: none."""
+        """The last attempt of the request that is over for good; 0: none."""
         return self._ended_attempts.get(request_id) or 0
 
     def add_delivered(self, delivered: Delivered, now: float) -> Abort | None:
-        """What a detokenizer delivered of a request that is not live; what to answer, if anything.
+        """Takes the Delivered of a request that is not live; returns the answer, or None.
 
-        It waits for its work, unless the request is over.
+        The Delivered waits for the request's work, unless the request is over.
         """
         name, attempt = delivered.request_id, delivered.attempt
         if self._ended(name) >= attempt:
@@ -183,7 +199,8 @@ class RecoveryRecords:
         return None
 
     def hand_over(self, request: Request, crashes: int) -> Delivered:
-        """What another group needs to go on with it. Its end will be reported here as well."""
+        """The message with which another group continues the request. Its end will be reported here
+        as well."""
         self._handed_over[request.id] = detokenizer_of(request)
         ids, attempt = pack(request.outputs), request.work.attempt
         return Delivered(
@@ -197,18 +214,19 @@ class RecoveryRecords:
 
     @property
     def orphans(self) -> int:
-        """Requests of which something was delivered, but whose work no tokenizer has sent."""
+        """Number of requests with a Delivered, but whose work no tokenizer has sent."""
         return len(self._delivered)
 
     def take_delivered(self, request_id: str) -> Delivered | None:
-        """What was delivered of a request whose work has come."""
+        """Removes and returns the Delivered of a request whose work has come; None if there is
+        none."""
         self._handed_over.pop(request_id, None)
         delivered, _ = self._delivered.pop(request_id, (None, 0.0))
         return delivered
 
     def on_ended(self, request_id: str, now: float, attempt: float = inf) -> tuple[str, ...]:
-        """The request is over for good, up to this `attempt`; returns the detokenizers that may
-        know it."""
+        """Notes that the request is over for good, up to this `attempt`; returns the detokenizers
+        that may have it."""
         self._ended_attempts.put(request_id, max(attempt, self._ended(request_id)), now)
         receivers: set[str] = set()
         waiting = self._delivered.get(request_id)
@@ -224,14 +242,14 @@ class RecoveryRecords:
         return tuple(sorted(receivers))
 
     def on_recovered(self, now: float) -> None:
-        """All neighbours have sent what they have: what is missing now may be lost."""
+        """All neighbours have sent their state: whatever is missing from `now` on may be lost."""
         for name, (delivered, _) in self._delivered.items():
             self._delivered[name] = delivered, now
 
     def take_orphaned(self, now: float) -> Iterator[tuple[str, Abort]]:
-        """(detokenizer, message for it) of requests whose work never came.
+        """Removes requests whose work never came, and yields (detokenizer, message for it).
 
-        Not to be called before the neighbours have sent all.
+        Must not be called before the neighbours have sent all.
         """
         orphaned = [d for d, since in self._delivered.values() if now - since > ORPHANED_SECONDS]
         for delivered in orphaned:
@@ -241,8 +259,8 @@ class RecoveryRecords:
             yield from ((to, abort) for to in self.detokenizers)
 
     def take_unclaimed(self, now: float) -> list[Delivered]:
-        """Of those that have finished, and that no Done came for: messages for a tokenizer, which
-        aborts them wherever they are. Their gateway is lost, or their end is."""
+        """Messages for the tokenizers about finished requests for which no Done came: a tokenizer
+        aborts them wherever they are. Their gateway, or the message of their end, is lost."""
         if now < self._sweep_at:
             return []
         self._swept = {name: self._swept.get(name, now) for name in self.finished}
@@ -258,16 +276,17 @@ class RecoveryRecords:
 
 
 def answer_retention(work: TokenizedRequest) -> float:
-    """For which a finished request is kept though its client may have all of it."""
+    """Seconds for which a finished request is kept though its client may have all of it."""
     return 0.0 if work.retention is None else work.retention.seconds
 
 
 class TakeoverTimes:
-    """From the loss of an engine under requests to their next tokens, by core.TAKEOVER_PHASES.
-    Times are seconds of one clock.
+    """Durations from the loss of an engine with requests to their next tokens, by
+    core.TAKEOVER_PHASES. Times are seconds of one clock.
 
-    count: takeovers in which all requests have gone on. waiting: ids of requests that have had no
-    token since the loss.
+    Attributes:
+    - count: takeovers in which all requests have gone on
+    - waiting: ids of requests that have had no token since the loss
     """
 
     def __init__(self) -> None:
@@ -278,8 +297,9 @@ class TakeoverTimes:
         self._since = 0.0
 
     def begin(self, requests: Iterable[Request], now: float) -> None:
-        """An epoch was lost, and with it the slots of `requests`."""
-        if not self._next or self._next[0] != "restart":  # else no engine has come since
+        """Takes the loss of an epoch, and with it of the slots of `requests`."""
+        # otherwise no engine has come since the last loss
+        if not self._next or self._next[0] != "restart":
             self._since = now
         self.waiting.update(request.id for request in requests)
         self._next.clear()
@@ -287,19 +307,19 @@ class TakeoverTimes:
             self._next.extend(TAKEOVER_PHASES)
 
     def reached(self, phase: TakeoverPhase, now: float) -> None:
-        """The end of `phase`, if that is the one under way."""
+        """Ends `phase`, if that is the phase under way."""
         if self._next and self._next[0] == phase:
             self._next.popleft()
             self._seconds[phase], self._since = now - self._since, now
             self.count += phase == TAKEOVER_PHASES[-1]
 
     def on_token(self, request: Request, now: float) -> None:
-        """One of `waiting` has a token."""
+        """Takes a token of `request`, one of `waiting`."""
         self.reached("first_token", now)
         self.on_finished(request, now)
 
     def on_finished(self, request: Request, now: float) -> None:
-        """`request` waits for nothing any more."""
+        """Takes the end of `request`, or its first token."""
         if request.id in self.waiting:
             self.waiting.remove(request.id)
             if not self.waiting:
@@ -307,20 +327,20 @@ class TakeoverTimes:
                 self._next.clear()
 
     def statistics(self) -> dict[str, float]:
-        """How many, and the seconds of each phase of the last one."""
+        """The number of takeovers, and the seconds of each phase of the last takeover."""
         seconds = {takeover_statistic(phase): took for phase, took in self._seconds.items()}
         return {"takeovers_total": self.count, **seconds}
 
 
-CONTEXT_TOKENS = 16  # of the prompt, so that the decoder knows what the first output follows
+# last ids of the prompt in OpenStream, so that the first output is decoded in its context
+CONTEXT_TOKENS = 16
 
-FinalMessage = TokenRow | Refused  # with what a request ended
+FinalMessage = TokenRow | Refused  # the message that ended a request
 
 
 class Outbox:
-    """Collects what one event sends. Rows come behind all else, so that each detokenizer gets one
-    message of them.
-    """
+    """Collects the messages that one event sends. Rows come after all other messages, so that each
+    detokenizer gets one message of them."""
 
     def __init__(self, group: int) -> None:
         self._group = group
@@ -328,33 +348,33 @@ class Outbox:
         self._rows: dict[int, list[TokenRow]] = {}  # by the number of the detokenizer
 
     def send(self, channel: str, to: str, message: Message) -> None:
-        """One more message."""
+        """Adds a message."""
         self._sends.append(Send(channel, to, message))
 
     def send_each(self, channel: str, stages: Iterable[str], message: Message) -> None:
-        """The same message to each of `stages`."""
+        """Adds the same message to each of `stages`."""
         self._sends += [Send(channel, to, message) for to in stages]
 
     def add(self, sends: Iterable[Send]) -> None:
-        """More messages."""
+        """Adds messages."""
         self._sends += sends
 
     def row(self, request: Request, row: TokenRow) -> None:
-        """New tokens of a request, or its end."""
+        """Adds new tokens of a request, or its end."""
         rows = self._rows.get(request.work.detokenizer)  # hot path: once a token
         if rows is None:
             rows = self._rows[request.work.detokenizer] = []
         rows.append(row)
 
     def take(self) -> list[Send]:
-        """All that was collected since it was last asked."""
+        """Removes and returns all messages."""
         out, self._sends = self._sends, []
         out += [self._tokens(f"detokenizer-{to}", tuple(rows)) for to, rows in self._rows.items()]
         self._rows.clear()
         return out
 
     def open_message(self, request: Request) -> Send:
-        """Comes before a request's first row."""
+        """The message that comes before a request's first row."""
         work = request.work
         opened = OpenStream(
             request_id=work.request_id,
@@ -370,7 +390,8 @@ class Outbox:
         return Send("tokens", detokenizer_of(request), opened)
 
     def all_of(self, request: Request, last: FinalMessage | None = None) -> Iterator[Send]:
-        """All there is of a request, for a detokenizer that has nothing of it."""
+        """All messages of a request so far, for a detokenizer that has none of them; `last`: the
+        message that ended it, None if it is live."""
         if isinstance(last, Refused):
             yield Send("tokens", detokenizer_of(request), last)
             return
@@ -380,8 +401,8 @@ class Outbox:
             yield self._tokens(detokenizer_of(request), (row,))
 
     def prompt_logprobs(self, request: Request, first: int) -> Iterator[Send]:
-        """The log-probs of its prompt's tokens from `first` on, as far as they are known, in
-        messages of a bounded size."""
+        """The log-probs of the prompt's tokens from `first` on, as far as they are known, in
+        messages of at most LOGPROBS_PER_MESSAGE log-probs."""
         width, work = request.prompt_logprob_size, request.work
         for begin in range(first, request.num_prompt_logprobs, LOGPROBS_PER_MESSAGE):
             tokens = slice(
@@ -405,14 +426,15 @@ class Outbox:
 
 
 def detokenizer_of(request: Request) -> str:
-    """The detokenizer stage to which `request` belongs."""
+    """Id of the detokenizer stage that serves `request`."""
     return f"detokenizer-{request.work.detokenizer}"
 
 
 def refusal(
     request: Request, status: int, message: str, param: str | None, code: str | None = None
 ) -> Refused:
-    """Instead of any row: the request cannot be served, and nothing of it was delivered."""
+    """The refusal sent in place of any row: the request cannot be served, and nothing of it was
+    delivered."""
     work = request.work
     return Refused(
         request_id=work.request_id,
@@ -428,7 +450,7 @@ def refusal(
 def next_row(
     request: Request, offset: int, finish: FinishReason | None, stop_token: int | None
 ) -> TokenRow:
-    """The row of what the request has generated from `offset` on."""
+    """The row of the ids that the request has generated from `offset` on."""
     size = request.logprob_size
     logprobs = bytes(request.logprobs[offset * size :]) if size else b""
     return TokenRow(  # hot path: once a token
@@ -443,8 +465,8 @@ def next_row(
 
 
 def all_rows(request: Request, last: TokenRow | None) -> Iterator[TokenRow]:
-    """All that the request has generated, and `last`, if it has ended. With log-probs in rows of a
-    bounded size."""
+    """All ids that the request has generated, with the end `last` if it is not None. With log-probs
+    in rows of at most LOGPROBS_PER_MESSAGE ids."""
     many, size = (
         len(request.outputs),
         LOGPROBS_PER_MESSAGE if request.logprob_size else len(request.outputs),
@@ -462,7 +484,7 @@ def all_rows(request: Request, last: TokenRow | None) -> Iterator[TokenRow]:
 
 
 def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
-    """Of these output tokens from `offset` on."""
+    """The row of the output tokens `ids` from `offset` on."""
     begin, many = offset * request.logprob_size, len(ids) // TOKEN_BYTES * request.logprob_size
     return TokenRow(
         request_id=request.id,
@@ -476,9 +498,9 @@ def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
 def last_row(request: Request, finish: FinishReason | None, error: str = "") -> TokenRow:
     """The row that ends `request`, for a detokenizer that was restarted.
 
-    finish: why it ended; None if its detokenizer had ended it, at a stop string. The next
-        detokenizer finds the stop string in the same ids again and never reads this row; if it does
-        not find it, rows were lost, and the row says so as an error.
+    - finish: why it ended; None if its detokenizer had ended it, at a stop string. The next
+      detokenizer finds the stop string in the same ids again and never reads this row; if it does
+      not find it, rows were lost, and the row is an error about that
     """
     if finish is None:
         finish = "error"

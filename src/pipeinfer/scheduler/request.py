@@ -1,8 +1,9 @@
-"""One request as the scheduler sees it: a token sequence, and how far the engine has come with it.
+"""A request in the scheduler: a token sequence, and how far the engine has come with it.
 
 Knows no pages and no bus. Positions follow from one number: if the scheduler gave an engine K ids
 of a request, and the engine has computed c tokens of it, it has sampled max(c - K + 1, 0). Ids that
-a grammar forces are known before they are computed: `jump` sends them to the engine.
+a grammar forces are known before they are computed: `jump` sends them to the engine (jump-forward
+decoding).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Literal
 from pipeinfer.messages import Delivered, FinishReason, Hello, TokenizedRequest
 from pipeinfer.wire import logprob_bytes, no_logprob
 
-RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
+# taken off the arrival number of resumed requests: they come first, in their order
+RESUMED = 1 << 40
 TOKEN_BYTES = 4  # of packed ids
-UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken to need
+UNKNOWN_OUTPUT = 256  # output tokens assumed for a request without max_tokens
 DRAFT_RATE_STEP = 1 / 4  # how much one step's draft tokens change the rate of accepted ones
 
 
@@ -24,46 +26,58 @@ DRAFT_RATE_STEP = 1 / 4  # how much one step's draft tokens change the rate of a
 class Request:
     """State of a live request. Lengths are in tokens.
 
-    Confirmed is what a result has reported; projected, what will be so once the steps in flight are
-    done. The memory of an engine counts on planned steps at once: SlotArrays.num_projected
-    (memory/pages.py) is what is projected here, less rows that it has deferred.
+    - confirmed: reported by a Result
+    - projected: expected after all steps in flight. The engine's MemoryManager works with projected
+      values only: its SlotArrays.num_projected (memory/pages.py) is `projected` here, less rows
+      that it has deferred
 
-    work: the message that it came with; its prompt stays there, as bytes.
-    arrival: its number among all requests of this scheduler. arrived_at: when it came, in seconds
-        by the SuspendAwareClock of SchedulerCore. admitted_at: when it first got a slot.
-    deadline: by the clock of events; infinite without one.
-    max_total: most tokens, prompt and output, that it may have. prompt_len: of its prompt.
-    outputs: ids, int32, that results have confirmed. stops: ids that end it.
-    phase: see Phase. slot: the engine's, -1 unless it runs.
-    admission: how often it was admitted; rows of older admissions are stale.
-    admitted_len: tokens that the last admission brought. known_len: those, and ids that the engine
-        got since (K above).
-    computed: tokens that results have confirmed as computed. projected: those that will be computed
-        once the steps in flight are done, if no row is deferred.
-    drafted: draft tokens of it were verified since the last admission. reached: the most that
-        `projected` was since then, of a drafted request; the engine keeps pages for as much.
-    counts_in_flight: planned tokens of each step in flight since the last admission, oldest first;
-        below 0, of a drafted request: -1 less the draft tokens. How many are accepted is not known
-        before the step's result: `projected` counts all.
-        steps_in_flight: steps without a result that have a row of it, of older admissions, too.
-    first_cache_hit: tokens that the prefix cache had at its first admission, -1 until known.
-        cache_hit: at its last admission.
-    deferrals: steps in a row in which the engine had no page for it.
-    crashes_alone: of engines that ran it alone. lost_in_flight: a step of it was in flight when an
-        engine was lost, and it has had no token since. bad_logits: its logits were not finite, so
-        that nobody may reuse what was computed of it.
-    lost_tokens: tokens computed by an engine that was lost since; 0 once its successor has said
-        how many of them it found in kept pages.
-    queued_tokens: tokens to compute, as counted when it came into the queue.
-    prefix_source: the request whose pages this one will share: those of the first shared_len
-        tokens, or of the whole prompt if shared_len is 0.
-    logprobs, prompt_logprobs: packed log-probs of its outputs, or its vector, and of its prompt's
-        tokens so far; of logprob_size and prompt_logprob_size bytes each, 0 where they are not
-        asked for.
-    draft_rate: 0 to 1, of its latest draft tokens how many were accepted; see Drafter.
-    adapter_slot: of engines, where its adapter lies or will lie; 0: it has none, or waits for one.
-    mask_units: what a mask of its grammar costs, as engines found out last, -1 before. mask_turn:
-        the plan in which it had one last, counted by MaskBudget; below 0: it goes first.
+    Attributes:
+    - work: the message of the request; its prompt stays there, as bytes
+    - arrival: number among all requests of this scheduler
+    - arrived_at: when the request came, in seconds by the SuspendAwareClock of SchedulerCore
+    - admitted_at: when it first got a slot, by the same clock
+    - deadline: by the clock of events; infinite without one
+    - max_total: most tokens, prompt and output, that it may have
+    - prompt_len: tokens of the prompt
+    - outputs: ids, int32, that results have confirmed
+    - stops: ids that end the request
+    - phase: see Phase
+    - slot: slot of the engine; -1 unless the request runs
+    - admission: how often it was admitted; rows of older admissions are stale
+    - admitted_len: tokens that the last admission sent
+    - known_len: those, and ids that the engine got since (K above)
+    - computed: tokens that results have confirmed as computed
+    - projected: tokens that are computed after the steps in flight, if no row is deferred
+    - drafted: has had draft tokens since its last admission
+    - reached: maximum of `projected` since the request has drafts; the engine holds pages for that
+      many tokens
+    - counts_in_flight: planned tokens of each step in flight since the last admission, oldest
+      first. A drafted request's entry is -(1 + drafts): how many drafts are accepted is not known
+      before the step's result, and `projected` counts all
+    - steps_in_flight: steps without a result that have a row of the request, of older admissions,
+      too
+    - first_cache_hit: tokens that the prefix cache had at the first admission, -1 until known
+    - cache_hit: tokens that the prefix cache had at the last admission
+    - deferrals: steps in a row in which the engine had no page for the request
+    - crashes_alone: engines that crashed while they ran the request alone
+    - lost_in_flight: a step of the request was in flight when an engine was lost, and the request
+      has had no token since
+    - bad_logits: the logits were not finite, so that no request may reuse this one's pages
+    - lost_tokens: tokens computed by an engine that was lost since; 0 once its successor has
+      reported how many of them it found in kept pages
+    - queued_tokens: tokens to compute, as counted when the request came into the queue
+    - prefix_source: the request whose pages this one will share
+    - shared_len: tokens at the beginning whose pages are shared with `prefix_source`; 0: the whole
+      prompt
+    - logprobs, prompt_logprobs: packed log-probs of the outputs, or the vector, and of the prompt's
+      tokens so far
+    - logprob_size, prompt_logprob_size: bytes of each of these; 0 if they are not asked for
+    - draft_rate: 0 to 1, share of its latest draft tokens that were accepted; see Drafter
+    - adapter_slot: slot of the engines where the adapter lies or will lie; 0: no adapter, or none
+      yet
+    - mask_units: cost of one mask of the grammar, as an engine last reported; -1 before
+    - mask_turn: number of the plan that last had a mask of it, counted by MaskBudget; below 0: its
+      next mask is paid for, and it goes first
     """
 
     work: TokenizedRequest
@@ -111,7 +125,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Prompt and confirmed outputs."""
+        """Number of prompt tokens and confirmed outputs."""
         return self.prompt_len + len(self.outputs)
 
     @property
@@ -122,13 +136,13 @@ class Request:
 
     @property
     def sampled(self) -> bool:
-        """Whether it got output since the last admission."""
+        """Whether the request got output since the last admission."""
         return self.known_len > self.admitted_len or bool(self.sampled_ids)
 
     @property
     def num_forced_ahead(self) -> int:
-        """Ids that are known, and will not be computed once the steps in flight are done. Without
-        forced ones it is 1 at most."""
+        """Number of known ids that the steps in flight do not compute. Without forced ids it is 1
+        at most."""
         return self.prompt_len + len(self.outputs) - self.projected
 
     @property
@@ -139,8 +153,9 @@ class Request:
 
     @property
     def provides_prefix(self) -> bool:
-        """Whether a request that the next plan admits finds the prompt in the prefix cache: the
-        step that completed it has given its result, and there was a plan behind that step."""
+        """Whether a request that the next plan admits finds this prompt in the prefix cache: the
+        step that completed the prompt has given its result, and there was a plan after that step.
+        """
         return (
             self.phase == "running"
             and self.admitted_len <= self.computed
@@ -149,7 +164,8 @@ class Request:
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens that it will find in the pages of another, if the next plan admits it."""
+        """Number of tokens that the request finds in the pages of its `prefix_source`, if the next
+        plan admits it."""
         lead = self.prefix_source
         if lead is None or self.prompt_logprobs_from >= 0:
             return 0
@@ -163,7 +179,8 @@ class Request:
 
     @property
     def prefix_unpublished(self) -> bool:
-        """Whether what it will find is of a prompt that is not in the prefix cache by itself."""
+        """Whether the request will share pages of a prompt that is not in the prefix cache by
+        itself."""
         lead = self.prefix_source
         return (
             lead is not None
@@ -174,12 +191,13 @@ class Request:
 
     @property
     def exhausted(self) -> bool:
-        """True when the steps in flight bring it to its length limit."""
+        """True when the steps in flight bring the request to its length limit."""
         return self.projected >= self.known_len and self.projected + 1 >= self.max_total
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens still to be computed if it grows to its max_tokens, as far as that is known."""
+        """Number of tokens still to be computed if the request grows to its max_tokens; without
+        max_tokens UNKNOWN_OUTPUT output tokens are assumed."""
         max_tokens = self.work.params.max_tokens
         outputs = UNKNOWN_OUTPUT if max_tokens is None else max_tokens
         known = self.known_len - self.computed if self.phase == "running" else self.length
@@ -187,23 +205,24 @@ class Request:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Prompt tokens that have their log-probs."""
+        """Number of prompt tokens that have their log-probs."""
         size = self.prompt_logprob_size
         return len(self.prompt_logprobs) // size if size else 0
 
     @property
     def prompt_logprobs_from(self) -> int:
-        """See messages.Admit."""
+        """Admit.prompt_logprobs_from of the next admission."""
         return self.num_prompt_logprobs if 0 < self.num_prompt_logprobs < self.prompt_len else -1
 
     def move(self, phase: Phase) -> None:
-        """Only whoever keeps it from now on moves it, or who ends it."""
+        """Changes the phase; AssertionError if that is no transition of NEXT. Called only by the
+        container that takes the request over, or by the code that ends it."""
         assert phase in NEXT[self.phase], f"{self.id} is {self.phase} and cannot be {phase} now"
         self.phase = phase
 
     def project(self, count: int, drafts: int = 0) -> int:
         """Projects one more row of at most `count` tokens, `drafts` of them draft tokens; returns
-        how many it will compute."""
+        the number of tokens that the row will compute."""
         before = self.projected
         if before < self.known_len:
             self.projected = min(before + count, self.known_len)
@@ -218,17 +237,19 @@ class Request:
         return self.projected - before
 
     def count_drafts(self, drafts: int, accepted: int) -> None:
-        """A row of it has ended with that many of its `drafts` accepted."""
+        """Updates `draft_rate` after a row that had `drafts` draft tokens, `accepted` of them
+        accepted."""
         if drafts:
             self.draft_rate += DRAFT_RATE_STEP * (accepted / drafts - self.draft_rate)
 
     def confirm(self, computed: int) -> None:
-        """The oldest row in flight has left the engine at `computed`; projects the others anew."""
+        """Takes the result of the oldest row in flight, after which the engine is at `computed`;
+        projects the later rows anew."""
         del self.counts_in_flight[0]
         self.replay_in_flight(computed)
 
     def replay_in_flight(self, computed: int) -> None:
-        """The engine is at `computed` before the rows in flight."""
+        """Projects the rows in flight anew: the engine is at `computed` tokens before them."""
         self.computed = computed
         for count in self.counts_in_flight:
             if computed < self.known_len:
@@ -240,9 +261,13 @@ class Request:
         self.projected = computed
 
     def admit(self, hit: int = 0, expected: int = 0) -> None:
-        """It will be admitted with all its tokens; its slot is given when the plan is written.
-        Until the engine has said what the prefix cache has, `hit` of them are counted on for pages,
-        and `expected` for the tokens of the next rows."""
+        """Prepares an admission with all tokens of the request; the slot is given when the plan is
+        written.
+
+        - hit: tokens expected from the prefix cache, as far as pages are reserved by it
+        - expected: tokens expected from the prefix cache, for the length of the next rows. The
+          engine's Admitted corrects both
+        """
         self.admission += 1
         self.admitted_len = self.known_len = self.length
         self.cache_hit = hit
@@ -252,17 +277,18 @@ class Request:
         self.counts_in_flight.clear()
 
     def jump(self, count: int) -> array[int]:
-        """The next row computes `count` tokens; returns those of them, and of tokens before, that
-        the engine has not got."""
+        """Plans that the next row computes `count` tokens, and returns the ids of these and of
+        earlier tokens that the engine has not got."""
         begin = self.known_len - self.prompt_len
         self.known_len = self.projected + count
         return self.outputs[begin : self.known_len - self.prompt_len]
 
     def resume(self, delivered: Delivered) -> None:
-        """It will go on after output that another scheduler had sampled, and that was delivered.
+        """Continues the request after output that another scheduler had sampled, and that was
+        delivered.
 
-        How much of its prompt was cached then is not known any more. Log-probs that nobody knows
-        any more, because a gateway alone has the ids, are zeros: its client has them.
+        How much of the prompt was cached then is not known any more. Log-probs that are lost,
+        because a gateway alone has the ids, are zeros: the client has them already.
         """
         self.outputs = array("i", delivered.ids)
         self.logprobs = bytearray(delivered.logprobs)
@@ -273,16 +299,16 @@ class Request:
             _fill(self.prompt_logprobs, self.prompt_len * self.prompt_logprob_size)
         self.first_cache_hit = 0
         self.lost_tokens = self.length - 1 if self.outputs else 0
-        self.arrival = self.arrival % RESUMED - RESUMED  # once, also where it is told twice
+        self.arrival = self.arrival % RESUMED - RESUMED  # once, also if this is called twice
 
     def truncate(self, length: int) -> None:
-        """So many outputs are all there are."""
+        """Cuts the outputs to the first `length` tokens."""
         del self.outputs[length:]
         del self.logprobs[length * self.logprob_size :]
 
     def add_prompt_logprobs(self, first: int, raw: bytes) -> int:
         """Takes log-probs of prompt tokens from position `first` on; returns how many are new.
-        ValueError if some before them are missing, or they are no prompt's."""
+        ValueError if log-probs before `first` are missing, or the bytes do not fit the prompt."""
         known, size = self.num_prompt_logprobs, self.prompt_logprob_size
         if first > known:
             raise ValueError(f"log-probs from token {first} on, where {known} are known")
@@ -297,10 +323,10 @@ class Request:
     def append(
         self, tokens: list[int], logprobs: bytes = b""
     ) -> tuple[FinishReason | None, int | None]:
-        """Appends confirmed output ids with their log-probs; what follows a stop token or the limit
-        does not exist.
+        """Appends confirmed output ids with their log-probs; ids after a stop token or the length
+        limit are dropped.
 
-        Returns with what that ends it, if it does, and the stop token if it is one.
+        Returns (finish reason, None if the request goes on; the stop token, None if there is none).
         """
         if self.logprob_size:
             self.logprobs += logprobs
@@ -320,29 +346,37 @@ class Request:
         return None, None
 
     def on_epoch_lost(self) -> None:
-        """Its slot went with the epoch, and what was computed of it may be lost."""
+        """The epoch has ended: the request has lost its slot, and its computed tokens may be
+        lost."""
         self.move("lost")
         self.free_slot()
         self.lost_tokens = max(self.lost_tokens, self.computed)
 
     def take_recomputed(self, found: int) -> int:
-        """An engine that admits it has `found` tokens in its pages. Returns how many are computed
-        anew that a lost engine had computed; counted once."""
+        """Takes an engine's report, at an admission, that its pages have `found` tokens of the
+        request. Returns the number of tokens that a lost engine had computed and that are computed
+        anew; each is counted once."""
         lost, self.lost_tokens = self.lost_tokens, 0
         return max(lost - found, 0)
 
     def free_slot(self) -> None:
-        """It has no slot any more; rows in flight still report."""
+        """Takes the slot away; rows in flight still report."""
         self.slot = -1
 
 
 def _fill(logprobs: bytearray, size: int) -> None:
-    """Zeros up to `size` bytes."""
+    """Appends zeros up to `size` bytes."""
     logprobs.extend(bytes(max(size - len(logprobs), 0)))
 
 
 def request_of(work: TokenizedRequest, arrival: int, now: float, since: float = 0.0) -> Request:
-    """A request in its first state. Deadline: `now` + timeout, or never."""
+    """A new request.
+
+    - arrival: number among all requests of the scheduler
+    - now: seconds by the clock of events; the deadline is `now` + timeout, or infinite without
+      timeout
+    - since: seconds by the SuspendAwareClock, as `Request.arrived_at`
+    """
     of_prompt = work.params.prompt_logprobs
     return Request(
         work=work,
@@ -357,12 +391,13 @@ def request_of(work: TokenizedRequest, arrival: int, now: float, since: float = 
     )
 
 
-# Plain strings: they are part of a scheduler's snapshot as they are.
+# Plain strings: they are stored in a scheduler's snapshot as they are.
 Phase = Literal[
-    "new",  # of the planner it is in no container yet
+    "new",  # in none of the planner's containers yet
     "waiting",  # in the queue
-    "waiting_for_prefix",  # until another has computed their common prompt, or its beginning
-    "waiting_for_grammar",  # until engines have compiled it, or may pay for its masks
+    # until another request has computed their common prompt, or its beginning
+    "waiting_for_prefix",
+    "waiting_for_grammar",  # until engines have compiled it, or the mask budget allows its masks
     "waiting_for_adapter",  # until engines have loaded it
     "quarantined",  # it may have crashed an engine
     "running",  # it holds a slot
@@ -397,7 +432,11 @@ NEXT: dict[Phase, tuple[Phase, ...]] = {
 
 
 class TooLong(ValueError):
-    """The request cannot be served by this group, ever; `param` is the field to blame."""
+    """The request can never be served by this group.
+
+    Attributes:
+    - param: the request's field to blame
+    """
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -405,9 +444,10 @@ class TooLong(ValueError):
 
 
 def max_total(request: Request, shape: Hello) -> int:
-    """Most tokens, prompt and output, that `request` may have; raises TooLong.
+    """Most tokens, prompt and output, that `request` may have on engines with the limits `shape`;
+    raises TooLong.
 
-    A max_tokens that was given must fit as it is; where none was given, it is what fits.
+    A given max_tokens must fit as it is; without max_tokens the result is as much as fits.
     """
     prompt, max_tokens = request.prompt_len, request.work.params.max_tokens
     pool = shape.pages * shape.page_size

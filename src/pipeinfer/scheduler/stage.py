@@ -1,6 +1,6 @@
 """Builds the scheduler stage: its options from the settings.
 
-Knows names of settings; whether they make sense together is the core's business.
+Knows names of settings; the core checks whether they fit together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pipeinfer.step_cost import Targets
 
 
 def build(context: StageContext) -> Stage:
-    """ConfigurationError for an unknown policy."""
+    """Builds the stage. Raises ConfigurationError for an unknown policy."""
     settings = context.settings
     options = SchedulerOptions(
         policy=settings.policy,
