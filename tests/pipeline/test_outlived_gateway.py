@@ -21,7 +21,7 @@ from test_resumable_answers import PROMPT, last_id
 
 from servers import Server
 
-REATTACH = 4.0  # seconds
+REATTACH = 6.0  # seconds; a busy machine takes some to start a gateway
 KEY = "pik-alice-s3cret"
 LONG = {"max_tokens": 400, "temperature": 0.8, "seed": 7, "ignore_eos": True, "stream": True}
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
