@@ -559,7 +559,7 @@ class EngineCore:
                 return self._asleep()
             case Resumed():
                 self._sleep.resumed()
-                return []  # Begin comes again
+                return []  # BeginEpoch comes again
 
     def _asleep(self) -> list[Send]:
         state, hello = self._sleep, self.hello
