@@ -1,7 +1,7 @@
 """The protocol: every message between stages, and the messages of each channel.
 
 Knows no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec struct,
-encoded as MessagePack; token sequences are raw little-endian int32 bytes, scores are those of
+encoded as MessagePack; token sequences are raw little-endian int32 bytes, log-probs are records of
 wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
 control.py has the messages of people's requests to stages, such as recordings and swaps.
 """
@@ -397,7 +397,7 @@ class Admit(Message, frozen=True):
     - seed: of the request's noise
     - suppressed_ids: ids not sampled before `params.min_tokens` outputs
     - cache_salt: separates prefix caches
-    - score_from: first prompt position whose log-prob is still needed; the token before it must be
+    - prompt_logprobs_from: first prompt position whose log-prob is still needed; the token before it must be
       computed, not taken from the cache. -1: no prompt log-probs needed
     - bad_word_ids, trace, reasoning: as in TokenizedRequest
     - adapter_slot: where LoadAdapter has put the request's adapter; 0: no adapter
@@ -412,7 +412,7 @@ class Admit(Message, frozen=True):
     seed: int
     suppressed_ids: tuple[Number, ...] = ()
     cache_salt: str = ""
-    score_from: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)] = -1
+    prompt_logprobs_from: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)] = -1
     bad_word_ids: tuple[tuple[Number, ...], ...] = ()
     trace: str = ""
     reasoning: ReasoningContext | None = None
@@ -629,7 +629,7 @@ class Result(Message, frozen=True):
     - free, evictable, evicted: as in Admitted
     - digest: running hash of the rank's decisions
     - bad: int32 bytes, slots whose logits were not finite: such a row has produced nothing
-    - logprobs: scores of the ids whose requests ask for them, in the ids' order
+    - logprobs: log-probs of the ids whose requests ask for them, in the ids' order
     - refused: by slot, why its grammar allows nothing: such a row has produced nothing either
     - mask_units: by slot, cost of one grammar mask in units (grammars/compiling.py); only for slots
       whose cost is at least COSTLY_MASK_UNITS or has just fallen below that
@@ -657,8 +657,8 @@ class PromptLogprobs(Message, frozen=True):
     """Log-probs of prompt tokens that step `number` computed. Comes before the step's Result.
 
     Attributes:
-    - first: position in the prompt of the first scored token
-    - logprobs: a score for each token
+    - first: position in the prompt of the first token
+    - logprobs: a log-prob record for each token
     """
 
     epoch: int
@@ -739,7 +739,7 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
       result
     - error: with "error", for the client
     - cached_tokens: of the prompt, from the prefix cache
-    - logprobs: a score for each of `ids`, if the request asks for them
+    - logprobs: a log-prob record for each of `ids`, if the request asks for them
     """
 
     request_id: str
@@ -759,7 +759,7 @@ class PromptTokens(Message, frozen=True):
     Attributes:
     - first: position of the first id in the prompt
     - ids: int32 bytes
-    - logprobs: a score for each id; the prompt's first token has an empty one
+    - logprobs: a log-prob record for each id; the prompt's first token has an empty one
     - group: group of the scheduler that sends the message; -1: unknown
     """
 
@@ -853,13 +853,13 @@ class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):
     """Log-probs of some tokens, with the text of each.
 
     Attributes:
-    - scores: one for each token
+    - logprobs: a log-prob record for each token
     - texts: the bytes of each token, followed by those of its alternatives
     - offsets: int32 bytes, characters of text before each token
     - ids: int32 bytes of prompt tokens; empty for output tokens, whose row has them
     """
 
-    scores: bytes
+    logprobs: bytes
     texts: tuple[bytes, ...]
     offsets: Int32s
     ids: Int32s = b""
@@ -1061,8 +1061,8 @@ class Delivered(Message, frozen=True):
       abort it
     - finish, error: as in the scheduler's last row; None if the detokenizer ended the request
     - crashes: engines that crashed while they ran the request alone, if it is a suspect; else -1
-    - logprobs: a score for each id, if asked for
-    - prompt_logprobs: a score for each prompt token so far, if asked for
+    - logprobs: a log-prob record for each id, if asked for
+    - prompt_logprobs: a log-prob record for each prompt token so far, if asked for
     """
 
     request_id: str

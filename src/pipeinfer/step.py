@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeinfer.params import ReasoningContext, StructuredOutputs
-from pipeinfer.wire import REJECTED, SCORE_WORDS, WORD
+from pipeinfer.wire import LOGPROB_WORDS, REJECTED, WORD
 
 LAST_TOKEN = -1  # in Step.tokens: take the id that the slot sampled last, last_token[slot]
 
@@ -143,7 +143,7 @@ class MaskRows:
 
 
 @dataclass(frozen=True)
-class ScoredChunk:
+class PromptLogprobChunk:
     """Prompt tokens whose log-probs are asked for.
 
     Attributes:
@@ -260,9 +260,9 @@ class Sampled:
     - num_sampled: int32 [L], how many tokens each row gave
     - ids: int32 [the sum of num_sampled], row after row
     - bad: int32, ascending, rows whose logits have no finite maximum or a NaN; they gave no token
-    - logprobs: row after row, scores (wire.py) of the ids of rows that ask for them, and float32
-      vectors of rows that ask for vectors
-    - prompt_logprobs: scores of each of the step's `scored_chunks`
+    - logprobs: row after row, log-prob records (wire.py) of the ids of rows that ask for them, and
+      float32 vectors of rows that ask for vectors
+    - prompt_logprobs: log-prob records of each of the step's `prompt_logprob_chunks`
     - refused: by row, why the row's grammar allowed nothing; such rows gave no token either
     - mask_units: by row, cost of one mask in units (grammars/compiling.py), if it was measured anew
       and is high, or was
@@ -354,7 +354,7 @@ class Step:
       does
     - delta: applied first. Then position p of row r lies in page table[slots[r], p // page_size],
       at offset p % page_size. Page 0 is a dummy that no request owns
-    - scored_chunks: known tokens whose log-probs are asked for; the step computes the tokens before
+    - prompt_logprob_chunks: known tokens whose log-probs are asked for; the step computes the tokens before
       them
     - masked: rows of logits that grammars restrict; their masks are known only when the step before
       has ended. None: no row
@@ -377,7 +377,7 @@ class Step:
     penalties: PenaltyRows | None = None
     delta: StepDelta = NO_CHANGES
     logprobs: LogprobRows | None = None
-    scored_chunks: tuple[ScoredChunk, ...] = ()
+    prompt_logprob_chunks: tuple[PromptLogprobChunk, ...] = ()
     masked: MaskRows | None = None
     shared_prefixes: SharedPrefixes | None = None
     vectors: VectorRows | None = None
@@ -396,14 +396,14 @@ class Step:
         count = int(np.count_nonzero(self.samples))
         return count if self.drafts is None else count + int(self.drafts.clip(min=0).sum())
 
-    def score_sizes(self) -> np.ndarray | None:
+    def logprob_sizes(self) -> np.ndarray | None:
         """Bytes of `Sampled.logprobs` for each id of a row of logits, int64 [L]; None if no row
         asks."""
         if self.logprobs is None and self.vectors is None:
             return None
         sizes = np.zeros(self.num_logits, dtype=np.int64)
         if self.logprobs is not None:
-            sizes[self.logprobs.rows] = WORD * (SCORE_WORDS + 2 * self.logprobs.num_alternatives)
+            sizes[self.logprobs.rows] = WORD * (LOGPROB_WORDS + 2 * self.logprobs.num_alternatives)
         if self.vectors is not None:
             sizes[self.vectors.rows] = WORD * self.vectors.sizes
         return sizes

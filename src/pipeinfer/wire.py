@@ -3,8 +3,9 @@
 Ids are little-endian int32. Packing goes by an array or, for a handful, without: for one id, the
 usual case, an array costs more than its use.
 
-A score is the log-prob of one token of a request with those of the likeliest alternatives. All
-scores of a request have one size, which follows from the number of alternatives it asks for:
+A log-prob record is the log-prob of one token of a request with those of the likeliest
+alternatives. All records of a request have one size, which follows from the number of alternatives
+it asks for:
 
     | log-prob float32 | rank int32 | ids int32 [most] | their log-probs float32 [most] |
 
@@ -56,10 +57,10 @@ def unpack_few(raw: bytes) -> list[int]:
 
 COUNT_OF_ONE = pack([1])  # a count of 1: of a decode's tokens, or of the ids that a row samples
 NO_ID = -1  # in place of an alternative's id: the vocabulary has fewer tokens
-# scores of a prompt's tokens in one message: a long message would hold up others
-SCORES_PER_MESSAGE = 256
+# records of a prompt's tokens in one message: a long message would hold up others
+LOGPROBS_PER_MESSAGE = 256
 WORD = 4  # bytes
-SCORE_WORDS = 2  # words of a score before its alternatives: log-prob and rank
+LOGPROB_WORDS = 2  # words of a record before its alternatives: log-prob and rank
 # The log-prob that stands for negative infinity in JSON, which has no infinite numbers; vLLM's.
 MIN_LOGPROB = -9999.0
 
@@ -80,42 +81,44 @@ class PositionLogprobs(NamedTuple):
     logprobs: list[float]
 
 
-def score_bytes(num_alternatives: int | None, vector_size: int = 0) -> int:
-    """Bytes of a score; 0 if no log-probs are asked for (None). If a request asks for a pooled
-    output, the bytes of its `vector_size` float32 numbers, which take the place of a score."""
+def logprob_bytes(num_alternatives: int | None, vector_size: int = 0) -> int:
+    """Bytes of a log-prob record; 0 if no log-probs are asked for (None). If a request asks for
+    a pooled output, the bytes of its `vector_size` float32 numbers, which take the place of a
+    record."""
     if vector_size:
         return WORD * vector_size
-    return 0 if num_alternatives is None else WORD * (SCORE_WORDS + 2 * num_alternatives)
+    return 0 if num_alternatives is None else WORD * (LOGPROB_WORDS + 2 * num_alternatives)
 
 
-def no_score(num_alternatives: int) -> bytes:
-    """The score of a prompt's first token, which nothing comes before: zeros."""
-    return bytes(score_bytes(num_alternatives))
+def no_logprob(num_alternatives: int) -> bytes:
+    """The log-prob record of a prompt's first token, which nothing comes before: zeros."""
+    return bytes(logprob_bytes(num_alternatives))
 
 
-def narrow_scores(table: np.ndarray, num_alternatives: int) -> np.ndarray:
-    """Scores int32 [n, words] with `num_alternatives` alternatives, made from a `table` int32 [n,
-    words] with as many or more."""
-    num_given = (table.shape[1] - SCORE_WORDS) // 2
+def narrow_logprobs(table: np.ndarray, num_alternatives: int) -> np.ndarray:
+    """Log-prob records int32 [n, words] with `num_alternatives` alternatives, made from a `table`
+    int32 [n, words] with as many or more."""
+    num_given = (table.shape[1] - LOGPROB_WORDS) // 2
     if num_given == num_alternatives:
         return table
-    values = SCORE_WORDS + num_given
-    parts = table[:, : SCORE_WORDS + num_alternatives], table[:, values : values + num_alternatives]
-    return np.concatenate(parts, axis=1)
+    values = LOGPROB_WORDS + num_given
+    ids = table[:, : LOGPROB_WORDS + num_alternatives]  # and the words before them
+    return np.concatenate((ids, table[:, values : values + num_alternatives]), axis=1)
 
 
 @cache
-def score_layout(num_alternatives: int) -> Struct:
-    """The layout of the bytes of one score: log-prob, rank, `num_alternatives` ids and their
-    log-probs. Reading few scores by it takes a tenth of the time that an array takes."""
+def logprob_layout(num_alternatives: int) -> Struct:
+    """The layout of the bytes of one record: log-prob, rank, `num_alternatives` ids and their
+    log-probs. Reading few records by it takes a tenth of the time that an array takes."""
     return Struct(f"<fi{num_alternatives}i{num_alternatives}f")
 
 
-def unpack_scores(raw: bytes, num_alternatives: int) -> Iterator[PositionLogprobs]:
-    """The scores in `raw`, token after token. Alternatives that do not exist are left out."""
-    end = SCORE_WORDS + num_alternatives
-    for words in score_layout(num_alternatives).iter_unpack(raw):
-        ids, logprobs = list(words[SCORE_WORDS:end]), list(words[end:])
+def unpack_logprobs(raw: bytes, num_alternatives: int) -> Iterator[PositionLogprobs]:
+    """The log-prob records in `raw`, token after token. Alternatives that do not exist are left
+    out."""
+    end = LOGPROB_WORDS + num_alternatives
+    for words in logprob_layout(num_alternatives).iter_unpack(raw):
+        ids, logprobs = list(words[LOGPROB_WORDS:end]), list(words[end:])
         if not words[1] or NO_ID in ids:
             num_known = ids.index(NO_ID) if words[1] else 0
             ids, logprobs = ids[:num_known], logprobs[:num_known]

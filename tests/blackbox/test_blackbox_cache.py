@@ -31,7 +31,7 @@ def cached(answer) -> int:
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
-def scores(answer) -> list[float]:
+def logprobs_of(answer) -> list[float]:
     return answer.choices[0].logprobs.token_logprobs
 
 
@@ -45,7 +45,7 @@ def test_each_turn_finds_the_turns_before_it_and_answers_as_without_them(ask):
             ids = answer.choices[0].token_ids
             alone = ask(prompt, salt=f"{client} {turn}", logprobs=0)
             assert (cached(alone), alone.choices[0].token_ids) == (0, ids)
-            assert scores(alone) == pytest.approx(scores(answer), abs=1e-3)
+            assert logprobs_of(alone) == pytest.approx(logprobs_of(answer), abs=1e-3)
             known = len(prompt) + len(ids) - 1  # no step computes the last token's keys and values
             prompt = [*prompt, *ids, *drawn(f"client {client}, turn {turn}", 30)]
 

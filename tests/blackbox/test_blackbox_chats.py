@@ -94,19 +94,19 @@ def test_streams_say_what_the_whole_answer_says(ask, top, n):
         assert ends == [whole.choices[index].finish_reason] and mine[-1].finish_reason
         texts = "".join(c.delta.content or "" for c in mine)
         assert texts == whole.choices[index].message.content
-        scores = [t for c in mine if c.logprobs for t in c.logprobs.content]
+        logprobs = [t for c in mine if c.logprobs for t in c.logprobs.content]
         expected = whole.choices[index].logprobs.content if top else []
-        assert list(map(_tokens, scores)) == list(map(_tokens, expected))
+        assert list(map(_tokens, logprobs)) == list(map(_tokens, expected))
         # Choices are computed together or one after the other, which changes last bits.
-        assert _numbers(scores) == pytest.approx(_numbers(expected), abs=1e-4)
+        assert _numbers(logprobs) == pytest.approx(_numbers(expected), abs=1e-4)
 
 
-def _tokens(score) -> list[str]:
-    return [score.token, *(other.token for other in score.top_logprobs)]
+def _tokens(entry) -> list[str]:
+    return [entry.token, *(other.token for other in entry.top_logprobs)]
 
 
-def _numbers(scores) -> list[float]:
-    return [one.logprob for score in scores for one in (score, *score.top_logprobs)]
+def _numbers(logprobs) -> list[float]:
+    return [one.logprob for entry in logprobs for one in (entry, *entry.top_logprobs)]
 
 
 def _cached(count: int) -> dict:

@@ -1,4 +1,4 @@
-"""Completions by OpenAI's client: every way of asking in one matrix, prompts, and scores."""
+"""Completions by OpenAI's client: every way of asking in one matrix, prompts, and log-probs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_way_of_asking_gives_the_same_whole_and_in_a_stream(ask, echo, log
         assert whole.choices[0].text.startswith(PROMPT) == echo
         assert whole.id and whole.created and whole.object == "text_completion"
         for choice in whole.choices:
-            _check_scores(choice, logprobs, echo)
+            _check_logprobs(choice, logprobs, echo)
         chunks = list(
             ask(
                 [prompt, prompt] if listed else prompt,
@@ -59,25 +59,25 @@ def test_every_way_of_asking_gives_the_same_whole_and_in_a_stream(ask, echo, log
                 assert [n for part in parts for n in part.text_offset] == found.text_offset
                 tops = [top for part in parts for top in part.top_logprobs]
                 assert list(map(_names, tops)) == list(map(_names, found.top_logprobs))
-                scores = [score for part in parts for score in part.token_logprobs]
-                assert scores[echo:] == pytest.approx(found.token_logprobs[echo:], abs=1e-3)
+                streamed = [logprob for part in parts for logprob in part.token_logprobs]
+                assert streamed[echo:] == pytest.approx(found.token_logprobs[echo:], abs=1e-3)
 
 
 def _names(top: dict | None) -> set[str]:
     return set(top or ())
 
 
-def _check_scores(choice, logprobs: int | None, echo: bool) -> None:
+def _check_logprobs(choice, logprobs: int | None, echo: bool) -> None:
     if logprobs is None:
         assert choice.logprobs is None
         return
-    scores, many = choice.logprobs, 4 + echo * len(IDS)
-    assert "".join(scores.tokens) == choice.text
-    starts = [0, *itertools.accumulate(map(len, scores.tokens))]
-    assert scores.text_offset == starts[:-1] and len(scores.tokens) == many
-    first = scores.token_logprobs[0] is None, scores.top_logprobs[0] is None
+    found, many = choice.logprobs, 4 + echo * len(IDS)
+    assert "".join(found.tokens) == choice.text
+    starts = [0, *itertools.accumulate(map(len, found.tokens))]
+    assert found.text_offset == starts[:-1] and len(found.tokens) == many
+    first = found.token_logprobs[0] is None, found.top_logprobs[0] is None
     assert first == (echo, echo), "nothing comes before a prompt's first token"
-    for token, top in list(zip(scores.tokens, scores.top_logprobs, strict=True))[echo:]:
+    for token, top in list(zip(found.tokens, found.top_logprobs, strict=True))[echo:]:
         assert logprobs <= len(top) <= logprobs + 1 and token in top
 
 
@@ -100,7 +100,7 @@ def test_log_probs_have_so_many_alternatives(ask):
     assert "prompt_logprobs" not in ask().choices[0].model_dump()
 
 
-def test_what_was_sampled_scores_the_same_as_a_prompt(ask):
+def test_what_was_sampled_has_the_same_log_probs_as_a_prompt(ask):
     """Decoding and prefilling know one distribution, of the token and of its alternatives."""
     for prompt, heat in (("The capital is ", 1), (PROMPT, 0)):
         extra = {"ignore_eos": True, "return_token_ids": True}
@@ -108,10 +108,10 @@ def test_what_was_sampled_scores_the_same_as_a_prompt(ask):
             prompt, extra=extra, temperature=heat, seed=5, logprobs=5, max_tokens=24
         ).choices[0]
         ids = [*made.prompt_token_ids, *made.token_ids]
-        scored = ask(ids, echo=True, logprobs=5, max_tokens=0).choices[0].logprobs
+        of_prompt = ask(ids, echo=True, logprobs=5, max_tokens=0).choices[0].logprobs
         start = len(made.prompt_token_ids)
-        assert scored.tokens[start:] == made.logprobs.tokens
-        pairs = zip(made.logprobs.top_logprobs, scored.top_logprobs[start:], strict=True)
+        assert of_prompt.tokens[start:] == made.logprobs.tokens
+        pairs = zip(made.logprobs.top_logprobs, of_prompt.top_logprobs[start:], strict=True)
         for sampled, again in pairs:
             assert sampled.keys() == again.keys()
             assert all(abs(sampled[token] - again[token]) < 1e-3 for token in sampled)
@@ -156,8 +156,8 @@ def test_the_best_of_many_are_likelier_than_all(ask):
     best = ask(n=2, best_of=6, **asked)
 
     def mean(choice) -> float:
-        scores = choice.logprobs.token_logprobs
-        return sum(scores) / len(scores)
+        logprobs = choice.logprobs.token_logprobs
+        return sum(logprobs) / len(logprobs)
 
     ranked = sorted(map(mean, every), reverse=True)
     assert list(map(mean, best.choices)) == pytest.approx(ranked[:2])

@@ -93,7 +93,7 @@ def test_log_probs_come_whole_and_in_a_stream(ask):
             item = event.item
     assert "".join(token.token for token in told) == COUNTED
     assert event.response.output == [item]
-    assert [score.token for score in item.content[0].logprobs] == [score.token for score in told]
+    assert [one.token for one in item.content[0].logprobs] == [one.token for one in told]
     assert ask().output[0].content[0].logprobs == []
 
 

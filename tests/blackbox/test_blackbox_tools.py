@@ -1,4 +1,4 @@
-"""Calls of several tools, in several choices, with the scores of their tokens."""
+"""Calls of several tools, in several choices, with the log-probs of their tokens."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_each_tool_keeps_its_own_definitions_in_each_of_several_choices(ask, cho
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_tokens_that_are_no_content_have_their_scores_too(ask, choice):
+def test_tokens_that_are_no_content_have_their_log_probs_too(ask, choice):
     asked = {"tools": [TOOL], "tool_choice": choice, "temperature": 0}
     asked |= {"logprobs": True, "top_logprobs": 2}
     answer = ask(**asked)
@@ -73,4 +73,4 @@ def test_tokens_that_are_no_content_have_their_scores_too(ask, choice):
     assert answer.usage.completion_tokens - len(tokens) in (0, 1), "the end has no text"
     assert all(len(token.top_logprobs) == 2 for token in tokens)
     told = [chunk.choices[0].logprobs for chunk in ask(**asked, stream=True)]
-    assert [token for scores in told if scores for token in scores.content] == tokens
+    assert [token for logprobs in told if logprobs for token in logprobs.content] == tokens

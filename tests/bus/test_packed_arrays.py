@@ -43,7 +43,7 @@ from waiting import until
 HEADER = FrameHeader(PROTOCOL, "engine-0-1", 1, 0, 0.0)
 PARAMS, ONE, ODD = RequestParams(), bytes(4), bytes(5)
 # Their size is the request's, and a format is the gateway's own business.
-UNPACKED = {"logprobs", "prompt_logprobs", "scores", "vector", "format", "origin"}
+UNPACKED = {"logprobs", "prompt_logprobs", "vector", "format", "origin"}
 
 
 def plan(**fields: Any) -> Plan:
@@ -143,7 +143,7 @@ def test_what_does_not_hold_together_is_refused_with_its_channel_its_sender_and_
 
 
 def test_every_array_of_the_protocol_is_declared_as_one_and_has_its_case():
-    """What else is bytes are scores and vectors, of which only their request knows the size."""
+    """What else is bytes are log-probs and vectors, of which only their request knows the size."""
     for name in messages.__dict__.values():
         if isinstance(name, type) and issubclass(name, msgspec.Struct):
             plain = {

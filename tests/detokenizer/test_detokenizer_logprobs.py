@@ -16,7 +16,7 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.wire import no_score, pack, score_bytes, unpack
+from pipeinfer.wire import logprob_bytes, no_logprob, pack, unpack
 
 MOST = 1
 
@@ -28,7 +28,7 @@ def entry(token: int, most: int = MOST) -> bytes:
     return np.concatenate((own, [1], [token] * most, others)).astype("<i4").tobytes()
 
 
-def scored(bench: Bench, ids: list[int], offset: int = 0, **rest) -> TextRow:
+def feed(bench: Bench, ids: list[int], offset: int = 0, **rest) -> TextRow:
     raw = b"".join(map(entry, ids))
     bench.say(Tokens((TokenRow("r", offset, pack(ids), logprobs=raw, **rest),)))
     return bench.last
@@ -42,7 +42,7 @@ def check(bench: Bench) -> None:
             assert row.logprobs is None
             continue
         assert row.logprobs is not None
-        assert row.logprobs.scores == b"".join(map(entry, ids))
+        assert row.logprobs.logprobs == b"".join(map(entry, ids))
         texts = TokenTexts(bench.tokenizer)
         assert row.logprobs.texts == tuple(texts[token] for token in ids for _ in range(1 + MOST))
         assert len(row.logprobs.offsets) == 4 * len(ids)
@@ -62,8 +62,8 @@ def test_tokens_of_one_character_have_an_entry_each_when_they_come(bench: Bench)
     ids = bench.ids("aé你🙂b")
     bench.open(logprobs=MOST)
     for n, token in enumerate(ids):
-        scored(bench, [token], n)
-    scored(bench, [], len(ids), finish="length")
+        feed(bench, [token], n)
+    feed(bench, [], len(ids), finish="length")
     check(bench)
     assert bench.token_ids == ids and bench.text == "aé你🙂b"
     places = offsets(bench)
@@ -78,9 +78,9 @@ def test_tokens_of_one_character_have_an_entry_each_when_they_come(bench: Bench)
 def test_entries_do_not_wait_for_text_that_may_be_a_stop_string(bench: Bench) -> None:
     ids = bench.ids("ab")
     bench.open(logprobs=MOST, stop=("abc",))
-    row = scored(bench, ids)
+    row = feed(bench, ids)
     assert row.text == "" and row.logprobs is not None
-    scored(bench, bench.ids("d"), len(ids), finish="length")
+    feed(bench, bench.ids("d"), len(ids), finish="length")
     check(bench)
     assert bench.text == "abd"
 
@@ -88,7 +88,7 @@ def test_entries_do_not_wait_for_text_that_may_be_a_stop_string(bench: Bench) ->
 def test_a_stop_string_cuts_entries_where_it_cuts_ids(bench: Bench) -> None:
     ids = bench.ids("xSTOPyz")
     bench.open(logprobs=MOST, stop=("STOP",))
-    scored(bench, ids)
+    feed(bench, ids)
     check(bench)
     assert bench.token_ids == ids[: bench.hits[0][1].length]
     assert bench.last.finish == "stop" and len(bench.token_ids) < len(ids)
@@ -100,7 +100,7 @@ def test_a_stop_string_cuts_entries_where_it_cuts_ids(bench: Bench) -> None:
 def test_a_stop_token_has_no_entry_but_is_kept_for_a_new_scheduler(bench: Bench) -> None:
     ids = [*bench.ids("ok"), EOS]
     bench.open(logprobs=MOST)
-    scored(bench, ids, finish="stop", stop_token=EOS)
+    feed(bench, ids, finish="stop", stop_token=EOS)
     check(bench)
     assert bench.token_ids == ids[:-1]
     (told,) = bench.delivered()
@@ -110,9 +110,9 @@ def test_a_stop_token_has_no_entry_but_is_kept_for_a_new_scheduler(bench: Bench)
 def test_what_comes_again_after_a_death_is_shown_once(bench: Bench) -> None:
     ids = bench.ids("hello")
     bench.open(logprobs=MOST)
-    scored(bench, ids[:3])
-    scored(bench, ids, 0)
-    scored(bench, ids[1:], 1, finish="length")
+    feed(bench, ids[:3])
+    feed(bench, ids, 0)
+    feed(bench, ids[1:], 1, finish="length")
     check(bench)
     assert bench.token_ids == ids
     (told,) = bench.delivered()
@@ -123,9 +123,9 @@ def test_a_row_that_was_seen_in_part_keeps_the_entries_of_its_new_tokens(bench: 
     ids = bench.ids("the quick brown fox")
     assert len(set(ids)) == len(ids) > 3
     bench.open(logprobs=MOST)
-    scored(bench, ids[:2])
-    scored(bench, ids[1:3], 1)
-    scored(bench, ids, 0, finish="length")
+    feed(bench, ids[:2])
+    feed(bench, ids[1:3], 1)
+    feed(bench, ids, 0, finish="length")
     check(bench)
     assert bench.token_ids == ids
     (told,) = bench.delivered()
@@ -136,8 +136,8 @@ def test_entries_are_kept_once_where_the_end_completes_a_stop_string(bench: Benc
     """The tail of a character that never came whole is text like any other."""
     ids = [*bench.ids("hello"), *bench.ids("€")[:1]]
     bench.open(logprobs=MOST, stop=("\ufffd",))
-    scored(bench, ids[:1])
-    scored(bench, ids[1:], 1, finish="length")
+    feed(bench, ids[:1])
+    feed(bench, ids[1:], 1, finish="length")
     check(bench)
     assert bench.last.stop_reason == "\ufffd"
     (told,) = bench.delivered()
@@ -155,8 +155,8 @@ def test_log_probs_and_rows_say_alike_where_the_text_of_a_token_begins(bench: Be
     half, marker = bench.ids("a🙂")[:-1], bench.ids("the")
     ids = [*half, *marker, *half, *marker]
     bench.open(logprobs=MOST, token_offsets=True)
-    scored(bench, ids[:-1])
-    scored(bench, ids[-1:], len(ids) - 1)
+    feed(bench, ids[:-1])
+    feed(bench, ids[-1:], len(ids) - 1)
     found = [at for row in bench.rows for at in unpack(row.offsets).tolist()]
     assert bench.text == "a\ufffdthea\ufffdthe"
     assert found[-1] == bench.text.rindex("the")
@@ -172,7 +172,7 @@ def test_who_asks_for_none_gets_none(bench: Bench) -> None:
 def test_special_tokens_that_are_hidden_have_names_in_log_probs(bench: Bench) -> None:
     bench.open(logprobs=MOST, ignore_eos=True)
     (end,) = bench.ids("<|end|>")
-    row = scored(bench, [end, *bench.ids("a")])
+    row = feed(bench, [end, *bench.ids("a")])
     assert row.text == "a" and row.logprobs is not None
     assert row.logprobs.texts[0] == b"<|end|>"
     assert unpack(row.logprobs.offsets).tolist() == [0, 0]
@@ -182,7 +182,7 @@ def test_special_tokens_that_are_hidden_have_names_in_log_probs(bench: Bench) ->
 
 
 def prompt(bench: Bench, first: int, ids: list[int], group: int = -1) -> None:
-    raw = b"".join(entry(t) if n + first else no_score(MOST) for n, t in enumerate(ids))
+    raw = b"".join(entry(t) if n + first else no_logprob(MOST) for n, t in enumerate(ids))
     bench.say(PromptTokens("r", 1, first, pack(ids), raw, group))
 
 
@@ -197,14 +197,14 @@ def test_a_prompts_tokens_come_before_the_output_and_each_once(bench: Bench) -> 
     bench.row(bench.ids("!"))
     shown: list[LogprobTexts] = [row.prompt for row in bench.rows if row.prompt is not None]
     assert b"".join(one.ids for one in shown) == pack(ids)
-    assert b"".join(one.scores for one in shown)[score_bytes(MOST) :] == b"".join(
+    assert b"".join(one.logprobs for one in shown)[logprob_bytes(MOST) :] == b"".join(
         map(entry, ids[1:])
     )
     assert [row.prompt_offset for row in bench.rows if row.prompt is not None] == [0, 1, 5]
     assert b"".join(piece for one in shown for piece in one.texts[::2]).decode() == text
     assert bench.text == "!" and bench.last.prompt is None
     (told,) = bench.delivered()
-    assert told.prompt_logprobs == no_score(MOST) + b"".join(map(entry, ids[1:]))
+    assert told.prompt_logprobs == no_logprob(MOST) + b"".join(map(entry, ids[1:]))
 
 
 def test_output_of_another_group_never_overtakes_a_prompts_log_probs(bench: Bench) -> None:

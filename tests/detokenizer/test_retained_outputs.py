@@ -36,7 +36,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import RequestParams, choice_ids
 from pipeinfer.trace.snapshot import snapshot
-from pipeinfer.wire import pack, score_bytes
+from pipeinfer.wire import logprob_bytes, pack
 
 KEPT = Retention(stream="s", owner="alice", seconds=30.0)
 TOKENIZER = byte_level()
@@ -78,14 +78,16 @@ def told(core: DetokenizerCore, gateway: int = 0) -> list[TextRow]:
     cuts=st.sets(st.integers(1, 25)),
     stop=st.sampled_from([(), ("stop",), ("the q",), ("\ufffd",)]),
     finish=st.sampled_from([None, "length", "stop", "abort", "error"]),
-    scored=st.booleans(),
+    with_logprobs=st.booleans(),
     alone=st.booleans(),
 )
-def test_rows_are_the_same_however_tokens_came(ids, cuts, stop, finish, scored, alone) -> None:
+def test_rows_are_the_same_however_tokens_came(
+    ids, cuts, stop, finish, with_logprobs, alone
+) -> None:
     """Live, told again at any time, and by a detokenizer that got all tokens at once."""
-    width = score_bytes(1) if scored else 0
-    params = {"stop": stop, "logprobs": 1 if scored else None}
-    scores = b"".join(bytes([n % 7]) * width for n in range(len(ids)))
+    width = logprob_bytes(1) if with_logprobs else 0
+    params = {"stop": stop, "logprobs": 1 if with_logprobs else None}
+    logprobs = b"".join(bytes([n % 7]) * width for n in range(len(ids)))
     core = DetokenizerCore(DECODERS)
     core.handle(opened(**params), 0.0)
     live: list[TextRow] = []
@@ -95,7 +97,7 @@ def test_rows_are_the_same_however_tokens_came(ids, cuts, stop, finish, scored, 
         row = TokenRow(
             request_id="r", offset=begin, ids=pack(ids[begin:end]), finish=finish,
             stop_token=stop_token, error="it broke" if finish == "error" else "",
-            logprobs=scores[width * begin : width * end], cached_tokens=2,
+            logprobs=logprobs[width * begin : width * end], cached_tokens=2,
         )  # fmt: skip
         live.extend(rows_of(core.handle(Tokens((row,), 0), 0.0)))
 
@@ -115,7 +117,7 @@ def test_rows_are_the_same_however_tokens_came(ids, cuts, stop, finish, scored, 
     stop_token = ids[-1] if finish == "stop" and not alone else None
     whole = TokenRow(
         request_id="r", offset=0, ids=pack(ids), finish=finish, stop_token=stop_token,
-        error="it broke" if finish == "error" else "", logprobs=scores, cached_tokens=2,
+        error="it broke" if finish == "error" else "", logprobs=logprobs, cached_tokens=2,
     )  # fmt: skip
     assert same(rows_of(other.handle(Tokens((whole,), 0), 0.0))) == same(live)
 
@@ -168,7 +170,7 @@ def test_a_gateway_hears_what_a_tokenizer_knew_of_each_choice_before_its_text() 
 def test_log_probs_of_the_prompt_come_before_the_text_again() -> None:
     core = DetokenizerCore(DECODERS)
     core.handle(opened(prompt_logprobs=0, logprobs=0), 0.0)
-    width = score_bytes(0)
+    width = logprob_bytes(0)
     live: list[TextRow] = []
     for first in (0, 2):
         prompt = PromptTokens("r", 1, first, pack(WORDS[first : first + 2]), bytes(2 * width), 0)

@@ -35,7 +35,7 @@ def generate(folder: str, requests: list[dict], size: int, collectives=None, **c
     return cores
 
 
-def scores(cores: Cores) -> dict[str, list[str]]:
+def logprobs_of(cores: Cores) -> dict[str, list[str]]:
     """By request its log-probs, of the output and of the prompt, as hexadecimal digits."""
     return {
         name: [cores.logprobs[name].hex(), cores.prompt_logprobs[name].hex()]
@@ -54,7 +54,7 @@ def run(address: str, rank: int, work: str, outs: list[str]) -> None:
         found.append(
             {
                 "outputs": cores.outputs,
-                "scores": scores(cores),
+                "logprobs": logprobs_of(cores),
                 "shifts": shifts,
                 "drafts": drafts,
             }

@@ -20,7 +20,7 @@ from rank_process import generate
 from checkpoints import CheckpointCache, load_reference
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.settings import Settings
-from right_scores import check_prompt_scores, check_scores
+from right_logprobs import check_logprobs, check_prompt_logprobs
 
 OUTPUTS = 6
 GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
@@ -142,7 +142,7 @@ def test_every_architecture_gives_the_same_tokens_on_several_ranks(
             continue
         for of_rank in found:
             assert of_rank["outputs"] == work[name].outputs, (name, changes)
-            check_log_probs(work[name], of_rank["scores"])
+            check_request_logprobs(work[name], of_rank["logprobs"])
             drafted, accepted = of_rank["drafts"]
             assert changes != ITSELF or accepted > 0.7 * drafted > 10
 
@@ -156,7 +156,7 @@ def check_shifts(folder: Path, of_ranks: list[list]) -> None:
         torch.testing.assert_close(together, shift, rtol=1e-3, atol=1e-4)
 
 
-def check_log_probs(known: Known, found: dict[str, list[str]]) -> None:
+def check_request_logprobs(known: Known, found: dict[str, list[str]]) -> None:
     """They are transformers'. found: of outputs and prompts, as rank_process.py writes them."""
     for index, ask in enumerate(known.asked):
         name, prompt, params = f"r{index}", ask["prompt"], ask["params"]
@@ -165,7 +165,7 @@ def check_log_probs(known: Known, found: dict[str, list[str]]) -> None:
         if params["logprobs"] is not None:
             outputs = known.outputs[name]
             behind = expected[len(prompt) - 1 : -1]
-            check_scores(of_output, params["logprobs"], behind, outputs)
+            check_logprobs(of_output, params["logprobs"], behind, outputs)
         if params["prompt_logprobs"] is not None:
             most = params["prompt_logprobs"]
-            check_prompt_scores(of_prompt, most, expected[: len(prompt)], prompt)
+            check_prompt_logprobs(of_prompt, most, expected[: len(prompt)], prompt)

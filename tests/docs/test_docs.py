@@ -273,6 +273,37 @@ def test_every_error_code_is_documented_and_none_besides():
         assert set(statuses) <= set(ERRORS), code
 
 
+def test_the_table_of_timeouts_has_the_values_of_the_code():
+    """Each constant stands in the file beside it. Where a row has one constant or one flag, and its
+    value is a number of seconds, that is the constant's, or the flag's default."""
+    section = text("docs/operations.md").split("## All timeouts")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
+    compared = 0
+    for row in rows:
+        places = re.findall(
+            r"(?:`([A-Z_]{4,})`(?:, `[A-Z_]+`| and `[A-Z_]+`)* in )`([\w/]+\.py)`", row[-1]
+        )
+        for name, file in places:
+            assert name in (ROOT / "src/pipeinfer" / file).read_text(), row
+        flags = re.findall(r"^`--([a-z-]+)`", row[2]) if len(row) == 4 else []
+        if not re.fullmatch(r"[\d.,]+", value := row[1]):
+            continue
+        seconds = float(value.replace(",", ""))
+        if flags:
+            assert getattr(Settings(), flags[0].replace("-", "_")) == seconds, row
+        else:
+            [(name, file)] = places
+            assert constant(file, name) == seconds, row
+        compared += 1
+    assert compared > 15
+
+
+def constant(file: str, name: str) -> float:
+    """The number that a module of the package gives `name`."""
+    [found] = re.findall(rf"^{name} = ([\d_.]+)", text(f"src/pipeinfer/{file}"), re.MULTILINE)
+    return float(found)
+
+
 def test_every_policy_and_command_is_named():
     for name in POLICIES:
         assert f"`{name}`" in text("docs/architecture.md")

@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("", "gpu", "pa
 import msgspec  # noqa: E402
 import torch  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
-from runner_requests import good_ones, masks_for, run_alike, scores, submit_all  # noqa: E402
+from runner_requests import good_ones, logprobs_of, masks_for, run_alike, submit_all  # noqa: E402
 
 from pipeinfer.attention import triton_backend  # noqa: E402
 from pipeinfer.attention.interface import BackendCapabilities, PagedKind  # noqa: E402
@@ -233,7 +233,7 @@ def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
     done = served(folder, collectives, tp=int(size))
     collectives.close()
     cost = msgspec.to_builtins(done.loaded.step_cost)
-    return {"graphs": good_ones(done), "scores": {"graphs": scores(done)}, "step cost": cost}
+    return {"graphs": good_ones(done), "logprobs": {"graphs": logprobs_of(done)}, "step cost": cost}
 
 
 if __name__ == "__main__":
@@ -252,7 +252,7 @@ if __name__ == "__main__":
             ),
             "all pages gathered": good_ones(served(folder, reads="fa3")),
             "torch backend": good_ones(served(folder, reads="torch")),
-            "scores": {"graphs": scores(replayed), "no graphs": scores(eager)},
+            "logprobs": {"graphs": logprobs_of(replayed), "no graphs": logprobs_of(eager)},
             "late graphs": GRAPHS["flashinfer"],
             "alike": alike(folder),
             "alike, no graphs": alike(folder, no_cuda_graph=True),

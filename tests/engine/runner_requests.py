@@ -12,7 +12,7 @@ from grammars.vocabulary import KNOWN, SETUP
 from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.compiling import GrammarStore
 from pipeinfer.params import RequestParams, StructuredOutputs
-from pipeinfer.wire import unpack_scores as scores_in
+from pipeinfer.wire import unpack_logprobs
 
 LENGTHS = (3, 40, 9, 17, 12)
 WANTED = 5
@@ -21,7 +21,7 @@ WANTED = 5
 BIASES = {250: 2.0, 9: 3.0, 17: 0.01, 5: -100.0}  # 250 is a stop id of a request with min_tokens
 ALLOWED = tuple(range(0, 250, 2))
 BANNED = tuple((a, b) for a in range(0, 250, 3) for b in (9, 17, 200))  # of a third of the ids
-SCORED = {0: 3, 3: 1}  # log-probs, of which requests and with how many alternatives
+LOGPROBS = {0: 3, 3: 1}  # log-probs, of which requests and with how many alternatives
 POISON = 261  # of a checkpoint made so: logits of whoever has this token are NaN
 BAD = [POISON], [*range(20), POISON, 5], [7] * 25 + [POISON]
 
@@ -47,7 +47,7 @@ def submit_all(cores, bad: bool = False) -> None:
             min_tokens=2 * (index == 1), stop_token_ids=(250,) * (index == 1),
             repetition_penalty=1.5 if index > 1 else 1.0, presence_penalty=0.5 * (index == 2),
             frequency_penalty=-0.3 * (index == 3), logit_bias=BIASES if index % 3 else {},
-            logprobs=SCORED.get(index), allowed_token_ids=ALLOWED if index == 0 else None,
+            logprobs=LOGPROBS.get(index), allowed_token_ids=ALLOWED if index == 0 else None,
             structured_outputs=FORMS.get(index),
         )  # fmt: skip
         prompt, banned = random.integers(0, 250, length).tolist(), BANNED if index == 2 else ()
@@ -79,9 +79,9 @@ def good_ones(cores) -> dict[str, list[int]]:
     return {name: ids for name, ids in cores.outputs.items() if name not in bad}
 
 
-def scores(cores) -> dict[str, list]:
+def logprobs_of(cores) -> dict[str, list]:
     """Log-probs of those that ask: [log-prob, rank, ids, their log-probs] of each token."""
     return {
-        f"r{index}": [list(entry) for entry in scores_in(cores.logprobs[f"r{index}"], most)]
-        for index, most in SCORED.items()
+        f"r{index}": [list(entry) for entry in unpack_logprobs(cores.logprobs[f"r{index}"], most)]
+        for index, most in LOGPROBS.items()
     }

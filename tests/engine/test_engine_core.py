@@ -43,7 +43,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import RequestParams
 from pipeinfer.step import Sampled, Step
-from pipeinfer.wire import pack, score_bytes, unpack
+from pipeinfer.wire import logprob_bytes, pack, unpack
 from sampling_rows import sampling_of
 
 PAGES, SIZE, SLOTS, LIMIT = 33, 4, 8, 64
@@ -527,7 +527,7 @@ def test_rows_may_give_several_tokens_which_stand_in_the_plans_order():
     assert unpack(result.bad).tolist() == [7]
 
 
-def test_scores_stand_in_the_plans_order_whatever_each_row_asks_for():
+def test_log_probs_stand_in_the_plans_order_whatever_each_row_asks_for():
     engine = Engine()
     prompts = {5: [1] * 6, 2: [2], 7: [3] * 9}
     wishes = {5: 2, 2: None, 7: 0}
@@ -542,7 +542,7 @@ def test_scores_stand_in_the_plans_order_whatever_each_row_asks_for():
         2,
         0,
     ]
-    of_five, of_seven = b"5" * score_bytes(2), b"7" * score_bytes(0)
+    of_five, of_seven = b"5" * logprob_bytes(2), b"7" * logprob_bytes(0)
     sampled = replace(Sampled.one_each([20, 50, 70]), logprobs=of_five + of_seven)
     [result] = engine.handle(step_done(step, sampled))
     assert fields(result)["token_ids"] == [50, 20, 70]
@@ -553,44 +553,45 @@ def test_scores_stand_in_the_plans_order_whatever_each_row_asks_for():
     assert result.logprobs == of_seven + of_five
 
 
-def test_scores_of_a_bad_row_are_not_there():
+def test_log_probs_of_a_bad_row_are_not_there():
     engine = Engine()
     engine.plan({0: 9, 1: 9}, [admit(0, [1], logprobs=1), admit(1, [2], logprobs=1)])
-    sampled = replace(Sampled.of(np.array([[0, 0], [1, 5]])), logprobs=b"x" * score_bytes(1))
+    sampled = replace(Sampled.of(np.array([[0, 0], [1, 5]])), logprobs=b"x" * logprob_bytes(1))
     [result] = engine.handle(step_done(engine.queue.pop(), sampled))
-    assert unpack(result.bad).tolist() == [0] and result.logprobs == b"x" * score_bytes(1)
+    assert unpack(result.bad).tolist() == [0] and result.logprobs == b"x" * logprob_bytes(1)
 
 
-def test_prompts_are_scored_where_they_are_computed_and_told_before_their_result():
+def test_log_probs_of_prompts_are_made_where_they_are_computed_and_told_before_their_result():
     engine = Engine()
     ids = [*range(10, 22)]
-    admitted = msgspec.structs.replace(admit(3, ids, prompt_logprobs=1), score_from=4)
+    admitted = msgspec.structs.replace(admit(3, ids, prompt_logprobs=1), prompt_logprobs_from=4)
     engine.plan({3: 5}, [admitted])
     engine.plan({3: 99})
-    first, second = (step.scored_chunks for step in engine.queue)
+    first, second = (step.prompt_logprob_chunks for step in engine.queue)
     assert [(c.slot, c.first, c.at, c.num_alternatives) for c in (*first, *second)] == [
         (3, 4, 3, 1),
         (3, 6, 0, 1),
     ]
     assert first[0].ids.tolist() == ids[4:6] and second[0].ids.tolist() == ids[6:]
     for chunk, samples in ((first[0], 0), (second[0], 1)):
-        raw = b"s" * score_bytes(1) * len(chunk.ids)
+        raw = b"s" * logprob_bytes(1) * len(chunk.ids)
         sampled = replace(Sampled.one_each([1] * samples), prompt_logprobs=(raw,))
-        scores, result = engine.handle(step_done(engine.queue.pop(0), sampled))
+        logprobs, result = engine.handle(step_done(engine.queue.pop(0), sampled))
         assert isinstance(result, Result)
-        assert scores == PromptLogprobs(1, result.number, 3, chunk.first, raw)
+        assert logprobs == PromptLogprobs(1, result.number, 3, chunk.first, raw)
     engine.plan({3: 1})
-    assert engine.queue.pop().scored_chunks == ()
+    assert engine.queue.pop().prompt_logprob_chunks == ()
 
 
-@pytest.mark.parametrize("logprobs", [b"", b"x" * 7, b"x" * score_bytes(2)])
-def test_scores_of_another_size_are_a_fault(logprobs):
+@pytest.mark.parametrize("logprobs", [b"", b"x" * 7, b"x" * logprob_bytes(2)])
+def test_log_probs_of_another_size_are_a_fault(logprobs):
     engine = Engine()
     engine.plan({0: 9}, [admit(0, [1], logprobs=1)])
     sampled = replace(Sampled.one_each([4]), logprobs=logprobs)
     [fault] = engine.handle(step_done(engine.queue.pop(), sampled))
     assert (
-        f"{len(logprobs)} bytes of log-probs, where {score_bytes(1)} were expected" in fault.reason
+        f"{len(logprobs)} bytes of log-probs, where {logprob_bytes(1)} were expected"
+        in fault.reason
     )
 
 
@@ -603,7 +604,7 @@ def test_ids_that_are_held_back_are_told_while_they_are():
         step = engine.queue.pop()
         told.append(step.logprobs is not None and step.logprobs.suppressed)
         engine.handle(
-            step_done(step, replace(Sampled.one_each([4]), logprobs=b"x" * score_bytes(0)))
+            step_done(step, replace(Sampled.one_each([4]), logprobs=b"x" * logprob_bytes(0)))
         )
         if number < 2:
             engine.plan({0: 1})

@@ -183,10 +183,10 @@ def test_the_step_that_memory_is_measured_with_asks_for_all_that_sampling_can_do
     step = largest_step(runner.largest, 16, 24)
     optional = {field.name for field in fields(Step) if field.default in (None, ())}
     missing = {name for name in optional if not getattr(step, name)}
-    # Chunks of prompts are scored a few tokens at a time; common beginnings need no memory, and
+    # Log-probs of prompts are made of a few tokens at a time; common beginnings need no memory, and
     # vectors less than the log-probs in whose place they are. Drafts are verified where few
     # requests decode, and have fewer rows of logits than a full step.
-    assert missing == {"scored_chunks", "shared_prefixes", "vectors", "drafts"}
+    assert missing == {"prompt_logprob_chunks", "shared_prefixes", "vectors", "drafts"}
     assert len(step.tokens) == 32 and step.samples.sum() == len(step.penalties.rows) == 4
     assert truncated(step.fields).tolist() == [0, 1, 2, 3]
     launched = runner.launch(step)

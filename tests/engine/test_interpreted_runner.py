@@ -16,12 +16,12 @@ import msgspec
 import pytest
 from runner_requests import (
     LENGTHS,
+    LOGPROBS,
     POISON,
-    SCORED,
     WANTED,
+    logprobs_of,
     masks_for,
     run_alike,
-    scores,
     submit_all,
 )
 
@@ -88,10 +88,10 @@ def expected(on_the_cpu) -> dict[str, list[int]]:
     return on_the_cpu.outputs
 
 
-def check_scores(found: dict[str, list], cores) -> None:
+def check_logprobs(found: dict[str, list], cores) -> None:
     """Ranks and ids are equal, log-probs are as near as sums in another order are."""
-    expected = scores(cores)
-    assert found.keys() == expected.keys() and len(expected) == len(SCORED)
+    expected = logprobs_of(cores)
+    assert found.keys() == expected.keys() and len(expected) == len(LOGPROBS)
     for name, entries in expected.items():
         assert len(entries) == len(found[name]) == WANTED
         for (own, rank, ids, others), (its, *same, theirs) in zip(
@@ -119,7 +119,7 @@ def test_two_ranks_that_exchange_their_best_candidates_measure_and_give_the_same
     for out, _ in said:
         told = json.loads(out.strip().rpartition("\n")[2])
         assert told["graphs"] == expected
-        check_scores(told["scores"]["graphs"], on_the_cpu)
+        check_logprobs(told["logprobs"]["graphs"], on_the_cpu)
         assert [size[0] for size in told["step cost"][1]] == [4]
 
 
@@ -148,7 +148,7 @@ def test_graphs_that_were_left_are_captured_between_steps(found):
 
 @pytest.mark.parametrize("way", ["graphs", "no graphs"])
 def test_log_probs_are_the_same_behind_a_graph_and_without(found, on_the_cpu, way):
-    check_scores(found["scores"][way], on_the_cpu)
+    check_logprobs(found["logprobs"][way], on_the_cpu)
 
 
 def test_an_engine_with_graphs_says_what_its_steps_take(found):

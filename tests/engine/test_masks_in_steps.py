@@ -22,7 +22,7 @@ from pipeinfer.params import ReasoningContext, RequestParams, StructuredOutputs
 from pipeinfer.scheduler.queue import UNITS_PER_STEP
 from pipeinfer.settings import Settings
 from pipeinfer.text import grammar_setup
-from pipeinfer.wire import unpack_scores
+from pipeinfer.wire import unpack_logprobs
 
 FOLDER = Path(pipeinfer.demo.__file__).parent
 SETUP = grammar_setup(FOLDER)
@@ -231,7 +231,7 @@ def test_log_probs_are_those_of_the_model_before_the_mask(loaded, masks):
     made = cores(loaded, masks)
     made.submit("choice", PROMPT, params("choice", 0.0, logprobs=2), eos_ids=SETUP.end_ids)
     made.run()
-    for n, entry in enumerate(unpack_scores(made.logprobs["choice"], 2)):
+    for n, entry in enumerate(unpack_logprobs(made.logprobs["choice"], 2)):
         row = made.logits["choice", len(PROMPT) + n].astype(np.float64)
         expected = row - (np.log(np.exp(row - row.max()).sum()) + row.max())
         assert abs(entry.logprob - expected[made.outputs["choice"][n]]) < 1e-4

@@ -30,7 +30,7 @@ TERMS = RequestDefaults(RequestParams(max_tokens=None), 200)
 
 
 def entry(logprob: float) -> bytes:
-    """A token's score, without alternatives."""
+    """A token's log-prob record, without alternatives."""
     return np.array([logprob], "<f4").tobytes() + pack([1])
 
 
@@ -102,15 +102,15 @@ def test_a_best_of_that_makes_no_sense_is_refused(fields, said):
 @given(st.data(), st.integers(1, 3), st.integers(1, 5))
 def test_the_best_have_the_highest_mean(data, prompts, made):
     shown = data.draw(st.integers(1, made))
-    score = st.integers(-8, 0).map(float)
-    each = [data.draw(st.lists(score, max_size=4)) for _ in range(prompts * made)]
+    logprob = st.integers(-8, 0).map(float)
+    each = [data.draw(st.lists(logprob, max_size=4)) for _ in range(prompts * made)]
     best = BestOf(len(each), made, shown, with_logprobs=False)
-    for index, scores in enumerate(each):
-        for at, value in enumerate(scores):
+    for index, logprobs in enumerate(each):
+        for at, value in enumerate(logprobs):
             texts = LogprobTexts(entry(value), (b"x",), pack([at]))
             delta = OutputDelta("r", "x", pack([7]), at, at, logprobs=texts)
             assert best.add(index, delta).logprobs is None
-    means = [sum(scores) / len(scores) if scores else float("-inf") for scores in each]
+    means = [sum(logprobs) / len(logprobs) if logprobs else float("-inf") for logprobs in each]
     chosen = best.best_choices()
     assert len(chosen) == prompts * shown
     for prompt in range(prompts):

@@ -40,8 +40,7 @@ from pipeinfer.messages import (
     TextRow,
 )
 from pipeinfer.params import RequestParams
-from pipeinfer.wire import pack
-from pipeinfer.wire import score_bytes as logprobs_size
+from pipeinfer.wire import logprob_bytes, pack
 
 EXPECTED = [ExpectedStage(stage, stage.split("-")[0]) for stage in STAGES]
 PARAMS = RequestParams()
@@ -259,8 +258,8 @@ def test_text_that_comes_together_with_an_error_is_delivered_before_it() -> None
     harness = Harness()
     harness.running("r")
     harness.do(Text((row("ab", 0, 0),)))
-    ids, scores = pack([0, 8, 9]), bytes(3 * logprobs_size(0))
-    texts = LogprobTexts(scores, (b"ab", b"c", b"d"), pack([0, 2, 3]))
+    ids, logprobs = pack([0, 8, 9]), bytes(3 * logprob_bytes(0))
+    texts = LogprobTexts(logprobs, (b"ab", b"c", b"d"), pack([0, 2, 3]))
     last = TextRow("r", 1, "abcd", 0, 0, ids, "error", error="boom", logprobs=texts)
     delta, failed = harness.local(Text((last,)))
     assert isinstance(delta, OutputDelta) and failed == Failed(

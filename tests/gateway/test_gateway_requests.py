@@ -514,7 +514,7 @@ def test_an_echo_with_log_probs_needs_those_of_the_prompt() -> None:
     assert not completion(logprobs=3)[0].return_prompt_text
 
 
-def test_the_one_output_behind_a_scored_prompt_always_has_a_log_prob() -> None:
+def test_the_one_output_behind_a_prompt_with_log_probs_always_has_a_log_prob() -> None:
     def ignores(**fields: object) -> bool:
         return completion(**fields)[0].params.ignore_eos
 

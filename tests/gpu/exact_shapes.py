@@ -86,8 +86,8 @@ def answers(llm: LLM, asked: list[tuple[list[int], SamplingParams]], order: list
     found: Answers = {}
     for number, output in zip(order, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
-        scores = output.outputs[0].logprobs or []
-        values = [one[token].logprob for one, token in zip(scores, tokens, strict=True)]
+        logprobs = output.outputs[0].logprobs or []
+        values = [one[token].logprob for one, token in zip(logprobs, tokens, strict=True)]
         found[number] = tokens, values
     return found
 
@@ -204,14 +204,14 @@ def compare(shape: str, expected: Answers, found: dict[str, Answers], exactly: b
     for way, given in found.items():
         # Those alone are shorter.
         tokens = [n for n in given if given[n][0] != expected[n][0][: len(given[n][0])]]
-        scores = [n for n in given if given[n][1] != expected[n][1][: len(given[n][1])]]
+        logprobs = [n for n in given if given[n][1] != expected[n][1][: len(given[n][1])]]
         total = sum(len(ids) for ids, _ in given.values())
         print(
             f"EXACT {shape}, {way}: {total} tokens of {len(given)} requests; other tokens in "
-            f"{len(tokens)}, other log-probs in {len(scores)}",
+            f"{len(tokens)}, other log-probs in {len(logprobs)}",
             flush=True,
         )
-        same &= not tokens and not (exactly and scores)
+        same &= not tokens and not (exactly and logprobs)
     return same
 
 

@@ -12,7 +12,7 @@ from test_cuda_parity import cores, generate, prompts
 
 from checkpoints import load_reference
 from pipeinfer.params import RequestParams
-from pipeinfer.wire import PositionLogprobs, unpack_scores
+from pipeinfer.wire import PositionLogprobs, unpack_logprobs
 
 pytestmark = pytest.mark.gpu
 
@@ -41,23 +41,23 @@ def check(entry: PositionLogprobs, expected: np.ndarray, token: int) -> None:
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_scores_of_outputs_are_those_of_the_logits_behind_graphs(
+def test_log_probs_of_outputs_are_those_of_the_logits_behind_graphs(
     gpu_checkpoints, vocab, temperature
 ):
     folder = gpu_checkpoints("Qwen3ForCausalLM", vocab_size=vocab)
     made = cores(folder)
-    scored = generate(made, wanted=WANTED, temperature=temperature, logprobs=MOST)
+    generated = generate(made, wanted=WANTED, temperature=temperature, logprobs=MOST)
     assert made.loaded.runner._graphs.decodes
     for index, prompt in enumerate(prompts()):
         name = f"r{index}"
-        found = list(unpack_scores(made.logprobs[name], MOST))
+        found = list(unpack_logprobs(made.logprobs[name], MOST))
         assert len(found) == WANTED
         for n, entry in enumerate(found):
             logits = made.logits[name, len(prompt) + n]
-            check(entry, log_softmax(logits), scored[name][n])
+            check(entry, log_softmax(logits), generated[name][n])
 
 
-def test_scores_of_prompts_are_near_those_of_float32(gpu_checkpoints):
+def test_log_probs_of_prompts_are_near_those_of_float32(gpu_checkpoints):
     folder = gpu_checkpoints("LlamaForCausalLM")
     made = cores(folder, budget=64)  # in chunks
     generate(made, wanted=4, prompt_logprobs=2)
@@ -66,7 +66,7 @@ def test_scores_of_prompts_are_near_those_of_float32(gpu_checkpoints):
         with torch.inference_mode():
             batch = torch.tensor([prompt], device="cuda")
             expected = reference(batch).logits[0].double().log_softmax(-1).cpu().numpy()
-        first, *others = unpack_scores(made.prompt_logprobs[f"r{index}"], 2)
+        first, *others = unpack_logprobs(made.prompt_logprobs[f"r{index}"], 2)
         assert first.rank == 0
         assert len(others) == len(prompt) - 1
         for n, entry in enumerate(others, start=1):

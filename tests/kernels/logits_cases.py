@@ -8,7 +8,7 @@ import torch
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.kernels import by_triton, host
 
-WORDS = 2  # of a score before its alternatives
+WORDS = 2  # of a log-prob record before its alternatives
 
 
 def differences(found: torch.Tensor, expected: torch.Tensor, most: int) -> float:
@@ -38,7 +38,9 @@ def in_turn(logits, ids, most, ranks):
     [(5, 1, torch.float32), (300, 1, torch.bfloat16), (500, 3, torch.float32),
      (7, 4, torch.bfloat16)],
 )  # fmt: skip
-def test_scores_are_the_hosts_whatever_the_blocks_and_ranks(vocab, ranks, dtype, most, monkeypatch):
+def test_log_probs_are_the_hosts_whatever_the_blocks_and_ranks(
+    vocab, ranks, dtype, most, monkeypatch
+):
     """bfloat16 has many equal logits; a rank of four has no id at all."""
     monkeypatch.setattr(by_triton, "BLOCK", 64)
     logits = randn(vocab, 6, vocab, dtype=dtype) * 3
@@ -50,7 +52,7 @@ def test_scores_are_the_hosts_whatever_the_blocks_and_ranks(vocab, ranks, dtype,
     assert differences(by_triton.logprobs(logits, ids, most), expected, most) < 1e-5
 
 
-def test_a_row_has_the_same_scores_in_any_batch_and_any_stride():
+def test_a_row_has_the_same_log_probs_in_any_batch_and_any_stride():
     wide = randn(3, 5, 9000)
     logits, ids = wide[:, 7:8000], torch.tensor([3, 4000, 7992, 0, 4096], device=DEVICE)
     whole = by_triton.logprobs(logits, ids, 5)
@@ -61,6 +63,6 @@ def test_a_row_has_the_same_scores_in_any_batch_and_any_stride():
     assert torch.equal(by_triton.logprobs(logits, drawn[:, 1], 5), whole)
 
 
-def test_no_rows_have_no_scores():
+def test_no_rows_have_no_log_probs():
     none = torch.empty(0, dtype=torch.int64, device=DEVICE)
     assert by_triton.logprobs(randn(1, 0, 40), none, 3).shape == (0, 8)

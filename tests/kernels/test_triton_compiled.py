@@ -130,7 +130,7 @@ def test_the_gate():
     assert compiled(elementwise._geglu_kernel, types, constants, num_warps=4).asm["ptx"]
 
 
-def test_scores():
+def test_log_probs():
     whole = dict.fromkeys(("token_keys", "block_records", "records", "ids", "keys"), "*i64") | {
         "logits": HALF
     }

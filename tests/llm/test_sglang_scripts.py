@@ -120,14 +120,14 @@ def test_log_probs_of_outputs_and_prompts(engine: Any) -> None:
     assert own[0][0] == pytest.approx(info["output_top_logprobs"][0][0][0])
     of_prompt = info["input_token_logprobs"]
     assert of_prompt[0] == (None, ord("H"), None) and len(of_prompt) == 5
-    assert all(score < 0 for score, _, _ in of_prompt[1:])
+    assert all(logprob < 0 for logprob, _, _ in of_prompt[1:])
     plain = engine.generate(
         "Hello", {**GREEDY, "max_new_tokens": 0}, return_logprob=True, logprob_start_len=1
     )
     assert plain["output_ids"] == [] and plain["meta_info"]["output_token_logprobs"] == []
     # Alone, a prompt is computed in steps of other shapes than in other tests.
-    got = [score for score, _, _ in plain["meta_info"]["input_token_logprobs"]]
-    assert got == pytest.approx([score for score, _, _ in of_prompt[1:]], abs=1e-4)
+    got = [logprob for logprob, _, _ in plain["meta_info"]["input_token_logprobs"]]
+    assert got == pytest.approx([logprob for logprob, _, _ in of_prompt[1:]], abs=1e-4)
 
 
 def test_what_there_is_not_is_refused_by_name(engine: Any) -> None:

@@ -302,10 +302,10 @@ def test_cumulative_logprob_is_the_sum_of_the_chosen_tokens(llm: LLM) -> None:
         assert choice.cumulative_logprob == pytest.approx(sum(chosen))
 
 
-def test_a_prompt_may_be_scored_without_any_output(llm: LLM) -> None:
-    scored = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=2, logprobs=1)
+def test_a_prompt_may_have_log_probs_without_any_output(llm: LLM) -> None:
+    of_prompt = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=2, logprobs=1)
     some = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
-    none, one = llm.generate(["Hello", "Hello"], [scored, some])
+    none, one = llm.generate(["Hello", "Hello"], [of_prompt, some])
     assert none.prompt_logprobs == one.prompt_logprobs and none.prompt_logprobs is not None
     assert len(none.prompt_logprobs) == len(none.prompt_token_ids) == 5
     output = none.outputs[0]

@@ -141,9 +141,9 @@ class Cores:
             elif isinstance(send.message, PromptTokens):
                 told = send.message
                 self.prompt_logprobs[told.request_id] += told.logprobs
-                assert told.first * 4 + len(told.ids) == len(self.scored_ids(told))
+                assert told.first * 4 + len(told.ids) == len(self.ids_with_logprobs(told))
 
-    def scored_ids(self, told: PromptTokens) -> bytes:
+    def ids_with_logprobs(self, told: PromptTokens) -> bytes:
         """As many bytes of ids as there are entries of the prompt so far."""
         width = len(told.logprobs) // (len(told.ids) // 4)
         return bytes(len(self.prompt_logprobs[told.request_id]) // width * 4)

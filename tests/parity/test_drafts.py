@@ -97,9 +97,9 @@ def test_tokens_and_log_probs_are_the_same(checkpoint, usual, architecture):
     drafts, accepted = drafted(made)
     assert 0 < accepted < drafts and drafted(without) == (0, 0)
     for name, raw in without.logprobs.items():
-        scores = (np.frombuffer(raw, "<i4"), np.frombuffer(made.logprobs[name], "<i4"))
-        assert len(scores[0]) == len(scores[1])
-        values = [one.reshape(-1, 8)[:, 0].copy().view("<f4") for one in scores if len(one)]
+        logprobs = (np.frombuffer(raw, "<i4"), np.frombuffer(made.logprobs[name], "<i4"))
+        assert len(logprobs[0]) == len(logprobs[1])
+        values = [one.reshape(-1, 8)[:, 0].copy().view("<f4") for one in logprobs if len(one)]
         assert not values or np.abs(values[0] - values[1]).max() < 1e-4
 
 

@@ -15,8 +15,8 @@ from cores import Cores
 from checkpoints import CheckpointCache, load_reference
 from pipeinfer.params import RequestParams
 from pipeinfer.settings import Settings
-from pipeinfer.wire import pack, unpack_scores
-from right_scores import check_prompt_scores, check_scores
+from pipeinfer.wire import pack, unpack_logprobs
+from right_logprobs import check_logprobs, check_prompt_logprobs
 
 LENGTHS = (1, 2, 17, 40, 90)
 OUTPUTS = 12
@@ -97,10 +97,10 @@ def test_what_changes_logits_does_not_change_log_probs(known):
         outputs = cores.outputs[name]
         expected = its.logprobs(prompt + outputs)
         assert len(outputs) > 0
-        check_scores(cores.logprobs[name], 3, expected[len(prompt) - 1 : -1], outputs)
-        check_prompt_scores(cores.prompt_logprobs[name], 2, expected[: len(prompt)], prompt)
-    firsts = [[*unpack_scores(cores.logprobs[f"0-{n}"], 3)][:6] for n in range(len(LENGTHS))]
-    held = [score for some in firsts for score in some if score.ids[0] < 200]
+        check_logprobs(cores.logprobs[name], 3, expected[len(prompt) - 1 : -1], outputs)
+        check_prompt_logprobs(cores.prompt_logprobs[name], 2, expected[: len(prompt)], prompt)
+    firsts = [[*unpack_logprobs(cores.logprobs[f"0-{n}"], 3)][:6] for n in range(len(LENGTHS))]
+    held = [entry for some in firsts for entry in some if entry.ids[0] < 200]
     assert held, "nothing that must not be sampled yet was the likeliest"
 
 
@@ -109,20 +109,20 @@ def test_asking_changes_no_token(known):
     assert run(its, (3, 2)).outputs == run(its, (None, None)).outputs
 
 
-def test_prompts_that_are_scored_match_nothing_and_others_find_what_they_leave(known):
+def test_prompts_with_log_probs_match_nothing_and_others_find_what_they_leave(known):
     its = known("Qwen2ForCausalLM")
     cores = Cores(its.folder, Settings(**SETTINGS, overlap_depth=2))
     prompt = its.prompts[-1]
-    for name, asked in (("plain", None), ("scored", 2), ("again", 2), ("after", None)):
+    for name, asked in (("plain", None), ("asked", 2), ("again", 2), ("after", None)):
         cores.submit(name, prompt, params_of((1, asked)), seed=1)
         cores.run()
-    assert cores.cached == {"plain": 0, "scored": 0, "again": 0, "after": 80}
+    assert cores.cached == {"plain": 0, "asked": 0, "again": 0, "after": 80}
     expected = its.logprobs(prompt)
-    for name in ("scored", "again"):
-        check_prompt_scores(cores.prompt_logprobs[name], 2, expected, prompt)
+    for name in ("asked", "again"):
+        check_prompt_logprobs(cores.prompt_logprobs[name], 2, expected, prompt)
 
 
-def test_a_scored_prompt_that_was_taken_back_is_not_scored_twice(known):
+def test_log_probs_of_a_prompt_that_was_taken_back_are_not_made_twice(known):
     """What it knows already is found in the prefix cache as any other prompt's."""
     its = known("Qwen2ForCausalLM")
     cores = Cores(its.folder, Settings(**SETTINGS, overlap_depth=1), budget=24)
@@ -135,11 +135,11 @@ def test_a_scored_prompt_that_was_taken_back_is_not_scored_twice(known):
 
     cores.engine.handle = handle  # type: ignore[method-assign]
     cores.submit("r", its.prompts[-1], params_of((1, 1)), seed=1)
-    cores.run(lambda: cores.scheduler._live["r"].num_scored > 40)
+    cores.run(lambda: cores.scheduler._live["r"].num_prompt_logprobs > 40)
     request = cores.scheduler._live["r"]
     cores.scheduler._planner._preempt(request)
     cores.run()
-    first, second = (admit.score_from for admit in admitted)
+    first, second = (admit.prompt_logprobs_from for admit in admitted)
     assert first == 1 and second > 40
-    assert len(list(unpack_scores(cores.prompt_logprobs["r"], 1))) == len(its.prompts[-1])
+    assert len(list(unpack_logprobs(cores.prompt_logprobs["r"], 1))) == len(its.prompts[-1])
     assert pack(cores.outputs["r"])

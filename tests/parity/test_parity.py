@@ -21,7 +21,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from checkpoints import ALL_ARCHITECTURES, VOCAB_SIZE, CheckpointCache, load_reference
 from pipeinfer.params import RequestParams
 from pipeinfer.settings import Settings
-from right_scores import TOLERANCE, check_prompt_scores, check_scores
+from right_logprobs import TOLERANCE, check_logprobs, check_prompt_logprobs
 
 OUTPUTS = 26  # more than a window, and over the end of a page of any size here
 GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
@@ -163,7 +163,7 @@ def test_same_logits_and_greedy_tokens_as_transformers(
         budget=7 if workload == "chunks" else 256,
     )
     asked = [ASKED[number % len(ASKED)] for number in range(len(prompts))]
-    if workload == "shared":  # whose prompt is scored finds nothing: only the first's is
+    if workload == "shared":  # whose prompt has log-probs finds nothing: only the first's is
         asked[1:] = [(of_output, None) for of_output, _ in asked[1:]]
     for number, reference in enumerate(prompts):
         of_output, of_prompt = asked[number]
@@ -178,7 +178,7 @@ def test_same_logits_and_greedy_tokens_as_transformers(
     for number, reference in enumerate(prompts):
         name, length = f"r{number}", len(reference.prompt)
         assert cores.outputs[name] == reference.ids
-        check_logprobs(cores, name, reference.prompt, asked[number], reference.logprobs)
+        check_request_logprobs(cores, name, reference.prompt, asked[number], reference.logprobs)
         logits = np.stack([cores.logits[name, length + i] for i in range(OUTPUTS)])
         error = np.abs(logits - reference.logits).max() / np.abs(reference.logits).max()
         assert error < TOLERANCE
@@ -190,24 +190,26 @@ def test_same_logits_and_greedy_tokens_as_transformers(
         assert min(reused) >= 128 if cache == "radix" else max(reused) == 0
 
 
-def check_logprobs(cores: Cores, name: str, prompt: list[int], asked, expected) -> None:
+def check_request_logprobs(cores: Cores, name: str, prompt: list[int], asked, expected) -> None:
     """Those of a request that has ended. expected: [n, vocab], of what follows each token."""
     of_output, of_prompt = asked
     if of_output is None:
         assert cores.logprobs[name] == b""
     else:
         outputs = cores.outputs[name]
-        check_scores(cores.logprobs[name], of_output, expected[len(prompt) - 1 : -1], outputs)
+        check_logprobs(cores.logprobs[name], of_output, expected[len(prompt) - 1 : -1], outputs)
     if of_prompt is None:
         assert cores.prompt_logprobs[name] == b""
     else:
-        check_prompt_scores(cores.prompt_logprobs[name], of_prompt, expected[: len(prompt)], prompt)
+        check_prompt_logprobs(
+            cores.prompt_logprobs[name], of_prompt, expected[: len(prompt)], prompt
+        )
 
 
 def check_whole(known, cores: Cores, name: str, prompt: list[int], params: RequestParams) -> None:
     """The same, by transformers' log-probs of what was said."""
     expected = known["logprobs"](prompt + cores.outputs[name])
-    check_logprobs(cores, name, prompt, (params.logprobs, params.prompt_logprobs), expected)
+    check_request_logprobs(cores, name, prompt, (params.logprobs, params.prompt_logprobs), expected)
 
 
 def test_seeded_sampling_is_the_same_whatever_else_is_in_the_batch(references):
@@ -331,7 +333,7 @@ def test_allowed_ids_and_banned_sequences_hold_in_every_step(references, policy,
             with torch.inference_mode():
                 logits = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
             raw = logits.double().log_softmax(-1).numpy()
-            check_scores(cores.logprobs[f"{name}{temperature}"], 2, raw, said)
+            check_logprobs(cores.logprobs[f"{name}{temperature}"], 2, raw, said)
             for at, row in enumerate(logits.numpy()):
                 row = row.copy()
                 row[[few[0], 250]] += (name == "both") * np.array([4, 100], np.float32)

@@ -14,7 +14,7 @@ from functools import cache
 from random import Random
 
 import msgspec
-from simulated_engine import PAGES, POISON, SEEDS, SLOTS, EngineNode, noise_of, score_of
+from simulated_engine import PAGES, POISON, SEEDS, SLOTS, EngineNode, entry_of, noise_of
 from simulated_grammars import DEAD, HUGE, WRONG, dies, grammar_of, trial
 from simulated_grammars import expected_outputs as outputs_by_grammar
 from tokenizers import Tokenizer, decoders, models
@@ -96,7 +96,7 @@ class Client:
     gone: bool = False  # it hung up, or its gateway died
     timeout: float = 0.0
     logprobs: bytes = b""
-    scored: bytes = b""  # entries of the prompt
+    prompt_logprobs: bytes = b""  # entries of the prompt
     shown_ids: bytes = b""  # with these ids
     offsets: list[int] = field(default_factory=list)
     choice: int = 0
@@ -110,7 +110,7 @@ class Client:
         self.before = max(self.before, self.deltas, key=len)
         self.deltas, self.lost = [], False
         self.text, self.ids, self.finish, self.failed = "", b"", None, None
-        self.logprobs = self.scored = self.shown_ids = b""
+        self.logprobs = self.prompt_logprobs = self.shown_ids = b""
         self.offsets = []
 
     def take(self, delta: OutputDelta) -> None:
@@ -127,31 +127,31 @@ class Client:
             delta.finish,
         )
         if delta.logprobs is not None:
-            self.logprobs += delta.logprobs.scores
+            self.logprobs += delta.logprobs.logprobs
             self.offsets += unpack(delta.logprobs.offsets).tolist()
         if delta.prompt is not None:
             assert not self.ids
-            self.scored += delta.prompt.scores
+            self.prompt_logprobs += delta.prompt.logprobs
             self.shown_ids += delta.prompt.ids
 
-    def check_scores(self) -> None:
+    def check_logprobs(self) -> None:
         """It has the log-probs of all tokens that it has, each once."""
         most = self.params.logprobs
         if most is not None:
             first, ids = len(self.prompt), unpack(self.ids).tolist()
-            entries = [score_of(first + n, token, most) for n, token in enumerate(ids)]
+            entries = [entry_of(first + n, token, most) for n, token in enumerate(ids)]
             assert self.logprobs == b"".join(entries)
             assert len(self.offsets) == len(ids) and self.offsets == sorted(self.offsets)
         most = self.params.prompt_logprobs
         if most is not None and self.failed is None and self.finish != "abort":
-            entries = [score_of(n, token, most) for n, token in enumerate(self.prompt)]
+            entries = [entry_of(n, token, most) for n, token in enumerate(self.prompt)]
             entries[0] = bytes(len(entries[0]))
-            assert self.scored == b"".join(entries)
+            assert self.prompt_logprobs == b"".join(entries)
             assert self.shown_ids == pack(self.prompt)
 
     def check(self) -> None:
         """It ended with its undisturbed text, or as it had to."""
-        self.check_scores()
+        self.check_logprobs()
         text, ids, finish = self.undisturbed()
         late = self.finish == "abort" or (self.failed is not None and self.failed.status == 408)
         if self._ended_by_grammar():

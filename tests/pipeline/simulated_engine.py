@@ -140,18 +140,18 @@ class TokenDevice:
         if asked is not None:
             for row, most in zip(asked.rows.tolist(), asked.num_alternatives.tolist(), strict=True):
                 if row not in refused:
-                    made.append(score_of(int(positions[row]), int(drawn[row, 1]), most))
+                    made.append(entry_of(int(positions[row]), int(drawn[row, 1]), most))
         prompts = [
             b"".join(
-                score_of(part.first + n, int(token), part.num_alternatives)
+                entry_of(part.first + n, int(token), part.num_alternatives)
                 for n, token in enumerate(part.ids)
             )
-            for part in step.scored_chunks
+            for part in step.prompt_logprob_chunks
         ]
         return replace(sampled, logprobs=b"".join(made), prompt_logprobs=tuple(prompts))
 
 
-def score_of(position: int, token: int, most: int) -> bytes:
+def entry_of(position: int, token: int, most: int) -> bytes:
     """The entry of a token; no other place and no other token has it."""
     own = np.array([-position - token / 64], "<f4").view("<i4")
     ids = (token + np.arange(most)) % 50

@@ -56,7 +56,7 @@ MOST = 25  # tokens of an answer
 # Grammars of whoever comes, with their lengths; most have none.
 KINDS = [("w", 4), ("w", 20), ("w", 20), ("dead", 1), ("dead", 4), ("huge", 4), ("wrong", 4)]
 KINDS += [("odd", 24)] * 4
-SCORES = (None, None), (2, None), (None, 1), (None, None), (0, 3)  # log-probs, of whoever comes
+LOGPROBS = (None, None), (2, None), (None, 1), (None, None), (0, 3)  # log-probs, of whoever comes
 
 
 class Watch:
@@ -252,7 +252,7 @@ class Story(Simulation):
         stop = self.random.choice([(), (), ("a",), ("th", "é")])
         timeout = self.random.choice([0.0, 0.0, 0.0, 0.4, 2.0])
         least = self.random.choice([0, 0, min(3, most)])
-        of_output, of_prompt = SCORES[len(self.clients) % len(SCORES)]
+        of_output, of_prompt = LOGPROBS[len(self.clients) % len(LOGPROBS)]
         self.seen["log-probs"] += of_output is not None
         self.seen["log-probs of a prompt"] += of_prompt is not None
         many = self.random.choice([1, 1, 1, 1, 1, 1, 2, 3, 5])

@@ -42,13 +42,13 @@ class Machine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 6),
         stop=STOPS,
         timeout=st.sampled_from([0.0, 0.0, 0.0, 0.1, 2.0]),
-        scores=st.sampled_from([(None, None), (None, None), (0, None), (2, 1), (None, 3)]),
+        logprobs=st.sampled_from([(None, None), (None, None), (0, None), (2, 1), (None, 3)]),
         choices=st.sampled_from([1, 1, 3]),
         grammar=st.sampled_from([None, None, None, "w", "dead", "odd", "huge", "wrong"]),
         kept=st.sampled_from([0.0, 0.0, 30.0]),
     )
     def submit(
-        self, length, salt, max_tokens, min_tokens, stop, timeout, scores, choices, grammar, kept
+        self, length, salt, max_tokens, min_tokens, stop, timeout, logprobs, choices, grammar, kept
     ):
         prompt = [(salt + i) % 50 for i in range(length)]
         self.s.submit(
@@ -59,8 +59,8 @@ class Machine(RuleBasedStateMachine):
             min_tokens=0 if grammar else min(min_tokens, max_tokens),
             structured_outputs=spec_of(grammar, length) if grammar else None,
             stop=tuple(stop),
-            logprobs=scores[0],
-            prompt_logprobs=scores[1],
+            logprobs=logprobs[0],
+            prompt_logprobs=logprobs[1],
             n=choices,
             seed=None if choices == 1 else length,
         )
@@ -265,8 +265,10 @@ def test_kept_answers_outlive_gateways_in_the_same_pieces(groups, beside):
         s = Simulation(random, groups=groups)
         for n in range(4):
             stop = ["a", "q."] if n == 2 else []
-            scores = {"logprobs": 2, "prompt_logprobs": 1} if n == 1 else {}
-            s.submit([n, n + 1], kept=30.0, max_tokens=20, n=1 + n % 2, seed=n, stop=stop, **scores)
+            logprobs = {"logprobs": 2, "prompt_logprobs": 1} if n == 1 else {}
+            s.submit(
+                [n, n + 1], kept=30.0, max_tokens=20, n=1 + n % 2, seed=n, stop=stop, **logprobs
+            )
         s.submit([7, 8], max_tokens=20)
         for _ in range(3):
             for _ in range(random.randint(1, 120)):

@@ -39,11 +39,11 @@ def server():
 def requests() -> list[dict[str, Any]]:
     """Of one choice each, of three each, and one whose grammar bounds it."""
     single = chats(STREAMS)
-    scored = {"temperature": 0.9, "logprobs": True, "top_logprobs": 2}
-    several = [scored | {"question": one["question"], "n": 3, "seed": 100 * number}
+    asked = {"temperature": 0.9, "logprobs": True, "top_logprobs": 2}
+    several = [asked | {"question": one["question"], "n": 3, "seed": 100 * number}
                for number, one in enumerate(single[:2], 1)]  # fmt: skip
     bounded = {"question": "Go on.", "seed": 7, "extra_body": {"guided_regex": LETTERS}}
-    return [*single, *several, scored | bounded]
+    return [*single, *several, asked | bounded]
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def undisturbed(server: Server, requests: list[dict[str, Any]]) -> list[Choice]:
     made = asyncio.run(Streams(server, requests).run())
     assert len({one.text for one in made}) == len(made), "each has a seed of its own"
     assert re.fullmatch(LETTERS, made[-1].text)
-    scored = made[STREAMS:]
-    assert [one.finish for one in scored] == ["length"] * (len(scored) - 1) + ["stop"]
-    assert all(len(one.logprobs) == 3 * len(one.tokens) >= 3 * 40 for one in scored)
+    with_logprobs = made[STREAMS:]
+    assert [one.finish for one in with_logprobs] == ["length"] * (len(with_logprobs) - 1) + ["stop"]
+    assert all(len(one.logprobs) == 3 * len(one.tokens) >= 3 * 40 for one in with_logprobs)
     return made
 
 

@@ -36,8 +36,8 @@ step_builder.RequestTable.put = put
 DEVICE_FAILS_ON_A_SEED = """
 from pipeinfer.engine import runner
 right = runner.Runner._logits
-def logits(self, views, plan, scores=None):
-    found = right(self, views, plan, scores)
+def logits(self, views, plan, logprobs=None):
+    found = right(self, views, plan, logprobs)
     if 13 in views.sampling["seed"].tolist():
         raise RuntimeError(f"step of {views.shape.num_rows} rows: no kernel for this seed")
     return found

@@ -22,7 +22,7 @@ from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import EngineState, PageCredits, StepsInFlight
 from pipeinfer.scheduler.request import Request, request_of
-from pipeinfer.wire import pack, score_bytes
+from pipeinfer.wire import logprob_bytes, pack
 
 MANY = 2**31 - 1
 
@@ -48,7 +48,7 @@ WRONG_RESULTS: dict[str, tuple[dict[str, Any], str]] = {
                                   "0 ids of r0 behind 5 tokens"),
     "somebody else's troubles": ({"bad": pack([2])}, "slots [2] are reported as deferred"),
     "somebody else's refusal": ({"refused": {4: "dead"}}, "slots [4] are reported as deferred"),
-    "scores that nobody wants": ({"logprobs": bytes(8)}, "8 bytes of log-probs, not 0"),
+    "log-probs that nobody wants": ({"logprobs": bytes(8)}, "8 bytes of log-probs, not 0"),
     "more pages than there are": ({"free": 39, "evictable": 2}, "of 40 pages"),
     "more pages evicted than ever were there": ({"evicted": 81}, "81 are evicted"),
     "pages below 0": ({"free": 5, "evictable": -1}, "-1 evictable"),
@@ -126,18 +126,18 @@ def test_an_admission_whose_result_has_come_is_late_and_changes_nothing():
         ({"number": 4}, "result 4 came"),
     ],
 )
-def test_scores_that_cannot_be_of_its_prompt_end_the_epoch(fields, said):
-    scored = PromptLogprobs(epoch=1, number=0, slot=7, first=1, logprobs=bytes(16))
-    p = prompt_scored()
-    p.feed(scored)
+def test_log_probs_that_cannot_be_of_its_prompt_end_the_epoch(fields, said):
+    right = PromptLogprobs(epoch=1, number=0, slot=7, first=1, logprobs=bytes(16))
+    p = prompt_with_logprobs()
+    p.feed(right)
     assert p.core.state()[0] == "ready", "these are"
-    p = prompt_scored()
-    p.feed(replace(scored, **fields))
+    p = prompt_with_logprobs()
+    p.feed(replace(right, **fields))
     state, reason = p.core.state()
     assert state == "waiting" and said in reason, reason
 
 
-def prompt_scored() -> Pipeline:
+def prompt_with_logprobs() -> Pipeline:
     p = pipeline()
     p.deliver()
     p.deliver()
@@ -180,25 +180,29 @@ def flown(logprobs: int | None = None) -> tuple[StepsInFlight, Request]:
     return flights, request
 
 
-def said(number: int, start: int, count: int, ids: list[int], scores: bytes = b"") -> Result:
+def said(number: int, start: int, count: int, ids: list[int], logprobs: bytes = b"") -> Result:
     return Result(
         epoch=1, number=number, slots=pack([2]), starts=pack([start]), counts=pack([count]),
         produced=pack([len(ids)]), token_ids=pack(ids), deferred=b"", free=1, evictable=0,
-        digest=0, logprobs=scores,
+        digest=0, logprobs=logprobs,
     )  # fmt: skip
 
 
-def test_ids_that_come_again_are_skipped_with_their_scores():
+def test_ids_that_come_again_are_skipped_with_their_log_probs():
     """The step in flight samples what the one before it has forced already."""
     flights, request = flown(logprobs=0)
-    scores = [bytes([n]) * score_bytes(0) for n in range(5)]
-    [(_, tokens, told, _)] = flights.process_result(said(0, 0, 5, [10, 11], scores[0] + scores[1]))
-    assert (tokens, told) == ([10, 11], scores[0] + scores[1])
+    logprobs = [bytes([n]) * logprob_bytes(0) for n in range(5)]
+    [(_, tokens, told, _)] = flights.process_result(
+        said(0, 0, 5, [10, 11], logprobs[0] + logprobs[1])
+    )
+    assert (tokens, told) == ([10, 11], logprobs[0] + logprobs[1])
     request.append(tokens, told)
-    [(_, tokens, told, _)] = flights.process_result(said(1, 5, 1, [11, 12], scores[1] + scores[2]))
-    assert (tokens, told) == ([12], scores[2])
+    [(_, tokens, told, _)] = flights.process_result(
+        said(1, 5, 1, [11, 12], logprobs[1] + logprobs[2])
+    )
+    assert (tokens, told) == ([12], logprobs[2])
     request.append(tokens, told)
-    assert request.logprobs == b"".join(scores[:3])
+    assert request.logprobs == b"".join(logprobs[:3])
 
 
 @pytest.mark.parametrize("trouble", [{"refused": {2: "dead"}}, {"bad": pack([2])}])

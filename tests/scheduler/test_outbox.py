@@ -24,7 +24,7 @@ from pipeinfer.scheduler.recovery import (
     refusal,
 )
 from pipeinfer.scheduler.request import Request, request_of
-from pipeinfer.wire import SCORES_PER_MESSAGE, pack, score_bytes, unpack
+from pipeinfer.wire import LOGPROBS_PER_MESSAGE, logprob_bytes, pack, unpack
 
 GROUP = 3
 
@@ -37,7 +37,7 @@ def request(name: str = "r", to: int = 0, tokens: int = 4, **params: object) -> 
 def with_outputs(many: int, **params: object) -> Request:
     made = request(**params)
     made.outputs.extend(range(100, 100 + many))
-    width = made.score_size
+    width = made.logprob_size
     made.logprobs = bytearray(
         b"".join(n.to_bytes(width, "little") for n in range(many * (width > 0)))
     )
@@ -87,33 +87,33 @@ def test_of_a_request_that_was_refused_the_refusal_is_all():
     assert [send.message for send in Outbox(GROUP).all_of(request(), refused)] == [refused]
 
 
-def test_what_has_scores_comes_in_rows_of_a_bounded_size_each_with_its_own():
-    many = 2 * SCORES_PER_MESSAGE + 3
+def test_what_has_log_probs_comes_in_rows_of_a_bounded_size_each_with_its_own():
+    many = 2 * LOGPROBS_PER_MESSAGE + 3
     made = with_outputs(many, logprobs=0)
     rows = list(all_rows(made, last_row(made, "length")))
-    assert [len(row.ids) // 4 for row in rows] == [SCORES_PER_MESSAGE, SCORES_PER_MESSAGE, 3]
-    assert [row.offset for row in rows] == [0, SCORES_PER_MESSAGE, 2 * SCORES_PER_MESSAGE]
+    assert [len(row.ids) // 4 for row in rows] == [LOGPROBS_PER_MESSAGE, LOGPROBS_PER_MESSAGE, 3]
+    assert [row.offset for row in rows] == [0, LOGPROBS_PER_MESSAGE, 2 * LOGPROBS_PER_MESSAGE]
     assert [row.finish for row in rows] == [None, None, "length"]
     assert b"".join(row.ids for row in rows) == pack(made.outputs)
     assert b"".join(row.logprobs for row in rows) == made.logprobs
 
 
-def test_scores_of_a_prompt_come_from_where_they_are_wanted_on():
-    many, width = 2 * SCORES_PER_MESSAGE, score_bytes(1)
+def test_log_probs_of_a_prompt_come_from_where_they_are_wanted_on():
+    many, width = 2 * LOGPROBS_PER_MESSAGE, logprob_bytes(1)
     made = request(tokens=many, prompt_logprobs=1)
     made.prompt_logprobs = bytearray(b"".join(n.to_bytes(width, "little") for n in range(many)))
     told = [send.message for send in Outbox(GROUP).prompt_logprobs(made, 5)]
     assert all(isinstance(one, PromptTokens) for one in told)
-    assert [one.first for one in told] == [5, 5 + SCORES_PER_MESSAGE]
+    assert [one.first for one in told] == [5, 5 + LOGPROBS_PER_MESSAGE]
     assert b"".join(one.ids for one in told) == pack(range(5, many))
     assert b"".join(one.logprobs for one in told) == made.prompt_logprobs[5 * width :]
 
 
-def test_the_next_row_has_what_came_since_with_its_scores_and_what_was_cached_before():
+def test_the_next_row_has_what_came_since_with_its_log_probs_and_what_was_cached_before():
     made = with_outputs(5, logprobs=0)
     row = next_row(made, 3, None, None)
     assert (row.offset, row.ids, row.cached_tokens) == (3, pack([103, 104]), 0)
-    assert row.logprobs == made.logprobs[3 * made.score_size :]
+    assert row.logprobs == made.logprobs[3 * made.logprob_size :]
     made.first_cache_hit = 8
     assert next_row(made, 5, "stop", 9) == TokenRow("r", 5, b"", "stop", 9, "", 8)
 

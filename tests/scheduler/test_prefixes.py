@@ -98,7 +98,7 @@ def test_a_crash_leaves_nobody_waiting(crashes):
     assert all(client.finish for client in p.clients.values())
 
 
-def test_salts_and_prompts_that_are_scored_share_nothing():
+def test_salts_and_prompts_with_log_probs_share_nothing():
     core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 64, least_shared_tokens=1))
     p = pipeline(common=1)
     p.core = core

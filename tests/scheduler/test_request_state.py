@@ -7,7 +7,7 @@ import pytest
 from pipeinfer.messages import Delivered, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.request import UNKNOWN_OUTPUT, Request, request_of
-from pipeinfer.wire import pack, score_bytes
+from pipeinfer.wire import logprob_bytes, pack
 
 
 def request(prompt: int = 10, max_tokens: int | None = 5) -> Request:
@@ -141,7 +141,7 @@ def test_a_jump_without_pages_is_computed_later_like_a_prompt():
     assert (one.prefilling, one.projected, one.num_forced_ahead) == (True, 11, 6)
 
 
-def scored_request(prompt: int = 4) -> Request:
+def request_with_logprobs(prompt: int = 4) -> Request:
     """One that wants log-probs of its output and of its prompt, without alternatives."""
     params = RequestParams(max_tokens=8, logprobs=0, prompt_logprobs=0)
     made = request_of(TokenizedRequest("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
@@ -149,35 +149,35 @@ def scored_request(prompt: int = 4) -> Request:
     return made
 
 
-def test_what_is_cut_off_takes_its_scores_with_it():
-    one, width = scored_request(), score_bytes(0)
+def test_what_is_cut_off_takes_its_log_probs_with_it():
+    one, width = request_with_logprobs(), logprob_bytes(0)
     one.append([5, 6, 7], b"".join(bytes([n]) * width for n in (5, 6, 7)))
     one.truncate(2)
     assert list(one.outputs) == [5, 6]
     assert one.logprobs == bytes([5]) * width + bytes([6]) * width
 
 
-def test_of_what_was_delivered_and_what_is_known_the_longer_scores_of_the_prompt_stay():
+def test_of_what_was_delivered_and_what_is_known_the_longer_log_probs_of_the_prompt_stay():
     """A detokenizer may have got less of them than another scheduler has told already."""
-    one, width = scored_request(), score_bytes(0)
-    assert one.num_scored == 1, "the first token has none, which is known"
+    one, width = request_with_logprobs(), logprob_bytes(0)
+    assert one.num_prompt_logprobs == 1, "the first token has none, which is known"
     whole = bytes(width) + bytes([9]) * 2 * width
     for told in (whole, whole[: 2 * width], b""):
         one.resume(Delivered("r", 1, b"", prompt_logprobs=told))
-        assert one.prompt_logprobs == whole and one.num_scored == 3
+        assert one.prompt_logprobs == whole and one.num_prompt_logprobs == 3
 
 
-def test_scores_of_what_a_gateway_alone_knows_are_zeros_that_the_next_ones_stand_behind():
-    one, width = scored_request(), score_bytes(0)
+def test_log_probs_of_what_a_gateway_alone_knows_are_zeros_that_the_next_ones_stand_behind():
+    one, width = request_with_logprobs(), logprob_bytes(0)
     one.resume(Delivered("r", 1, pack([7, 8])))
-    assert one.score_from == -1, "all of the prompt's came before the first token"
+    assert one.prompt_logprobs_from == -1, "all of the prompt's came before the first token"
     one.append([9], bytes([9]) * width)
     assert one.logprobs == bytes(2 * width) + bytes([9]) * width
-    assert one.prompt_logprobs == bytes(4 * width) and one.num_scored == 4
+    assert one.prompt_logprobs == bytes(4 * width) and one.num_prompt_logprobs == 4
 
 
-def test_scores_of_a_prompt_that_overlap_what_is_known_count_once():
-    one, width = scored_request(), score_bytes(0)
+def test_log_probs_of_a_prompt_that_overlap_what_is_known_count_once():
+    one, width = request_with_logprobs(), logprob_bytes(0)
     assert one.add_prompt_logprobs(1, bytes([1]) * 2 * width) == 2
     assert one.add_prompt_logprobs(2, bytes([2]) * 2 * width) == 1
     assert one.prompt_logprobs == bytes(width) + bytes([1]) * 2 * width + bytes([2]) * width

@@ -46,7 +46,7 @@ from pipeinfer.scheduler.planner import SchedulerOptions
 from pipeinfer.settings import POLICIES, Settings
 from pipeinfer.step import Step
 from pipeinfer.topology import Identity
-from pipeinfer.wire import pack, score_bytes
+from pipeinfer.wire import logprob_bytes, pack
 
 NAMES = tuple(POLICIES)
 PAGE_SIZE, SLOTS, LONGEST = 4, 6, 64
@@ -414,12 +414,13 @@ def ended(step: Step, bad: bool) -> StepDone:
     wrong = b""
     if bad and rows:
         counts[0], wrong = 0, pack([0])
-    asked, scores = step.logprobs, b""
+    asked, logprobs = step.logprobs, b""
     if asked is not None:
         each = zip(asked.rows.tolist(), asked.num_alternatives.tolist(), strict=True)
-        scores = b"".join([bytes(score_bytes(most)) * int(counts[row]) for row, most in each])
+        logprobs = b"".join([bytes(logprob_bytes(most)) * int(counts[row]) for row, most in each])
     prompts = tuple(
-        bytes(len(chunk.ids) * score_bytes(chunk.num_alternatives)) for chunk in step.scored_chunks
+        bytes(len(chunk.ids) * logprob_bytes(chunk.num_alternatives))
+        for chunk in step.prompt_logprob_chunks
     )
     return StepDone(
         epoch=step.epoch,
@@ -427,7 +428,7 @@ def ended(step: Step, bad: bool) -> StepDone:
         num_sampled=pack(counts),
         token_ids=pack([7] * int(counts.sum())),
         bad=wrong,
-        logprobs=scores,
+        logprobs=logprobs,
         prompt_logprobs=prompts,
     )
 

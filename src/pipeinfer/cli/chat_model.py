@@ -54,7 +54,7 @@ class ChatModel(Protocol):
         ...
 
     def startup_status(self) -> str:
-        """What start() waits for, in words."""
+        """The step for which start() waits, in words."""
         ...
 
     def answer(self, question: Question) -> AsyncGenerator[AnswerDelta, None]:
@@ -70,8 +70,10 @@ class ChatModel(Protocol):
 class AnswerOptions:
     """How a command wants its answers.
 
-    max_tokens: of each answer, if no flag says so. batch: whether only the time of all of them
-    counts. token_ids: whether deltas need their token ids.
+    Attributes:
+    - max_tokens: of each answer, if no flag says so
+    - batch: whether only the time of all of them counts
+    - token_ids: whether deltas need their token ids
     """
 
     max_tokens: int | None = None
@@ -87,7 +89,8 @@ LOCAL_ONLY = "a setting of a model that is loaded here"
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """What the flags say. `settings`: for LLM(...). `sampling`: only what was given."""
+    """The values of a command's flags. `settings`: for LLM(...). `sampling`: only what was
+    given."""
 
     options: argparse.Namespace
     settings: dict[str, Any]

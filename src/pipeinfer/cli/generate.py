@@ -43,7 +43,7 @@ MAX_TOKENS = 128
 
 
 class JsonLine(msgspec.Struct):
-    """What --json prints of a prompt."""
+    """The line that --json prints for a prompt."""
 
     prompt: str
     text: str = ""
@@ -109,7 +109,8 @@ def generate_parser() -> CommandLine:
 
 
 def _take_model(options: argparse.Namespace) -> str:
-    """Of several words the first is MODEL; returns it, "" for another."""
+    """Takes the first of several words as MODEL and returns it; "" if there is one word, or --model
+    is given."""
     if "model" in options or len(options.words) == 1:
         return ""
     model, *options.words = options.words
@@ -207,7 +208,7 @@ async def print_answer(
 async def _separated(
     pieces: AsyncIterator[AnswerDelta], answer_texts: list[str] | None
 ) -> AsyncIterator[tuple[str, str | None]]:
-    """The text of all, with the finish reason; between thoughts and what comes after them is an
+    """The text of all, with the finish reason; between reasoning and what comes after it is an
     empty line."""
     thinks = False
     async for piece in pieces:
@@ -264,7 +265,7 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forgets the conversation so far."""
         self._messages.clear()
 
     def ask(self, question: str) -> None:

@@ -302,7 +302,7 @@ def _findings(flags: dict[str, object]) -> Iterator[Finding]:
 
 
 def _check_devices() -> Iterator[Finding]:
-    """What computes here; its value is the number of GPUs."""
+    """Findings about the device that engines compute on; the value is the number of GPUs."""
     import torch
 
     from pipeinfer.engine.machine import available_bytes, doctor_line
@@ -339,7 +339,7 @@ def _check_package(name: str) -> Finding:
 
 
 def _check_model(settings: Settings) -> Finding:
-    """What an engine would choose for it, or why it would not start."""
+    """A finding about the model: an engine's choices for it, or why an engine would not start."""
     from pipeinfer.engine.choices import choose_engine
 
     try:
@@ -358,7 +358,7 @@ def _check_model(settings: Settings) -> Finding:
 
 
 def _check_texts(settings: Settings) -> Finding:
-    """What the tokenizer and the gateway read of the checkpoint."""
+    """A finding about the checkpoint's parts that the tokenizer and the gateway read."""
     from pipeinfer.checkpoint.pooling import read_pooling
     from pipeinfer.gateway.stage import request_defaults
     from pipeinfer.tokenizer.prompts import load_encoder
@@ -401,9 +401,9 @@ def _check_steps(settings: Settings) -> Finding:
 
 
 def _running_targets(topology: Topology) -> Iterator[Finding]:
-    """What the targets for steps allow the groups of a running server, as their engines measured
-    at their start, and how their last engine took over; nothing of those that still start, or have
-    ended."""
+    """Findings about the groups of a running server: what the targets for steps allow them, as
+    their engines measured at their start, and how their last engine took over. Groups that still
+    start, or have ended, are left out."""
     import zmq
 
     from pipeinfer.bus.bus import ControlClient

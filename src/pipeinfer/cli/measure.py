@@ -1,4 +1,4 @@
-"""What `pipeinfer bench` does with its flags: measures each load in turn, prints, writes.
+"""The command `pipeinfer bench`: measures each load in turn, prints and writes the results.
 
 Knows what to print; what is measured, and how, is in pipeinfer/bench/.
 """
@@ -117,7 +117,7 @@ def _write(
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """As it was called, without the key."""
+    """The command line as it was called, without the key."""
     words = list(arguments)
     for index, word in enumerate(words):
         if word == SECRET_FLAG and index + 1 < len(words):
@@ -144,7 +144,8 @@ def _points(options: argparse.Namespace) -> list[LoadPoint]:
 
 
 async def _prepared(options: argparse.Namespace) -> tuple[Benchmark, dict[str, str]]:
-    """What is the same at all points, and how it is unit; the server is warm then."""
+    """The benchmark that is the same at all points, and its settings by name; the server is warm
+    then."""
     endpoint = Endpoint(
         url=base_url(options.url),
         chat=options.endpoint == "chat",
@@ -214,7 +215,7 @@ def _processes(options: argparse.Namespace) -> Callable[[LoadPoint], int]:
 
 
 def _settings(options: argparse.Namespace, endpoint: Endpoint, counted: str) -> dict[str, str]:
-    """Of the whole run, by name; without the key."""
+    """Settings of the whole run, by name; without the key."""
     shown = {
         "server": endpoint.url,
         "model": str(endpoint.model),

@@ -200,14 +200,14 @@ def add_server_flags(command_line: argparse.ArgumentParser) -> None:
 
 
 def chosen_topology(options: argparse.Namespace) -> Topology:
-    """That of the server that the flags mean. Raises ConfigurationError, which lists the servers
-    if there are several."""
+    """The topology of the server that the flags name. Raises ConfigurationError, which lists the
+    servers if there are several."""
     return running_topology(options.topology, options.port)
 
 
 def announced_topology(options: argparse.Namespace) -> Topology:
-    """As `chosen_topology`, for commands that change a server: before anything is done to it, says
-    on stderr which one was found, unless --topology names it."""
+    """The topology as of `chosen_topology`, for commands that change a server: says on stderr which
+    server was found, before anything is done to it, unless --topology names it."""
     if options.topology:
         return chosen_topology(options)
     server = running_server(options.port)
@@ -306,7 +306,7 @@ def _list(pids: tuple[int, ...]) -> str:
     return ", ".join(str(pid) for pid in pids)
 
 
-RECORDING_TIMEOUT = 10.0  # seconds in which a stage must be heard and must answer
+RECORDING_TIMEOUT = 10.0  # seconds in which a stage must send a heartbeat and an answer
 HEARTBEAT_TIMEOUT = 5.0  # seconds without a heartbeat after which a stage counts as lost
 DEFAULT_MAX_BYTES = 1 << 30  # of one file without --max-bytes: the client may be gone by then
 KEY_FILE, KEY_BYTES = "redaction.key", 32
@@ -412,14 +412,14 @@ def _chosen(topology: Topology, named: list[str] | None) -> list[str]:
 
 
 class _Session:
-    """One recording of several stages: waits for a heartbeat of each, asks it to record, waits for
+    """A recording of several stages: waits for a heartbeat of each, asks it to record, waits for
     the end."""
 
     def __init__(self, caller: ControlClient, stages: list[str], request: StartRecording) -> None:
         self._caller = caller
         self._request = request
         self._silent = dict.fromkeys(stages, time.monotonic())  # stages that were not asked yet
-        self._running: dict[str, float] = {}  # stages that were, and when they were heard last
+        self._running: dict[str, float] = {}  # stages that were, and the time of their last message
         self._begun: set[str] = set()
         self._incarnations: dict[str, int] = {}
         self._failed = False

@@ -37,7 +37,7 @@ CONNECT_TIMEOUT = 10.0  # seconds
 POLL_SECONDS = 0.2  # seconds between two looks at a server that starts
 MAX_CONCURRENT = 64  # requests that are sent to a server at a time
 MAX_LINE_BYTES = 1 << 24  # bytes of a line of a stream
-MAX_ERROR_CHARS = 300  # letters of an error that is no JSON
+MAX_ERROR_CHARS = 300  # characters of an error that is no JSON
 
 
 class _Message(msgspec.Struct):
@@ -81,9 +81,13 @@ class ServedModel:
         model: str = "",
         pid: int = 0,
     ) -> None:
-        """url: with or without /v1. model: "" for MODEL, or else the first that the server names.
-        pid: of a server on this host, which may still start. ConfigurationError for a URL or a key
-        that no request can have."""
+        """A model behind the server at `url`. Raises ConfigurationError for a URL or a key that no
+        request can have.
+
+        - url: with or without /v1
+        - model: "" for MODEL, or else the first that the server names
+        - pid: of a server on this host, which may still start
+        """
         self._url = base_url(url)
         self._shown = without_password(self._url)
         self.name = model or flags.model or self._shown
@@ -161,7 +165,8 @@ class ServedModel:
         return answer
 
     async def _end(self, client: aiohttp.ClientSession, stream: str) -> None:
-        """Nobody reads the stream any more: the server need not wait for its reader."""
+        """Deletes the stream, whose reader has left: the server need not wait for another
+        reader."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT)
             async with client.delete(f"{self._url}/v1/streams/{stream}", timeout=timeout):
@@ -218,8 +223,10 @@ class ServedModel:
 class _Place:
     """How far a stream was read.
 
-    stream: its id; "" where the server has told none, and it cannot be resumed. event: id of the
-    last event that came. ended: it came to its end.
+    Attributes:
+    - stream: its id; "" if the server has sent none, so that it cannot be resumed
+    - event: id of the last event that came
+    - ended: it came to its end
     """
 
     def __init__(self) -> None:
@@ -228,7 +235,7 @@ class _Place:
         self._lost_at = 0.0
 
     def on_event(self, event: str) -> None:
-        """One more event came."""
+        """Counts an event that has come."""
         self.event, self._lost_at = event, 0.0
 
     def may_resume(self) -> bool:
@@ -274,7 +281,7 @@ async def _text_deltas(
 
 
 def _message(text: str) -> str:
-    """Of an error in OpenAI's form, or else the text itself."""
+    """The message of an error in OpenAI's form; the text itself if it has another form."""
     try:
         decoded = msgspec.json.decode(text, type=dict[str, JsonValue])
     except msgspec.DecodeError:
@@ -304,7 +311,7 @@ def servers_of(model: str = "") -> list[tuple[RunningServer, ServerInfo]]:
 
 
 def _paths(served: ServerInfo) -> set[str]:
-    """What means the served folder or file."""
+    """Paths that name the served folder or file."""
     file = Path(served.path)
     alone = file.suffix.lower() == ".gguf" and not (file.parent / "config.json").exists()
     return {served.path, str(file.parent)} if alone else {served.path}

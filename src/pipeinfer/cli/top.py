@@ -2,7 +2,7 @@
 single keys of a terminal, which end it.
 
 Listens to heartbeats. Unless it looks once only, stages are asked for latencies, which they publish
-while somebody watches. The web page shows the same figures.
+only while they are asked. The web page shows the same figures.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _screen_lines(
 
 
 def _milliseconds(latency: LatencyQuantiles) -> list[str]:
-    """Of the last minute."""
+    """The quantiles of the last minute in milliseconds, as a line; [] if there are none."""
     quantiles = (("p50", latency.p50), ("p90", latency.p90), ("p99", latency.p99))
     shown = ", ".join(f"{name} {value:,.1f}" for name, value in quantiles if value is not None)
     return [f"{shown} ms ({latency.count:,} in the last minute)"]
@@ -248,7 +248,7 @@ def _milliseconds(latency: LatencyQuantiles) -> list[str]:
 
 def _details(row: StageStatus, shown: StageSnapshot, rates: PipelineRates) -> list[str]:
     parts = DETAILS[row.name](row, shown, rates)
-    if shown.latency_ms is not None and row.name != "gateway":  # whose has a line of its own
+    if shown.latency_ms is not None and row.name != "gateway":  # it has a line of its own
         parts.append(f"latency {shown.latency_ms:,.2f} ms")
     return parts
 

@@ -62,10 +62,10 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import RequestParams
 from pipeinfer.wire import (
+    LOGPROB_WORDS,
     NO_ID,
-    SCORE_WORDS,
-    score_bytes,
-    score_layout,
+    logprob_bytes,
+    logprob_layout,
     unpack,
     unpack_few,
 )
@@ -108,8 +108,8 @@ class DetokenizerCore:
 
     A request with a `retention` has one text row for each token, and one for its end, however many
     came together. So a gateway that is started again gets the same rows, which are made anew of the
-    ids. Of those that have ended the oldest are dropped beyond `bounds`, and their gateways are
-    told.
+    ids. Of requests that have ended the oldest are dropped beyond `bounds`, and their gateways get
+    an Abort.
     """
 
     __transient__ = ("_decoders",)  # no part of a snapshot: made of the checkpoint alone
@@ -143,13 +143,17 @@ class DetokenizerCore:
         return ("draining" if self._draining or self._has_left else "ready", "")
 
     def stats(self) -> dict[str, float]:
-        """running: requests that go on. kept: ended requests without a Done or Abort yet.
-        kept_bytes: of those whose answers outlive their gateway. dropped: of these, those that went
-        for their bytes.
-        aborted: requests that ended without a last row here, by an Abort, by a later attempt, or by
-        a Done, where another detokenizer's rows have already ended the answer.
-        late_rows: rows of requests that have ended or are unknown, or from before the answer of
-        their scheduler."""
+        """Statistics; docs/reference/statistics.md explains all of them.
+
+        - running: requests that go on
+        - kept: ended requests without a Done or Abort yet
+        - kept_bytes: bytes of ended requests whose answers outlive their gateway
+        - dropped: of these requests, those that were dropped for their bytes
+        - aborted: requests that ended without a last row here, by an Abort, by a later attempt, or
+          by a Done, where another detokenizer's rows have already ended the answer
+        - late_rows: rows of requests that have ended or are unknown, or from before the answer of
+          their scheduler
+        """
         return {
             "running": len(self._streams),
             "kept": len(self._ended),
@@ -178,9 +182,9 @@ class DetokenizerCore:
         """A stream without output."""
         context = [token for token in unpack(opened.context_ids).tolist() if token >= 0]
         decoder = self._decoders.open(context, opened.params.skip_special_tokens)
-        scores = logprobs_of(opened.params, self._decoders)
+        logprobs = logprobs_of(opened.params, self._decoders)
         offsets = TokenOffsets(self._decoders.texts) if opened.token_offsets else None
-        return RequestStream(opened, decoder, scores, offsets)
+        return RequestStream(opened, decoder, logprobs, offsets)
 
     def _on_tokens(self, event: Tokens, now: float) -> list[Send]:
         if not self._counts_from(event.group):
@@ -279,7 +283,7 @@ class DetokenizerCore:
             if stream.opened.retention is None:
                 text = stream.process_row(row)
                 return [] if text is None else [text]
-            for piece in single_tokens(row, stream.num_tokens, stream.score_size):
+            for piece in single_tokens(row, stream.num_tokens, stream.logprob_size):
                 if (text := stream.process_row(piece)) is not None:
                     made.append(text)
                     if text.finish is not None:
@@ -346,7 +350,7 @@ class DetokenizerCore:
     def _on_recover(self, event: Recover, _now: float) -> list[Send]:
         gateway = stage_number(event.stage, "gateway")
         if gateway is not None:
-            # It asks again until schedulers have told what there is.
+            # The gateway asks again until all schedulers have answered.
             known = self._retained_text(gateway) if self._roll_call.complete else None
             return [] if known is None else bracketed_answer(self._stage, event, known)
         group = stage_number(event.stage, "scheduler")
@@ -435,22 +439,26 @@ def _abort_of(dropped: DroppedOutput) -> Send:
 class RequestStream:
     """The text of one request, from token rows to text rows. It has the last word on the end of the
     request, because it alone reads tokens as text in order. After a row with `finish` the request
-    has ended and its stream must be dropped.
+    has ended and its stream must be dropped. All ids read are kept: a restarted scheduler goes on
+    from them.
 
-    num_tokens: output tokens read so far. stop_len: the number of output tokens up to and including
-    the one that completed a stop string, None while there was none. gateway: the number of the
-    gateway that sent the request. group: the data-parallel group whose row was the last, or that
-    opened the request since. All ids read are kept: a restarted scheduler goes on from them.
-    opened: with what it began. prompts: of a retained request, what came of its prompt's log-probs.
+    Attributes:
+    - num_tokens: output tokens read so far
+    - stop_len: the number of output tokens up to and including the one that completed a stop
+      string, None while there was none
+    - gateway: the number of the gateway that sent the request
+    - group: the data-parallel group whose row was the last, or that opened the request since
+    - opened: with what it began
+    - prompts: of a retained request, what came of its prompt's log-probs
     """
 
     __slots__ = (
         "_decoder",
         "_ids",
+        "_logprobs",
         "_offsets",
         "_other_groups",
         "_params",
-        "_scores",
         "_sent_bytes",
         "_stops",
         "attempt",
@@ -467,15 +475,15 @@ class RequestStream:
         self,
         opened: OpenStream,
         decoder: IncrementalDecoder,
-        scores: RequestLogprobs | None = None,
+        logprobs: RequestLogprobs | None = None,
         offsets: TokenOffsets | None = None,
     ) -> None:
-        """`scores`: for log-probs, `offsets`: for places of tokens, if the request asks for
+        """`logprobs`: for log-probs, `offsets`: for places of tokens, if the request asks for
         them."""
         self.opened = opened
         self.prompts: list[PromptTokens] = []
         self._params = params = opened.params
-        self._scores = scores
+        self._logprobs = logprobs
         self.request_id = opened.request_id
         self.attempt = opened.attempt
         self.gateway = opened.gateway
@@ -561,14 +569,15 @@ class RequestStream:
 
     def process_prompt_logprobs(self, prompt_tokens: PromptTokens) -> TextRow | None:
         """The text row for log-probs of the prompt; None if all of them were seen before."""
-        scores = self._scores
-        if scores is None:
+        logprobs = self._logprobs
+        if logprobs is None:
             return None
-        seen = scores.num_prompt_scored - prompt_tokens.first
+        seen = logprobs.num_prompt_logprobs - prompt_tokens.first
         if seen < 0:
             return self.fail(f"log-probs of prompt tokens before {prompt_tokens.first} were lost")
-        shown = scores.add_prompt(
-            prompt_tokens.ids[4 * seen :], prompt_tokens.logprobs[scores.prompt.score_size * seen :]
+        shown = logprobs.add_prompt(
+            prompt_tokens.ids[4 * seen :],
+            prompt_tokens.logprobs[logprobs.prompt.logprob_size * seen :],
         )
         if shown is None:
             return None
@@ -578,17 +587,17 @@ class RequestStream:
         return msgspec.structs.replace(row, prompt=shown, prompt_offset=prompt_tokens.first + seen)
 
     @property
-    def num_prompt_scored(self) -> int:
+    def num_prompt_logprobs(self) -> int:
         """Prompt tokens whose log-probs are known."""
-        return 0 if self._scores is None else self._scores.num_prompt_scored
+        return 0 if self._logprobs is None else self._logprobs.num_prompt_logprobs
 
     @property
-    def score_size(self) -> int:
+    def logprob_size(self) -> int:
         """Bytes of the log-probs of an output token."""
-        return 0 if self._scores is None else self._scores.output.score_size
+        return 0 if self._logprobs is None else self._logprobs.output.logprob_size
 
     def output(self) -> RetainedOutput:
-        """What there is so far of a retained request."""
+        """The prompt and the output so far of a retained request."""
         return RetainedOutput(self.opened, tuple(self.prompts), self.delivered())
 
     def fail(self, reason: str) -> TextRow:
@@ -596,8 +605,8 @@ class RequestStream:
         return self._row(self.num_tokens, b"", "", finish="error", error=reason)
 
     def delivered(self, last: TokenRow | None = None) -> Delivered:
-        """What a restarted scheduler must know; `last`: the row with which it ended."""
-        scores = self._scores
+        """The request's output for a restarted scheduler; `last`: the row with which it ended."""
+        logprobs = self._logprobs
         same_stop = self.stop_len is not None  # the end, in the same ids
         return Delivered(
             request_id=self.request_id,
@@ -606,34 +615,35 @@ class RequestStream:
             ended=last is not None,
             finish=None if last is None or same_stop else last.finish,
             error="" if last is None or same_stop else last.error,
-            logprobs=b"" if scores is None else bytes(scores.output.raw),
-            prompt_logprobs=b"" if scores is None else bytes(scores.prompt.raw),
+            logprobs=b"" if logprobs is None else bytes(logprobs.output.raw),
+            prompt_logprobs=b"" if logprobs is None else bytes(logprobs.prompt.raw),
         )
 
     def _append_ids(self, row: TokenRow, start: int, ids: bytes) -> None:
         """`ids` are output tokens from `start` on, and there are no others behind them."""
         self._ids[4 * start :] = ids
-        if self._scores is not None:
-            side, many = self._scores.output, len(ids) // 4
-            begin = side.score_size * (start - row.offset)
-            side.raw[side.score_size * start :] = row.logprobs[
-                begin : begin + side.score_size * many
+        if self._logprobs is not None:
+            side, many = self._logprobs.output, len(ids) // 4
+            begin = side.logprob_size * (start - row.offset)
+            side.raw[side.logprob_size * start :] = row.logprobs[
+                begin : begin + side.logprob_size * many
             ]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, str | None]:
-        """(text, stop string). With a stop string stop_len is set, and the rest is not decoded."""
+        """Decodes the ids into (text, stop string). With a stop string stop_len is set, and the
+        rest is not decoded."""
         # Hot path: runs once for every output token of every request.
         step = self._decoder.step
-        stops, scores, offsets = self._stops, self._scores, self._offsets
-        if stops is None and scores is None and offsets is None:
+        stops, logprobs, offsets = self._stops, self._logprobs, self._offsets
+        if stops is None and logprobs is None and offsets is None:
             return (step(ids[0]) if len(ids) == 1 else "".join(map(step, ids))), None
         parts: list[str] = []
         for count, token in enumerate(ids, self.num_tokens + 1):
             text, hit = step(token), None
             if offsets is not None:
                 offsets.add_token(token, text)
-            if scores is not None:
-                scores.output.add_token(token, text)
+            if logprobs is not None:
+                logprobs.output.add_token(token, text)
             if stops is not None:
                 text, hit = stops.feed(text, count > self._params.min_tokens)
             parts.append(text)
@@ -686,13 +696,13 @@ class RequestStream:
         cached_tokens: int = 0,
         error: str = "",
     ) -> TextRow:
-        before, scores, logprobs, vector = self._sent_bytes, self._scores, None, b""
-        if scores is not None:
-            side = scores.output
+        before, request_logprobs, logprobs, vector = self._sent_bytes, self._logprobs, None, b""
+        if request_logprobs is not None:
+            side = request_logprobs.output
             if self._params.vector_size:
                 vector = bytes(side.raw)
             else:
-                logprobs = side.take_texts(ids, bytes(side.raw[side.score_size * start :]))
+                logprobs = side.take_texts(ids, bytes(side.raw[side.logprob_size * start :]))
         offsets = b"" if self._offsets is None else self._offsets.take(len(ids) // 4)
         self._sent_bytes += len(text) if text.isascii() else len(text.encode())
         return TextRow(
@@ -716,15 +726,17 @@ class RequestStream:
 class SequenceLogprobs:
     """Log-probs of the tokens of an output, or of a prompt.
 
-    num_alternatives: of each token; None: not asked for. score_size: bytes of a token's packed
-    scores. raw: those of all tokens so far, which a restarted scheduler must know.
+    Attributes:
+    - num_alternatives: of each token; None: not asked for
+    - logprob_size: bytes of a token's packed log-probs
+    - raw: those of all tokens so far, which a restarted scheduler must know
     """
 
-    __slots__ = ("_offsets", "_texts", "num_alternatives", "raw", "score_size")
+    __slots__ = ("_offsets", "_texts", "logprob_size", "num_alternatives", "raw")
 
     def __init__(self, alternatives: int | None, texts: TokenTexts, vector_size: int = 0) -> None:
         self.num_alternatives = alternatives
-        self.score_size = score_bytes(alternatives, vector_size)
+        self.logprob_size = logprob_bytes(alternatives, vector_size)
         self.raw = bytearray()
         self._texts = texts
         self._offsets = TokenOffsets(texts)
@@ -734,22 +746,24 @@ class SequenceLogprobs:
         self._offsets.add_token(token, text)
 
     def take_texts(self, ids: bytes, raw: bytes, name_ids: bool = False) -> LogprobTexts | None:
-        """Log-probs with texts of `ids` (int32 bytes), whose packed scores are `raw`. They are the
-        first of the tokens that were added since the last call; the others are not shown. None if
-        there are no ids, or log-probs are not asked for. name_ids: with the ids."""
+        """Log-probs with texts of `ids` (int32 bytes), whose packed log-probs are `raw`. They are
+        the first of the tokens that were added since the last call; the others are not shown. None
+        if there are no ids, or log-probs are not asked for. name_ids: with the ids."""
         offsets = self._offsets.take(len(ids) // 4)
         if self.num_alternatives is None or not ids:
             return None
-        tokens, named, end = unpack_few(ids), list[int](), SCORE_WORDS + self.num_alternatives
-        raw = raw[: len(tokens) * self.score_size]
+        tokens, named, end = unpack_few(ids), list[int](), LOGPROB_WORDS + self.num_alternatives
+        raw = raw[: len(tokens) * self.logprob_size]
         for token, words in zip(
-            tokens, score_layout(self.num_alternatives).iter_unpack(raw), strict=True
+            tokens, logprob_layout(self.num_alternatives).iter_unpack(raw), strict=True
         ):
             named.append(token)
             # A token that nothing comes before has no rank, and no alternatives.
-            named += words[SCORE_WORDS:end] if words[1] else [NO_ID] * self.num_alternatives
+            named += words[LOGPROB_WORDS:end] if words[1] else [NO_ID] * self.num_alternatives
         texts = tuple(map(self._texts.__getitem__, named))
-        return LogprobTexts(scores=raw, texts=texts, offsets=offsets, ids=ids if name_ids else b"")
+        return LogprobTexts(
+            logprobs=raw, texts=texts, offsets=offsets, ids=ids if name_ids else b""
+        )
 
 
 class RequestLogprobs:
@@ -763,9 +777,9 @@ class RequestLogprobs:
         self._decoder: IncrementalDecoder = decoders.open((), params.skip_special_tokens)
 
     @property
-    def num_prompt_scored(self) -> int:
+    def num_prompt_logprobs(self) -> int:
         """Prompt tokens so far."""
-        return len(self.prompt.raw) // self.prompt.score_size if self.prompt.score_size else 0
+        return len(self.prompt.raw) // self.prompt.logprob_size if self.prompt.logprob_size else 0
 
     def add_prompt(self, ids: bytes, raw: bytes) -> LogprobTexts | None:
         """More of the prompt's tokens."""

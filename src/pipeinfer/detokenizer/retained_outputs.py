@@ -1,7 +1,7 @@
 """The outputs of retained requests: what their text can be made of again, within bounds of bytes.
 
 - single_tokens: cuts a row so that its pieces are the same however tokens came.
-- RetainedOutput, RetainedOutputs: outputs of requests that have ended, until nobody needs them.
+- RetainedOutput, RetainedOutputs: outputs of requests that have ended, until they are released.
 - Origins: what else their gateways need, if their tokenizers have died as well.
 
 Knows no decoder, and nothing of who asks.
@@ -36,11 +36,11 @@ class OutputBounds(NamedTuple):
 NO_BOUNDS = OutputBounds(2**63, 2**63)
 
 
-def single_tokens(row: TokenRow, begin: int, score_size: int) -> Iterator[TokenRow]:
+def single_tokens(row: TokenRow, begin: int, logprob_size: int) -> Iterator[TokenRow]:
     """`row` from output token `begin` on, cut into one row for each token that is shown, and one
-    for the end. score_size: bytes of a token's log-probs."""
+    for the end. logprob_size: bytes of a token's log-probs."""
     if row.offset > begin:
-        yield row  # what lies before it was lost
+        yield row  # rows before it were lost
         return
     shown = len(row.ids) // 4 - (row.finish == "stop" and row.stop_token is not None)
     for at in range(begin - row.offset, shown):
@@ -51,14 +51,14 @@ def single_tokens(row: TokenRow, begin: int, score_size: int) -> Iterator[TokenR
             finish=None,
             stop_token=None,
             error="",
-            logprobs=row.logprobs[score_size * at : score_size * (at + 1)],
+            logprobs=row.logprobs[logprob_size * at : logprob_size * (at + 1)],
         )
     if row.finish is not None:
         yield msgspec.structs.replace(
             row,
             offset=row.offset + shown,
             ids=row.ids[4 * shown :],
-            logprobs=row.logprobs[score_size * shown :],
+            logprobs=row.logprobs[logprob_size * shown :],
         )
 
 
@@ -75,7 +75,7 @@ class RetainedOutput(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """That it occupies in all stages, about."""
+        """Bytes that the output occupies in all stages, about."""
         prompts = sum(len(one.ids) + len(one.logprobs) for one in self.prompts)
         delivered, retention = self.delivered, self.opened.retention
         others = 0 if retention is None else len(retention.origin) + retention.kept_bytes
@@ -91,7 +91,7 @@ class RetainedOutput(NamedTuple):
 
 
 class Origins:
-    """What gateways that are started again must know of requests: see Retention.origin."""
+    """The requests that restarted gateways must learn of: see Retention.origin."""
 
     def __init__(self, opened: Iterable[OpenStream]) -> None:
         self._of_choices: dict[str, tuple[Adopt, int]] = {}
@@ -110,7 +110,7 @@ class Origins:
                 self._of_choices[name] = adopt, number
 
     def adopt(self, opened: OpenStream) -> Adopt | None:
-        """Of one choice; None if it was too large to be kept here."""
+        """The Adopt message of one choice; None if it was too large to be kept here."""
         adopt, number = self._of_choices.get(opened.request_id, (None, 0))
         if adopt is None:
             return None
@@ -153,7 +153,7 @@ class RetainedOutputs:
         return (dropped for _, dropped in self._dropped.items())
 
     def add(self, output: RetainedOutput, now: float) -> list[DroppedOutput]:
-        """One more; returns those that are dropped, perhaps this one."""
+        """Adds an output; returns the outputs that are dropped for it, perhaps this one."""
         name, owner = output.opened.request_id, _owner(output)
         self._outputs[name] = output
         owned = self._owners.setdefault(owner, {})

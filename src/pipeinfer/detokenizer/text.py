@@ -188,10 +188,8 @@ class WindowDecoder:
         return text
 
     def _boundary(self) -> tuple[int, str]:
-        """Where the context's last whole character ends, and the text up to there.
-
-        The bytes behind it, at most three, are pending: the output may complete the character.
-        """
+        """The number of ids up to the context's last whole character, and the text up to there. The
+        bytes behind it, at most three, are pending: the output may complete the character."""
         end = len(self._ids)
         for given in range(end, max(end - 4, -1), -1):
             text = self._decode(self._ids[:given])
@@ -326,7 +324,7 @@ class StopStrings:
 
 
 class _Search:
-    """One stop string; `matched` of its characters are the text's last ones."""
+    """The search for one stop string; `matched` of its characters are the text's last ones."""
 
     __slots__ = ("_fallback", "matched", "stop")
 
@@ -373,10 +371,9 @@ def _fallbacks(stop: str) -> list[int]:
 
 
 class TokenOffsets:
-    """Where in the text of one output its tokens begin, in letters. All tokens of a character begin
-    where the character begins. A token behind bytes that never become a character begins behind
-    their U+FFFD.
-    """
+    """Positions in the text of one output at which its tokens begin, in characters. All tokens of a
+    character begin where the character begins. A token behind bytes that never become a character
+    begins behind their U+FFFD."""
 
     __slots__ = ("_num_chars", "_offsets", "_texts", "_waits")
 
@@ -399,7 +396,7 @@ class TokenOffsets:
         self._waits = not text
 
     def take(self, tokens: int) -> bytes:
-        """Letters of text before each of the first `tokens` tokens since the last call, int32
+        """Characters of text before each of the first `tokens` tokens since the last call, int32
         bytes. The other tokens are not shown."""
         offsets, self._offsets = self._offsets[:tokens], []
         return pack_few(offsets)

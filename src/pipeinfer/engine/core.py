@@ -59,13 +59,13 @@ from pipeinfer.messages import (
     State,
 )
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.step import ScoredChunk, Step
+from pipeinfer.step import PromptLogprobChunk, Step
 from pipeinfer.wire import (
     COUNT_OF_ONE,
+    LOGPROBS_PER_MESSAGE,
     NO_DRAFTS,
-    SCORES_PER_MESSAGE,
+    logprob_bytes,
     pack,
-    score_bytes,
     unpack,
 )
 
@@ -242,14 +242,15 @@ class _InFlight:
     rows: of the plan.
     plan_rows: int64 [L]; of each row of logits its row in the plan.
     drafted: by row of the plan, the requests whose drafts are verified, or were in earlier steps.
-    score_sizes: see Step.score_sizes. scored_chunks: prompt tokens whose log-probs are asked for.
+    logprob_sizes: see Step.logprob_sizes. prompt_logprob_chunks: prompt tokens whose log-probs are
+        asked for.
     done: the device's result, once it has come.
     """
 
     rows: Rows
     plan_rows: np.ndarray
-    score_sizes: np.ndarray | None = None
-    scored_chunks: tuple[ScoredChunk, ...] = ()
+    logprob_sizes: np.ndarray | None = None
+    prompt_logprob_chunks: tuple[PromptLogprobChunk, ...] = ()
     drafted: dict[int, _Drafted] = field(default_factory=dict[int, _Drafted])
     done: StepDone | None = None
 
@@ -666,7 +667,7 @@ class EngineCore:
         step, plan_rows = self._steps.build(plan.epoch, rows)
         drafted = epoch.take_drafted(rows)
         epoch.in_flight.append(
-            _InFlight(rows, plan_rows, step.score_sizes(), step.scored_chunks, drafted)
+            _InFlight(rows, plan_rows, step.logprob_sizes(), step.prompt_logprob_chunks, drafted)
         )
         sends = self._add_digest(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
         if len(rows.invalidated):
@@ -752,7 +753,7 @@ class EngineCore:
         if any(not 0 <= row < len(counts) or counts[row] for row in done.refused):
             reason = f"step {done.number} refused rows that sampled, or that it has not"
             return self._fault(reason, mark_unusable=True)
-        trouble = _scores_error(waiting, counts, done)
+        trouble = _logprobs_error(waiting, counts, done)
         if trouble:
             return self._fault(f"step {done.number} {trouble}", mark_unusable=True)
         self._totals["sampled_tokens_total"] += ids
@@ -786,7 +787,9 @@ class EngineCore:
             if in_flight.drafted and not len(in_flight.plan_rows):  # perhaps nothing was computed
                 in_flight.rows = _as_accepted(in_flight, unpack(done.num_sampled))
             if self.hello.rank == 0:
-                sends += map(self._to_scheduler, _prompt_scores(in_flight.scored_chunks, done))
+                sends += map(
+                    self._to_scheduler, _prompt_logprobs(in_flight.prompt_logprob_chunks, done)
+                )
                 sends.append(self._to_scheduler(_result(in_flight, done)))
         return sends
 
@@ -840,8 +843,8 @@ def _result(in_flight: _InFlight, done: StepDone) -> Result:
         produced = pack(np.bincount(plan_rows, weights=counts, minlength=len(rows.slots)))
         order = np.argsort(np.repeat(plan_rows, counts), kind="stable")
         token_ids = pack(unpack(done.token_ids)[order])
-        if in_flight.score_sizes is not None:
-            logprobs = _in_order(counts * in_flight.score_sizes, plan_rows, logprobs)
+        if in_flight.logprob_sizes is not None:
+            logprobs = _in_order(counts * in_flight.logprob_sizes, plan_rows, logprobs)
     bad = pack(rows.slots[plan_rows[unpack(done.bad)]]) if done.bad else b""
     return Result(
         epoch=done.epoch,
@@ -871,27 +874,30 @@ def _in_order(sizes: np.ndarray, plan_rows: np.ndarray, raw: bytes) -> bytes:
     return b"".join([parts[row] for row in order])
 
 
-def _scores_error(in_flight: _InFlight, counts: np.ndarray, done: StepDone) -> str:
+def _logprobs_error(in_flight: _InFlight, counts: np.ndarray, done: StepDone) -> str:
     """What is wrong with the log-probs that a step brings; "" if nothing is."""
-    sizes = in_flight.score_sizes
+    sizes = in_flight.logprob_sizes
     expected = 0 if sizes is None else int(counts @ sizes)
     parts = [
-        len(chunk.ids) * score_bytes(chunk.num_alternatives) for chunk in in_flight.scored_chunks
+        len(chunk.ids) * logprob_bytes(chunk.num_alternatives)
+        for chunk in in_flight.prompt_logprob_chunks
     ]
     if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompt_logprobs]):
         return ""
     return f"brought {len(done.logprobs)} bytes of log-probs, where {expected} were expected"
 
 
-def _prompt_scores(chunks: tuple[ScoredChunk, ...], done: StepDone) -> Iterator[PromptLogprobs]:
+def _prompt_logprobs(
+    chunks: tuple[PromptLogprobChunk, ...], done: StepDone
+) -> Iterator[PromptLogprobs]:
     """What the step says of prompts, in messages of a bounded size."""
     for chunk, raw in zip(chunks, done.prompt_logprobs, strict=True):
-        for begin in range(0, len(chunk.ids), SCORES_PER_MESSAGE):
-            width = score_bytes(chunk.num_alternatives)
+        for begin in range(0, len(chunk.ids), LOGPROBS_PER_MESSAGE):
+            width = logprob_bytes(chunk.num_alternatives)
             yield PromptLogprobs(
                 epoch=done.epoch,
                 number=done.number,
                 slot=chunk.slot,
                 first=chunk.first + begin,
-                logprobs=raw[begin * width : (begin + SCORES_PER_MESSAGE) * width],
+                logprobs=raw[begin * width : (begin + LOGPROBS_PER_MESSAGE) * width],
             )

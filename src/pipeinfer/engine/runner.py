@@ -39,7 +39,14 @@ from pipeinfer.engine.graphs import (
 )
 from pipeinfer.engine.kv_store import StepAttention, store_for
 from pipeinfer.engine.profiling import Phases, nvtx_if_loaded
-from pipeinfer.engine.sampling import NONE, Penalties, Sampler, StepLogprobs, StepScores, truncated
+from pipeinfer.engine.sampling import (
+    NONE,
+    HostLogprobs,
+    Penalties,
+    Sampler,
+    StepLogprobs,
+    truncated,
+)
 from pipeinfer.engine.step_buffers import (
     PARITIES,
     DeviceBuffers,
@@ -66,7 +73,7 @@ class PackedStep:
     overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
     truncated: int64 [K], which of the step's rows of logits are sampled at random with top-k, top-p
     or min-p; biased: whether the logits of some of them are raised or lowered.
-    scores: where log-probs are asked for. logits: [views' L, shard] once computed, None if no row
+    logprobs: where log-probs are asked for. logits: [views' L, shard] once computed, None if no row
     samples.
     """
 
@@ -79,7 +86,7 @@ class PackedStep:
     overflow_changes: np.ndarray | None
     truncated: np.ndarray
     biased: bool
-    scores: StepLogprobs | None = None
+    logprobs: StepLogprobs | None = None
     logits: torch.Tensor | None = None
 
 
@@ -112,7 +119,7 @@ class LaunchedStep:
     Written by the device's work, read when the step has ended:
     drawn: int64 [L, 2], how many tokens each row of logits gave, and which: a view of the parity's
     pinned buffer, valid until that parity's next launch (`take` copies). unpadded_rows: as in
-    PackedStep. scores: where log-probs are asked for. logits: [L, vocab], if they are kept.
+    PackedStep. logprobs: where log-probs are asked for. logits: [L, vocab], if they are kept.
     """
 
     step: Step
@@ -123,7 +130,7 @@ class LaunchedStep:
     refused: dict[int, str] = field(default_factory=dict[int, str])
     drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
     unpadded_rows: np.ndarray | None = None
-    scores: StepScores | None = None
+    logprobs: HostLogprobs | None = None
     logits: torch.Tensor | None = None
     _sampled: Sampled | None = None
 
@@ -132,7 +139,7 @@ class LaunchedStep:
         if self._sampled is None:
             self.event.wait()
             sampled = Sampled.of(self.real(self.drawn), self.refused)
-            self._sampled = sampled if self.scores is None else self.scores.added_to(sampled)
+            self._sampled = sampled if self.logprobs is None else self.logprobs.added_to(sampled)
         return self._sampled
 
     def real(self, by_logits: RowsOfLogits) -> RowsOfLogits:
@@ -323,10 +330,10 @@ class Runner:
         packed, launched.packed = launched.packed, None
         if packed is None:  # the first part has failed
             return
-        masked, logits, scores = packed.step.masked, packed.logits, packed.scores
+        masked, logits, logprobs = packed.step.masked, packed.logits, packed.logprobs
         assert masked is not None and logits is not None
-        if scores is not None and packed.graph is not None:
-            scores.add_outputs(logits)  # of what the model said, before all else
+        if logprobs is not None and packed.graph is not None:
+            logprobs.add_outputs(logits)  # of what the model said, before all else
         launched.logits = self._kept_logits(logits)
         rows = masked.rows if packed.unpadded_rows is None else packed.unpadded_rows[masked.rows]
         device_rows = tensor_of(rows).to(logits.device, non_blocking=True)
@@ -340,7 +347,7 @@ class Runner:
         graph's logits do not have: it computes those of rows that sample alone, with ids that these
         must not sample yet at -inf."""
         suppressed = step.logprobs is not None and step.logprobs.suppressed
-        hidden = step.scored_chunks or step.vectors is not None
+        hidden = step.prompt_logprob_chunks or step.vectors is not None
         graphs = self._adapter_graphs if step.adapted else self._graphs
         return None if suppressed or hidden else graphs.fitting(step)
 
@@ -372,8 +379,8 @@ class Runner:
             overflow,
             *self._sampling_flags[1:],
         )
-        if step.logprobs is not None or step.scored_chunks or step.vectors is not None:
-            packed.scores = StepLogprobs(step, unpadded_rows, self._sampler)
+        if step.logprobs is not None or step.prompt_logprob_chunks or step.vectors is not None:
+            packed.logprobs = StepLogprobs(step, unpadded_rows, self._sampler)
         return packed
 
     def _upload(self, packed: PackedStep) -> None:
@@ -414,13 +421,13 @@ class Runner:
         """Logits [L, shard], ready to be sampled; None if there is no graph and no row samples."""
         if packed.graph is None:
             assert metadata is not None
-            return self._logits(packed.views, metadata, packed.scores, packed.step.adapted)
+            return self._logits(packed.views, metadata, packed.logprobs, packed.step.adapted)
         packed.graph.replay()  # sampling by temperature included
         return packed.graph.logits
 
     def _sample(self, packed: PackedStep, launched: LaunchedStep) -> None:
         """Samples the rows, and queues the download of ids and log-probs."""
-        buffers, logits, scores = packed.buffers, packed.logits, packed.scores
+        buffers, logits, logprobs = packed.buffers, packed.logits, packed.logprobs
         if logits is not None:
             drawn = self._draw(packed, logits)
             if self._state.by_slot.drafts is not None:
@@ -429,42 +436,42 @@ class Runner:
             launched.unpadded_rows = packed.unpadded_rows
             if packed.step.masked is None:
                 launched.logits = self._kept_logits(logits)
-            if scores is not None:
-                scores.add_sampled(logits, drawn)
-        if scores is not None:
-            launched.scores = scores.download(buffers.logprobs)
+            if logprobs is not None:
+                logprobs.add_sampled(logits, drawn)
+        if logprobs is not None:
+            launched.logprobs = logprobs.download(buffers.logprobs)
 
     def _logits(
         self,
         views: DeviceStep,
         metadata: StepMetadata,
-        scores: StepLogprobs | None = None,
+        logprobs: StepLogprobs | None = None,
         adapted: bool = False,
     ) -> torch.Tensor | None:
         """Logits [L, shard] after prepare_inputs, ready to be sampled; None if no row samples.
 
-        scores: gets the hidden states and logits that log-probs need. adapted: whether some row has
-        an adapter.
+        logprobs: gets the hidden states and logits that log-probs need. adapted: whether some row
+        has an adapter.
         """
         attend = StepAttention(self._backend, metadata.model, self._store, views.slot_mapping)
         samples, rows = views.num_logits, None
         if samples and not views.logits_of_every_token:
             rows = views.logits_indices
-        if scores is not None and scores.of_prompts:
-            rows = scores.tokens(views.logits_indices)
+        if logprobs is not None and logprobs.of_prompts:
+            rows = logprobs.tokens(views.logits_indices)
         with self._adapters_of(views, adapted):
             hidden = self._model(views.input_ids, views.positions, attend, rows)
         if self._draft is not None:
             self._draft.follow(views, metadata.drafts)
-        if scores is not None and scores.of_prompts:
-            scores.add_prompts(hidden[samples:])
+        if logprobs is not None and logprobs.of_prompts:
+            logprobs.add_prompts(hidden[samples:])
             hidden = hidden[:samples]
         if not samples:
             return None
         logits = self._sampler.logits(hidden)
-        if scores is not None:
-            scores.add_vectors(hidden, logits)
-            scores.add_outputs(logits)
+        if logprobs is not None:
+            logprobs.add_vectors(hidden, logits)
+            logprobs.add_outputs(logits)
         self._apply_logit_edits(logits, views)
         return logits
 

@@ -25,12 +25,12 @@ from pipeinfer.step import (
     LogprobRows,
     PenaltyHistory,
     PenaltyRows,
+    PromptLogprobChunk,
     Sampled,
-    ScoredChunk,
     Step,
     VectorRows,
 )
-from pipeinfer.wire import SCORE_WORDS, narrow_scores, score_bytes
+from pipeinfer.wire import LOGPROB_WORDS, logprob_bytes, narrow_logprobs
 
 NONE = np.empty(0, dtype=np.int64)  # rows
 
@@ -71,9 +71,11 @@ class Sampler(Protocol):
         """
         ...
 
-    def score(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int, /) -> torch.Tensor:
-        """int32 [N, 2 + 2 alternatives]: scores of `ids` int64 [N], each with so many alternatives,
-        from logits [N, share] that nothing has changed; all ranks must call it."""
+    def logprobs(
+        self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int, /
+    ) -> torch.Tensor:
+        """int32 [N, 2 + 2 alternatives]: log-probs of `ids` int64 [N], each with so many
+        alternatives, from logits [N, share] that nothing has changed; all ranks must call it."""
         ...
 
 
@@ -107,7 +109,7 @@ class LocalSampler:
             logits = _as_exact(logits)
         return self._kernels.sample(logits, sampling, last_token, truncate)
 
-    def score(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int) -> torch.Tensor:
+    def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int) -> torch.Tensor:
         return self._kernels.logprobs(logits, ids, alternatives)
 
 
@@ -178,7 +180,7 @@ class ShardedSampler:
             drawn[indices] = self._kernels.sample(gathered, fields, last_token, True)
         return drawn
 
-    def score(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int) -> torch.Tensor:
+    def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int) -> torch.Tensor:
         local = logits[:, : self._num_ids]
         return log_probs(
             self._kernels, local, ids, alternatives, self.first_id, self._ranks.all_gather_stacked
@@ -294,17 +296,17 @@ TOKENS_AT_ONCE = 64  # tokens of a prompt whose logits there are at a time
 
 
 @dataclass(frozen=True)
-class StepScores:
-    """The scores (log-probs) of one step, on the host; complete when the step has ended.
+class HostLogprobs:
+    """The log-probs of one step, on the host; complete when the step has ended.
 
-    words: int32, the scores of its rows, with as many alternatives each as the one that wants most,
-    then vectors, as long as the longest each, then the scores of its prompts' chunks. rows,
-    vectors, chunks: whose these are."""
+    words: int32, the log-probs of its rows, with as many alternatives each as the one that wants
+    most, then vectors, as long as the longest each, then the log-probs of its prompts' chunks.
+    rows, vectors, chunks: whose these are."""
 
     words: np.ndarray
     rows: LogprobRows | None
     vectors: VectorRows | None
-    chunks: tuple[ScoredChunk, ...]
+    chunks: tuple[PromptLogprobChunk, ...]
 
     def added_to(self, sampled: Sampled) -> Sampled:
         """The same with log-probs."""
@@ -328,16 +330,16 @@ class StepScores:
             offset = end
         return replace(sampled, logprobs=made, prompt_logprobs=tuple(prompts))
 
-    def _with_vectors(self, scores: bytes, table: np.ndarray, counts: np.ndarray) -> bytes:
-        """The scores of rows, and the vectors int32 [N, words] of others, in the rows' order.
+    def _with_vectors(self, logprobs: bytes, table: np.ndarray, counts: np.ndarray) -> bytes:
+        """The log-probs of rows, and the vectors int32 [N, words] of others, in the rows' order.
         counts: int32 [L], how many ids each row gave."""
         assert self.vectors is not None
         parts, at = dict[int, bytes](), 0
         if self.rows is not None:
             rows, alternatives = self.rows.rows.tolist(), self.rows.num_alternatives.tolist()
             for row, count in zip(rows, alternatives, strict=True):
-                end = at + int(counts[row]) * score_bytes(count)
-                parts[row], at = scores[at:end], end
+                end = at + int(counts[row]) * logprob_bytes(count)
+                parts[row], at = logprobs[at:end], end
         for row, size, words in zip(
             self.vectors.rows.tolist(), self.vectors.sizes.tolist(), table, strict=True
         ):
@@ -346,14 +348,14 @@ class StepScores:
 
 
 class StepLogprobs:
-    """The scores (log-probs) of one step while the device computes it."""
+    """The log-probs of one step while the device computes it."""
 
     def __init__(self, step: Step, unpadded_rows: np.ndarray | None, sampler: Sampler) -> None:
         """unpadded_rows: which rows of logits are the step's, in their order; None: the first
         ones."""
         self._rows = step.logprobs
         self._vectors = step.vectors
-        self._chunks = step.scored_chunks
+        self._chunks = step.prompt_logprob_chunks
         self._unpadded_rows = unpadded_rows
         self._sampler = sampler
         self._raw: torch.Tensor | None = None
@@ -374,7 +376,7 @@ class StepLogprobs:
         return torch.cat((last, _on_device(np.concatenate(positions), last.device)))
 
     def add_prompts(self, hidden: torch.Tensor) -> None:
-        """Computes the scores of the prompts' chunks, from the hidden states of their tokens."""
+        """Computes the log-probs of the prompts' chunks, from the hidden states of their tokens."""
         begin = 0
         for chunk in self._chunks:
             ids = _on_device(chunk.ids.astype(np.int64), hidden.device)
@@ -382,7 +384,7 @@ class StepLogprobs:
                 part = ids[first : first + TOKENS_AT_ONCE]
                 logits = self._sampler.logits(hidden[begin : begin + len(part)])
                 self._words.append(
-                    self._sampler.score(logits, part, chunk.num_alternatives).flatten()
+                    self._sampler.logprobs(logits, part, chunk.num_alternatives).flatten()
                 )
                 begin += len(part)
 
@@ -424,22 +426,22 @@ class StepLogprobs:
             )
 
     def add_sampled(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
-        """Computes the scores of what the rows have drawn, int64 [L, 2]. logits: [L, share] as the
-        model gave them, unless they were kept."""
+        """Computes the log-probs of what the rows have drawn, int64 [L, 2]. logits: [L, share] as
+        the model gave them, unless they were kept."""
         if self._rows is None:
             return
         rows = self._rows.rows
         indices, num_rows = self._indices_on(logits.device, rows), len(rows)
         raw = _chosen(logits, indices, num_rows) if self._raw is None else self._raw
         ids = _chosen(drawn[:, 1].to(logits.device), indices, num_rows)
-        made = self._sampler.score(raw, ids, int(self._rows.num_alternatives.max()))
+        made = self._sampler.logprobs(raw, ids, int(self._rows.num_alternatives.max()))
         self._row_words.append(made.flatten())
 
-    def download(self, buffer: Download) -> StepScores:
+    def download(self, buffer: Download) -> HostLogprobs:
         """To the host; there when the step has ended."""
         parts = [*self._row_words, *self._vector_words, *self._words]
         words = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
-        return StepScores(buffer.download(words), self._rows, self._vectors, self._chunks)
+        return HostLogprobs(buffer.download(words), self._rows, self._vectors, self._chunks)
 
     def _indices_on(self, device: torch.device, rows: np.ndarray) -> torch.Tensor | None:
         """Where the logits of `rows` int64 lie; None: they are the first ones, in order."""
@@ -455,18 +457,18 @@ def _chosen(table: torch.Tensor, indices: torch.Tensor | None, num_rows: int) ->
 
 
 def _bytes(table: np.ndarray, alternatives: np.ndarray) -> bytes:
-    """Of scores int32 [N, words], each with the alternatives that its row asked for, `alternatives`
-    [N]."""
+    """Of log-prob records int32 [N, words], each with the alternatives that its row asked for,
+    `alternatives` [N]."""
     if len(set(alternatives.tolist())) <= 1:
-        return narrow_scores(table, int(alternatives.max(initial=0))).tobytes()
+        return narrow_logprobs(table, int(alternatives.max(initial=0))).tobytes()
     return b"".join(
-        narrow_scores(table[row : row + 1], count).tobytes()
+        narrow_logprobs(table[row : row + 1], count).tobytes()
         for row, count in enumerate(alternatives.tolist())
     )
 
 
 def _width(alternatives: int) -> int:
-    return SCORE_WORDS + 2 * alternatives
+    return LOGPROB_WORDS + 2 * alternatives
 
 
 def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -43,8 +43,8 @@ from pipeinfer.step import (
     MaskRows,
     PenaltyHistory,
     PenaltyRows,
+    PromptLogprobChunk,
     RequestLogitEdits,
-    ScoredChunk,
     Step,
     StepDelta,
     VectorRows,
@@ -111,7 +111,9 @@ class StepBuilder:
             penalties=self._requests.penalties(slots[last]),
             delta=self._delta() if len(order) else NO_CHANGES,
             logprobs=self._requests.logprobs(slots[last], ends[last]),
-            scored_chunks=tuple(self._scored_chunks(rows, order)) if self._requests.scores else (),
+            prompt_logprob_chunks=tuple(self._prompt_logprob_chunks(rows, order))
+            if self._requests.prompt_logprobs
+            else (),
             masked=self._requests.masked(slots[last]),
             # Where steps go on with the same rows, these only get pages of their own.
             shared_prefixes=find_shared_prefixes(memory.table, slots[:decodes], memory.page_size)
@@ -158,18 +160,18 @@ class StepBuilder:
             return last.logprobs
         return self._requests.logprobs(rows.slots, rows.starts + rows.counts)
 
-    def _scored_chunks(self, rows: Rows, order: np.ndarray) -> Iterator[ScoredChunk]:
-        """The rows that compute what comes before prompt tokens that are to be scored."""
+    def _prompt_logprob_chunks(self, rows: Rows, order: np.ndarray) -> Iterator[PromptLogprobChunk]:
+        """The rows that compute what comes before prompt tokens whose log-probs are asked for."""
         counts = rows.counts[order]
         begins = np.cumsum(counts) - counts
         for at in np.flatnonzero(rows.ids_known[order]).tolist():
             row, slot = order[at], int(rows.slots[order[at]])
             start, count = int(rows.starts[row]), int(counts[at])
-            scored = self._requests.scored(slot, start + 1, start + count + 1)
-            if scored is not None:
-                first, end, alternatives = scored
+            asked = self._requests.prompt_logprob_span(slot, start + 1, start + count + 1)
+            if asked is not None:
+                first, end, alternatives = asked
                 ids = self._memory.slots.known_tokens(slot)[first:end]
-                yield ScoredChunk(
+                yield PromptLogprobChunk(
                     slot, first, ids, int(begins[at]) + first - start - 1, alternatives
                 )
 
@@ -257,7 +259,8 @@ class RequestTable:
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
         self._extended: dict[int, list[AppendedTokens]] = {}  # of those, since they sampled last
         self._dropped_grammars: set[int] = set()  # slots of those, since they were taken
-        self.scores: dict[int, tuple[int, int, int]] = {}  # by slot: see scored()
+        # By slot: see prompt_logprob_span().
+        self.prompt_logprobs: dict[int, tuple[int, int, int]] = {}
 
     def put(self, admit: Admit) -> None:
         """Takes the parameters of a request that enters `admit.slot`."""
@@ -289,9 +292,10 @@ class RequestTable:
         self._alternatives[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._vector_sizes[slot] = params.vector_size
         self._vector_ids[slot] = np.array(params.vector_token_ids, dtype=np.int64)
-        self.scores.pop(slot, None)
-        if params.prompt_logprobs is not None and admit.score_from >= 0:
-            self.scores[slot] = admit.score_from, admit.prompt_len, params.prompt_logprobs
+        self.prompt_logprobs.pop(slot, None)
+        first, alternatives = admit.prompt_logprobs_from, params.prompt_logprobs
+        if alternatives is not None and first >= 0:
+            self.prompt_logprobs[slot] = first, admit.prompt_len, alternatives
 
     def extend(self, slot: int, first: int, ids: np.ndarray) -> None:
         """An AppendTokens gave the request in `slot` output `ids` int32 [n], from position `first`
@@ -323,13 +327,14 @@ class RequestTable:
         """int32 [n], where the adapters of the requests in `slots` int32 [n] lie; 0: no adapter."""
         return self._adapter_slots[slots]
 
-    def scored(self, slot: int, first: int, end: int) -> tuple[int, int, int] | None:
-        """(first, end, alternatives) of the prompt tokens there that are to be scored."""
-        scores = self.scores.get(slot)
-        if scores is None:
+    def prompt_logprob_span(self, slot: int, first: int, end: int) -> tuple[int, int, int] | None:
+        """(first, end, alternatives) of the prompt tokens there whose log-probs are asked
+        for."""
+        asked = self.prompt_logprobs.get(slot)
+        if asked is None:
             return None
-        first, end = max(first, scores[0]), min(end, scores[1])
-        return (first, end, scores[2]) if first < end else None
+        first, end = max(first, asked[0]), min(end, asked[1])
+        return (first, end, asked[2]) if first < end else None
 
     def take_changes(
         self,

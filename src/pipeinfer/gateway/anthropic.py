@@ -62,7 +62,7 @@ FIELD_NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
 }
-# Of models with efforts alone: budgets below which the effort is low, and medium; else it is high.
+# Budgets below which the effort is low, and medium, of models with efforts alone; else it is high.
 LOW_EFFORT_BUDGET, MEDIUM_EFFORT_BUDGET = 4_096, 16_384
 
 
@@ -74,7 +74,7 @@ class SourceBlock(msgspec.Struct, frozen=True):
 
 
 class DocumentSource(msgspec.Struct, frozen=True):
-    """Where a document's text is: `data`, with "text", or `content`, with "content"."""
+    """The text of a document: in `data`, with type "text", or in `content`, with type "content"."""
 
     type: str
     media_type: str | None = None
@@ -406,7 +406,8 @@ _BLOCK_HANDLERS = {
 
 
 def _document(block: TextBlock, where: str) -> str:
-    """What a model is shown of a document: tags around its title, its context and its text."""
+    """The text that a model sees for a document: tags around its title, its context and its
+    text."""
     citations = block.citations
     if citations is not None and not isinstance(citations, list) and citations.enabled:
         param = f"{where}.citations"
@@ -435,7 +436,7 @@ def _document(block: TextBlock, where: str) -> str:
 
 
 def _texts(content: str | Sequence[SourceBlock], where: str) -> list[str]:
-    """Of its blocks, all of which must be texts."""
+    """The texts of a source's blocks. Raises ApiError for a block that is no text."""
     if isinstance(content, str):
         return [content]
     return [_text(block, f"{where}[{j}]") for j, block in enumerate(content)]
@@ -486,7 +487,7 @@ class MessagesFormatter:
         yield {"type": "message_start", "message": self._message([], None, None, usage)}
         yield {"type": "ping"}
 
-    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
+    def block_events(self, step: BlockEvent, logprobs: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
         if step.action == "more":
             if self._omit_reasoning and block.kind == "reasoning":
@@ -548,9 +549,8 @@ class MessagesFormatter:
 
 
 def _tool_input(text: str) -> JsonObject:
-    """A call's arguments. What is no JSON object, cut off perhaps, stands under a key that no
-    tool knows.
-    """
+    """The arguments of a call. If they are no JSON object, cut off perhaps, their text stands under
+    a key that no tool knows."""
     raw = text.encode("utf-8", "surrogatepass") or b"{}"
     try:
         for _ in prescan(raw, CHAT_LIMITS):
@@ -561,7 +561,7 @@ def _tool_input(text: str) -> JsonObject:
 
 
 def _stop_reason(blocks: OutputBlocks, end: ResponseEnd) -> tuple[str, str | None]:
-    """(stop_reason, stop_sequence). After a timeout: as after max_tokens."""
+    """(stop_reason, stop_sequence) of a finished message. After a timeout: as after max_tokens."""
     if end.finish != "stop":
         return "max_tokens", None
     if isinstance(end.stop_reason, str):

@@ -32,12 +32,13 @@ ADMIN = "admin"  # marks the key of an operator, who may see requests of other c
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One API key.
+    """An API key of a client or an operator.
 
-    name: shown in logs and as a label of metrics.
-    digest: SHA-256 of the key's text, 32 bytes; kept out of the repr.
-    limits: what its clients may use.
-    admin: whether it is an operator's, who may see other clients' requests.
+    Attributes:
+    - name: shown in logs and as a label of metrics
+    - digest: SHA-256 of the key's text, 32 bytes; kept out of the repr
+    - limits: what its clients may use
+    - admin: whether it is an operator's, who may see other clients' requests
     """
 
     name: str
@@ -126,7 +127,8 @@ def parse_keys(text: str, limits: KeyLimits) -> ApiKeys:
 
 
 def _parse_line(fields: list[str], limits: KeyLimits) -> ApiKey:
-    """A line's key. What is wrong is not quoted: it may be a key's text in the wrong place."""
+    """Parses one line into a key. An error does not quote the line: it may have a key's text in the
+    wrong place."""
     name, *rest = fields
     if KEY_NAME.fullmatch(name) is None or (not rest):
         raise ConfigurationError("it must be NAME sha256:HEX, see `pipeinfer api-key`")
@@ -165,16 +167,17 @@ def new_key(name: str) -> tuple[str, str]:
 
 
 MINUTE = 60.0  # seconds
-ROUNDING = 1e-6  # what a sum of floats may lack of a whole request
+ROUNDING = 1e-6  # the most by which rounding makes a sum smaller than a whole request
 
 
 @dataclass(frozen=True)
 class KeyLimits:
     """Bounds of one key; 0: no bound.
 
-    concurrent: answers that are made at a time.
-    requests: prompts a minute.
-    tokens: tokens of prompts and outputs a minute.
+    Attributes:
+    - concurrent: answers that are made at a time
+    - requests: prompts a minute
+    - tokens: tokens of prompts and outputs a minute
     """
 
     concurrent: int = 0
@@ -186,11 +189,12 @@ class KeyLimits:
 class KeyLimitExceeded:
     """Why a request is not taken.
 
-    reason: for the client.
-    wait: seconds until the request would be taken; 0 if it never would be, or if that depends on
-        when other requests end.
-    lacking: of which limit the share is too small, and by how many units; other gateways may have
-        some. "" where the whole limit is.
+    Attributes:
+    - reason: for the client
+    - wait: seconds until the request would be taken; 0 if it never would be, or if that depends on
+      when other requests end
+    - lacking: of which limit the share is too small, and by how many units; other gateways may have
+      some; "" where the whole limit is too small
     """
 
     reason: str
@@ -212,7 +216,7 @@ class TokenBucket:
         self._updated_at = now
 
     def level(self, now: float) -> float:
-        """What is there at `now` (seconds); a clock that goes back adds nothing."""
+        """The bucket's level at `now` (seconds); a clock that goes back adds nothing."""
         passed = now - self._updated_at  # hot path: once for every token of a key with such a limit
         if passed <= 0:
             return self._level
@@ -227,7 +231,7 @@ class TokenBucket:
             self._updated_at = now
 
     def missing(self, amount: float, now: float) -> float:
-        """What the level is below `amount`; 0 if it is not."""
+        """The units by which the level is below `amount`; 0 if it is not below."""
         missing = amount - self.level(now)
         return missing if missing > ROUNDING else 0.0
 
@@ -239,14 +243,16 @@ class TokenBucket:
 
 
 class KeyUsage:
-    """What one key uses now. Each request that `start_request` let in must be released, with
-    all its choices. Where several gateways share the key's limits, this is what one of them lets
-    in: see SharedLimitHolder (gateway/peers.py).
+    """The use of one key at this moment. Each request that `start_request` let in must be released,
+    with all its choices. Where several gateways share the key's limits, this is what one of them
+    lets in: see SharedLimitHolder (gateway/peers.py).
 
     Tokens are taken when their number is known: a request is let in while any are left, and running
     requests may take the level below zero. Later requests wait then.
 
-    limits: the key's. running: answers that are being made.
+    Attributes:
+    - limits: the key's
+    - running: answers that are being made
     """
 
     def __init__(self, limits: KeyLimits, now: float) -> None:

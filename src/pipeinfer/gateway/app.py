@@ -233,11 +233,11 @@ class _Handlers:
         return json_response({"prompt": prompt.prompt_text})
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
-        """As vLLM's /tokenizer_info."""
+        """Answers /tokenizer_info in vLLM's form."""
         return web.Response(body=self._context.tokenizer_info, content_type="application/json")
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
-        """As vLLM's; the body is not read."""
+        """Answers /reset_prefix_cache in vLLM's form; the body is not read."""
         await self._serving.refuse_beyond_capacity(0)
         stages = self._context.core.health.stages.values()
         missing = await self._context.sessions.reset_caches(stages)
@@ -247,7 +247,7 @@ class _Handlers:
         return web.Response()
 
     async def sleep(self, request: web.Request) -> web.StreamResponse:
-        """As vLLM's; the body is not read."""
+        """Answers /sleep in vLLM's form; the body is not read."""
         core = self._context.core
         row = core.health.cannot_sleep()
         if row is not None and "can_sleep" not in row.stats:
@@ -261,7 +261,7 @@ class _Handlers:
         return await self._set_sleep(request, SetSleep(int(level), mode, refuses))
 
     async def wake_up(self, request: web.Request) -> web.StreamResponse:
-        """As vLLM's, of all at once."""
+        """Answers /wake_up in vLLM's form; weights and pages wake together."""
         tags = set(request.query.getall("tags", SLEEP_TAGS))
         if tags != set(SLEEP_TAGS):
             message = f"weights and pages come together: tags must be {' and '.join(SLEEP_TAGS)}"
@@ -278,7 +278,7 @@ class _Handlers:
         return web.Response()
 
     async def is_sleeping(self, request: web.Request) -> web.StreamResponse:
-        """As vLLM's."""
+        """Answers /is_sleeping in vLLM's form: true if some group sleeps."""
         rows = self._context.core.health.stages.values()
         sleeps = any(row.stats.get("sleep_level") for row in rows if row.name == "scheduler")
         return json_response({"is_sleeping": sleeps})
@@ -379,7 +379,8 @@ class _Handlers:
         return model
 
     def _adapter_card(self, adapter: Adapter) -> JsonObject:
-        """As vLLM's: the adapter's folder is its root, and the model its parent."""
+        """An adapter's model card in vLLM's form: the adapter's folder is its root, the model its
+        parent."""
         card = self._model_card()
         return card | {"id": adapter.name, "root": adapter.path, "parent": self._context.model}
 
@@ -590,7 +591,7 @@ def _read_page_file(path: Path, headers: dict[str, str]) -> PageFile:
 EVENT_INTERVAL = 0.25  # seconds between two events of a feed
 MAX_FEEDS = 64  # feeds of a gateway
 MAX_PREFIXES = 16  # prefixes of each group
-MAX_PREFIX_LETTERS = 240  # letters of a prefix's text
+MAX_PREFIX_LETTERS = 240  # characters of a prefix's text
 TEXT_LIFETIME = 600.0  # seconds for which a prefix's text is kept
 MAX_TEXTS = 256  # texts of prefixes that are kept
 _encode = msgspec.json.Encoder().encode
@@ -708,7 +709,7 @@ class MonitorHandlers:
         return b"data: " + _encode(event) + b"\n\n", monitor.changes
 
     def _current_snapshot(self) -> PipelineSnapshot:
-        """One snapshot for all feeds that need it at about the same time."""
+        """A snapshot that all feeds share which need one at about the same time."""
         now = time.monotonic()
         if self._snapshot is None or now - self._snapshot_at > EVENT_INTERVAL / 2:
             status, latency = self._context.core.status, self._monitor.latency

@@ -1,4 +1,4 @@
-"""What stands in front of the HTTP handlers: keys, rate limits, access log, and browser guard.
+"""The checks in front of the HTTP handlers: keys, rate limits, access log, and browser guard.
 
 - Admission: API keys and their limits, and what each request uses of them.
 - AccessLog: one line of the log for each request.
@@ -47,7 +47,7 @@ from pipeinfer.runtime.logs import ACCESS
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import is_loopback
 
-ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
+ANONYMOUS = "anonymous"  # the client of requests without a key; all share its limits
 PROTECTED_PATHS = (
     "/v1",
     "/tokenize",
@@ -61,7 +61,7 @@ PROTECTED_PATHS = (
     "/is_sleeping",
     "/monitor",
 )  # and all that is below
-# What proxies add. They may be on this host, and those who ask them elsewhere.
+# Headers that proxies add. Proxies may be on this host, and their clients elsewhere.
 PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-Ip")
 # Requests that a client may make also where so many of its answers run as may.
 ENDS_ANSWERS = re.compile("/*v1/+responses/+[^/]+/+cancel")
@@ -72,8 +72,11 @@ RATE_LIMIT_HEADERS = "x-ratelimit-"  # as OpenAI's servers call them
 class Client:
     """State of one API key, or of all clients where no key is needed.
 
-    name: the key's. account: what it uses. admin: whether the key is an operator's.
-    prompt, output: counters of tokens, labelled with the name.
+    Attributes:
+    - name: the key's
+    - account: what it uses
+    - admin: whether the key is an operator's
+    - prompt, output: counters of tokens, labelled with the name
     """
 
     __slots__ = ("account", "admin", "name", "output", "prompt")
@@ -92,12 +95,13 @@ class Client:
 
 
 class Principal(NamedTuple):
-    """Who sent a request.
+    """The sender of a request, found by its API key.
 
-    name: of the key, or ANONYMOUS.
-    operator: whether requests of other clients may be shown.
-    sees: hash of the client whose requests may be shown in any case; None: there are no keys, and
-        all may be.
+    Attributes:
+    - name: of the key, or ANONYMOUS
+    - operator: whether requests of other clients may be shown
+    - sees: hash of the client whose requests may be shown in any case; None: there are no keys, and
+      all may be
     """
 
     name: str
@@ -106,10 +110,12 @@ class Principal(NamedTuple):
 
 
 class RequestUsage:
-    """What one HTTP request used of the pipeline.
+    """The part of the pipeline that one HTTP request has used.
 
-    request_id: of its first call. finish: finish reason of the choice that ended last.
-    prompt_tokens, output_tokens: of all its choices.
+    Attributes:
+    - request_id: of its first call
+    - finish: finish reason of the choice that ended last
+    - prompt_tokens, output_tokens: of all its choices
     """
 
     __slots__ = ("finish", "output_tokens", "prompt_tokens", "request_id")
@@ -121,10 +127,14 @@ class RequestUsage:
 
 
 class ClientRequest:
-    """One HTTP request while it is handled.
+    """An HTTP request while it is handled.
 
-    client: who sent it. choices: answers that are made for it, as counted against the key's limit.
-    limited: whether a limit refused it. outcome: its label in metrics. usage: see RequestUsage.
+    Attributes:
+    - client: who sent it
+    - choices: answers that are made for it, as counted against the key's limit
+    - limited: whether a limit refused it
+    - outcome: its label in metrics
+    - usage: see RequestUsage
     """
 
     __slots__ = ("choices", "client", "limited", "outcome", "usage")
@@ -143,9 +153,11 @@ CLIENT_REQUEST = web.RequestKey("client_request", ClientRequest)
 class Admission:
     """Checks keys and limits.
 
-    Without keys all clients share `anonymous` limits. loopback: whether the server listens on
-    loopback alone; clients of this host then count as operators if there are no keys. peers: the
-    gateways that hold the limits together with this one; None: it is the only one.
+    Arguments:
+    - anonymous: limits that all clients share if there are no keys
+    - loopback: whether the server listens on loopback alone; clients of this host then count as
+      operators if there are no keys
+    - peers: the gateways that hold the limits together with this one; None: it is the only one
     """
 
     def __init__(
@@ -181,7 +193,8 @@ class Admission:
         return bool(self._keys)
 
     def principal(self, request: web.Request) -> Principal:
-        """Who sent `request`, by the keys that are valid now: long-lived answers ask repeatedly.
+        """The sender of `request`, by the keys that are valid now: long-lived answers ask
+        repeatedly.
 
         Raises ApiError 401 if the request's key is missing, wrong or withdrawn.
         """
@@ -191,7 +204,8 @@ class Admission:
         return Principal(client.name, client.admin or keyless, sees)
 
     def owner(self, request: web.Request) -> str:
-        """Whose the answers to `request` are: a digest of its key's name. Raises ApiError 401."""
+        """The owner of the answers to `request`: a digest of its key's name. Raises ApiError
+        401."""
         return self._names.of_key(self._authenticate(request).name)
 
     def adopted(self, owner: str) -> ClientRequest | None:
@@ -209,12 +223,12 @@ class Admission:
         return lambda: account.release(choices)
 
     def metered_adopted(self, request: ClientRequest, sink: ResponseSink) -> ResponseSink:
-        """As `metered`."""
+        """A sink as `metered` makes it, for a request that another gateway has let in."""
         return _MeteredSink(sink, request, self._clock)
 
     def may_operate(self, request: web.Request) -> bool:
-        """Whether whoever sent `request` may do what concerns all clients: where some keys are
-        operators', these alone."""
+        """Whether the sender of `request` may use endpoints that concern all clients. If some keys
+        are marked `admin`, only their holders may."""
         admins = any(client.admin for client in self._clients.values())
         return not admins or self._authenticate(request).admin
 
@@ -425,7 +439,7 @@ def x_request_id(request: web.Request) -> str:
 
 
 class AccessLog:
-    """One line of the log for each request that a client sent to the pipeline.
+    """Writes a line of the log for each request that a client sent to the pipeline.
 
     Stands around all other middlewares, so it logs the status that the client sees. traces: names
     the trace of each request.
@@ -520,7 +534,8 @@ class ClientHashes:
         return self.of_peer(request.remote or "", peer)
 
     def of_peer(self, address: str, peer: object) -> str:
-        """As of_connection. peer: address and port, which differ between connections."""
+        """The hash of a client without a key, as `of_connection` makes it. peer: address and port,
+        which differ between connections."""
         return f"{self._hash(host_bytes(address))}/{self._hash(repr(peer).encode())}"
 
     def _hash(self, name: bytes) -> str:
@@ -618,18 +633,19 @@ HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.+-]+\+)?json")
 # Paths for load balancers and Prometheus, under any name. Their answers have no data of clients.
 ANY_HOST_PATHS = ("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version")
-MAX_NAME_LETTERS = 253  # letters of a name, of which DNS has no more
+MAX_NAME_LETTERS = 253  # characters of a name, of which DNS has no more
 
 
 @dataclass(frozen=True)
 class BrowserGuard:
     """Refuses requests that web pages of other sites make.
 
-    hosts: names with a dot under which the server may be reached; {"*"}: all.
-    hosts_named: whether --allowed-hosts is set; then other names are refused also with keys.
-    cors: the origins that are allowed.
-    keyless(): whether no key is needed now.
-    is_protected(path): whether the path would need a key.
+    Attributes:
+    - hosts: names with a dot under which the server may be reached; {"*"}: all
+    - hosts_named: whether --allowed-hosts is set; then other names are refused also with keys
+    - cors: the origins that are allowed
+    - keyless(): whether no key is needed now
+    - is_protected(path): whether the path would need a key
     """
 
     hosts: frozenset[str]

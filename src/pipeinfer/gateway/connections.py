@@ -203,7 +203,7 @@ SWEEP_INTERVAL = 5.0  # seconds between two checks of waiting connections
 RESERVED_FILES = 256  # open files of a gateway beside connections
 MAX_CONNECTIONS = 65_536  # connections, however many files may be open: some 30 KiB each
 LEAST_CONNECTIONS = 16  # connections, however few files may be open
-# Of a request whose headers are sent: a function that sends bytes which a client must ignore.
+# A function that sends bytes which a client must ignore; set once the answer's headers are sent.
 PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # clients ignore it where they did not ask for it
 TOO_MANY = ApiError(503, "too many connections", code="too_many_connections", retry_after=1)
@@ -220,7 +220,7 @@ def connection_limit() -> int:
 
 
 class CountedConnection(Protocol):
-    """What counts as an open connection.
+    """An open connection that counts against the limit.
 
     head_since: loop seconds when the first byte of an unfinished request head arrived, else None.
     """
@@ -348,7 +348,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """One HTTP connection. before: its TLS handshake, in whose place it counts.
+    """An HTTP connection of a client. before: its TLS handshake, in whose place it counts.
 
     head_since: see CountedConnection.
     """

@@ -105,9 +105,9 @@ class GatewayCore:
     A request past its timeout fails with status 408 if nothing of it was delivered; else it ends
     with finish "abort" and keeps its text.
 
-    The pipeline keeps a request with `retention` also when it has ended, until the driver feeds
-    ClientDisconnected. A new core asks for the requests that the one before it has left so
-    (Adoption): it has them as its own from Adopt on, and their text from the beginning.
+    A request with `retention` stays in all stages after its end, until the driver feeds
+    ClientDisconnected. A restarted gateway asks for such requests (Adoption); from Adopt on they
+    are its own records, and their text comes from the beginning.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class GatewayCore:
         gateways = max(sum(e.name == "gateway" for e in expected), 1)
         self._own_detokenizers = own_detokenizers(self._detokenizers, index, gateways)
         self._records: dict[str, RequestRecord] = {}
-        self._finished: dict[str, RequestRecord] = {}  # whose answers are kept
+        self._finished: dict[str, RequestRecord] = {}  # ended, with kept answers
         self._backlog = backlog or Backlog()
         self._ended = EndedRequests()
         self._deadlines = Deadlines()
@@ -171,10 +171,14 @@ class GatewayCore:
         return "waiting", self.health.reason()
 
     def stats(self) -> dict[str, float]:
-        """running, waiting: requests with and without output; waiting_tokens: of the latter's
-        prompts, as far as is known; kept: requests that have ended and that the pipeline keeps;
-        requests sent on; rows dropped; requests repeated; requests whose tokens came out different
-        when they were computed again; requests of the gateway before."""
+        """Statistics; docs/reference/statistics.md explains all of them.
+
+        - running, waiting: requests with output, and without
+        - waiting_tokens: prompt tokens of waiting requests, as far as they are known
+        - kept: requests that have ended and that the pipeline keeps
+        - counts: requests sent on, rows dropped, requests repeated, requests whose tokens came out
+          different when they were computed again, requests of the gateway before
+        """
         return {
             "running": float(len(self._records) - self._backlog.requests),
             "waiting": float(self._backlog.requests),
@@ -250,7 +254,7 @@ class GatewayCore:
         return [Send("requests", to, Reattached(tuple(names))) for to, names in tokenizers.items()]
 
     def _on_reset_cache(self, reset: ResetCache, _now: float) -> list[Send]:
-        """One tokenizer passes the request to reset on to all groups."""
+        """Sends the reset to one tokenizer, which passes it on to all groups."""
         detokenizer = self._detokenizer(reset.name)
         reset = msgspec.structs.replace(reset, gateway=self._index, detokenizer=detokenizer)
         return [Send("requests", self._choose(self._tokenizers, b""), reset)]
@@ -323,7 +327,7 @@ class GatewayCore:
                 self._release(finished, now)
             return []  # the request has ended, or the next attempt has begun
         if event.stage and self._adoption.awaits(record.awaited):
-            return []  # what was delivered is not known yet; it is asked again
+            return []  # the delivered output is not known yet; the tokenizer asks again
         self._counts["diverged"] += not event.stage
         return [self._next_attempt(record, event.stage or record.tokenizer, event.attempt + 1)]
 
@@ -488,9 +492,9 @@ class GatewayCore:
     # ------------------------------------------------------------- from the gateway before this one
 
     def _on_adopt(self, adopt: Adopt, now: float) -> list[Send]:
-        """A request whose answer is kept is this gateway's, as if it had sent it. What is known, or
-        has ended since, was told before. What is told when nobody waits for it any more is aborted:
-        its detokenizer has told its text already, and clients that came back were sent away."""
+        """Takes over a request whose answer is kept, as if this gateway had sent it. Ignored if the
+        request is known already, or has ended since. Aborted if adoption is over: its detokenizer
+        has sent its text already, and clients that came back for it were sent away."""
         submit = adopt.submit
         names = dict(
             zip(choice_ids(submit.request_id, submit.choices), submit.choices, strict=True)
@@ -519,7 +523,7 @@ class GatewayCore:
         if adopt.accepted is not None:
             accepted = msgspec.structs.replace(adopt.accepted, choices=submit.choices)
             out += self._on_accepted(accepted, now)
-        if self._adoption.asks_detokenizers:  # one of them has told this: its tokenizer died, too
+        if self._adoption.asks_detokenizers:  # a detokenizer sent it: its tokenizer died, too
             out.append(Send("requests", adopt.stage, submit))
         return out
 
@@ -531,7 +535,7 @@ class GatewayCore:
         return Send("requests", adopt.stage, Abort(name, attempt, end.reason))
 
     def _on_adapters(self, changes: AdapterChanges, _now: float) -> list[Send]:
-        """A tokenizer tells what gateways before this one have loaded."""
+        """Takes the adapters that earlier gateways have loaded, from a tokenizer."""
         self._adapters = self._adapters.updated(changes)
         return [local(changes)]
 
@@ -588,7 +592,8 @@ class GatewayCore:
     def _cut(
         self, record: RequestRecord, reason: str, failed: Failed, out: list[Send], now: float
     ) -> None:
-        """Its client gets what it has, or `failed` without any output."""
+        """Ends a request early: its client gets the output so far, or `failed` if there is no
+        output."""
         out.append(self._abort(record, reason, now))
         if not record.has_output:
             out.append(local(failed))
@@ -606,14 +611,15 @@ class GatewayCore:
         out.append(local(delta))
 
     def _on_leave(self, event: Leave, now: float) -> list[Send]:
-        """Its connections cannot be handed over; kept answers are adopted by the successor."""
+        """Drains, to leave. Connections cannot be handed over; the successor adopts kept
+        answers."""
         self._leaves = True
         return self._on_drain(event, now)
 
     def _on_drain(self, _event: Drain | Leave, now: float) -> list[Send]:
         self._readiness.draining = True
         out: list[Send] = []
-        if self.health.asleep():  # nobody may ever wake it
+        if self.health.asleep():  # it may never be woken
             for record in list(self._records.values()):
                 refusal = self.refusal(1, record.request_id)
                 assert refusal is not None
@@ -634,7 +640,8 @@ class GatewayCore:
         self._backlog.remove(record.size)
 
     def _update_size(self, record: RequestRecord) -> None:
-        """Its prompt tokens are known: they count in the backlog if they exceed the estimate."""
+        """Counts a request's prompt tokens in the backlog, now that they are known, if they exceed
+        the estimate."""
         extra_tokens = occupied_tokens(record.submit.params, record.prompt_tokens) - record.size
         if extra_tokens > 0 and not record.has_output:
             record.size += extra_tokens
@@ -703,12 +710,10 @@ def _again(send: Send) -> Send:
 
 
 class Adoption:
-    """What a new gateway asks at its start, so that it has the requests of the one before it whose
-    answers are kept: first tokenizers for the requests, then detokenizers for their text.
-
-    asks_detokenizers: tokenizers have told what they know. complete: all have answered, or it was
-    waited long enough for those that have not.
-    """
+    """The questions of a new gateway at its start, by which it gets the requests of the previous
+    gateway whose answers are kept. It asks first tokenizers for the requests, then detokenizers for
+    their text. asks_detokenizers: tokenizers have answered, or were waited for long enough.
+    complete: all have answered, or ADOPTION_TIMEOUT is over."""
 
     def __init__(self, tokenizers: RollCall, detokenizers: RollCall) -> None:
         self._tokenizers = tokenizers

@@ -1,4 +1,4 @@
-"""What a client is told when a request cannot be served.
+"""Errors of requests that cannot be served, as clients see them.
 
 - `ApiError`: status, `{"error": {...}}` as OpenAI's clients expect it, and all codes.
 - Fields of request bodies that other servers, or other endpoints of this one, honour. Each is in
@@ -33,7 +33,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-MAX_LETTERS = 2000  # of a message: it may quote what the client sent
+MAX_LETTERS = 2000  # of a message, which may quote the client's text
 WHERE = re.compile(
     r"^(?P<what>.*) - at (?P<key>`key` in )?`(?P<path>.*?)(\[\.\.\.\])?`$", re.DOTALL
 )
@@ -57,7 +57,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int = 0,
     ) -> None:
-        # It may quote a header, whose bytes need not be UTF-8.
+        # The message may quote a header, whose bytes need not be UTF-8.
         message = _shortened(message.encode(errors="replace").decode())
         super().__init__(message)
         self.status = status
@@ -430,7 +430,7 @@ REFUSED_OF: dict[str, dict[str, tuple[JsonValue, ...]]] = {
         "tool_prompt": (),
         "guideline": (),
     },
-    # Of a body of this server, and refused in those that do not have them.
+    # Fields of some bodies of this server, refused in bodies that do not have them.
     "other endpoints of this server": {
         "add_generation_prompt": (True,),
         "add_special_tokens": (),
@@ -510,7 +510,7 @@ REFUSED_OF: dict[str, dict[str, tuple[JsonValue, ...]]] = {
 FIELDS_OF_OTHER_ENDPOINTS = frozenset(REFUSED_OF["other endpoints of this server"])
 REFUSED = {name: neutral for those in REFUSED_OF.values() for name, neutral in those.items()}
 
-# What to ask for in the place of some of them: the first that a body has.
+# Fields to use in place of refused ones: the first that a body has.
 ALTERNATIVES: dict[str, tuple[str, ...]] = {
     "data_1": ("text_1",),
     "data_2": ("text_2",),
@@ -552,7 +552,7 @@ ALTERNATIVES: dict[str, tuple[str, ...]] = {
     "response_format": ("text", "output_config"),
 }
 
-# Of the bodies of /v1/responses, beside those.
+# Further fields that only bodies of /v1/responses refuse.
 ONLY_RESPONSES: dict[str, tuple[JsonValue, ...]] = {
     "conversation": (),
     "context_management": ([],),
@@ -566,7 +566,7 @@ RESPONSES = {
     if name not in SERVED_RESPONSES
 }
 
-# Of the bodies of /v1/messages, beside those.
+# Further fields that only bodies of /v1/messages refuse.
 ONLY_MESSAGES: dict[str, tuple[JsonValue, ...]] = {
     "container": (),
     "context_management": (),
@@ -576,7 +576,7 @@ ONLY_MESSAGES: dict[str, tuple[JsonValue, ...]] = {
 }
 MESSAGES = {**REFUSED, **ONLY_MESSAGES}
 
-# What only /v1/embeddings, /score and /v1/rerank refuse, of vLLM and Cohere.
+# Fields of vLLM and Cohere that only /v1/embeddings, /score and /v1/rerank refuse.
 ONLY_POOLING: dict[str, tuple[JsonValue, ...]] = {
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
@@ -590,7 +590,7 @@ ONLY_POOLING: dict[str, tuple[JsonValue, ...]] = {
 }
 POOLING = {**REFUSED, **ONLY_POOLING}
 
-# What cannot change an answer of this server, by the reason why.
+# Fields that cannot change an answer of this server, by the reason why.
 IGNORED: dict[str, tuple[str, ...]] = {
     "names of users and requests, for logs, accounts and metrics": (
         "user", "metadata", "safety_identifier", "request_id", "rid", "custom_labels",
@@ -628,7 +628,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "versions of a protocol, and strictness, which always holds": ("betas", "strict"),
 }  # fmt: skip
 IGNORED_FIELDS = frozenset(name for names in IGNORED.values() for name in names)
-# The same of what stands within a body: messages, their parts, items and tools.
+# Such fields within a body: of messages, their parts, items and tools.
 IGNORED_WITHIN: dict[str, tuple[str, ...]] = {
     "names and marks of an answer that is sent back": (
         "id", "object", "status", "annotations", "citations", "logprobs", "created_at",

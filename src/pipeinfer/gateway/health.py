@@ -27,7 +27,10 @@ MAX_NAMED = 8  # stages that a reason names; the others it counts
 class ExpectedStage:
     """A stage of the topology.
 
-    stage: its id ("engine-0-1"). name: its kind ("engine"). group, rank: numbers.
+    Attributes:
+    - stage: its id ("engine-0-1")
+    - name: its kind ("engine")
+    - group, rank: numbers
     """
 
     stage: str
@@ -45,11 +48,14 @@ def expected_stages(topology: Topology) -> list[ExpectedStage]:
 class StageStatus:
     """Last known status of one stage.
 
-    stage, name, group, rank: as ExpectedStage. state, reason: of its heartbeat, or "lost".
-    pid, incarnation: of its process. last_seen: monotonic seconds of its last heartbeat.
-    restarts: processes whose heartbeats came after the first process's. restarted_at: monotonic
-        seconds of the first heartbeat of the newest of these.
-    stats: statistics of its last heartbeat.
+    Attributes:
+    - stage, name, group, rank: as ExpectedStage
+    - state, reason: of its heartbeat, or "lost"
+    - pid, incarnation: of its process
+    - last_seen: monotonic seconds of its last heartbeat
+    - restarts: processes whose heartbeats came after the first process's
+    - restarted_at: monotonic seconds of the first heartbeat of the newest of these
+    - stats: statistics of its last heartbeat
     """
 
     stage: str
@@ -69,17 +75,19 @@ class StageStatus:
 class Health:
     """The health table. Gateways are listed in it, but nothing waits for them.
 
-    silence: seconds without a heartbeat after which a stage counts as lost.
-    host_loss: seconds after that in which its return is awaited.
-    stages: {stage id: status}.
-    standbys_ready: groups whose engines have standbys that are ready, as the supervisor said last.
+    Attributes:
+    - silence: seconds without a heartbeat after which a stage counts as lost
+    - host_loss: seconds after that in which its return is awaited
+    - stages: {stage id: status}
+    - standbys_ready: groups whose engines have standbys that are ready, as the supervisor said last
+    - _not_ready: numbers of the stages that are not ready, in the topology's order
+    - _group_not_ready: how many of these are in each group
+    - _shared_ready: how many stages are ready of each kind that no group has, such as tokenizers
+    - _ready_groups: groups of which all stages are ready
+    - _asleep: schedulers whose groups sleep
 
     The counts below are updated with every heartbeat, whose cost must not grow with the number of
     stages.
-    _not_ready: numbers of the stages that are not ready, in the topology's order.
-    _group_not_ready: how many of these are in each group. _shared_ready: how many stages are ready
-        of each kind that no group has, such as tokenizers.
-    _ready_groups: groups of which all stages are ready. _asleep: schedulers whose groups sleep.
     """
 
     def __init__(
@@ -192,7 +200,8 @@ class Health:
         )
 
     def reason(self) -> str:
-        """One line about what is missing; empty if nothing is. The first MAX_NAMED are named."""
+        """A line about missing stages, of which the first MAX_NAMED are named; "" if none is
+        missing."""
         named = [self._order[number] for number in self._not_ready[:MAX_NAMED]]
         parts = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
         if len(self._not_ready) > MAX_NAMED:
@@ -200,7 +209,8 @@ class Health:
         return "; ".join(parts)
 
     def one_per_group(self, name: str) -> list[StageStatus]:
-        """One stage called `name` (a scheduler or an engine) of each group, rank 0 of the engines.
+        """The stages called `name` (schedulers or engines), one of each group, and rank 0 of the
+        engines.
 
         Those that still start, whose statistics are not complete, are left out.
         """
@@ -224,7 +234,8 @@ def kv_usage(engine: StageStatus) -> float:
 
 
 def describe_takeover(statistics: Mapping[str, float]) -> str:
-    """What a scheduler's statistics say of engines that were lost; "" where none was."""
+    """A line about how lost engines were replaced, from a scheduler's statistics; "" if none was
+    lost."""
     seconds = takeover_seconds(statistics)
     if not seconds:
         return ""

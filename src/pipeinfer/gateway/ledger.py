@@ -3,7 +3,7 @@
 - Call, ClientDisconnected, SetAdapters, QueueShare; Started, OutputDelta, Failed, AdoptionEnded,
   StatusChanged: events between the core and its driver, which is the HTTP side or an offline class.
   They never travel on the bus.
-- token_scores: log-probs as answers show them, from the packed scores that text rows carry.
+- decode_logprobs: log-probs as answers show them, from the packed ones that text rows carry.
 - RequestRecord: what was delivered of a request, and what of a row is new.
 - EndedRequests: which ends a restarted tokenizer may have missed.
 - Backlog: whether there is room for more requests.
@@ -46,7 +46,7 @@ from pipeinfer.params import (
     StructuredOutputs,
     choice_id,
 )
-from pipeinfer.wire import SCORE_WORDS, WORD, score_bytes, unpack_few, unpack_scores
+from pipeinfer.wire import LOGPROB_WORDS, WORD, logprob_bytes, unpack_few, unpack_logprobs
 
 Status = Literal["starting", "ready", "degraded", "asleep", "draining"]
 
@@ -57,15 +57,16 @@ class Call(Message, frozen=True):
     """A new request; exactly one of `text`, `prompt_ids` (int32 bytes) and `chat` is given, as in
     Submit.
 
-    request_id: unique over all gateways and their restarts. With several choices (`params.n`) each
-        is answered under its own id (params.py), the first under this one.
-    params: normalized; without a seed the core draws one.
-    timeout: seconds from now, 0: never.
-    return_prompt_ids, return_prompt_text, return_token_strs: Started brings the prompt's ids, its
-        text, its tokens as the vocabulary writes them.
-    only_encode: nothing is generated; one OutputDelta ends the request.
-    token_offsets: each OutputDelta says where the text of its tokens begins.
-    priority, cache_salt, trace, client, fallback_grammar, adapter, retention: as in Submit.
+    Attributes:
+    - request_id: unique over all gateways and their restarts; with several choices (`params.n`)
+      each is answered under its own id (params.py), the first under this one
+    - params: normalized; without a seed the core draws one
+    - timeout: seconds from now, 0: never
+    - return_prompt_ids, return_prompt_text, return_token_strs: Started brings the prompt's ids, its
+      text, its tokens as the vocabulary writes them
+    - only_encode: nothing is generated; one OutputDelta ends the request
+    - token_offsets: each OutputDelta says where the text of its tokens begins
+    - priority, cache_salt, trace, client, fallback_grammar, adapter, retention: as in Submit
     """
 
     request_id: str
@@ -91,9 +92,9 @@ class Call(Message, frozen=True):
 
 
 class ClientDisconnected(Message, frozen=True):
-    """Nobody wants more of a request: its client is gone, has all of it, or has deleted what was
-    kept. Nothing more is delivered, and what is kept of its answer goes. An unknown id is no error.
-    """
+    """driver -> core: no client wants more of a request. Its client is gone, has all of it, or has
+    deleted the kept answer. Nothing more is delivered, and what is kept of its answer goes. An
+    unknown id is no error."""
 
     request_id: str
     reason: str = "client"
@@ -112,9 +113,12 @@ class QueueShare(Message, frozen=True):
 class Started(Message, frozen=True):
     """The request was tokenized. Comes once, before the first OutputDelta.
 
-    group: that computes it. prompt_tokens: 0 for all choices but the first, they share one prompt.
-    prompt_ids: int32 bytes; this, `prompt_text` and `token_strs` are empty unless asked for.
-    reasoning: where the prompt of a chat leaves them. refusal: as in Accepted.
+    Attributes:
+    - group: that computes it
+    - prompt_tokens: 0 for all choices but the first, they share one prompt
+    - prompt_ids: int32 bytes; this, `prompt_text` and `token_strs` are empty unless asked for
+    - reasoning: where the prompt of a chat leaves them
+    - refusal: as in Accepted
     """
 
     request_id: str
@@ -130,13 +134,17 @@ class Started(Message, frozen=True):
 class OutputDelta(Message, frozen=True):
     """New text and output ids of a choice, gapless and without repeats.
 
-    ids: int32 bytes. byte_offset: UTF-8 bytes of text before it. token_offset: ids before it.
-    finish: of the last one alone; only there `stop_reason`, `prompt_tokens`, `output_tokens` and
-        `cached_tokens` count (prompt and cached tokens are 0 for all choices but the first).
-    logprobs: of `ids`. prompt: log-probs of further prompt tokens, all before the first ids.
-    offsets: letters of the whole text before each of `ids`, int32 bytes. Each of these only if
-        asked.
-    vector: of the last one alone: float32 bytes, if asked for.
+    Attributes:
+    - ids: int32 bytes
+    - byte_offset: UTF-8 bytes of text before it
+    - token_offset: ids before it
+    - finish: of the last one alone; only there `stop_reason`, `prompt_tokens`, `output_tokens` and
+      `cached_tokens` count (prompt and cached tokens are 0 for all choices but the first)
+    - logprobs: of `ids`
+    - prompt: log-probs of further prompt tokens, all before the first ids
+    - offsets: characters of the whole text before each of `ids`, int32 bytes; like `logprobs` and
+      `prompt`, only if asked for
+    - vector: of the last one alone: float32 bytes, if asked for
     """
 
     request_id: str
@@ -158,8 +166,11 @@ class OutputDelta(Message, frozen=True):
 class Failed(Message, frozen=True):
     """The request ended with an error; nothing more comes.
 
-    status: an HTTP status. param: the field that is wrong. code: see errors.CODES.
-    retry_after: seconds after which trying again makes sense, 0 if it does not.
+    Attributes:
+    - status: an HTTP status
+    - param: the field that is wrong
+    - code: see errors.CODES
+    - retry_after: seconds after which trying again makes sense, 0 if it does not
     """
 
     request_id: str
@@ -172,7 +183,8 @@ class Failed(Message, frozen=True):
 
     @property
     def outcome(self) -> str:
-        """Its label in metrics: "abort", "refused" (it never ran) or "error"."""
+        """The label of the failure in metrics: "abort", "refused" (the request never ran) or
+        "error"."""
         if self.status == 408:
             return "abort"
         busy = self.never_ran and self.status == 503
@@ -193,8 +205,8 @@ class AdoptionEnded(Message, frozen=True):
 
 
 class StatusChanged(Message, frozen=True):
-    """The pipeline's status. answering: whether a request sent now would be served without a
-    pause."""
+    """core -> driver: the pipeline's status. answering: whether a request sent now would be served
+    without a pause."""
 
     status: Status
     answering: bool
@@ -213,11 +225,13 @@ class RankedToken(NamedTuple):
     rank: int
 
 
-class TokenScore(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """Log-probs at one place of a text.
 
-    sampled: the token that stands there, with rank 0 if nothing comes before it.
-    offset: letters of text before it. top: the likeliest tokens, perhaps `sampled` among them.
+    Attributes:
+    - sampled: the token that stands there, with rank 0 if nothing comes before it
+    - offset: characters of text before it
+    - top: the likeliest tokens, perhaps `sampled` among them
     """
 
     sampled: RankedToken
@@ -226,11 +240,11 @@ class TokenScore(NamedTuple):
 
 
 def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
-    """The same log-probs without those of the first `tokens` tokens."""
+    """A copy of the log-probs without those of the first `tokens` tokens."""
     count = max(len(texts.offsets) // OFFSET_BYTES, 1)
     return msgspec.structs.replace(
         texts,
-        scores=texts.scores[tokens * len(texts.scores) // count :],
+        logprobs=texts.logprobs[tokens * len(texts.logprobs) // count :],
         texts=texts.texts[tokens * len(texts.texts) // count :],
         offsets=texts.offsets[tokens * OFFSET_BYTES :],
         ids=texts.ids[tokens * ID_BYTES :],
@@ -239,33 +253,33 @@ def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
 
 def num_alternatives(texts: LogprobTexts, tokens: int) -> int:
     """How many likely tokens are given for each of `tokens` tokens."""
-    return (len(texts.scores) // (WORD * tokens) - SCORE_WORDS) // 2 if tokens else 0
+    return (len(texts.logprobs) // (WORD * tokens) - LOGPROB_WORDS) // 2 if tokens else 0
 
 
-def token_scores(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenScore]:
-    """The scores of all tokens in `parts`, each with its tokens' ids (int32 bytes)."""
-    return chain.from_iterable(_decode_scores(texts, ids) for texts, ids in parts)
+def decode_logprobs(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenLogprobs]:
+    """The log-probs of all tokens in `parts`, each with its tokens' ids (int32 bytes)."""
+    return chain.from_iterable(_decode_texts(texts, ids) for texts, ids in parts)
 
 
-def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
-    """The scores of a prompt's tokens."""
-    return token_scores((texts, texts.ids) for texts in parts)
+def decode_prompt_logprobs(parts: Iterable[LogprobTexts]) -> Iterator[TokenLogprobs]:
+    """The log-probs of a prompt's tokens."""
+    return decode_logprobs((texts, texts.ids) for texts in parts)
 
 
-def _decode_scores(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
+def _decode_texts(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenLogprobs]:
     ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
     alternatives = num_alternatives(texts, len(ids))
-    found = unpack_scores(texts.scores, alternatives)
-    for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
+    found = unpack_logprobs(texts.logprobs, alternatives)
+    for n, (token, offset, position) in enumerate(zip(ids, offsets, found, strict=True)):
         at = n * (1 + alternatives)
-        sampled = RankedToken(token, texts.texts[at], score.logprob, score.rank)
+        sampled = RankedToken(token, texts.texts[at], position.logprob, position.rank)
         top = [
             RankedToken(id, texts.texts[at + rank], logprob, rank)
             for rank, (id, logprob) in enumerate(
-                zip(score.ids, score.logprobs, strict=True), start=1
+                zip(position.ids, position.logprobs, strict=True), start=1
             )
         ]
-        yield TokenScore(sampled, offset, top)
+        yield TokenLogprobs(sampled, offset, top)
 
 
 TRACEPARENT = "traceparent"
@@ -309,18 +323,18 @@ class RequestTraces:
 BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
 # Output tokens whose log-probs count: how many there will be is not known, and max_tokens may be
 # any number.
-MAX_SCORED_OUTPUTS = 4096
-TEXT_BYTES = 28  # bytes that a text which is not all ASCII occupies beside its letters
+MAX_LOGPROB_OUTPUTS = 4096
+TEXT_BYTES = 28  # bytes that a text which is not all ASCII occupies beside its characters
 VALUE_BYTES = 64  # bytes that a value of a chat or of template arguments occupies beside its text
 
 
 def occupied_tokens(params: RequestParams, prompt_tokens: int) -> int:
     """Prompt tokens as which a request counts: its own, and bytes of its log-probs by
     BYTES_PER_TOKEN."""
-    outputs = min(params.max_tokens or MAX_SCORED_OUTPUTS, MAX_SCORED_OUTPUTS)
-    of_output = score_bytes(params.logprobs, params.vector_size)
-    scores = prompt_tokens * score_bytes(params.prompt_logprobs) + outputs * of_output
-    return prompt_tokens + scores // BYTES_PER_TOKEN
+    outputs = min(params.max_tokens or MAX_LOGPROB_OUTPUTS, MAX_LOGPROB_OUTPUTS)
+    of_output = logprob_bytes(params.logprobs, params.vector_size)
+    logprobs = prompt_tokens * logprob_bytes(params.prompt_logprobs) + outputs * of_output
+    return prompt_tokens + logprobs // BYTES_PER_TOKEN
 
 
 def call_tokens(call: Call) -> int:
@@ -358,8 +372,8 @@ BEGINNING_BYTES = 128  # so many have less than the 64 tokens that routing to gr
 
 
 def prompt_beginning(call: Call) -> bytes:
-    """What prompts that share a prefix of the cache have in common: the salt, and the first bytes
-    of the ids, of the text, or of the texts of the chat."""
+    """The beginning of a prompt, equal for prompts that share a cached prefix: the salt, and the
+    first bytes of the ids, of the text, or of the texts of the chat."""
     if call.prompt_ids is not None:
         found = call.prompt_ids[:BEGINNING_BYTES]
     elif call.text is not None:
@@ -387,8 +401,10 @@ def _first_texts(chat: list[JsonObject]) -> bytes:
 class Backlog:
     """Requests of which nothing was delivered yet, and bounds for them.
 
-    max_requests: None: no bound. max_tokens: 0: no bound.
-    requests, tokens: how many wait, and their prompt tokens (see occupied_tokens).
+    Attributes:
+    - max_requests: None: no bound
+    - max_tokens: 0: no bound
+    - requests, tokens: how many wait, and their prompt tokens (see occupied_tokens)
     """
 
     def __init__(self, max_requests: int | None = None, max_tokens: int = 0) -> None:
@@ -442,17 +458,24 @@ class OutputDiverged(ValueError):
 
 
 class RequestRecord:
-    """One live request: a choice of what `submit` asks for.
+    """A live request: one choice of `submit`.
 
-    submit: kept to the end, for a restarted tokenizer. choice: its number within `submit`.
-    tokenizer: id of the stage that got it. group: that computes it, -1 until Accepted.
-    size: tokens as which it counts in the backlog. deadline: monotonic seconds, or infinite.
-    prompt_tokens: -1 until Accepted. scored: prompt tokens whose log-probs were delivered.
-    early: rows that arrived before Accepted, which comes from another stage on another socket.
-    has_output: whether text or ids were delivered.
-    ids: delivered output ids, int32 bytes. tokens: how many. bytes: delivered text, in UTF-8.
-    awaited: of a request that was begun by the gateway before this one: its detokenizer, which
-        tells all of its text once it is asked; else empty.
+    Attributes:
+    - submit: kept to the end, for a restarted tokenizer
+    - choice: its number within `submit`
+    - tokenizer: id of the stage that got it
+    - group: that computes it, -1 until Accepted
+    - size: tokens as which it counts in the backlog
+    - deadline: monotonic seconds, or infinite
+    - prompt_tokens: -1 until Accepted
+    - num_prompt_logprobs: prompt tokens whose log-probs were delivered
+    - early: rows that arrived before Accepted, which comes from another stage on another socket
+    - has_output: whether text or ids were delivered
+    - ids: delivered output ids, int32 bytes
+    - tokens: how many
+    - bytes: delivered text, in UTF-8
+    - awaited: of a request that was begun by the gateway before this one: its detokenizer, which
+      sends all of its text once it is asked; else empty
     """
 
     __slots__ = (
@@ -464,8 +487,8 @@ class RequestRecord:
         "group",
         "has_output",
         "ids",
+        "num_prompt_logprobs",
         "prompt_tokens",
-        "scored",
         "size",
         "submit",
         "tokenizer",
@@ -487,7 +510,7 @@ class RequestRecord:
         self.bytes = 0
         self.ids = bytearray()
         self.tokens = 0
-        self.scored = 0
+        self.num_prompt_logprobs = 0
         self.awaited = ""
 
     @property
@@ -509,7 +532,7 @@ class RequestRecord:
 
     @property
     def timeout(self) -> float:
-        """Seconds; 0: never."""
+        """The request's timeout in seconds; 0: none."""
         return self.submit.timeout
 
     def once(self, tokens: int) -> int:
@@ -543,13 +566,13 @@ class RequestRecord:
         delivered. Raises StreamGap."""
         if row.prompt is None:
             return None
-        repeated, count = self.scored - row.prompt_offset, len(row.prompt.ids) // 4
+        repeated, count = self.num_prompt_logprobs - row.prompt_offset, len(row.prompt.ids) // 4
         if repeated < 0:
             raise StreamGap(
-                f"log-probs continue at prompt token {row.prompt_offset}, but {self.scored} were "
-                "delivered"
+                f"log-probs continue at prompt token {row.prompt_offset}, but "
+                f"{self.num_prompt_logprobs} were delivered"
             )
-        self.scored = max(self.scored, row.prompt_offset + count)
+        self.num_prompt_logprobs = max(self.num_prompt_logprobs, row.prompt_offset + count)
         return without_first(row.prompt, repeated) if repeated < count else None
 
     def _new_text(self, row: TextRow, repeated_bytes: int) -> str:
@@ -585,9 +608,11 @@ def offsets(row: TextRow, ids: bytes) -> bytes:
 class EndedRequest(NamedTuple):
     """How a request ended.
 
-    tokenizer: id of the stage that had it, "" if it belonged to another gateway.
-    attempt: the last one. reason: of the Abort that was sent, "" if Done was sent.
-    at: monotonic seconds when the pipeline was last informed.
+    Attributes:
+    - tokenizer: id of the stage that had it, "" if it belonged to another gateway
+    - attempt: the last one
+    - reason: of the Abort that was sent, "" if Done was sent
+    - at: monotonic seconds when the pipeline was last informed
     """
 
     tokenizer: str

@@ -119,7 +119,7 @@ log = logging.getLogger(__name__)
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
-MAX_NAME_LETTERS = 64  # letters of an unknown field's name that are logged
+MAX_NAME_LETTERS = 64  # characters of an unknown field's name that are logged
 MAX_LOGGED_NAMES = 100  # unknown fields that are logged
 KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 
@@ -130,8 +130,10 @@ class Metrics:
     Requests are counted by outcome: a finish reason ("abort" if the client left or its time was
     up), or "refused" if the request never ran.
 
-    ready(): whether a request sent now would be served. targets: the latency targets that are set.
-    vllm: the same under vLLM's names, None unless wanted.
+    Attributes:
+    - ready(): whether a request sent now would be served
+    - targets: the latency targets that are set
+    - vllm: the same under vLLM's names, None unless wanted
     """
 
     def __init__(
@@ -264,10 +266,14 @@ class Metrics:
 
 
 class GatewayMetrics(Collector):
-    """What gateways count themselves: this one, and those whose samples are `others`.
+    """The metrics that gateways count themselves: those of this gateway, and `others` of the other
+    gateways.
 
-    own: collectors of this gateway's. stage: its id, which is a label of all samples where there
-    are several gateways; "": it is the only one. others: by stage id, for the next scrape.
+    Attributes:
+    - own: collectors of this gateway's
+    - stage: its id, which is a label of all samples where there are several gateways; "": it is the
+      only one
+    - others: by stage id, for the next scrape
     """
 
     def __init__(self) -> None:
@@ -486,7 +492,7 @@ class _StageCollector(Collector):
     def _histogram(
         self, name: str, text: str, stage: str, bounds: tuple[float, ...]
     ) -> HistogramMetricFamily:
-        """The statistics NAME_... of each group's stage."""
+        """A histogram of each group, from the statistics NAME_... of its stage."""
         family = HistogramMetricFamily(f"pipeinfer_{name}", text, labels=["group"])
         for row in self._health.one_per_group(stage):
             histogram = read_histogram(row.stats, name, bounds)
@@ -624,7 +630,7 @@ VLLM_ITL_BUCKETS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
 )  # fmt: skip
-SHORTEST_REQUEST = 0.3  # of the buckets of whole requests, and of what they go through
+SHORTEST_REQUEST = 0.3  # lowest bucket of whole requests and of their phases
 REQUEST_BUCKETS = tuple(bound for bound in REQUEST_SECONDS if bound >= SHORTEST_REQUEST)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
@@ -634,11 +640,15 @@ LABELS = ("model_name", "engine")
 class GroupMetrics:
     """Counts and times of one group's requests, as one gateway measured them.
 
-    max_tokens: of a request; bounds of the histograms of tokens end there.
-    prompt_tokens, output_tokens: totals. finished: requests by reason.
-    Histograms of seconds: time_to_first_token, inter_token (between two outputs),
-    time_per_output_token (after the first), request_seconds, decode_seconds (first output to last).
-    Histograms of tokens: prompts, outputs (of each choice), longest (of a prompt's choices).
+    Attributes:
+    - max_tokens: of a request; bounds of the histograms of tokens end there
+    - prompt_tokens, output_tokens: totals
+    - finished: requests by reason
+    - time_to_first_token, inter_token, time_per_output_token, request_seconds, decode_seconds:
+      histograms of seconds; inter_token between two outputs, time_per_output_token after the first
+      token, decode_seconds from the first output to the last
+    - prompts, outputs, longest: histograms of tokens; outputs of each choice, longest of a prompt's
+      choices
     """
 
     max_tokens: int
@@ -663,9 +673,9 @@ class GroupMetrics:
     ) -> None:
         """Counts a request that ended by stop or length.
 
-        total_seconds: from its arrival to its end. decode_seconds: from its first output to its
-            last.
-        prompt, output: tokens; prompt is 0 where another choice has counted the prompt.
+        - total_seconds: from its arrival to its end
+        - decode_seconds: from its first output to its last
+        - prompt, output: tokens; prompt is 0 where another choice has counted the prompt
         """
         self.request_seconds.observe(total_seconds)
         if output:
@@ -733,8 +743,11 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
 class VllmMetrics(Collector):
     """Metrics under vLLM's names: itself those of other stages' heartbeats.
 
-    model: served name. max_tokens: of a request. caches: whether prefixes are cached.
-    counted: those that this gateway counts itself.
+    Attributes:
+    - model: served name
+    - max_tokens: of a request
+    - caches: whether prefixes are cached
+    - counted: those that this gateway counts itself
     """
 
     def __init__(self, health: Health, model: str, max_tokens: int, caches: bool) -> None:
@@ -754,7 +767,7 @@ class VllmMetrics(Collector):
         yield from self._of_engines()
 
     def counted_here(self) -> Iterator[Metric]:
-        """What this gateway counts itself."""
+        """The metrics that this gateway counts itself."""
         for row in self._groups_of("scheduler"):
             self.group(row.group)  # so that rates have a zero to start from
         yield from self._counted()
@@ -903,7 +916,7 @@ class VllmMetrics(Collector):
 
 
 class _VllmCounted(Collector):
-    """What a gateway counts itself under vLLM's names."""
+    """Collects what a gateway counts itself, under vLLM's names."""
 
     def __init__(self, metrics: VllmMetrics) -> None:
         self._metrics = metrics

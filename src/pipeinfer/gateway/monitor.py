@@ -85,14 +85,17 @@ RATE_WINDOW = 5.0  # seconds over which rates are taken, at all places
 
 
 class StageSnapshot(msgspec.Struct, frozen=True):
-    """One process as it is shown.
+    """A process as the page shows it.
 
-    stage, name, group, rank, state, reason, pid: as in the health table.
-    up, heard: seconds since it began, and since its last heartbeat.
-    restarts: how many; last_restart: Unix seconds.
-    waiting, running: requests in its queue, and those it works on.
-    rate: what it did in a second, in `unit`. latency_ms: see docs/page.md.
-    takeover: of a scheduler, how its last lost engine was replaced; "" where none was.
+    Attributes:
+    - stage, name, group, rank, state, reason, pid: as in the health table
+    - up, heard: seconds since it began, and since its last heartbeat
+    - restarts: how many
+    - last_restart: Unix seconds
+    - waiting, running: requests in its queue, and those it works on
+    - rate: what it did in a second, in `unit`
+    - latency_ms: see docs/page.md
+    - takeover: of a scheduler, how its last lost engine was replaced; "" where none was
     """
 
     stage: str
@@ -115,7 +118,7 @@ class StageSnapshot(msgspec.Struct, frozen=True):
 
 
 class EdgeSnapshot(msgspec.Struct, frozen=True):
-    """What goes from one kind of stage to another in a second."""
+    """The traffic from one kind of stage to another, in a second."""
 
     source: str = msgspec.field(name="from")
     target: str = msgspec.field(name="to")
@@ -124,8 +127,13 @@ class EdgeSnapshot(msgspec.Struct, frozen=True):
 
 
 class KvPagesSnapshot(msgspec.Struct, frozen=True):
-    """KV pages of a group. cached: may be evicted; used: may not. page_tokens: tokens of one
-    page."""
+    """KV pages of a group.
+
+    Attributes:
+    - cached: may be evicted
+    - used: may not
+    - page_tokens: tokens of one page
+    """
 
     group: int
     total: int
@@ -146,11 +154,15 @@ class LatencyQuantiles(msgspec.Struct, frozen=True):
 
 
 class PipelineSnapshot(msgspec.Struct, frozen=True):
-    """What the page shows at one moment, without steps and requests.
+    """The pipeline as the page shows it at one moment, without steps and requests.
 
-    status, reason: as /health. stages, edges: of all kinds. pages: of each group.
-    latency: {"ttft_ms" or "itl_ms": quantiles}. tokens_per_s: sampled, of all groups.
-    requests_running, requests_waiting: in slots, and without one, of all schedulers.
+    Attributes:
+    - status, reason: as /health
+    - stages, edges: of all kinds
+    - pages: of each group
+    - latency: {"ttft_ms" or "itl_ms": quantiles}
+    - tokens_per_s: sampled, of all groups
+    - requests_running, requests_waiting: in slots, and without one, of all schedulers
     """
 
     status: str
@@ -167,8 +179,9 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
 class StageStatistics(NamedTuple):
     """Which statistics of a kind of stage are shown.
 
-    counter: grows with what the stage does, counted in `unit`. waiting, running: its queue, and
-        what it works on; "" for none.
+    Attributes:
+    - counter: grows with what the stage does, counted in `unit`
+    - waiting, running: its queue, and what it works on; "" for none
     """
 
     counter: str
@@ -283,7 +296,7 @@ class PipelineRates:
         return self._windows[stage].increase(name)
 
     def rate(self, stage: str, name: str) -> float:
-        """The same, a second."""
+        """The increase of a statistic of a stage in a second, over the last RATE_WINDOW seconds."""
         return self._windows[stage].rate(name)
 
     def _stage(
@@ -320,7 +333,8 @@ class PipelineRates:
         )
 
     def _rate(self, kind: str, stat: str) -> float:
-        """Of all groups; ranks of one group all say the same, and rank 0 counts."""
+        """The rate of a statistic, summed over all groups. Ranks of a group all count the same, so
+        only rank 0 is added."""
         rows = self._health.stages.values()
         return sum(
             self._windows[row.stage].rate(stat)
@@ -329,7 +343,8 @@ class PipelineRates:
         )
 
     def _latency(self, name: str) -> LatencyQuantiles:
-        """Of the gateway that has measured most: quantiles of several gateways cannot be added."""
+        """Latency quantiles of the gateway that has measured most: quantiles of several gateways
+        cannot be added."""
         gateways = [row.stats for row in self._health.stages.values() if row.name == "gateway"]
         kind = name.removesuffix("_ms")
         best = max(gateways, key=lambda stats: stats.get(f"{kind}_count", 0.0))
@@ -388,10 +403,12 @@ class MonitoredRequest(msgspec.Struct):
 
 
 class _RequestEntry:
-    """One request that is kept.
+    """A request that the monitor keeps.
 
-    request: None before a gateway's span came. spans: by stage and begin. changed: number of the
-        latest change of it.
+    Attributes:
+    - request: None before a gateway's span came
+    - spans: by stage and begin
+    - changed: number of the latest change of it
     """
 
     __slots__ = ("changed", "request", "spans")
@@ -407,9 +424,10 @@ class PipelineMonitor:
 
     Stages are asked, and their answers kept, only while there are watchers.
 
-    stages: ids of all stages of the pipeline, its own among them. changes: number of the latest
-        change.
-    leaving: the gateway ends, and feeds are to be opened at another one.
+    Attributes:
+    - stages: ids of all stages of the pipeline, its own among them
+    - changes: number of the latest change
+    - leaving: the gateway ends, and feeds are to be opened at another one
     """
 
     def __init__(self, stages: Sequence[str], clock: Callable[[], float] = time.time) -> None:
@@ -447,7 +465,7 @@ class PipelineMonitor:
                 self._add_steps(message.stage, message.steps)
 
     def close(self) -> None:
-        """Stops asking."""
+        """Stops asking stages for spans."""
         if self._polling is not None:
             self._polling.cancel()
 

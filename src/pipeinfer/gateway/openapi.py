@@ -55,17 +55,18 @@ STREAM = "Server-sent events"
 
 @dataclass(frozen=True)
 class EndpointDoc:
-    """One endpoint.
+    """An endpoint as the reference and /openapi.json describe it.
 
-    summary, details: a line, and sentences in Markdown.
-    body, answer: types of the request's and the response's body; None: there is none.
-    media: content type of the answer.
-    streams: the answer may be server-sent events.
-    errors: statuses, each with a body of the type `error`.
-    keyed: needs a key if the server has keys.
-    also: further statuses with the body of `answer`.
-    query: parameters of the query, with what they may be, of which the first is the default;
-        without choices a number.
+    Attributes:
+    - summary, details: a line, and sentences in Markdown
+    - body, answer: types of the request's and the response's body; None: there is none
+    - media: content type of the answer
+    - streams: the answer may be server-sent events
+    - errors: statuses, each with a body of the type `error`
+    - keyed: needs a key if the server has keys
+    - also: further statuses with the body of `answer`
+    - query: parameters of the query, with what they may be, of which the first is the default;
+      without choices a number
     """
 
     method: str
@@ -552,7 +553,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
 
 
 def document() -> JsonObject:
-    """OpenAPI 3.1."""
+    """The server's OpenAPI 3.1 document."""
     paths: JsonObject = {}
     for endpoint in ENDPOINTS:
         operations = paths.setdefault(endpoint.path, {})

@@ -4,16 +4,16 @@ requests for what another one keeps.
     LimitShare      one gateway's share of a limit that all hold together: it gives of it what
                     another gateway lacks
     SharedLimits    all limits of which a gateway has shares
-    StateExchange   which of this gateway's changes each other one has heard
+    StateExchange   which of this gateway's changes each other one has received
     SharedQueue     the places of the queue, as a limit
     Peers           their messages: adapters that are loaded or unloaded, shares of limits, and at a
                     scrape what each has counted
     HostGateways        passes requests on to the gateways of this host, and to other hosts
 
 A share is a bounded counter (Balegas and others, 2015): all that one gateway has ever given to each
-other one, and taken from it. These numbers only grow, so they may be heard late, twice or not at
-all, and the shares that gateways know of never add up to more than the limit. What a gateway that
-is started again gave and took before, it hears from the others.
+other one, and taken from it. These numbers only grow, so they may arrive late, twice or not at
+all, and the shares that gateways know of never add up to more than the limit. A gateway that is
+started again gets what it gave and took before from the others.
 
 Without other gateways nothing is sent, and nothing is waited for. All but Peers and HostGateways
 are sans-IO.
@@ -26,7 +26,7 @@ Gateways of other hosts are asked in the same way where the topology says `http`
 others of their host, and no further ones.
 The sockets are in Linux's abstract namespace: no file is left of a killed gateway, and another
 container does not reach them. What they serve is what the port serves, to processes of the same
-user; whoever else has taken such a name gets no request, since requests have keys.
+user; another process that has taken such a name gets no request, since requests have keys.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ from pipeinfer.processes import peer_of
 from pipeinfer.topology import Identity
 
 LOOK_SECONDS = 0.1  # between two looks at who is live, while something is waited for
-REPEAT_SECONDS = 0.5  # after which what a gateway has not heard is said again
+REPEAT_SECONDS = 0.5  # after which what a gateway has not confirmed is sent again
 # Seconds for which a request waits for the others' shares of a limit that is used up here: so long
 # only where one of them hangs.
 BORROW_SECONDS = 2.0
 MEET_SECONDS = 3.0  # seconds for which a gateway that starts waits for what the others know
 SCRAPE_SECONDS = 1.0  # seconds for which a scrape waits for what the others have counted
-SPREAD_SECONDS = 5.0  # seconds for which a change waits until all have heard of it
+SPREAD_SECONDS = 5.0  # seconds for which a change waits until all have it
 NOT_LIVE = ("starting", "lost")  # states of gateways that are not waited for
 
 
@@ -88,14 +88,15 @@ ADAPTERS, LIMIT = "adapters", "limit"
 
 
 class SharedLimitHolder(Protocol):
-    """What has limits of several kinds, and uses of each what its share allows."""
+    """An object with limits of several kinds, which uses of each limit only this gateway's
+    share."""
 
     def whole(self, kind: str) -> int:
         """The limit that all gateways hold together; 0: none."""
         ...
 
     def free(self, kind: str, now: float) -> int:
-        """What is left of the share at `now` (seconds); below zero if more was used."""
+        """The unused part of the share at `now` (seconds); below zero if more was used."""
         ...
 
     def set_share(self, kind: str, size: int, now: float) -> None:
@@ -106,8 +107,10 @@ class SharedLimitHolder(Protocol):
 class LimitShare:
     """The share of gateway `index` of one limit.
 
-    given, taken: units, by index of the other gateway; they only grow.
-    wanted: units that are lacking now. published_free: free units, as the others were told last.
+    Attributes:
+    - given, taken: units, by index of the other gateway; they only grow
+    - wanted: units that are lacking now
+    - published_free: free units, as they were published last
     """
 
     def __init__(self, index: int, gateways: int, limit: int = 0) -> None:
@@ -144,8 +147,8 @@ class LimitShare:
         return units
 
     def merge(self, sender: int, given: int, taken: int, free: int) -> bool:
-        """What gateway `sender` says that it has given to this one, taken from it, and left.
-        Whether something was given, or taken of the process before this one."""
+        """Takes the units that gateway `sender` has given to this one, has taken from it, and has
+        left. Returns whether something was given, or was taken from the process before this one."""
         self._free_elsewhere[sender] = free
         news = given > self.taken[sender] or taken > self.given[sender]
         self.taken[sender] = max(self.taken[sender], given)
@@ -187,12 +190,12 @@ class SharedLimits:
         self._shares[limit].wanted = units
 
     def free(self, limit: LimitName, now: float) -> int:
-        """What is left of the share, below 0 if more is in use; 0 where there is no limit."""
+        """The unused part of the share, below 0 if more is in use; 0 if there is no limit."""
         holder = self._holders.get(limit.name)
         return 0 if holder is None or not holder.whole(limit.kind) else holder.free(limit.kind, now)
 
     def state(self, limit: LimitName, now: float) -> ShareState:
-        """What the others are told of it."""
+        """This gateway's state of a limit, as it is sent to the others."""
         share = self._shares[limit]
         return ShareState(
             name=limit.name,
@@ -204,12 +207,12 @@ class SharedLimits:
         )
 
     def free_elsewhere(self, limit: LimitName) -> int:
-        """What the other gateways have left, as far as they have said."""
+        """The units that the other gateways have left, by their latest messages."""
         share = self._shares.get(limit)
         return 0 if share is None else share.free_elsewhere()
 
     def refresh(self, now: float) -> list[LimitName]:
-        """The limits of which the others should be told, since what is left here has changed. Of
+        """The limits whose state should be published, since what is left here has changed. Of
         those of all clients, a quarter of the share is kept ready, so that requests need not wait
         for more."""
         changed: list[LimitName] = []
@@ -255,8 +258,13 @@ class SharedLimits:
 
 
 class _Peer:
-    """Another gateway. incarnation: its process. heard: the latest of its changes that has come
-    here. seen: the latest of ours that it has heard of."""
+    """Another gateway.
+
+    Attributes:
+    - incarnation: its process
+    - heard: the latest of its changes that has come here
+    - seen: the latest of ours that it has confirmed
+    """
 
     __slots__ = ("heard", "incarnation", "seen")
 
@@ -266,7 +274,7 @@ class _Peer:
 
 
 class StateExchange:
-    """Changes of process `incarnation`, by number, and who has heard of them.
+    """Changes of process `incarnation`, by number, and which gateways have confirmed them.
 
     number: of the latest change.
     """
@@ -294,26 +302,27 @@ class StateExchange:
         if state.heard_incarnation == self.incarnation:
             peer.seen = max(peer.seen, state.heard)
         if state.since > peer.heard:
-            return False  # meant for the process before this one, which had heard more
+            return False  # meant for the process before this one, which had received more
         news = state.number > peer.heard
         peer.heard = max(peer.heard, state.number)
         return news
 
     def heard_of(self, stage: str) -> tuple[int, int]:
-        """The process of another gateway that was heard last, and its number; 0 before."""
+        """The newest process of another gateway that has sent anything, and the number of its
+        latest change; 0 before."""
         peer = self._peers[stage]
         return peer.incarnation, peer.heard
 
     def seen_by(self, stage: str) -> int:
-        """The number that another gateway has heard last."""
+        """The number of the latest change that another gateway has confirmed."""
         return self._peers[stage].seen
 
     def has_heard(self, stage: str, number: int) -> bool:
-        """Whether another gateway has heard of change `number`."""
+        """Whether another gateway has confirmed change `number`."""
         return self._peers[stage].seen >= number
 
     def news_for(self, stage: str) -> Iterator[Item]:
-        """The items whose latest change another gateway has not heard of, newest first."""
+        """The items whose latest change another gateway has not confirmed, newest first."""
         seen = self._peers[stage].seen
         for item, number in reversed(self._changed.items()):
             if number <= seen:
@@ -354,9 +363,12 @@ class SharedQueue:
 class Peers:
     """The other gateways. `open` it before anything is asked of it. See runtime.stage.ControlHook.
 
-    identity, incarnation: of this one. gateways: ids of all. counted(): what this one has counted.
-    monitor: gets the answers to its questions; None where there is no page.
-    limits: those that all gateways hold together.
+    Attributes:
+    - identity, incarnation: of this one
+    - gateways: ids of all
+    - counted(): what this one has counted
+    - monitor: gets the answers to its questions; None where there is no page
+    - limits: those that all gateways hold together
     """
 
     def __init__(
@@ -419,8 +431,8 @@ class Peers:
         self.limits.add(name, holder, kinds, time.monotonic())
 
     async def borrow(self, name: str, kind: str, units: int) -> None:
-        """Returns when the share has so many free units more, or nobody has any left to give, at
-        the latest after BORROW_SECONDS."""
+        """Returns when the share has so many free units more, or no gateway has any left to give,
+        at the latest after BORROW_SECONDS."""
         limit = LimitName(name, kind)
         if not kind or not self._live():
             return
@@ -441,7 +453,7 @@ class Peers:
 
     async def change_adapter(self, name: str, adapter: Adapter | None) -> bool:
         """Requests may name `adapter` from now on, at all gateways; None: no adapter of that name.
-        False if one of them has not heard of it within SPREAD_SECONDS; it will."""
+        False if one of them has not confirmed it within SPREAD_SECONDS; it will get it."""
         self._adapters.change(name, adapter, stage_number(self._stage, "gateway") or 0)
         number = self._exchange.change((ADAPTERS,))
         self._publish(self._live())
@@ -453,8 +465,8 @@ class Peers:
     # -------------------------------------------------------------------------------- what they say
 
     async def meet(self) -> None:
-        """Returns when all that are live have said what this process must know, at the latest after
-        MEET_SECONDS. Who has not been heard at all may be live."""
+        """Returns when all live gateways have sent what this process needs, at the latest after
+        MEET_SECONDS. A gateway that has sent nothing at all may be live."""
         rows = [self._health.stages[stage] for stage in self._others]
 
         def met() -> bool:
@@ -463,7 +475,7 @@ class Peers:
         await self._until(met, MEET_SECONDS)
 
     async def counted(self) -> dict[str, tuple[MetricSamples, ...]]:
-        """What each other gateway has counted, by its id; without those that do not answer."""
+        """The metrics of each other gateway, by its id, without gateways that do not answer."""
         question, asked = f"{self._stage}-{time.monotonic_ns()}", self._live()
         found = self._answers[question] = {}
         try:
@@ -514,7 +526,7 @@ class Peers:
             self._post(stage, state)
 
     async def _repeat(self) -> None:
-        """Says again what has not been heard."""
+        """Sends changes again that have not been confirmed."""
         while True:
             for limit in self.limits.refresh(time.monotonic()):
                 self._exchange.change((LIMIT, *limit))
@@ -575,11 +587,15 @@ def socket_name(address: str) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a gateway is asked, or any of those that share a port.
+    """An address at which a gateway is asked, or any of the gateways that share a port.
 
-    stages: their ids. url: without a path. connect: makes connections to it. mark: the header that
-    says who passes a request on. lacks: statuses of who does not have what is asked for. unsure:
-    statuses from which that does not follow.
+    Attributes:
+    - stages: their ids
+    - url: without a path
+    - connect: makes connections to it
+    - mark: the header that says who passes a request on
+    - lacks: statuses of who does not have what is asked for
+    - unsure: statuses from which that does not follow
     """
 
     stages: Sequence[str]
@@ -593,9 +609,13 @@ class _Place:
 class HostGateways:
     """The other gateways of this host, and those of other hosts that can be asked.
 
-    stage, address: of this one. others: addresses by id. health: who is there. first: whether this
-    one is the first of the gateways, which says for all that the server is ready. elsewhere: ids of
-    gateways of other hosts, by their URL.
+    Attributes:
+    - stage, address: of this one
+    - others: addresses by id
+    - health: who is there
+    - first: whether this one is the first of the gateways, which says for all that the server is
+      ready
+    - elsewhere: ids of gateways of other hosts, by their URL
     """
 
     def __init__(
@@ -679,7 +699,8 @@ class HostGateways:
     async def _ask(
         self, request: web.Request, place: _Place, session: aiohttp.ClientSession
     ) -> tuple[_Place, aiohttp.ClientResponse | None]:
-        """What a gateway there says; None if it was killed, or hangs."""
+        """Passes the request to the gateway at `place`; returns its answer, or None if it was
+        killed or hangs."""
         given = {header: request.headers.get(header, "") for header in ASKED_WITH}
         # Bytes that are no UTF-8 cannot be passed on, and must not be left out: they are wrong.
         headers = {h: v.encode(errors="replace").decode() for h, v in given.items() if v}
@@ -743,8 +764,8 @@ class _AbstractConnector(aiohttp.UnixConnector):
 
 
 def _connector() -> aiohttp.TCPConnector:
-    """Of connections that end when the host at their other end is gone, also where nothing is sent
-    on them."""
+    """A connector whose connections end when the host at their other end is gone, also if nothing
+    is sent on them."""
 
     def make(found: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socket:
         made = socket.socket(*found[:3])

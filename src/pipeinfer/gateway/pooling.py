@@ -1,15 +1,15 @@
-"""What vectors of texts are asked for by: /v1/embeddings in OpenAI's form, /score in vLLM's and
+"""Endpoints that make vectors of texts: /v1/embeddings in OpenAI's form, /score in vLLM's and
 /v1/rerank in Cohere's.
 
     EmbeddingRequest              the body of /v1/embeddings
-    embedding_calls               from that to the core's calls, one for each text
+    embedding_calls               the core's calls of such a body, one for each text
     VectorSink                    gathers the vectors
     embedding_response            the answer
     ScoreRequest, RerankRequest   the bodies of the others
     TextPairs                     the pairs of such a body
     PairScorer                    from pairs to the core's calls, and from their vectors to scores
 
-A call for a vector samples one token, which nobody sees. A model that makes vectors scores a pair
+A call for a vector samples one token, which is dropped. A model that makes vectors scores a pair
 by the cosine of its two vectors. A model of --task score is asked, as Qwen3-Reranker was trained:
 the score is the probability of "yes" against "no". Knows no HTTP and no tokens.
 """
@@ -84,7 +84,7 @@ class EmbeddingRequest(PoolingBody, frozen=True, kw_only=True):
     # fmt: on
 
 
-VECTORS_AT_ONCE = 2  # that are written before others get their turn, 1 ms at 4,096 numbers each
+VECTORS_AT_ONCE = 2  # vectors written before other tasks get their turn, 1 ms at 4,096 numbers each
 
 
 class VectorOptions(msgspec.Struct, frozen=True):
@@ -119,8 +119,8 @@ def embedding_calls(
     defaults: RequestDefaults,
     trace: str,
 ) -> list[Call]:
-    """One call for each text or list of ids. If there are several, their ids are `request_id` with
-    -0, -1 ... ApiError 400."""
+    """Calls to embed texts or lists of ids, one call for each. If there are several, their ids are
+    `request_id` with -0, -1 ... Raises ApiError 400."""
     prompts = listed_prompts(request.input, defaults.max_prompts, "input")
     before = prompt_before(request, pooling)
     shared = shared_call(request, embedding_params(request, options.size), defaults, trace)
@@ -132,12 +132,12 @@ def embedding_calls(
 
 
 def vector_params(size: int) -> RequestParams:
-    """Of a request for a vector: one token, which costs least."""
+    """Parameters of a request for a vector: one greedy token, which costs least."""
     return RequestParams(temperature=0, max_tokens=1, ignore_eos=True, vector_size=size)
 
 
 def embedding_params(request: EmbeddingRequest, size: int) -> RequestParams:
-    """Of a call for a vector of `size` numbers. ApiError 400."""
+    """Parameters of a call for a vector of `size` numbers. Raises ApiError 400."""
     kept, side = request.truncate_prompt_tokens, request.truncation_side
     params = replace(vector_params(size), truncate_prompt_tokens=kept)
     if side is not None:
@@ -257,8 +257,13 @@ class RerankRequest(PoolingBody, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class TextPairs:
-    """queries, documents: as many of each. instruction: what a document is to do for a query; "":
-    INSTRUCTION. field: of the request, that has the documents."""
+    """Pairs of texts to be scored.
+
+    Attributes:
+    - queries, documents: as many of each
+    - instruction: what a document is to do for a query; "": INSTRUCTION
+    - field: the request's field that has the documents
+    """
 
     queries: list[str]
     documents: list[str]
@@ -273,7 +278,7 @@ def takes_query_and_document(templates: Iterable[str]) -> bool:
 
 
 def pairs_to_score(request: ScoreRequest, max_pairs: int) -> TextPairs:
-    """ApiError 400."""
+    """The pairs of a /score body. Raises ApiError 400."""
     named = request.queries is not None or request.documents is not None
     names = ("queries", "documents") if named else ("text_1", "text_2")
     first, second = (_texts(getattr(request, name), name) for name in names)
@@ -288,7 +293,7 @@ def pairs_to_score(request: ScoreRequest, max_pairs: int) -> TextPairs:
 
 
 def pairs_to_rerank(request: RerankRequest, max_pairs: int) -> TextPairs:
-    """ApiError 400."""
+    """The pairs of a /v1/rerank body. Raises ApiError 400."""
     documents = _texts(list(map(_document_text, request.documents)), "documents")
     _check_count(documents, "documents", max_pairs)
     if request.top_n is not None and request.top_n < 1:

@@ -78,8 +78,10 @@ from pipeinfer.wire import pack
 class AdapterRegistry:
     """Adapters by name, in the order in which they came.
 
-    enabled: whether there may be any. max_rank: the greatest rank of one. changes: what differs
-    from the settings' adapters.
+    Attributes:
+    - enabled: whether there may be any
+    - max_rank: the greatest rank of one
+    - changes: what differs from the settings' adapters
     """
 
     def __init__(
@@ -93,7 +95,8 @@ class AdapterRegistry:
 
     @classmethod
     def of(cls, settings: Settings) -> AdapterRegistry:
-        """Those of the settings. Raises ConfigurationError for one that is not served."""
+        """The adapters of the settings. Raises ConfigurationError for an adapter that cannot be
+        served."""
         rank = settings.max_lora_rank
         found = [
             identify(name, str(files.folder), rank)
@@ -106,7 +109,7 @@ class AdapterRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all."""
+        """Names of all adapters."""
         return tuple(self._by_name)
 
     def get(self, name: str | None) -> Adapter | None:
@@ -198,7 +201,7 @@ class RequestDefaults:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """What one HTTP request asks for.
+    """An HTTP request's calls and the form of its response.
 
     Attributes:
     - calls: one for each prompt, in order; built lazily, to be iterated once
@@ -347,11 +350,9 @@ def _check_continuation(parsers: OutputParsers, last: JsonObject, params: Reques
 def parse_completion(
     request: CompletionRequest, request_id: str, defaults: RequestDefaults, trace: str
 ) -> ParsedRequest:
-    """One call for each prompt. If there are several, their ids are `request_id` with -0, -1 ...
-    ApiError 400.
-
-    With best_of all choices need log-probs, by which the best are chosen.
-    """
+    """Parses a completion into calls, one for each prompt. If there are several, their ids are
+    `request_id` with -0, -1 ... Raises ApiError 400. With best_of all choices need log-probs, by
+    which the best are chosen."""
     prompts = listed_prompts(request.prompt, defaults.max_prompts)
     limit, field = _limit(request, COMPLETION_MAX_TOKENS)
     assert limit is not None
@@ -362,7 +363,7 @@ def parse_completion(
         request, defaults.sampling, limit, output_options, {"max_tokens": field}, constraint
     )
     if output_options.echo and output_options.logprobs is not None and limit == 1:
-        # A client that scores a prompt this way (lm-eval) takes the last log-prob for that of the
+        # A client that asks for a prompt's log-probs so (lm-eval) takes the last for that of the
         # one output token. A stop token has no log-prob, so no token may stop the output.
         params = replace(params, ignore_eos=True)
     choices = _best_of(request, params.n)
@@ -457,7 +458,7 @@ def _parsed_request(
 def _shared_call(
     request: Generation, params: RequestParams, defaults: RequestDefaults, trace: str
 ) -> Call:
-    """As shared_call, with what only requests for texts have."""
+    """A call as shared_call makes it, with the fields that only requests for texts have."""
     salt = _salt(request.cache_salt or "", request.extra_key or "")
     adapter = defaults.adapters.get(request.model)
     return replace(
@@ -523,7 +524,8 @@ def _params(
     names: dict[str, str],
     constraint: OutputConstraint,
 ) -> RequestParams:
-    """The sampling parameters. names: {name in RequestParams: the request's field}."""
+    """The request's sampling parameters over `defaults`. names: {name in RequestParams: the
+    request's field}. Raises ApiError 400."""
     given = {name: getattr(request, name) for name in SAMPLING_FIELDS}
     known = {name: value for name, value in given.items() if value is not None}
     known["max_tokens"], known["logprobs"] = max_tokens, output_options.logprobs
@@ -634,7 +636,7 @@ def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
 
 def _message(i: int, message: ChatMessage) -> JsonObject:
     """The message as the tokenizer takes it: a content of texts alone, or null where the message
-    only calls tools; thoughts under one name; no absent fields."""
+    only calls tools; reasoning under one name; no absent fields."""
     reasoning_texts = (message.reasoning_content, message.thinking, message.reasoning)
     reasoning = next((text for text in reasoning_texts if text is not None), None)
     message = replace(message, reasoning_content=reasoning, thinking=None, reasoning=None)

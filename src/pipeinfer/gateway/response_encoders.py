@@ -28,9 +28,9 @@ from pipeinfer.gateway.ledger import (
     Failed,
     OutputDelta,
     Started,
-    TokenScore,
-    prompt_scores,
-    token_scores,
+    TokenLogprobs,
+    decode_logprobs,
+    decode_prompt_logprobs,
 )
 from pipeinfer.gateway.response_json import (
     DONE,
@@ -199,7 +199,7 @@ class StreamEncoder:
     def _parsed_chunks(
         self, index: int, delta: OutputDelta, parsed: Sequence[ParsedDelta], logprobs: bytes
     ) -> bytes:
-        """One chunk for each parsed delta; log-probs go with the first."""
+        """The chunks of a delta, one for each parsed delta; log-probs go with the first."""
         chunks, collector = self._chunks, self._collectors[index]
         data: list[bytes] = []
         for parsed_delta in parsed:
@@ -212,7 +212,8 @@ class StreamEncoder:
         return b"".join(data)
 
     def _finish(self, index: int, delta: OutputDelta) -> bytes:
-        """What follows the last chunk of a choice."""
+        """The bytes behind the last chunk of a choice: usage and [DONE] after the last choice, else
+        none."""
         self._usage.add(delta, self._collectors[index].reasoning_tokens)
         self._unfinished -= 1
         if self._unfinished:
@@ -299,19 +300,19 @@ class ChoiceCollector:
     def add_logprobs(self, delta: OutputDelta) -> None:
         """Keeps the delta's log-probs, and those of the prompt."""
         if delta.prompt is not None:
-            of_prompt = list(prompt_scores([delta.prompt]))
+            of_prompt = list(decode_prompt_logprobs([delta.prompt]))
             if self._prompt is not None:
                 self._prompt.add(of_prompt)
             if self._completion is not None and self._echo:
                 self._completion.add(of_prompt)
         if delta.logprobs is not None:
-            self._add(list(token_scores([(delta.logprobs, delta.ids)])))
+            self._add(list(decode_logprobs([(delta.logprobs, delta.ids)])))
 
-    def _add(self, scores: list[TokenScore]) -> None:
+    def _add(self, logprobs: list[TokenLogprobs]) -> None:
         if self._chat is not None:
-            self._chat.add(scores)
+            self._chat.add(logprobs)
         if self._completion is not None:
-            self._completion.add(scores, len(self.prompt_text))
+            self._completion.add(logprobs, len(self.prompt_text))
 
     def parse(self, delta: OutputDelta) -> Sequence[ParsedDelta]:
         """The parsed deltas that are certain now; none where all output is content."""
@@ -346,7 +347,7 @@ class ChoiceCollector:
         return fields
 
     def full_choice(self, finish: FinishReason, stop_reason: str | int | None) -> FinishedChoice:
-        """The whole choice."""
+        """The choice with all of its text, log-probs and calls."""
         text = self.prompt_text + "".join(self._texts)
         of_prompt = None if self._prompt is None else self._prompt.take()
         parsed = None
@@ -387,8 +388,8 @@ class BestOf:
         """Counts a delta; returns the part that the client asked for."""
         if delta.logprobs is None:
             return delta
-        for score in token_scores([(delta.logprobs, delta.ids)]):
-            self._sums[index] += score.sampled.logprob
+        for position in decode_logprobs([(delta.logprobs, delta.ids)]):
+            self._sums[index] += position.sampled.logprob
             self._tokens[index] += 1
         return delta if self._with_logprobs else msgspec.structs.replace(delta, logprobs=None)
 
@@ -488,9 +489,11 @@ class EventStream:
     """Sends chunks as they come, those of one iteration of the loop together.
 
     Nothing is sent before the first chunk, so that a refusal is an error with its own status.
-    settle(): awaited before the last chunk is sent.
-    _buffered: chunks of this iteration, or from before the headers. _transport: None before the
-        headers.
+
+    Attributes:
+    - settle(): awaited before the last chunk is sent
+    - _buffered: chunks of this iteration, or from before the headers
+    - _transport: None before the headers
     """
 
     def __init__(

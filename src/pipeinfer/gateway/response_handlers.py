@@ -7,7 +7,7 @@ and the paths below.
                           conversation goes on. Without a store there is no memory: nothing is
                           stored, and requests that need it are refused
     ResumableHandlers     streams and responses by their ids: only the key that asked for an answer
-                          finds it; without keys, whoever knows its id
+                          finds it; without keys, every client that knows its id
     Adopter               adopts answers and adapters of the gateway before. The core says which
                           requests it has adopted (Adopt), then delivers their text from the
                           beginning. So an adopted answer is written as one that this gateway was
@@ -126,7 +126,8 @@ class TranslationHandlers:
         body: ResponsesRequest,
         given: ResponsesRequest,
     ) -> Callable[[], Awaitable[web.StreamResponse]]:
-        """What answers `body`: the body as it was `given`, with what stands before it."""
+        """A function that answers `body`, which is the body as it was `given`, behind the
+        conversation before it."""
         names = responses_api.FIELD_NAMES
         parsed = parse_translated_chat(
             responses_api.to_chat(body), request_id, self._defaults, client_trace(request), names
@@ -252,8 +253,8 @@ class ResponseMemory:
         return replace(body, input=[*before, *items_of(body.input)])
 
     def stored_form(self, body: ResponsesRequest) -> tuple[bytes, str]:
-        """Of `body`, as it came: JSON of its items, and the id of the response before it. Empty if
-        the response is not stored."""
+        """The stored form of `body`, as it came: JSON of its items, and the id of the response
+        before it. (b"", "") if the response is not stored."""
         if not self.stores(body):
             return b"", ""
         given = _json.encode([_given(item) for item in items_of(body.input)])
@@ -262,14 +263,18 @@ class ResponseMemory:
     def settle(
         self, owner: str, given: bytes, previous: str, formatter: ResponsesFormatter
     ) -> Settle | None:
-        """What stores a response when `formatter` has all of it; None if it is not stored. owner:
-        name of the key that asked for it. given, previous: of stored_form."""
+        """A function that stores a response once `formatter` has all of it; None if it is not
+        stored.
+
+        - owner: name of the key that asked for it
+        - given, previous: of stored_form
+        """
         if self._store is None or not given:
             return None
         return partial(self._put, owner, previous, given, formatter)
 
     async def find(self, request: web.Request, name: str) -> StoredResponse | None:
-        """The response, if whoever sent `request` may have it."""
+        """The response, if the sender of `request` may have it; else None."""
         if self._store is None:
             return None
         with _store_errors():
@@ -283,7 +288,7 @@ class ResponseMemory:
             return await self._store.delete(name, self._admission.principal(request).name)
 
     async def input_of(self, request: web.Request, stored: StoredResponse) -> list[InputItem]:
-        """Of what the prompt of a stored response was made."""
+        """The items of which the prompt of a stored response was made."""
         before: list[InputItem] = []
         if stored.previous:
             before = await self._conversation(request, stored.previous)
@@ -547,8 +552,13 @@ def _page(items: list[JsonObject], request: web.Request) -> JsonObject:
 
 
 class _Adopted:
-    """An answer that is being adopted. choices: that it has. known: those that have come.
-    metered: the sink of what is new."""
+    """An answer that is being adopted.
+
+    Attributes:
+    - choices: that it has
+    - known: those that have come
+    - metered: the sink of what is new
+    """
 
     def __init__(
         self, answer: ResumableAnswer, session: AdoptedSession, choices: int, metered: ResponseSink
@@ -634,7 +644,8 @@ class Adopter:
         return _Adopted(answer, session, form.choices, metered)
 
     def _on_end(self) -> None:
-        """What has come so far is not metered: the gateway before has had it."""
+        """Begins to meter adopted answers when all requests are known; output that has come so far
+        was metered by the previous gateway."""
         for name, adopted in self._adopted.items():
             if adopted is None:
                 continue

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.ledger import OutputDelta, RankedToken, Started, TokenScore
+from pipeinfer.gateway.ledger import OutputDelta, RankedToken, Started, TokenLogprobs
 from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
 from pipeinfer.messages import FinishReason
 from pipeinfer.params import JsonObject, JsonValue
@@ -26,7 +26,7 @@ _json = msgspec.json.Encoder()
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
-    """What a response contains beside new text.
+    """Parts of a response beside new text.
 
     Attributes:
     - logprobs: number of alternatives of each output token; None: no log-probs
@@ -45,8 +45,8 @@ class OutputOptions(msgspec.Struct, frozen=True):
     @property
     def has_logprobs_or_ids(self) -> bool:
         """Whether anything but text is asked for."""
-        scored = self.logprobs is not None or self.prompt_logprobs is not None
-        return self.echo or self.token_ids or scored
+        has_logprobs = self.logprobs is not None or self.prompt_logprobs is not None
+        return self.echo or self.token_ids or has_logprobs
 
     @property
     def prompt_logprobs_needed(self) -> int | None:
@@ -74,7 +74,7 @@ class ToolCallOptions(msgspec.Struct, frozen=True):
 
 
 class ResponseMetadata(msgspec.Struct, frozen=True):
-    """What all chunks and bodies of one response have in common.
+    """The parts that all chunks and bodies of one response have in common.
 
     Attributes:
     - chat: a chat, else a text completion
@@ -135,7 +135,8 @@ class TokenUsage:
         return fields
 
     def fields_without_cache(self, chat: bool) -> JsonObject:
-        """Of a response that has not ended: cached tokens are not known yet."""
+        """Usage of a response that has not ended: without cached tokens, which are not known
+        yet."""
         fields = self.fields(chat)
         del fields["prompt_tokens_details"]
         return fields
@@ -440,10 +441,10 @@ class ChatLogprobs:
     def __init__(self) -> None:
         self._content = JsonListEncoder()
 
-    def add(self, scores: Iterable[TokenScore]) -> None:
-        """Adds tokens."""
-        for score in scores:
-            self._content.add(chat_token_logprob(score))
+    def add(self, logprobs: Iterable[TokenLogprobs]) -> None:
+        """Adds tokens with their log-probs."""
+        for position in logprobs:
+            self._content.add(chat_token_logprob(position))
 
     def take(self) -> bytes:
         """The JSON of all tokens since the last call."""
@@ -458,13 +459,17 @@ class CompletionLogprobs:
         self._alternatives = alternatives
         self._lists = [JsonListEncoder() for _ in COMPLETION_LOGPROB_FIELDS]
 
-    def add(self, scores: Iterable[TokenScore], letters: int = 0) -> None:
-        """Adds tokens. `letters`: characters of the response's text before that in which offsets
-        count.
-        """
-        for score in scores:
-            logprob, tops = self._numbers(score)
-            values = _name(score.sampled.text, "bytes:"), logprob, tops, letters + score.offset
+    def add(self, logprobs: Iterable[TokenLogprobs], letters: int = 0) -> None:
+        """Adds tokens with their log-probs. `letters`: characters of the response's text before
+        that in which offsets count."""
+        for position in logprobs:
+            logprob, tops = self._numbers(position)
+            values = (
+                _name(position.sampled.text, "bytes:"),
+                logprob,
+                tops,
+                letters + position.offset,
+            )
             for encoder, value in zip(self._lists, values, strict=True):
                 encoder.add(value)
 
@@ -475,14 +480,14 @@ class CompletionLogprobs:
             b'"%s":%s' % (n.encode(), encoder.take()) for n, encoder in parts
         )
 
-    def _numbers(self, score: TokenScore) -> tuple[JsonValue, JsonValue]:
-        if not score.sampled.rank:
+    def _numbers(self, position: TokenLogprobs) -> tuple[JsonValue, JsonValue]:
+        if not position.sampled.rank:
             return None, None
         tops: JsonObject = {}
-        for token in (score.sampled, *score.top[: self._alternatives]):
-            # Of several tokens with one text the likeliest counts.
+        for token in (position.sampled, *position.top[: self._alternatives]):
+            # If several tokens have one text, the likeliest counts.
             tops.setdefault(_name(token.text, "bytes:"), json_logprob(token.logprob))
-        return json_logprob(score.sampled.logprob), tops
+        return json_logprob(position.sampled.logprob), tops
 
 
 class PromptLogprobsOfRequest:
@@ -492,13 +497,13 @@ class PromptLogprobsOfRequest:
         self._alternatives = alternatives
         self._list = JsonListEncoder()
 
-    def add(self, scores: Iterable[TokenScore]) -> None:
-        """Adds tokens."""
-        for score in scores:
-            if not score.sampled.rank:
+    def add(self, logprobs: Iterable[TokenLogprobs]) -> None:
+        """Adds tokens with their log-probs."""
+        for position in logprobs:
+            if not position.sampled.rank:
                 self._list.add(None)
                 continue
-            tokens = (score.sampled, *score.top[: self._alternatives])
+            tokens = (position.sampled, *position.top[: self._alternatives])
             by_id = {token.id: token for token in tokens}
             self._list.add(
                 {
@@ -523,7 +528,7 @@ class JsonListEncoder:
         self._encoded: list[bytes] = []
 
     def add(self, value: JsonValue) -> None:
-        """Adds a value."""
+        """Adds a value to the list."""
         self._encoded.append(_json.encode(value))
 
     def take(self) -> bytes:
@@ -532,10 +537,10 @@ class JsonListEncoder:
         return b"[%s]" % b",".join(encoded)
 
 
-def chat_token_logprob(score: TokenScore) -> JsonObject:
+def chat_token_logprob(position: TokenLogprobs) -> JsonObject:
     """One token of a chat's log-probs."""
-    tops: list[JsonValue] = [_token(token) for token in score.top]
-    return {**_token(score.sampled), "top_logprobs": tops}
+    tops: list[JsonValue] = [_token(token) for token in position.top]
+    return {**_token(position.sampled), "top_logprobs": tops}
 
 
 def _token(token: RankedToken) -> JsonObject:

@@ -1,7 +1,7 @@
-"""What answers look like, as types: for /openapi.json, and for tests that hold answers to them.
+"""Types of answers, for /openapi.json and for tests that compare answers with them.
 
-shapes.py and the dialects write them by hand, because what is the same in all chunks is encoded
-once. What is UNSET may be absent.
+response_json.py and the modules of the APIs write answers by hand, because the parts that are equal
+in all chunks are encoded once. A field that is UNSET may be absent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Error(msgspec.Struct):
 
 
 class MessageErrorDetail(msgspec.Struct):
-    """Its kind, and what is wrong."""
+    """The kind of an error, and its message."""
 
     type: str
     message: str
@@ -48,19 +48,19 @@ class MessageError(msgspec.Struct):
 
 
 class CachedTokens(msgspec.Struct):
-    """Of a prompt."""
+    """Cached tokens of a prompt."""
 
     cached_tokens: int
 
 
 class ReasoningTokens(msgspec.Struct):
-    """Of an answer: tokens of thoughts, those of their tags aside."""
+    """Reasoning tokens of an answer, without those of the tags."""
 
     reasoning_tokens: int
 
 
 class Counts(msgspec.Struct):
-    """Tokens, summed over the choices. Those of thoughts: of a chat alone."""
+    """Tokens, summed over the choices. Only chats count tokens of reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -78,7 +78,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class CalledCustom(msgspec.Struct):
-    """`input`: a text."""
+    """A call of a custom tool; `input` is a text."""
 
     name: str
     input: str
@@ -94,7 +94,7 @@ class ToolCall(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """What the model said."""
+    """A message that the model wrote."""
 
     role: Literal["assistant"]
     content: str | None
@@ -105,7 +105,7 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One choice of a chat."""
+    """A choice of a chat."""
 
     index: int
     message: AssistantMessage
@@ -128,7 +128,7 @@ class ChatAnswer(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct):
-    """One choice of a completion."""
+    """A choice of a completion."""
 
     index: int
     text: str
@@ -161,7 +161,7 @@ class ResponseUsage(msgspec.Struct):
 
 
 class OutputItem(msgspec.Struct):
-    """An item of a response: a message, thoughts or a call."""
+    """An item of a response: a message, reasoning or a call."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
@@ -239,7 +239,7 @@ class InputItems(msgspec.Struct):
 
 
 class ThinkingTokens(msgspec.Struct):
-    """Of a message."""
+    """Reasoning tokens of a message."""
 
     thinking_tokens: int
 
@@ -260,13 +260,13 @@ class MessageUsage(msgspec.Struct):
 
 
 class Caller(msgspec.Struct):
-    """Who calls a tool: the model."""
+    """The caller of a tool: the model."""
 
     type: Literal["direct"]
 
 
 class ContentBlock(msgspec.Struct):
-    """A text, thoughts or a call."""
+    """A text, reasoning or a call."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | UnsetType = UNSET
@@ -416,14 +416,14 @@ class ModelCard(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    """All of them."""
+    """All models of the server."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class StageHealth(msgspec.Struct):
-    """One process of the pipeline. stage: its id. kv_cache_dtype: of engines, what their pages
+    """A process of the pipeline. stage: its id. kv_cache_dtype: of engines, what their pages
     hold."""
 
     stage: str
@@ -437,7 +437,7 @@ class StageHealth(msgspec.Struct):
 
 
 class PipelineHealth(msgspec.Struct):
-    """The whole pipeline."""
+    """The state of the whole pipeline."""
 
     status: Literal["starting", "ready", "degraded", "asleep", "draining"]
     stages: list[StageHealth]
@@ -457,12 +457,12 @@ class Sleeping(msgspec.Struct):
 
 
 class Liveness(msgspec.Struct):
-    """The gateway runs."""
+    """A body that says that the gateway runs."""
 
     status: Literal["live"]
 
 
 class Version(msgspec.Struct):
-    """Of this software."""
+    """The version of this software."""
 
     version: str

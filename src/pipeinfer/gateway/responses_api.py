@@ -1,6 +1,6 @@
 """OpenAI's Responses API, /v1/responses: its bodies as chats, its responses and events.
 
-Knows no memory: where earlier turns come from is told by who calls.
+Knows no memory: callers pass the earlier turns.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from pipeinfer.params import JsonObject, JsonValue, RequestParams
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # Values of `include` that are accepted.
 KNOWN_INCLUDES = frozenset((INCLUDE_LOGPROBS, "reasoning.encrypted_content"))
-# Of the server's own tools, of which there are none, so a function's calls never count.
+# The most calls of the server's own tools. There are none, and calls of functions do not count.
 MaxToolCalls = Annotated[int, Meta(ge=1, le=INT32)]
 TEXT_PARTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
 CALL_ITEMS = ("function_call", "custom_tool_call")
@@ -107,7 +107,7 @@ class InputPart(msgspec.Struct, frozen=True):
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """One item of the conversation. `type`: message (also where there is none), function_call,
+    """An item of the conversation. `type`: message (also where there is none), function_call,
     custom_tool_call, the same with _output, or reasoning; each has some of the other fields."""
 
     type: str | None = None
@@ -125,7 +125,7 @@ class InputItem(msgspec.Struct, frozen=True):
 
 
 class ToolFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the input of a custom tool is: any text, or one of a grammar."""
+    """The form of a custom tool's input: any text, or a text of a grammar."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -181,14 +181,14 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """What the answer's text is like. `verbosity` is a wish, and changes nothing."""
+    """Options of the answer's text. `verbosity` is a wish, and changes nothing."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """`effort` is handed to the chat template; "none" asks it for no thoughts."""
+    """`effort` is handed to the chat template; "none" asks it for no reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: str | None = None
@@ -546,13 +546,13 @@ def items_of(given: str | list[InputItem]) -> list[InputItem]:
 
 
 def stored_items(stored: StoredResponse) -> list[InputItem]:
-    """What a stored response adds to a conversation: its own input, then its output."""
+    """The items that a stored response adds to a conversation: its own input, then its output."""
     response = msgspec.json.decode(stored.response, type=_Output)
     return [*msgspec.json.decode(stored.input, type=list[InputItem]), *response.output]
 
 
 class _Output(msgspec.Struct):
-    """Of a response, what the next one reads."""
+    """The part of a response that the next one reads."""
 
     output: list[InputItem]
 
@@ -583,7 +583,7 @@ def _item_id(prefix: str, name: str) -> str:
 
 
 ITEM_ID_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
-# Of calls: the type of the item, its field that grows, and the prefix of the events of that field.
+# By kind of call: the item's type, its field that grows, and the prefix of that field's events.
 CALL_ITEM_EVENTS = {
     "call": ("function_call", "arguments", "response.function_call_arguments"),
     "custom": ("custom_tool_call", "input", "response.custom_tool_call_input"),
@@ -592,8 +592,12 @@ ABORTED_MESSAGE = "the request was ended before its answer was complete: its tim
 
 
 class ResponsesFormatter:
-    """Formats responses of /v1/responses. `fields`: see echoed_fields. `clock`: Unix seconds.
-    final: the response when it has ended.
+    """Formats responses of /v1/responses.
+
+    Attributes:
+    - fields: see echoed_fields
+    - clock: Unix seconds
+    - final: the response when it has ended
     """
 
     def __init__(
@@ -612,7 +616,7 @@ class ResponsesFormatter:
         self._blocks: list[OutputBlock] = []
 
     def queued_events(self) -> Iterator[JsonObject]:
-        """Events before those of the start, of a response that nobody need wait for."""
+        """Events before those of the start, of a background response."""
         self._queued = True
         for name in ("created", "queued"):
             yield self._event(f"response.{name}", response=self._response("queued", []))
@@ -638,10 +642,10 @@ class ResponsesFormatter:
         self._blocks.clear()
         self.final = None
 
-    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
+    def block_events(self, step: BlockEvent, logprobs: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
         if step.action == "more":
-            yield self._delta_event(block, step.text, scores)
+            yield self._delta_event(block, step.text, logprobs)
         elif step.action == "open":
             self._blocks.append(block)
             item = self._item(block, "in_progress")
@@ -676,7 +680,7 @@ class ResponsesFormatter:
         self.final = response
         return self._event("response.failed", response=response)
 
-    def _delta_event(self, block: OutputBlock, text: str, scores: list[JsonValue]) -> JsonObject:
+    def _delta_event(self, block: OutputBlock, text: str, logprobs: list[JsonValue]) -> JsonObject:
         if block.kind in CALL_BLOCKS:
             _, _, name = CALL_ITEM_EVENTS[block.kind]
             return self._event(
@@ -685,7 +689,7 @@ class ResponsesFormatter:
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **self._position(block), delta=text)
         return self._event(
-            "response.output_text.delta", **self._position(block), delta=text, logprobs=scores
+            "response.output_text.delta", **self._position(block), delta=text, logprobs=logprobs
         )
 
     def _done_events(self, block: OutputBlock) -> Iterator[JsonObject]:

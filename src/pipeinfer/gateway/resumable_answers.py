@@ -78,10 +78,12 @@ FULL = "other answers that are kept leave no room for this one"
 
 @dataclass(frozen=True)
 class RetainedResponse:
-    """What else is retained of a response of /v1/responses.
+    """A response of /v1/responses that is retained, beside its stream.
 
-    formatter: knows how far it is. background: it was asked for without a connection.
-    input: of the request's body.
+    Attributes:
+    - formatter: knows how far it is
+    - background: it was asked for without a connection
+    - input: of the request's body
     """
 
     formatter: ResponsesFormatter
@@ -93,10 +95,14 @@ class RetainedResponse:
 class AnswerRetention:
     """How the answer to a request is retained.
 
-    name: id of the stream. policy: how long. response: None for other APIs.
-    answers_at_once: the client gets the response as it is when its prompt was accepted.
-    format: how another gateway writes it (an encoded StreamFormat); empty: none can.
-    partitions: of its events. tail: events that come behind all choices.
+    Attributes:
+    - name: id of the stream
+    - policy: how long
+    - response: None for other APIs
+    - answers_at_once: the client gets the response as it is when its prompt was accepted
+    - format: how another gateway writes it (an encoded StreamFormat); empty: none can
+    - partitions: of its events
+    - tail: events that come behind all choices
     """
 
     name: str
@@ -146,11 +152,12 @@ def _seconds(text: str) -> float:
 class ResumableAnswer:
     """Encodes an answer into events of `stream`.
 
-    accepted: done when the client may have the head of its answer: with None, or with the error
-        that it gets instead. A detached answer is accepted with its prompt, since its client must
-        know its id; another one with its first event.
-    ended: done when nothing more comes from the pipeline. The last events wait for finish().
-    request_ids: of its choices, which the pipeline keeps until they are released.
+    Attributes:
+    - accepted: done when the client may have the head of its answer: with None, or with the error
+      that it gets instead. A detached answer is accepted with its prompt, since its client must
+      know its id; another one with its first event.
+    - ended: done when nothing more comes from the pipeline. The last events wait for finish().
+    - request_ids: of its choices, which the pipeline keeps until they are released
     """
 
     def __init__(
@@ -223,7 +230,7 @@ class ResumableAnswer:
             self._end((0, [server_sent_event(event)]))
 
     def accept(self) -> None:
-        """Its client has its head from another gateway."""
+        """Marks the answer as accepted: its client got the head from another gateway."""
         self._accept(None)
 
     def finish(self) -> None:
@@ -278,10 +285,11 @@ Session = AbstractAsyncContextManager[None]
 class ResumableAnswers:
     """The resumable answers of a gateway.
 
-    reattach: seconds for which other streams than detached ones wait for their client.
-    release(): called with ids of requests that the pipeline need not keep any more. abandon(): with
-    those that go on without this gateway. claim(): with those that another gateway had begun, and
-    for which a client has come back.
+    Attributes:
+    - reattach: seconds for which other streams than detached ones wait for their client
+    - release(): called with ids of requests that the pipeline need not keep any more
+    - abandon(): with those that go on without this gateway
+    - claim(): with those that another gateway had begun, and for which a client has come back
     """
 
     def __init__(
@@ -351,11 +359,9 @@ class ResumableAnswers:
         release: Callable[[], None],
         settle: Settle | None = None,
     ) -> web.StreamResponse:
-        """As `run`, and answers the client that asked.
-
-        Raises ApiError if there is no answer. Whoever leaves before the answer was accepted knows
-        no id, and ends the request.
-        """
+        """Runs the answer as `run` does, and answers the client that asked. Raises ApiError if
+        there is no answer. A client that leaves before the answer was accepted knows no id, so its
+        request ends."""
         name, changed = retention.name, asyncio.Event()
         reader = None
         if not retention.answers_at_once:
@@ -440,7 +446,7 @@ class ResumableAnswers:
                 self.streams.drop(answer.stream.name)
 
     def close(self) -> None:
-        """Drops everything."""
+        """Drops all streams and answers."""
         if self._sweeper is not None:
             self._sweeper.cancel()
         for name in list(self._answers):
@@ -517,7 +523,7 @@ async def _run(
     try:
         async with session:
             await answer.ended
-    except ApiError as error:  # of a call that could not even be made
+    except ApiError as error:  # while the calls were made
         answer.fail(error)
     except Exception:
         log.exception("the answer %s failed", answer.stream.name)
@@ -565,7 +571,7 @@ MAX_FORMAT_BYTES = 2**20
 
 
 class ResponsesForm(msgspec.Struct, frozen=True):
-    """Of a stream of /v1/responses.
+    """The format of a stream of /v1/responses.
 
     Attributes:
     - fields: of the response, that do not change while it grows
@@ -582,7 +588,7 @@ class ResponsesForm(msgspec.Struct, frozen=True):
 
 
 class MessagesForm(msgspec.Struct, frozen=True):
-    """Of a stream of /v1/messages: see MessagesFormatter."""
+    """The format of a stream of /v1/messages: see MessagesFormatter."""
 
     omit_reasoning: bool
     request_id: str
@@ -610,8 +616,8 @@ class StreamFormat(msgspec.Struct, frozen=True):
 
     @property
     def partitions(self) -> int:
-        """Of the stream's events: a partition for each choice, and one for what comes behind
-        them."""
+        """Number of partitions of the stream's events: one for each choice, and one for the events
+        behind them; 1 for a single choice."""
         return self.choices + 1 if 1 < self.choices < MAX_PARTITIONS else 1
 
     def encoded(self) -> bytes:

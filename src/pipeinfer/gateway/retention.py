@@ -1,4 +1,4 @@
-"""What outlives connections: streams in memory, and finished responses in a file.
+"""Answers that outlive connections: streams in memory, and finished responses in a file.
 
 - ResumableStream: the events of one answer, from the first that is retained to the last.
 - StreamReader: how far one connection has come in a stream.
@@ -9,12 +9,12 @@
 Events belong to partitions: each choice of an answer is one, and what comes behind all choices
 another. An event is known by how many events of each partition there were with it. Within a
 partition that is the same however often the answer is written; between partitions the order is that
-of arrival, which another gateway need not repeat. So whoever names the last event that it has gets
-all others, each once, from any connection and from any gateway.
+of arrival, which another gateway need not repeat. So a client that names the last event that it has
+gets all others, each once, from any connection and from any gateway.
 
 One thread owns the SQLite connection of the file. It takes all work that waits into one
-transaction, so that many responses that end together cost one write to the disk; whoever waits for
-a response to be stored knows that it survives the death of every process, and of the machine.
+transaction, so that many responses that end together cost one write to the disk; a response
+that is reported as stored survives the death of every process, and of the machine.
 
 Knows no HTTP, and nothing about what an event or a response says. Streams know no clock.
 """
@@ -45,7 +45,7 @@ MAX_GONE = 10_000  # dropped streams that are remembered
 
 
 class StreamUnknown(LookupError):
-    """No such stream is kept, or it belongs to somebody else."""
+    """No such stream is kept, or it belongs to another key."""
 
 
 class StreamGone(LookupError):
@@ -53,7 +53,7 @@ class StreamGone(LookupError):
 
 
 class StreamsFull(Exception):
-    """What cannot be dropped leaves no room for another stream."""
+    """No room for another stream, because the streams that are there cannot be dropped."""
 
 
 class RetentionPolicy(NamedTuple):
@@ -85,12 +85,15 @@ def parse_event_id(text: str) -> tuple[int, ...] | None:
 
 
 class StreamReader:
-    """One connection that reads a stream.
+    """A connection that reads a stream.
 
-    position: number of the next event of all partitions that it looks at. passed: events of each
-    partition before that. received: events of each partition that the client has.
-    on_change(): called when there is more to read, and at the end. lost: the stream was dropped, or
-    the event at `position`, or another connection took this one's place.
+    Attributes:
+    - position: number of the next event of all partitions that it looks at
+    - passed: events of each partition before that
+    - received: events of each partition that the client has
+    - on_change(): called when there is more to read, and at the end
+    - lost: the stream was dropped, or the event at `position`, or another connection took this
+      one's place
     """
 
     __slots__ = ("lost", "on_change", "passed", "position", "received")
@@ -112,12 +115,17 @@ class StreamReader:
 class ResumableStream:
     """The events of one answer.
 
-    counts: events of each partition, those that were dropped for their bytes included. dropped: of
-    these the latter. first: the sum of `dropped`.
-    rewritten: another gateway has begun the stream; events may be missing that clients have
-    received. ended: no more events come. delivered: a reader has received the last one.
-    bytes: that it occupies. fixed: those of them that are not of events.
-    deadline: seconds at which it is dropped, infinite while it has a reader or need not have one.
+    Attributes:
+    - counts: events of each partition, those that were dropped for their bytes included
+    - dropped: of these the latter
+    - first: the sum of `dropped`
+    - rewritten: another gateway has begun the stream; events may be missing that clients have
+      received
+    - ended: no more events come
+    - delivered: a reader has received the last one
+    - bytes: that it occupies
+    - fixed: those of them that are not of events
+    - deadline: seconds at which it is dropped, infinite while it has a reader or need not have one
     """
 
     __slots__ = (
@@ -246,11 +254,13 @@ class ResumableStreams:
     """All resumable streams, by name.
 
     Over a bound the oldest streams that ended go first, of these the delivered ones. If none has
-    ended, the longest loses its older half: whoever reads its end goes on, and it can be resumed
+    ended, the longest loses its older half: a reader at its end goes on, and it can be resumed
     behind what it lost.
 
-    on_drop(name): called for each stream that is kept no longer, for whatever reason.
-    dropped: streams that went, or lost events, for their bytes. resumed: reads that began later.
+    Attributes:
+    - on_drop(name): called for each stream that is kept no longer, for whatever reason
+    - dropped: streams that went, or lost events, for their bytes
+    - resumed: reads that began later
     """
 
     def __init__(self, bounds: RetentionBounds, on_drop: Callable[[str], None]) -> None:
@@ -295,14 +305,14 @@ class ResumableStreams:
     def append(
         self, stream: ResumableStream, events: Sequence[bytes], now: float, partition: int = 0
     ) -> None:
-        """More events of a stream; its readers are told. What comes for a stream that is kept no
-        longer is dropped."""
+        """Adds events to a stream and wakes its readers. Events of a stream that is no longer kept
+        are dropped."""
         if self._has(stream) and events:
             self._grow(stream, stream.add(events, partition), now)
             _notify(stream)
 
     def end(self, stream: ResumableStream, now: float) -> None:
-        """The stream has all of its events; its readers are told."""
+        """Ends a stream, which has all of its events, and wakes its readers."""
         if self._has(stream) and not stream.ended:
             stream.ended = True
             self._owners[stream.owner].place(stream)
@@ -327,7 +337,7 @@ class ResumableStreams:
         Raises StreamGone if some of the others were dropped, ValueError for events that never were.
         """
         received = received or [0] * len(stream.counts)
-        comes = stream.rewritten and not stream.ended  # what clients received before may come again
+        comes = stream.rewritten and not stream.ended  # clients may have received these events
         if len(received) != len(stream.counts) or (not comes and _exceeds(received, stream.counts)):
             raise ValueError("it has no such event")
         if _exceeds(stream.dropped, received):
@@ -464,10 +474,12 @@ Result = TypeVar("Result")
 
 
 class StoredResponse(NamedTuple):
-    """One response.
+    """A response of /v1/responses in the store.
 
-    owner: name of the key that asked for it. previous: id of the response before it, "" for none.
-    response, input: JSON of the response, and of the items that came with its own request.
+    Attributes:
+    - owner: name of the key that asked for it
+    - previous: id of the response before it, "" for none
+    - response, input: JSON of the response, and of the items that came with its own request
     """
 
     id: str
@@ -546,7 +558,7 @@ class ResponseStore:
         future: asyncio.Future[Result] = loop.create_future()
 
         def settle(result: object, error: Exception | None) -> None:
-            if future.done():  # whoever waited was cancelled
+            if future.done():  # the waiting task was cancelled
                 return
             if error is not None:
                 future.set_exception(error)

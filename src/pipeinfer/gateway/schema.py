@@ -27,11 +27,11 @@ INT32 = 2**31 - 1
 # Seconds. The ledgers of three stages keep a request until its time is up; a day is longer than
 # any answer takes, and short enough that abandoned requests are forgotten.
 MAX_TIMEOUT = 24 * 3600.0
-MAX_SALT_CHARS = 1024  # letters; enough for any hash or name, and every stage copies the salt
+MAX_SALT_CHARS = 1024  # characters; enough for any hash or name, and every stage copies the salt
 # Chat templates interpret one message after the other, a tenth of a millisecond each.
 MAX_MESSAGES = 10_000
 
-MAX_EFFORT_CHARS = 64  # letters: "minimal", "high" and the like
+MAX_EFFORT_CHARS = 64  # characters: "minimal", "high" and the like
 
 MAX_TOOLS = 128  # OpenAI's; a template writes each of them into the prompt
 
@@ -85,7 +85,7 @@ COMPLETION_LIMITS = JsonLimits()
 
 
 def about(text: str) -> Meta:
-    """What the reference and /openapi.json say of a field: Markdown, without links."""
+    """The description of a field in the reference and in /openapi.json: Markdown, without links."""
     return Meta(description=text)
 
 
@@ -362,7 +362,7 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(Part, frozen=True, omit_defaults=True):
-    """One message of a conversation. `reasoning` and `thinking`: other servers' names of
+    """A message of a conversation. `reasoning` and `thinking`: other servers' names of
     `reasoning_content`. `refusal`: OpenAI's place for what a model says instead of a content."""
 
     unsupported = ("prefix", "tools", "task", "audio")
@@ -395,14 +395,14 @@ class Function(Part, frozen=True, omit_defaults=True):
 
 
 class GrammarFormat(msgspec.Struct, frozen=True):
-    """What the input of a custom tool is: a text of this grammar."""
+    """The grammar of a custom tool's input."""
 
     syntax: Literal["lark", "regex"]
     definition: str
 
 
 class InputFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of a custom tool: any text, or one of the `grammar`."""
+    """The form of a custom tool's input: any text, or a text of the `grammar`."""
 
     type: Literal["text", "grammar"]
     grammar: GrammarFormat | None = None
@@ -417,8 +417,8 @@ class CustomTool(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(Part, frozen=True, omit_defaults=True):
-    """What a model may call. `type`: "function" or "custom", and the field of that name is given;
-    tools.py refuses others by name."""
+    """A function or custom tool that a model may call. `type`: "function" or "custom", and the
+    field of that name is given; tools.py refuses others by name."""
 
     unsupported = ("defer_loading",)
     type: str

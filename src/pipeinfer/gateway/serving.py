@@ -224,10 +224,8 @@ class _ZlibDecoder:
         self._stream = zlib.decompressobj(16 + zlib.MAX_WBITS) if self._gzip else None
 
     def parts(self, data: bytes) -> Iterator[bytes]:
-        """What `data` decompresses to, at most DECOMPRESSED_AT_ONCE bytes at a time.
-
-        Raises zlib.error if it is broken.
-        """
+        """Decompresses `data`, and yields at most DECOMPRESSED_AT_ONCE bytes at a time. Raises
+        zlib.error if it is broken."""
         if self._stream is None:
             bare = data[0] & 0x0F != 8
             self._stream = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS)
@@ -285,7 +283,7 @@ class BodyDecoder:
                 for _ in prescanned(raw, kind):
                     continue
                 return decode(raw, kind, self._on_unknown_fields)
-            # One iteration of the loop has time for one part of one body.
+            # Parses one part of a body in each iteration of the event loop.
             parts, unfinished = prescanned(body, kind), True
             while unfinished:
                 async with self._lock:
@@ -502,19 +500,25 @@ def _check_unsupported(
 
 @dataclass(frozen=True)
 class HandlerContext:
-    """What handlers of HTTP requests share.
+    """Objects and options that the HTTP handlers share.
 
-    core: live requests, and health. sessions: where calls go in and deltas come out.
-    metrics, access_log, admission, browsers, answers: see their classes.
-    model: the served name. defaults: of requests, with limits and parsers.
-    max_body_bytes: after decompression. context_length: most tokens of prompt and output, 0:
-        unknown.
-    fingerprint: `system_fingerprint` of answers. tokenizer_info: JSON of /tokenizer_info.
-    monitor: None where there is no page. created: Unix seconds, shown by /v1/models.
-    pooling: how vectors or scores are made; None: texts are generated. template_roles: the chat
-        template takes the roles "query" and "document".
-    store: None without --store. peers: the other gateways. siblings: those that are
-        asked for kept answers.
+    Attributes:
+    - core: live requests, and health
+    - sessions: where calls go in and deltas come out
+    - metrics, access_log, admission, browsers, answers: see their classes
+    - model: the served name
+    - defaults: of requests, with limits and parsers
+    - max_body_bytes: after decompression
+    - context_length: most tokens of prompt and output, 0: unknown
+    - fingerprint: `system_fingerprint` of answers
+    - tokenizer_info: JSON of /tokenizer_info
+    - monitor: None where there is no page
+    - created: Unix seconds, shown by /v1/models
+    - pooling: how vectors or scores are made; None: texts are generated
+    - template_roles: the chat template takes the roles "query" and "document"
+    - store: None without --store
+    - peers: the other gateways
+    - siblings: those that are asked for kept answers
     """
 
     core: GatewayCore
@@ -620,7 +624,7 @@ class EncodedPromptSink:
             self._result.set_result(failed)
 
     async def prompt(self) -> Started:
-        """The encoded prompt. Raises ApiError if it was refused."""
+        """Encodes the prompt of a call. Raises ApiError if it was refused."""
         result = await self._result
         if isinstance(result, Failed):
             raise api_error(result)
@@ -638,11 +642,11 @@ def tokenize_response(started: Started, context_length: int) -> JsonObject:
     }
 
 
-# Of a request whose schema is not enforced as a whole: the parts that are not.
+# Schema keywords of this request that the grammar does not enforce.
 IGNORED_SCHEMA = web.RequestKey("left_out", str)
-MAX_IGNORED_SCHEMA = 1_000  # letters of these
+MAX_IGNORED_SCHEMA = 1_000  # characters of these
 MAX_LISTED = 20  # names of models in an error
-HEADER_SAFE = " !#$&'()*+,/:;=?@[]{}|<>"  # letters that need no escape in a header
+HEADER_SAFE = " !#$&'()*+,/:;=?@[]{}|<>"  # characters that need no escape in a header
 
 log = logging.getLogger(__name__)
 
@@ -659,14 +663,15 @@ class Serving:
         self._label_ids: tuple[int, ...] = ()
 
     async def read_body(self, request: web.Request, kind: type[BodyType]) -> BodyType:
-        """The decoded body. Raises ApiError before it is read if no request would be taken now."""
+        """Reads and decodes the body. Raises ApiError before it is read if no request would be
+        taken now."""
         await self.refuse_beyond_capacity(1)
         body = await self._bodies.read(request, kind)
         self.check_model(body.model)
         return body
 
     def response_metadata(self, name: str, parsed: ParsedRequest, chat: bool) -> ResponseMetadata:
-        """What all parts of the response with id `name` have in common."""
+        """The parts that all chunks of the response with id `name` have in common."""
         return ResponseMetadata(
             chat=chat,
             id=name,
@@ -679,7 +684,7 @@ class Serving:
         )
 
     def _fingerprint(self, adapter: Adapter | None) -> str:
-        """Of answers: another one for each content of an adapter."""
+        """The `system_fingerprint` of answers: another one for each content of an adapter."""
         base = self.context.fingerprint
         if adapter is None or not base:
             return base
@@ -840,8 +845,8 @@ class Serving:
         return scorer.scores(pairs, vectors), tokens
 
     async def _ids_of_labels(self, request: web.Request) -> tuple[int, ...]:
-        """The ids of the two answers of a model that is asked for scores: a token each, or the
-        tokenizer had not started. Found out once."""
+        """Token ids of the two labels (yes and no) of a model that scores, asked of the tokenizer
+        once. The tokenizer refuses to start if a label is not one token."""
         if not self._label_ids:
             self._label_ids = tuple([await self._label_id(request, label) for label in LABELS])
         return self._label_ids

@@ -37,7 +37,7 @@ from pipeinfer.params import choice_ids
 RESET_TIMEOUT = 10.0
 
 
-SLEEP_TAGS = ("weights", "kv_cache")  # what vLLM wakes one after the other
+SLEEP_TAGS = ("weights", "kv_cache")  # parts that vLLM wakes one after the other
 CANNOT_SLEEP = (
     "{} cannot give its memory back: with --no-keep-memory, on a GPU whose driver exports no "
     "memory, or because its weights are laid out anew when they are loaded"
@@ -49,8 +49,8 @@ REPEAT_SECONDS = 1.0  # after which groups that are not are asked again
 async def reach_sleep_level(
     asked: SetSleep, health: Health, feed: Callable[[Message], None]
 ) -> None:
-    """Returns when all groups sleep as asked, or are awake. What is asked is repeated, because a
-    stage that is started again meanwhile may not have heard of it."""
+    """Returns when all groups sleep as asked, or are awake. The message is repeated, because a
+    stage that is started again meanwhile may not have got it."""
     feed(asked)
     repeat_at = time.monotonic() + REPEAT_SECONDS
     while not health.sleeps_as(asked):
@@ -139,13 +139,18 @@ class _PromptChoices:
 
 
 class _ChoiceRoute:
-    """Where the events of one choice go, and its times and counts.
+    """The way of one choice's events, with its times and counts.
 
-    session, sink, index: see _Session and ResponseSink. choices: of its prompt.
-    arrived, first_output, last_output: seconds. tokens: of its output.
-    measured: what comes is new; else it is told to a gateway that has adopted the request.
-    admitted: whether a group has it. prompt_tokens: 0 where another choice has counted them.
-    group_metrics: metrics of its group under vLLM's names, None unless wanted.
+    Attributes:
+    - session, sink, index: see _Session and ResponseSink
+    - choices: of its prompt
+    - arrived, first_output, last_output: seconds
+    - tokens: of its output
+    - measured: output that comes is new; else it only repeats, for a gateway that has adopted the
+      request
+    - admitted: whether a group has it
+    - prompt_tokens: 0 where another choice has counted them
+    - group_metrics: metrics of its group under vLLM's names, None unless wanted
     """
 
     __slots__ = (
@@ -221,7 +226,7 @@ class RequestSessions:
         return AdoptedSession(_Session(sink), self._routes, self._clock, self._hang_up)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Nobody needs the answers to these requests any more."""
+        """Ends the requests: no client needs their answers any more."""
         assert self._feed is not None
         for request_id in request_ids:
             self._feed(ClientDisconnected(request_id))
@@ -232,7 +237,7 @@ class RequestSessions:
         self._feed(Reattached(tuple(request_ids)))
 
     def abandon(self, request_ids: Iterable[str]) -> None:
-        """These requests go on without this gateway: another one adopts them."""
+        """Forgets these requests, which go on: another gateway adopts them."""
         for request_id in request_ids:
             route = self._routes.pop(request_id, None)
             if route is not None:
@@ -249,7 +254,7 @@ class RequestSessions:
         await reach_sleep_level(asked, health, self._feed)
 
     async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
-        """As CacheResets.reset."""
+        """Resets the prefix caches of all groups: see CacheResets.reset."""
         assert self._feed is not None
         return await self._resets.reset(self._feed, stages)
 
@@ -379,7 +384,7 @@ class AdoptedSession:
             self._session.live[name] = None
 
     def measure(self, sink: ResponseSink) -> None:
-        """What comes from now on is new, and for `sink`."""
+        """Measures the output from now on, and gives it to `sink`."""
         now = self._clock()
         for name in self._session.live:
             route = self._routes[name]

@@ -349,7 +349,7 @@ WITHOUT_EFFECT_IF_EXACT = frozenset(
 # Settings that name files, whose contents are part of the fingerprint.
 FILE_SETTINGS = frozenset(("chat_template", "model", "revision"))
 MAX_WHOLE_FILE = 32 * 2**20  # bytes up to which a file is read as a whole
-# Of a larger file so many parts are read, which is enough since weights differ everywhere.
+# Number of parts that are read of a larger file: enough, since weights differ everywhere.
 SAMPLES = 8
 SAMPLE_BYTES = 4096  # bytes of each part
 
@@ -450,7 +450,7 @@ def server_url(settings: Settings, port: int) -> str:
     scheme = "https" if settings.tls_cert else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     public = settings.public_address.rstrip("/")
-    # As in Docker's `-p`: a port alone, 0.0.0.0 and [::] stand for all addresses of the host.
+    # A port alone, 0.0.0.0 and [::] stand for all addresses of the host, as in Docker's `-p`.
     at, _, published = public.rpartition(":")
     if published.isdecimal() and at in ("", "0.0.0.0", "[::]"):
         public = f"127.0.0.1:{published}"
@@ -466,9 +466,11 @@ FIRST_HEARTBEATS = 1.0  # seconds within which heartbeats of all running stages 
 class HttpDriver:
     """Serves `handler_context` over HTTP or, with a `certificate`, HTTPS.
 
-    listen(): gives the sockets, which the driver closes. url_of(port): the URL for users.
-    queue: of which this gateway has a share.
-    url: set by start().
+    Attributes:
+    - listen(): gives the sockets, which the driver closes
+    - url_of(port): the URL for users
+    - queue: of which this gateway has a share
+    - url: set by start()
     """
 
     def __init__(
@@ -647,5 +649,5 @@ class HttpDriver:
             over = CLEAR_LINE if can_rewrite(sys.stdout) else ""
             try:
                 print(f"{over}ready {self.url}", file=sys.stdout, flush=True)
-            except BrokenPipeError:  # nobody reads stdout, which is no reason to end
+            except BrokenPipeError:  # stdout is closed, which is no reason to end
                 discard_unread()

@@ -477,7 +477,7 @@ class MalformedSchema(GrammarError):
 
 @dataclass(frozen=True)
 class OutputConstraint:
-    """What an output must fit.
+    """The constraint that an output must fit.
 
     Attributes:
     - spec: None if any text will do
@@ -494,7 +494,7 @@ class OutputConstraint:
     fallback_omits: str = ""
 
     def with_field_names(self, names: Mapping[str, str]) -> OutputConstraint:
-        """The same, with the field's name as the client calls it."""
+        """A copy with the field's name as the client calls it."""
         return dataclasses.replace(self, field=field_in(names, self.field))
 
 

@@ -1,4 +1,5 @@
-"""What translations of other APIs share: their bodies become chats, parsed deltas responses.
+"""Common parts of the translations of other APIs: bodies become chats, parsed deltas become
+responses.
 
 ConversationBuilder collects a chat from smaller parts; OutputBlocks cut an answer into blocks;
 TranslatedEncoder drives a ResponseFormatter. The bodies and events of each API are the business of
@@ -15,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.ledger import OutputDelta, Started, token_scores
+from pipeinfer.gateway.ledger import OutputDelta, Started, decode_logprobs
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_chat
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage, chat_token_logprob
 from pipeinfer.gateway.schema import ChatMessage, ChatRequest, ContentPart, Role
@@ -58,8 +59,8 @@ class ResponseFormatter(Protocol):
         """Events before the first block."""
         ...
 
-    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
-        """Events of a change of a block. `scores`: log-probs of tokens that came with it."""
+    def block_events(self, step: BlockEvent, logprobs: list[JsonValue]) -> Iterator[JsonObject]:
+        """Events of a change of a block. `logprobs`: log-probs of tokens that came with it."""
         ...
 
     def end_events(self, blocks: OutputBlocks, end: ResponseEnd) -> Iterator[JsonObject]:
@@ -125,7 +126,7 @@ class TranslatedEncoder:
             yield from formatter.start_events(self._prompt_tokens)
         if delta.logprobs is not None:
             self._pending_logprobs += map(
-                chat_token_logprob, token_scores([(delta.logprobs, delta.ids)])
+                chat_token_logprob, decode_logprobs([(delta.logprobs, delta.ids)])
             )
         self._reasoning_counter.add_offsets(delta.offsets)
         parsed = [*self._parser.feed(delta.text)]
@@ -142,16 +143,16 @@ class TranslatedEncoder:
 
     def _formatted(self, steps: Iterable[BlockEvent]) -> Iterator[JsonObject]:
         for step in steps:
-            scores: list[JsonValue] = []
+            logprobs: list[JsonValue] = []
             if step.action == "more":
-                scores, self._pending_logprobs = self._pending_logprobs, []
+                logprobs, self._pending_logprobs = self._pending_logprobs, []
                 if step.block.kind == "content":
-                    step.block.logprobs += scores
-            yield from self._formatter.block_events(step, scores)
+                    step.block.logprobs += logprobs
+            yield from self._formatter.block_events(step, logprobs)
 
 
 def server_sent_event(content: JsonObject) -> bytes:
-    """One server-sent event, named by its `type`."""
+    """A server-sent event, named by its `type`."""
     return b"event: %s\ndata: %s\n\n" % (str(content["type"]).encode(), _json.encode(content))
 
 
@@ -178,7 +179,7 @@ CALL_BLOCKS = ("call", "custom")
 
 @dataclass
 class OutputBlock:
-    """One block of an answer.
+    """A block of an answer.
 
     Attributes:
     - kind: a text ("content"), "reasoning", or one call of a tool ("call", "custom")
@@ -224,7 +225,7 @@ class OutputBlocks:
         return any(block.kind in CALL_BLOCKS for block in self.all)
 
     def add(self, deltas: Iterable[ParsedDelta]) -> Iterator[BlockEvent]:
-        """What further deltas change, in order."""
+        """Adds parsed deltas; yields the changes of the blocks in order."""
         for delta in deltas:
             if delta.call_index == MESSAGE_BREAK:
                 yield from self.close()
@@ -359,7 +360,8 @@ class ConversationBuilder:
 
 
 def _content(texts: Sequence[str]) -> str | list[ContentPart]:
-    """One text as it is; of several, the template decides how they are joined."""
+    """The content of a message: a single text as it is; of several, the template decides how they
+    are joined."""
     if len(texts) == 1:
         return texts[0]
     return [ContentPart("text", text) for text in texts] if texts else ""

@@ -649,15 +649,15 @@ def _merge_records(
     total, num_above, keys = _load_records(
         records + row * row_stride, record_stride, count, num_top, RECORDS, MAX_KEYS
     )
-    score = out + row * (size + num_top)
+    row_out = out + row * (size + num_top)
     _, value = _ids_and_logprobs(tl.load(token_keys + row), total)
-    tl.store(score, value)
-    tl.store(score + 1, (num_above + 1).to(tl.int32))
+    tl.store(row_out, value)
+    tl.store(row_out + 1, (num_above + 1).to(tl.int32))
     for index in tl.range(0, num_top):
         best = tl.max(keys, axis=0)
         token, value = _ids_and_logprobs(best, total)
-        tl.store(score + (index + _RECORD_HEADER), token)
-        tl.store(score + size + index, value)
+        tl.store(row_out + (index + _RECORD_HEADER), token)
+        tl.store(row_out + size + index, value)
         keys = tl.where(keys == best, _NO_KEY, keys)
 
 

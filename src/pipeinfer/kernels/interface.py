@@ -352,7 +352,7 @@ class Kernels(Protocol):
         ...
 
     def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, num_top: int, /) -> torch.Tensor:
-        """int32 [N, 2 + 2 num_top]: the scores (pipeinfer/wire.py) of `ids` int64 [N], each with
+        """int32 [N, 2 + 2 num_top]: the log-probs (pipeinfer/wire.py) of `ids` int64 [N], each with
         `num_top` alternatives, as pipeinfer/wire.py lays them out.
 
         logits: [N, vocab]. Sums are float32; of equal logits the lowest id is the likeliest.

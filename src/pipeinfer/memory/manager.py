@@ -358,7 +358,8 @@ class MemoryManager:
         self.slots.put(slot, tokens, admit.max_total, _cache_key(salt), prompt_only)
         # The last token is always computed, for the logits to sample from. So is the token before
         # the first one whose log-prob is wanted.
-        reusable = len(tokens) - 1 if admit.score_from < 0 else max(admit.score_from - 1, 0)
+        first = admit.prompt_logprobs_from
+        reusable = len(tokens) - 1 if first < 0 else max(first - 1, 0)
         node, pages = self.cache.match(tokens[:reusable], self.slots.salt[slot], clock)
         self.cache.lock(node)
         self.slots.locked_node[slot] = node

@@ -1,7 +1,7 @@
-"""Observes a stage while somebody watches: its request spans, and how long its steps take.
+"""Observes a stage while a page or an exporter watches: request spans, and how long steps take.
 
 - `StageObserver` stands beside the recorder hook in the shell.
-- `StepTimer` and `LastMinute`: while nobody watches, only a scheduler keeps sums of its last
+- `StepTimer` and `LastMinute`: while no page watches, only a scheduler keeps sums of its last
   minute: how long its steps took from plan to result, how many decodes they had, how much prompt.
 - `OpenTelemetryExporter` sends request spans to a collector, from a thread of OpenTelemetry's
   library, which is imported only when it is used. A collector that is slow or gone costs spans, and
@@ -118,7 +118,7 @@ class _SpanIds:
 
 
 class OpenTelemetryExporter:
-    """Those of one stage. Raises ConfigurationError as `check`."""
+    """Exports the spans of one stage. Raises ConfigurationError as `check` does."""
 
     def __init__(self, settings: Settings, identity: Identity) -> None:
         check_opentelemetry(settings)
@@ -270,7 +270,8 @@ class StageObserver:
         self.active = False
 
     def begin(self) -> None:
-        """The stage begins. ConfigurationError if spans are wanted and cannot be had."""
+        """Begins to observe the stage. Raises ConfigurationError if spans are wanted and cannot be
+        had."""
         self._begin_minute()
         if self._settings.otlp_endpoint:
             self._exporter = OpenTelemetryExporter(self._settings, self._identity)
@@ -334,7 +335,7 @@ class StageObserver:
             self._ended.append(span)
 
     def _publish_changes(self) -> None:
-        """Four times a second, while somebody watches."""
+        """Publishes changes four times a second, while a page watches."""
         loop = asyncio.get_running_loop()
         self._timer = None
         if self._observer is None:
@@ -398,7 +399,7 @@ class StepTimer:
         self._plans = PlanFilter(ANY_PLAN)
 
     def on_plan(self, plan: Plan, at: float) -> None:
-        """A plan left."""
+        """Takes a plan that was published at `at` (seconds)."""
         if self._plans.take(plan.number) != "next":
             return
         for release in plan.releases:
@@ -472,7 +473,8 @@ class LastMinute:
                 self._steps.begin()
 
     def sums(self, before: float) -> tuple[StepMade, ...]:
-        """Those that had ended at `before` (Unix seconds), and began at most a minute earlier."""
+        """The sums that had ended at `before` (Unix seconds), and began at most a minute
+        earlier."""
         from_ = before - SUM_SECONDS * MAX_SUMS
         return tuple(one for one in self._sums if from_ <= one.at <= before - SUM_SECONDS)
 

@@ -65,14 +65,16 @@ MAX_DURATIONS = 256
 class OpenSpan:
     """A request that is in the stage now.
 
-    began: Unix seconds.
-    trace: the W3C traceparent that the request came with, or "".
-    attempt: the gateway's attempt, as the stage knows it.
-    output_marked: whether the first output has an event.
-    output: how many output tokens there are by now, where they are counted; None once it has ended.
-    span: the traceparent that a gateway passes on, where it has a span of its own; else "".
-    client: of a gateway's: hash of who asks; else "".
-    events: oldest first.
+    Attributes:
+    - began: Unix seconds
+    - trace: the W3C traceparent that the request came with, or ""
+    - attempt: the gateway's attempt, as the stage knows it
+    - output_marked: whether the first output has an event
+    - output: how many output tokens there are by now, where they are counted; None once it has
+      ended
+    - span: the traceparent that a gateway passes on, where it has a span of its own; else ""
+    - client: of a gateway's: hash of who asks; else ""
+    - events: oldest first
     """
 
     __slots__ = (
@@ -109,7 +111,7 @@ class SpanStore:
         self._changed: dict[str, None] = {}
 
     def __len__(self) -> int:
-        """Open spans."""
+        """Number of open spans."""
         return len(self._open)
 
     def __contains__(self, request_id: str) -> bool:
@@ -153,7 +155,8 @@ class SpanStore:
             self.mark(request_id, at, name, **values)
 
     def count_output(self, request_id: str, at: float, output_tokens: int) -> None:
-        """So many output tokens were there at that time. Hot path, while somebody watches."""
+        """Counts the request's output tokens so far, at time `at`. Hot path while spans are
+        kept."""
         span = self._open.get(request_id)
         if span is not None:
             span.output = TimedEvent(at, "streamed", {"output_tokens": output_tokens})
@@ -183,7 +186,7 @@ class SpanStore:
         self.end(request_id, at, outcome)
 
     def end_all(self, at: float, outcome: str) -> None:
-        """Ends every span."""
+        """Ends every open span."""
         for request_id in list(self._open):
             self.end(request_id, at, outcome)
 
@@ -212,10 +215,12 @@ class SpanStore:
 
 
 class Exchange(NamedTuple):
-    """One input of a core and all that came of it.
+    """An input of a core and all outputs that followed from it.
 
-    event: the input. outputs: what the core sent. began, ended: Unix seconds at which the input
-    came, and at which the outputs had left.
+    Attributes:
+    - event: the input
+    - outputs: what the core sent
+    - began, ended: Unix seconds at which the input came, and at which the outputs had left
     """
 
     event: Message
@@ -305,12 +310,12 @@ class Traceparent(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As the header has it."""
+        """The header's text of this trace context."""
         return f"00-{self.trace_id}-{self.span_id}-{_SAMPLED if self.sampled else 0:02x}"
 
 
 def read_traceparent(text: str) -> Traceparent | None:
-    """What the header says; None if it is none that may be gone on with."""
+    """Parses the header; None if it is invalid or its trace cannot be continued."""
     found = _TRACEPARENT.fullmatch(text)
     if found is None:
         return None
@@ -534,8 +539,8 @@ class SchedulerObserver:
         taken = self._on_input.get(type(event))
         if taken is not None and (type(event) is not TokenizedRequest or _taken(event, outputs)):
             taken(self, event, began)
-        # What a result brought comes first, although its rows are sent behind the next plan: that
-        # plan releases the slots of those that the result has ended.
+        # Rows of a result come first, although they are sent behind the next plan: that plan
+        # releases the slots of requests that the result has ended.
         plans: list[Message] = []
         for send in outputs:
             message = send.message
@@ -666,7 +671,7 @@ class EngineObserver:
         self._slots: dict[int, str] = {}
         self._waiting: dict[int, _Waiting] = {}  # by slot
         self._rows: dict[int, frozenset[int]] = {}  # slots, by number of the plan
-        self._epoch: int | None = None  # None: it takes part in whichever it hears of
+        self._epoch: int | None = None  # None: it takes part in the first that a message names
         self._plans = PlanFilter(ANY_PLAN)
 
     def on_exchange(self, exchange: Exchange) -> None:
@@ -858,5 +863,6 @@ def span_observer(name: str, spans: SpanStore) -> SpanObserver:
 
 
 def _ids(raw: bytes) -> list[int]:
-    """As wire.unpack, without numpy, which no other user of this module needs."""
+    """Unpacks ids as wire.unpack does, but without numpy, which no other user of this module
+    needs."""
     return memoryview(raw).cast("i").tolist()

@@ -129,7 +129,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | os.PathLike[str] = "", **settings: object) -> None:
         given = {"model": os.fspath(model), **settings} if model else settings
-        # Whoever gives a template here runs in this process already.
+        # A caller that gives a template runs in this process already.
         self._given = {"trust_request_chat_template": True, **settings_of(given)}
         built = config.build(self._given)
         parse_lora_modules(built)  # raises for what is wrong with them
@@ -167,8 +167,8 @@ class AsyncLLM:
             await self._pipeline.stop()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without params gets: vLLM's defaults under the checkpoint's own. A copy,
-        which the caller may change."""
+        """A copy of the parameters of a request without params: vLLM's defaults under the
+        checkpoint's own. The caller may change it."""
         return self._defaults.clone()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -183,11 +183,13 @@ class AsyncLLM:
     async def sleep(self, level: int = 1, mode: SleepMode = "wait", *, wait: bool = True) -> None:
         """Gives memory back, as `/sleep` of a server does; returns when it is free.
 
-        level: 1: weights of a GPU are copied to the host, 2: all weights are dropped, and read
-        again at waking. mode: what becomes of requests that run: they are answered first ("wait"),
-        go on at waking ("keep"), or end with what they have ("abort"). wait: requests that come
-        meanwhile wait for wake_up; else they are refused. Raises ValueError for another level or
-        mode, RuntimeError where memory cannot be given back.
+        - level: 1: weights of a GPU are copied to the host, 2: all weights are dropped, and read
+          again at waking
+        - mode: what becomes of requests that run: they are answered first ("wait"), go on at waking
+          ("keep"), or end with what they have ("abort")
+        - wait: requests that come meanwhile wait for wake_up; else they are refused
+
+        Raises ValueError for another level or mode, RuntimeError where memory cannot be given back.
         """
         modes = get_args(SleepMode)
         if level not in (1, 2) or mode not in modes:
@@ -206,7 +208,7 @@ class AsyncLLM:
         return self._running().stats()
 
     def waits_for(self) -> str:
-        """What start() waits for at the moment, in words; any thread may ask."""
+        """The step for which start() waits at the moment, in words; any thread may ask."""
         return self._step if self._pipeline is None else waiting_summary(self._pipeline.states())
 
     def generate(
@@ -222,11 +224,14 @@ class AsyncLLM:
         """Completes a text or token ids; leaving the iterator early aborts the request. Of several
         choices (`n`) the deltas come as they come; `index` says whose each is.
 
-        params: another name of sampling_params. priority: a lower one goes first. timeout: seconds
-        after which the request ends with "abort", 0 is never. cache_salt: shares cached prefixes
-        only with requests of the same. add_special_tokens: of a text. lora_request: its adapter,
-        which needs enable_lora. Raises RequestError if it is refused, PipelineStopped if the stages
-        are gone.
+        - params: another name of sampling_params
+        - priority: a lower one goes first
+        - timeout: seconds after which the request ends with "abort", 0 is never
+        - cache_salt: shares cached prefixes only with requests of the same
+        - add_special_tokens: whether a text gets them
+        - lora_request: its adapter, which needs enable_lora
+
+        Raises RequestError if it is refused, PipelineStopped if the stages are gone.
         """
         options["adapter"] = self.adapters.of(lora_request)
         given = self._chosen(sampling_params, params)
@@ -257,7 +262,8 @@ class AsyncLLM:
     def template_arguments(
         self, variables: Mapping[str, JsonValue] | None, options: ChatOptions
     ) -> tuple[JsonObject, Options]:
-        """As calls.template_arguments. RequestError for tools that the template would leave out."""
+        """Template arguments and other options of a chat: see calls.template_arguments. Raises
+        RequestError for tools that the template would leave out."""
         arguments, rest = calls.template_arguments(variables, options)
         template = str(arguments.get("chat_template") or "")
         if arguments.get("tools") and "tools" not in (template or self._chat_template):

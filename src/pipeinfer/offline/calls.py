@@ -92,7 +92,7 @@ Prompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 class Options(TypedDict, total=False):
-    """What a call may say beside its prompt; see Call."""
+    """Options of a call beside its prompt; see Call."""
 
     priority: int
     timeout: float
@@ -102,7 +102,8 @@ class Options(TypedDict, total=False):
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several: a text, a dict or a sequence of ids is one. Raises RequestError."""
+    """A list of prompts, of one or several: a text, a dict or a sequence of ids is one prompt.
+    Raises RequestError."""
     if not isinstance(prompts, (str, Mapping)) and not hasattr(prompts, "__len__"):
         what = type(prompts).__name__
         message = f"a prompt is text, a list of token ids or a dict with one of them, not {what}"
@@ -113,7 +114,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
-    """One chat, or several. Raises RequestError for what is neither."""
+    """A list of chats, of one or several. Raises RequestError for an argument that is neither."""
     many: list[object] = list(messages) if _is_list(messages) else []
     if many and all(isinstance(one, Mapping) for one in many):
         return [cast("list[Message]", many)]
@@ -124,7 +125,7 @@ def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[
 
 
 def each_params(given: AnyParams | Sequence[AnyParams], count: int) -> list[AnyParams]:
-    """Those of each of `count` prompts. Raises ValueError if there are not as many."""
+    """The parameters of each of `count` prompts. Raises ValueError if there are not as many."""
     if isinstance(given, (SamplingParams, params.RequestParams)):
         return [given] * count
     if isinstance(given, Mapping):  # of fields, as other libraries take it
@@ -133,7 +134,8 @@ def each_params(given: AnyParams | Sequence[AnyParams], count: int) -> list[AnyP
 
 
 def each(given: Sequence[T], count: int, name: str) -> list[T]:
-    """One for each of `count` prompts. Raises ValueError if there are not as many."""
+    """A list of `given`, one value for each of `count` prompts. Raises ValueError if there are not
+    as many."""
     if len(given) != count:
         raise ValueError(f"{count} prompts, but {len(given)} {name}")
     return list(given)
@@ -146,8 +148,8 @@ def with_options(
     tokenization_kwargs: Mapping[str, object] | None,
     mm_processor_kwargs: Mapping[str, object] | None,
 ) -> list[Options]:
-    """Of each of `count` prompts, from the keywords of vLLM's methods. Raises ValueError if there
-    are not as many priorities, RequestError for what there is not."""
+    """Options of each of `count` prompts, from the keywords of vLLM's methods. Raises ValueError if
+    there are not as many priorities, RequestError for keywords that are not supported."""
     adapters = lora_request if isinstance(lora_request, Sequence) else [lora_request]
     if any(one is not None for one in adapters):
         message = "lora_request: adapters are for texts that are generated"
@@ -175,14 +177,14 @@ def check_content_format(name: str) -> None:
 
 
 def without_texts(given: AnyParams) -> SamplingParams:
-    """The same, with outputs that have no texts."""
+    """A copy of the parameters for outputs without texts."""
     made = given.clone() if isinstance(given, SamplingParams) else public(given)
     made.detokenize = False
     return made
 
 
 def checked(given: AnyParams) -> params.RequestParams:
-    """As stages take them. Raises RequestError for a wrong value or type."""
+    """The parameters in the form of the stages. Raises RequestError for a wrong value or type."""
     if not isinstance(given, (SamplingParams, params.RequestParams)):
         message = f"sampling_params must be SamplingParams, not {type(given).__name__}"
         raise RequestError(message, "params")
@@ -200,7 +202,7 @@ def checked(given: AnyParams) -> params.RequestParams:
 def completion(
     request_id: str, prompt: Prompt, given: AnyParams, **options: Unpack[Options]
 ) -> OfflineRequest:
-    """What is asked of a text or of token ids. Raises RequestError."""
+    """A request for the continuation of a text or of token ids. Raises RequestError."""
     plain, detokenize, only_prompt = _as_sent(given)
     text, ids, salt = prompt_parts(prompt)
     if salt:
@@ -213,10 +215,12 @@ def completion(
 
 
 class ChatOptions(Options, total=False):
-    """What a chat may say beside its messages; None is what is not given.
+    """Options of a chat beside its messages; None: not given.
 
-    chat_template: another template, as text. tools: a variable of it, in OpenAI's form.
-    continue_final_message: the last message goes on; add_generation_prompt must be False then.
+    Attributes:
+    - chat_template: another template, as text
+    - tools: a variable of it, in OpenAI's form
+    - continue_final_message: the last message goes on; add_generation_prompt must be False then
     """
 
     chat_template: str | None
@@ -251,7 +255,8 @@ def chat(
     arguments: Mapping[str, JsonValue] | None = None,
     **options: Unpack[Options],
 ) -> OfflineRequest:
-    """What is asked of a chat, whose template has these `arguments`. Raises RequestError."""
+    """A request for an answer to a chat, whose template has these `arguments`. Raises
+    RequestError."""
     plain, detokenize, only_prompt = _as_sent(given)
     call = Call(
         request_id,
@@ -395,14 +400,20 @@ OF_FORMS: Refusals = {
     "whitespace_pattern": (None, "use grammar"),
     "structural_tag": (None, "use grammar, or after for text that goes before"),
 }
-ELSEWHERE = ("logit_bias", "structured_outputs")  # whose types are checked where they are read
+ELSEWHERE = ("logit_bias", "structured_outputs")  # types are checked where they are read
 ANY_OBJECT = '{"type":"object"}'
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True):
-    """What the whole output must be; exactly one of these is given. json: a JSON schema, as text or
-    as a dict. regex: a regular expression. choice: one of these texts. grammar: in llguidance's
-    Lark, or GBNF. json_object: any JSON object. after: what comes up to this text is free.
+    """The form that the whole output must have; exactly one of the fields is given.
+
+    Attributes:
+    - json: a JSON schema, as text or as a dict
+    - regex: a regular expression
+    - choice: one of these texts
+    - grammar: in llguidance's Lark, or GBNF
+    - json_object: any JSON object
+    - after: what comes up to this text is free
 
     The other fields are vLLM's. RequestError names all that ask for something that there is not,
     and fields of another type.
@@ -450,7 +461,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
             raise RequestError(message, "structured_outputs")
 
     def plain(self) -> params.StructuredOutputs:
-        """As stages know it."""
+        """The constraint in the form of the stages."""
         self.__post_init__()  # fields may have been set since
         json: Any = ANY_OBJECT if self.json_object else self.json
         choice = None if self.choice is None else tuple(self.choice)
@@ -543,7 +554,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(self)
 
     def plain(self) -> params.RequestParams:
-        """As stages know them; max_tokens may still be 0. Raises RequestError."""
+        """The parameters in the form of the stages; max_tokens may still be 0. Raises
+        RequestError."""
         self.__post_init__()  # fields may have been set since
         if self.stop and not self.detokenize:
             raise RequestError("stop looks at the text, which detokenize=False leaves out", "stop")
@@ -574,7 +586,7 @@ AnyParams = SamplingParams | params.RequestParams
 
 
 def public(given: params.RequestParams) -> SamplingParams:
-    """The same for callers, who may change it."""
+    """A copy of the parameters in the public form, which callers may change."""
     return SamplingParams(**{name: getattr(given, name) for name in SHARED_FIELDS})
 
 
@@ -615,8 +627,10 @@ LORA_OFF = "lora_request: the model was loaded without enable_lora=True"
 class LoRARequest:
     """The adapter that a request is computed with, under vLLM's names.
 
-    lora_name: for people. lora_int_id: taken for vLLM's scripts; adapters are told apart by what
-    their files hold. lora_path: a folder with PEFT's files.
+    Attributes:
+    - lora_name: for people
+    - lora_int_id: taken for vLLM's scripts; adapters are distinguished by what their files hold
+    - lora_path: a folder with PEFT's files
     """
 
     lora_name: str
@@ -639,8 +653,8 @@ class OfflineAdapters:
         self._known: dict[tuple[object, ...], Adapter] = {}
 
     def each(self, given: GivenLoRA, count: int) -> list[LoRARequest | None]:
-        """Those of each of `count` prompts. Raises RequestError for what is none, ValueError if
-        there are not as many."""
+        """The adapters of each of `count` prompts. Raises RequestError for an object that is no
+        adapter, ValueError if there are not as many."""
         listed = list(given) if isinstance(given, Sequence) else [given] * count
         if any(one is not None and not isinstance(one, LoRARequest) for one in listed):
             raise RequestError("lora_request must be a LoRARequest", "lora_request")
@@ -657,7 +671,8 @@ class OfflineAdapters:
         return listed
 
     def of(self, given: LoRARequest | None) -> Adapter | None:
-        """As calls carry it. Raises RequestError for an adapter that is not served."""
+        """The adapter in the form of calls; None for None. Raises RequestError for an adapter that
+        is not served."""
         if given is None:
             return None
         if not self._enabled:
@@ -686,7 +701,7 @@ NOT_GENERATING = "this model generates no texts: use embed() or score()"
 
 @dataclass(slots=True)
 class PoolingParams:
-    """What is wanted of vectors.
+    """Options of vectors.
 
     Attributes:
     - dimensions: so many of a vector's first numbers are kept; None: all

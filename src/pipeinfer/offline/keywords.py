@@ -18,8 +18,9 @@ from pipeinfer import other_servers
 from pipeinfer import settings as config
 from pipeinfer.settings import ConfigurationError, Settings
 
-# Of keywords of others, the values that ask for what is so anyway, their defaults among them. None
-# always does. Where no values stand here: what is empty, 0, False or "auto"; see is_neutral.
+# Values of other servers' keywords that ask for nothing else than this server does anyway, their
+# defaults among them. None always does. Keywords without values here: an empty value, 0, False or
+# "auto"; see is_neutral.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "all2all_backend": ("allgather_reducescatter",),
     "async_scheduling": (True,),
@@ -139,7 +140,7 @@ VLLM_KEYWORDS = frozenset(_FURTHER.split())
 
 SPECULATE = "Use speculate (ngram, or a draft model) and num_speculative_tokens."
 
-# What is said of these names goes before what other_servers.py says of the flags.
+# Sentences about these names take precedence over those of other_servers.py about the flags.
 INSTEAD = {
     "generation_config": "Without params requests have the checkpoint's defaults. Give "
     "SamplingParams() for vLLM's.",
@@ -212,7 +213,7 @@ def is_neutral(value: object, allowed: Iterable[object] | None = None) -> bool:
 
 
 def instead_of(name: str) -> str:
-    """What to use in place of a keyword that other servers have."""
+    """A sentence that names the replacement of another server's keyword."""
     if name in INSTEAD:
         return INSTEAD[name]
     flag = other_servers.refused_flags().get(other_servers.flag(name))
@@ -239,7 +240,7 @@ def _worth(name: str, value: object) -> object:
 
 
 def _unfit(name: str, value: object) -> list[str]:
-    """What is wrong with the value of a setting."""
+    """The errors of a setting's value; [] if it is valid."""
     try:
         config.build(other_servers.translated({name: value}))
     except ConfigurationError as error:
@@ -275,7 +276,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """What the flags say; other attributes of the namespace are left out."""
+        """Engine arguments of the flags; other attributes of the namespace are left out."""
         return cls(**{name: value for name, value in vars(args).items() if is_setting(name)})
 
 
@@ -285,7 +286,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's."""
+        """Parses the flags that are known, as argparse does, with underscores as dashes."""
         given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(
             [_dashed(one) for one in given], namespace or argparse.Namespace()

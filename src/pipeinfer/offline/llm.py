@@ -84,7 +84,7 @@ class ProgressBar:
         self._bar.close()
 
     def show(self) -> None:
-        """What is known now: the rates are those of the whole batch so far."""
+        """Shows the progress so far; rates are those of the whole batch."""
         if getattr(self._bar, "disable", False):
             return
         seconds = max(time.monotonic() - self._began, 1e-9)
@@ -101,13 +101,13 @@ if TYPE_CHECKING:
 
 Params = AnyParams | Sequence[AnyParams] | None
 NO_TARGETS = {"itl_target": 0.0, "ttft_target": 0.0}
-# Nobody waits for single tokens of a batch; and a batch does not pause, for graphs to be captured.
+# No client waits for single tokens of a batch, and a batch has no pauses for capturing graphs.
 FOR_BATCHES = {**NO_TARGETS, "policy": "throughput", "all_graphs_first": True}
 
 VECTORS = "LLM.embed makes vectors of texts and LLM.score scores of pairs; there are no classes"
 FROM_OUTSIDE = "the model is in processes of its own; LLM.stats() says what they do"
 AT_ONCE = "give all prompts to LLM.generate at once, or use AsyncLLM"
-# What vLLM's LLM has and this one has not, and what to use instead.
+# Attributes that vLLM's LLM has and this one has not, and what to use instead.
 MISSING = {
     **dict.fromkeys(("encode", "classify", "reward"), VECTORS),
     "beam_search": "there is no beam search: ask for n outputs, choose by cumulative_logprob",
@@ -137,12 +137,16 @@ def batch_defaults(settings: Mapping[str, object]) -> dict[str, object]:
 class SyncModel:
     """A model, loaded when the constructor returns; an AsyncLLM on a thread of its own.
 
-    `model`: a folder, a hub id, or nothing for the bundled demo model. `settings`: the flags of
-    `pipeinfer serve` with underscores; its defaults are no targets of steps, no late graphs, and
-    the policy `throughput`. Keywords of vLLM's LLM and SGLang's Engine are taken as AsyncLLM does.
-    `skip_tokenizer_init`: outputs have no texts. `chat_template`: a file, or a template as text.
-    Raises ConfigurationError if it cannot be loaded. The processes behind it end with close(), with
-    the `with` block, when nobody holds it any more, or with the interpreter.
+    Arguments:
+    - model: a folder, a hub id, or nothing for the bundled demo model
+    - settings: the flags of `pipeinfer serve` with underscores; its defaults are no targets of
+      steps, no late graphs, and the policy `throughput`; keywords of vLLM's LLM and SGLang's
+      Engine are taken as AsyncLLM does
+    - skip_tokenizer_init: outputs have no texts
+    - chat_template: a file, or a template as text
+
+    Raises ConfigurationError if the model cannot be loaded. The processes behind it end with
+    close(), with the `with` block, when no reference to it is left, or with the interpreter.
     """
 
     def __init__(
@@ -160,7 +164,7 @@ class SyncModel:
             settings["chat_template"] = given
         self._llm = AsyncLLM(model, **batch_defaults(settings))
         self._thread = LoopThread()
-        # Runs once: on close(), when nobody holds the LLM any more, or when the interpreter ends.
+        # Runs once: on close(), when no reference to the LLM is left, or when the interpreter ends.
         self._end = weakref.finalize(self, _end, self._llm, self._thread, os.getpid())
         try:
             self._thread.run(self._llm.start())
@@ -179,8 +183,8 @@ class SyncModel:
         self.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without params gets: vLLM's defaults under the checkpoint's own. A copy,
-        which the caller may change."""
+        """A copy of the parameters of a request without params: vLLM's defaults under the
+        checkpoint's own. The caller may change it."""
         return self._llm.get_default_sampling_params()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -242,12 +246,13 @@ class LLM(SyncModel):
         """Completes one prompt or many, each a text, token ids, or a dict with one of them (see
         TextPrompt, TokensPrompt); results in the prompts' order.
 
-        sampling_params: for all prompts, or a list with one for each; None is
-        get_default_sampling_params(). `params` is another name of it. use_tqdm: whether a bar shows
-        requests and tokens a second; None: where stderr is a terminal; or what makes one, as tqdm
-        does. lora_request: the adapter of all prompts, or of each one; needs enable_lora. priority:
-        a lower one goes first; or one for each prompt. tokenization_kwargs:
-        {"add_special_tokens": False} leaves them out of texts.
+        - sampling_params: for all prompts, or a list with one for each; None is
+          get_default_sampling_params(); `params` is another name of it
+        - use_tqdm: whether a bar shows requests and tokens a second; None: where stderr is a
+          terminal; or what makes one, as tqdm does
+        - lora_request: the adapter of all prompts, or of each one; needs enable_lora
+        - priority: a lower one goes first; or one for each prompt
+        - tokenization_kwargs: {"add_special_tokens": False} leaves them out of texts
 
         Raises ValueError if lengths differ, RequestError for a prompt that is refused (all others
         are aborted then), PipelineStopped if the stages are gone. What fails later ends with
@@ -286,10 +291,13 @@ class LLM(SyncModel):
     ) -> list[RequestOutput]:
         """Answers one chat (a list of dicts with "role" and "content") or a list of chats.
 
-        tools: what the template shows as such, in OpenAI's form; calls come as text.
-        continue_final_message: the last message goes on; needs add_generation_prompt=False, which
-        leaves the assistant's turn unopened. chat_template: another template, as text;
-        chat_template_kwargs: further variables of it. The rest is as for generate().
+        - tools: what the template shows as such, in OpenAI's form; calls come as text
+        - continue_final_message: the last message goes on; needs add_generation_prompt=False, which
+          leaves the assistant's turn unopened
+        - chat_template: another template, as text
+        - chat_template_kwargs: further variables of it
+
+        The rest is as for generate().
         """
         calls.check_content_format(chat_template_content_format)
         chats = calls.as_chats(messages)
@@ -323,8 +331,10 @@ class LLM(SyncModel):
     ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt, a text, token ids, or a dict with one of them, in their order.
 
-        pooling_params: for all of them. use_tqdm, tokenization_kwargs: as for generate(). Raises as
-        AsyncLLM.embed() does.
+        - pooling_params: for all of them
+        - use_tqdm, tokenization_kwargs: as for generate()
+
+        Raises as AsyncLLM.embed() does.
         """
         self._check_open()
         listed = calls.as_list(prompts)
@@ -355,7 +365,8 @@ class LLM(SyncModel):
             return self._thread.run(asked, bar.show)
 
     def _params(self, first: Params, second: Params, count: int) -> list[AnyParams]:
-        """One for each of `count` prompts."""
+        """The parameters of each of `count` prompts: `first`, or `second` if that is None, or the
+        defaults."""
         chosen = next((one for one in (first, second) if one is not None), None)
         given = self.get_default_sampling_params() if chosen is None else chosen
         listed = calls.each_params(given, count)
@@ -399,7 +410,7 @@ NAMES = {
     "no_stop_trim": "include_stop_str_in_output",
 }
 FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
-# What there is not, and what to use instead.
+# Sampling parameters of SGLang that are missing here, and what to use instead.
 NOT_SAMPLING = {
     "stop_regex": "use stop",
     "custom_params": "no code of others runs in a step",
@@ -432,7 +443,7 @@ class Chunk(TypedDict):
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _LogprobOptions:
     """Which log-probs are returned: `of` outputs, with those of so many `others`, and of the
     prompt's tokens from `start` on, if that is not negative."""
 
@@ -447,12 +458,12 @@ class _Batch:
 
     asked: list[OfflineRequest]
     single: bool
-    scores: _Scores
+    logprob_options: _LogprobOptions
 
     def result(self, outputs: Sequence[RequestOutput]) -> Chunk | list[Chunk]:
-        """Of each prompt, each of its choices."""
+        """A chunk for each choice of each prompt; a single one if the batch is single."""
         made = [
-            _finished_chunk(output, one, self.scores)
+            _finished_chunk(output, one, self.logprob_options)
             for output in outputs
             for one in output.outputs
         ]
@@ -506,7 +517,7 @@ class Engine(SyncModel):
         stream: bool = False,
         **options: object,
     ) -> Chunk | list[Chunk] | AsyncIterator[Chunk]:
-        """The same on the caller's event loop; with `stream` it is an async iterator."""
+        """Generates on the caller's event loop; with `stream` it returns an async iterator."""
         batch = self._read(prompt, sampling_params, input_ids, options, stream)
         if stream:
             return self._chunks_async(batch)
@@ -523,14 +534,14 @@ class Engine(SyncModel):
         self._check_open()
         if (prompt is None) == (ids is None):
             raise RequestError("give either prompt or input_ids", "prompt")
-        scores = _scores(options, stream)
+        logprob_options = _logprob_options(options, stream)
         priority, salt = options.pop("priority", None), options.pop("cache_salt", None)
         rid = options.pop("rid", None)
         _refuse("generate", options, NOT_GENERATING)
         given: Any = ids if prompt is None else prompt
         listed = calls.as_list(given)
         wanted = params if isinstance(params, Sequence) else [params or {}] * len(listed)
-        read = [_sampling(one, scores) for one in wanted]
+        read = [_sampling(one, logprob_options) for one in wanted]
         each = calls.each(read, len(listed), "sampling_params")
         if not self._detokenize:
             each = [calls.without_texts(one) for one in each]
@@ -541,7 +552,7 @@ class Engine(SyncModel):
             for name, one, chosen in zip(names, listed, each, strict=True)
         ]
         single = listed == [given] and asked[0].call.params.n == 1
-        return _Batch(asked, single, scores)
+        return _Batch(asked, single, logprob_options)
 
     async def _collect(self, batch: _Batch) -> list[RequestOutput]:
         total = sum(asked.call.params.n for asked in batch.asked)
@@ -564,7 +575,7 @@ class Engine(SyncModel):
             await self._elsewhere(chunks.aclose())
 
     async def _elsewhere(self, coroutine: Coroutine[object, None, T]) -> T:
-        """What the coroutine gives on the model's own loop, for the caller's."""
+        """Runs the coroutine on the model's own loop; returns its result on the caller's loop."""
         return await asyncio.wrap_future(self._thread.submit(coroutine))
 
     async def _made(self, batch: _Batch) -> AsyncGenerator[Chunk, None]:
@@ -578,7 +589,7 @@ class Engine(SyncModel):
             name = asked.call.request_id
             if delta.prompt_tokens:
                 prompts[name] = delta.prompt_tokens, delta.cached_tokens
-            made = _chunk(name, output, prompts.get(name, (0, 0)), batch.scores)
+            made = _chunk(name, output, prompts.get(name, (0, 0)), batch.logprob_options)
             yield made if batch.single else {**made, "index": delta.index}
 
 
@@ -586,8 +597,8 @@ async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
     return await anext(chunks, None)
 
 
-def _sampling(given: Given, scores: _Scores) -> SamplingParams:
-    """From SGLang's names. RequestError names all that there are not."""
+def _sampling(given: Given, logprob_options: _LogprobOptions) -> SamplingParams:
+    """SamplingParams of SGLang's names. The RequestError for unknown names lists all of them."""
     known = SamplingParams.__struct_fields__
     fields: dict[str, Any] = {"max_tokens": MAX_NEW_TOKENS}
     unknown: dict[str, Any] = {}
@@ -602,20 +613,20 @@ def _sampling(given: Given, scores: _Scores) -> SamplingParams:
     _refuse("sampling_params", unknown, NOT_SAMPLING)
     if form:
         fields["structured_outputs"] = StructuredOutputsParams(**form)
-    if scores.of:
-        fields["logprobs"] = scores.others
-        fields["prompt_logprobs"] = scores.others if scores.start >= 0 else None
+    if logprob_options.of:
+        fields["logprobs"] = logprob_options.others
+        fields["prompt_logprobs"] = logprob_options.others if logprob_options.start >= 0 else None
     return SamplingParams(**fields)
 
 
-def _scores(options: dict[str, Any], stream: bool) -> _Scores:
+def _logprob_options(options: dict[str, Any], stream: bool) -> _LogprobOptions:
     """Takes what it needs out of `options`."""
     of = bool(options.pop("return_logprob", False))
     start, others = options.pop("logprob_start_len", None), options.pop("top_logprobs_num", None)
-    scores = _Scores(of, -1 if start is None else start, others or 0)
-    if stream and of and scores.start >= 0:
+    chosen = _LogprobOptions(of, -1 if start is None else start, others or 0)
+    if stream and of and chosen.start >= 0:
         raise RequestError("logprob_start_len is not for streams: use stream=False", "stream")
-    return scores
+    return chosen
 
 
 def _refuse(of: str, given: Given, reasons: Mapping[str, str]) -> None:
@@ -637,21 +648,25 @@ def _add(output: CompletionOutput, delta: Delta) -> None:
     output.error = delta.error
 
 
-def _finished_chunk(result: RequestOutput, output: CompletionOutput, scores: _Scores) -> Chunk:
+def _finished_chunk(
+    result: RequestOutput, output: CompletionOutput, logprob_options: _LogprobOptions
+) -> Chunk:
     tokens = len(result.prompt_token_ids), result.cached_tokens
-    made = _chunk(result.request_id, output, tokens, scores)
-    if scores.of and scores.start >= 0:
+    made = _chunk(result.request_id, output, tokens, logprob_options)
+    if logprob_options.of and logprob_options.start >= 0:
         pairs = list(zip(result.prompt_token_ids, result.prompt_logprobs or [], strict=True))
-        pairs = pairs[scores.start :]
+        pairs = pairs[logprob_options.start :]
         made["meta_info"]["input_token_logprobs"] = [
             _token_logprob(token, found) for token, found in pairs
         ]
-        if scores.others:
+        if logprob_options.others:
             made["meta_info"]["input_top_logprobs"] = [_top(found) for _, found in pairs]
     return made
 
 
-def _chunk(name: str, output: CompletionOutput, prompt: tuple[int, int], scores: _Scores) -> Chunk:
+def _chunk(
+    name: str, output: CompletionOutput, prompt: tuple[int, int], logprob_options: _LogprobOptions
+) -> Chunk:
     """The output so far. prompt: (tokens of the prompt, how many were cached)."""
     info: dict[str, Any] = {
         "id": name,
@@ -660,22 +675,23 @@ def _chunk(name: str, output: CompletionOutput, prompt: tuple[int, int], scores:
         "completion_tokens": len(output.token_ids),
         "cached_tokens": prompt[1],
     }
-    if scores.of:
+    if logprob_options.of:
         found = output.logprobs or []
         pairs = zip(output.token_ids, found, strict=True)
         info["output_token_logprobs"] = [_token_logprob(token, one) for token, one in pairs]
-        if scores.others:
+        if logprob_options.others:
             info["output_top_logprobs"] = [_top(one) for one in found]
     return {"text": output.text, "output_ids": list(output.token_ids), "meta_info": info}
 
 
 def _token_logprob(token: int, found: Logprobs | None) -> tuple[float | None, int, None]:
-    """Of the token itself; of the prompt's first one nothing is known."""
+    """(log-prob, id, None) of the token itself; the log-prob of the prompt's first token is
+    None."""
     return (None if found is None else found[token].logprob, token, None)
 
 
 def _top(found: Logprobs | None) -> list[tuple[float, int, None]] | None:
-    """Of the likeliest ones, those first."""
+    """(log-prob, id, None) of the likeliest tokens, by rank."""
     if found is None:
         return None
     best = sorted(found.items(), key=lambda pair: pair[1].rank)
@@ -704,7 +720,7 @@ def stream_and_merge(llm: Engine, prompt: str, sampling_params: Given) -> str:
 async def async_stream_and_merge(
     llm: Engine, prompt: str, sampling_params: Given
 ) -> AsyncIterator[str]:
-    """What is new in each chunk of a stream."""
+    """Yields the new text of each chunk of a stream."""
     seen = 0
     chunks = await llm.async_generate(prompt, sampling_params, stream=True)
     async for chunk in cast("AsyncIterator[Chunk]", chunks):

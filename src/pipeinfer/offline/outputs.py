@@ -1,4 +1,5 @@
-"""What a caller of the offline classes gets back, and how it is gathered from a request's deltas.
+"""Outputs that callers of the offline classes get, and how they are gathered from a request's
+deltas.
 
 Knows the gateway's local events; no pipeline and no threads.
 """
@@ -16,7 +17,7 @@ from typing import Any
 from pipeinfer.gateway import ledger
 from pipeinfer.gateway.ledger import Call, Failed, Started, num_alternatives
 from pipeinfer.messages import FinishReason, LogprobTexts
-from pipeinfer.wire import NO_ID, score_layout, unpack, unpack_few
+from pipeinfer.wire import NO_ID, logprob_layout, unpack, unpack_few
 
 
 class RequestError(ValueError):
@@ -30,8 +31,8 @@ class RequestError(ValueError):
 
 @dataclass(slots=True)
 class Logprob:
-    """Of a token at one position. rank: 1 is the likeliest. decoded_token: the token by itself;
-    U+FFFD is what is only a part of a character."""
+    """The log-prob of a token at one position. rank: 1 is the likeliest. decoded_token: the token
+    by itself; U+FFFD is what is only a part of a character."""
 
     logprob: float
     rank: int
@@ -46,13 +47,18 @@ class Delta:
     """New output of a streamed request; the reader's own. Not frozen: that would cost four times as
     much, for every token.
 
-    offset: output tokens before `token_ids`. finish_reason is set on the last delta only, as are
-    stop_reason (the stop string or stop token id, None for the model's own), cached_tokens
-    (prompt tokens found in the prefix cache) and `error`, which belongs to finish_reason "error".
-    logprobs: of each of token_ids, if asked for. prompt_logprobs: of further tokens of the prompt,
-    all of them before the first output token; None in place of those of its first one.
-    index: of the choice. prompt_tokens: of the prompt. Of several choices the first alone has them
-    and cached_tokens: a prompt counts once.
+    Attributes:
+    - offset: output tokens before `token_ids`
+    - finish_reason: set on the last delta only, as are the next three
+    - stop_reason: the stop string or stop token id, None for the model's own end
+    - cached_tokens: prompt tokens found in the prefix cache
+    - error: belongs to finish_reason "error"
+    - logprobs: of each of token_ids, if asked for
+    - prompt_logprobs: of further tokens of the prompt, all of them before the first output token;
+      None in place of those of its first one
+    - index: of the choice
+    - prompt_tokens: of the prompt; of several choices the first alone has them and cached_tokens: a
+      prompt counts once
     """
 
     text: str
@@ -70,11 +76,14 @@ class Delta:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. token_ids: without the stop token, but with those of a stop string.
+    """A completion of a prompt.
 
-    stop_reason: the stop string or stop token id, None for the model's own end. `error` says what
-    happened if finish_reason is "error". logprobs: of each of token_ids, if asked for;
-    cumulative_logprob: their sum.
+    Attributes:
+    - token_ids: without the stop token, but with those of a stop string
+    - stop_reason: the stop string or stop token id, None for the model's own end
+    - error: what happened, if finish_reason is "error"
+    - logprobs: of each of token_ids, if asked for
+    - cumulative_logprob: their sum
     """
 
     index: int
@@ -107,7 +116,7 @@ class RequestMetrics:
     last_token_time: float | None = None
 
     def add(self, other: RequestMetrics) -> None:
-        """Those of another choice: the first token of both, and the last."""
+        """Adds the times of another choice: the first token of both, and the last."""
         if other.first_token_time is None or other.last_token_time is None:
             return
         if self.first_token_time is None or other.first_token_time < self.first_token_time:
@@ -118,12 +127,16 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request; outputs: its choices. prompt: the text, of a chat what the template made
-    of it; None if only ids were given.
+    """A finished request.
 
-    cached_tokens: how many of the prompt's tokens were found in the prefix cache, for scripts of
-    vLLM also num_cached_tokens. prompt_logprobs: of each of the prompt's tokens, if asked for; None
-    in place of those of the first one. lora_request: as it was given.
+    Attributes:
+    - outputs: its choices
+    - prompt: the text, of a chat what the template made of it; None if only ids were given
+    - cached_tokens: how many of the prompt's tokens were found in the prefix cache, for scripts of
+      vLLM also num_cached_tokens
+    - prompt_logprobs: of each of the prompt's tokens, if asked for; None in place of those of the
+      first one
+    - lora_request: as it was given
     """
 
     request_id: str
@@ -147,24 +160,25 @@ class RequestOutput:
 
 
 def logprobs_of(delta: ledger.OutputDelta) -> list[Logprobs] | None:
-    """As callers see them; None if the delta has none."""
+    """The delta's log-probs in the form of callers; None if the delta has none."""
     return None if delta.logprobs is None else list(_by_position(delta.logprobs, delta.ids))
 
 
 def prompt_logprobs_of(delta: ledger.OutputDelta) -> list[Logprobs | None] | None:
-    """The same of the prompt's tokens in it."""
+    """Log-probs of the prompt's tokens in the delta, in the form of callers; None if it has
+    none."""
     if delta.prompt is None:
         return None
     return [listed or None for listed in _by_position(delta.prompt, delta.prompt.ids)]
 
 
 def _by_position(texts: LogprobTexts, raw_ids: bytes) -> Iterator[Logprobs]:
-    """Of each token; nothing of one that nothing comes before. Hot path: once for every token, so
-    that nothing is made in between."""
+    """Log-probs of each token; an empty dict for the prompt's first token, which has no token
+    before it. Hot path: runs once for every token, so no intermediate objects are made."""
     ids = unpack_few(raw_ids)
     most = num_alternatives(texts, len(ids))
     step, names = 1 + most, texts.texts
-    for n, words in enumerate(score_layout(most).iter_unpack(texts.scores)):
+    for n, words in enumerate(logprob_layout(most).iter_unpack(texts.logprobs)):
         rank, first = words[1], n * step
         if not rank:
             yield {}
@@ -195,9 +209,11 @@ def _end_of(failed: Failed) -> tuple[FinishReason, str]:
 class OfflineRequest:
     """A call, and what of its answer the caller is to see.
 
-    prompt: the text, where the caller gave one. detokenize: whether outputs have texts.
-    only_prompt: whether outputs have no tokens, either; the call then asks for one, as no step
-    computes less.
+    Attributes:
+    - prompt: the text, where the caller gave one
+    - detokenize: whether outputs have texts
+    - only_prompt: whether outputs have no tokens, either; the call then asks for one, as no step
+      computes less
     """
 
     call: Call
@@ -281,7 +297,7 @@ class Collector:
         self._done(self)
 
     def output(self) -> RequestOutput:
-        """What was gathered, as of a request with this choice alone."""
+        """The output so far, as of a request with this choice alone."""
         cached = self.end.pop("cached_tokens", 0)
         ids = unpack(b"".join(self._ids)).tolist()
         text, logprobs = "".join(self._text), self._logprobs
@@ -319,7 +335,7 @@ class Progress:
 
 
 def output_of(choices: Sequence[Collector], call: OfflineRequest) -> RequestOutput:
-    """What was gathered of a request; of its prompt the first choice knows."""
+    """The output of a request with all its choices; the first choice has the prompt."""
     whole, *others = [choice.output() for choice in choices]
     for index, other in enumerate(others, start=1):
         other.outputs[0].index = index
@@ -363,7 +379,7 @@ class DeltaStream:
         return delta
 
     def put(self, delta: Delta | RequestError) -> None:
-        """The next one."""
+        """Adds the next delta, or the error that ends the stream."""
         self._deltas.append(delta)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -415,7 +431,7 @@ class ChoiceStream:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """embedding: the vector."""
+    """The vector of a text (`embedding`)."""
 
     embedding: list[float]
 
@@ -461,7 +477,7 @@ class ScoringRequestOutput:
 
 
 def vector_of(collector: Collector) -> bytes:
-    """Float32. Raises RequestError if the request ended without it."""
+    """The vector as float32 bytes. Raises RequestError if the request ended without it."""
     if not collector.vector:
         raise RequestError(str(collector.end.get("error") or "the request was aborted"))
     return collector.vector

@@ -40,8 +40,8 @@ STOPS = (["e"], ["3"], ["ab", "a"], ["\n"], [" t", "10"], ["no such text"])
 
 @dataclass(frozen=True)
 class SessionRequest:
-    """One request: path, body, `hang_up` after so many pieces of its stream (None: never), and the
-    HTTP statuses that it may get."""
+    """A request of a session: path, body, `hang_up` after so many pieces of its stream (None:
+    never), and the HTTP statuses that it may get."""
 
     path: str
     body: dict[str, Any]
@@ -207,7 +207,7 @@ async def _stream(answer: aiohttp.ClientResponse, request: SessionRequest) -> st
 
 
 class ChatTokenLogprobs(msgspec.Struct):
-    """Of a chat's token. The tokens beside it are `top_logprobs`."""
+    """Log-probs of a chat's token. `top_logprobs` has the tokens beside it."""
 
     logprob: float
     top_logprobs: list[ChatTokenLogprobs] = []
@@ -223,7 +223,7 @@ class ChoiceLogprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """What must be the same of a choice of either endpoint."""
+    """The fields of a choice, of either endpoint, that must be the same."""
 
     token_ids: list[int] | None = None
     text: str | None = None
@@ -234,23 +234,21 @@ class Choice(msgspec.Struct):
 
 
 class RecordedResponse(msgspec.Struct):
-    """What is read of a response."""
+    """The fields of a response that are compared."""
 
     system_fingerprint: str
     choices: list[Choice]
 
 
 class AnswerFile(msgspec.Struct, omit_defaults=True):
-    """What `verify` reads and writes.
-
-    request: the body. response: the answer as the server gave it; empty: not asked for yet.
-    """
+    """A file that `verify` reads and writes. request: the body; response: the answer as the server
+    gave it, empty if not asked for yet."""
 
     request: dict[str, Any]
     response: msgspec.Raw = msgspec.Raw()
 
 
-# Of a choice, in the order in which a difference is told; the log-probs come last.
+# Fields of a choice, in the order in which differences are reported; log-probs come last.
 COMPARED = ("token_ids", "text", "message", "finish_reason", "stop_reason")
 
 
@@ -315,7 +313,7 @@ async def _ask(url: str, request: dict[str, Any]) -> bytes:
 
 
 def _first_difference(before: RecordedResponse, now: RecordedResponse, tolerance: float) -> str:
-    """What differs first, or ""."""
+    """The first difference, in words; "" if there is none."""
     if before.system_fingerprint != now.system_fingerprint:
         return (
             f"another fingerprint: {before.system_fingerprint!r} has answered, "
@@ -328,7 +326,7 @@ def _first_difference(before: RecordedResponse, now: RecordedResponse, tolerance
             mine, theirs = getattr(one, field), getattr(other, field)
             if mine != theirs:
                 return f"choice {number}: {_differs(field, mine, theirs)}"
-        if where := _other_score(_scores(one), _scores(other), tolerance):
+        if where := _other_logprob(_token_logprobs(one), _token_logprobs(other), tolerance):
             return f"choice {number}: {where}"
     return ""
 
@@ -343,17 +341,17 @@ def _differs(field: str, before: Any, now: Any) -> str:
     return f"token {first} differs: recorded {before[first]}, now {now[first]}"
 
 
-def _scores(choice: Choice) -> list[list[float]]:
+def _token_logprobs(choice: Choice) -> list[list[float]]:
     """The log-probs of each token: its own, if it has one, and those of the tokens beside it."""
     found = choice.logprobs or ChoiceLogprobs()
     if found.content is not None:
         return [[one.logprob, *(top.logprob for top in one.top_logprobs)] for one in found.content]
-    own = [[] if score is None else [score] for score in found.token_logprobs or ()]
+    own = [[] if logprob is None else [logprob] for logprob in found.token_logprobs or ()]
     beside = [list((tops or {}).values()) for tops in found.top_logprobs or [None] * len(own)]
     return [one + other for one, other in zip(own, beside, strict=False)]
 
 
-def _other_score(before: list[list[float]], now: list[list[float]], tolerance: float) -> str:
+def _other_logprob(before: list[list[float]], now: list[list[float]], tolerance: float) -> str:
     """Which log-prob differs first by more than `tolerance`, or ""."""
     if [*map(len, before)] != [*map(len, now)]:
         return f"log-probs of {len(before)} tokens recorded, of {len(now)} now, or of other tokens"

@@ -68,7 +68,7 @@ from pipeinfer.topology import NAMES, StageEntry, Topology
 from pipeinfer.trace.snapshot import restore
 from pipeinfer.wire import unpack
 
-# What the engine's builder found out for itself, as the settings that say it outright.
+# Facts that the engine's builder found out, and the settings that give the same.
 FACTS = {
     "page_size": "page_size",
     "max_slots": "max_running",
@@ -117,7 +117,8 @@ def rebuild(
 def settings_of(
     recording: LoadedTrace, model: str, overrides: Mapping[str, object]
 ) -> tuple[Settings, list[str]]:
-    """(settings, warnings). Overrides win over facts, facts over recorded settings."""
+    """(settings, warnings) with which a recording is replayed. Overrides win over facts, facts over
+    recorded settings."""
     header = recording.header
     known = set(Settings.__struct_fields__)
     unknown = sorted(set(header.settings) - known)
@@ -129,7 +130,7 @@ def settings_of(
         if facts.get("pages"):
             values["kv_pages"] = facts["pages"] - 1  # without the dummy
         values["device"] = "auto"  # whatever is there
-        # What was captured before a recording that begins in mid-life is not known; mostly, all.
+        # Graphs captured before a recording that begins in mid-life are not known; mostly all were.
         whole = header.snapshot is None and not header.broken
         values["all_graphs_first"] = not whole or values.get("all_graphs_first", True)
     values |= OURS | ({"model": model} if model else {}) | dict(overrides)
@@ -242,8 +243,15 @@ def _entry(stage: str) -> StageEntry:
 
 
 class ReplayCounts:
-    """`keep_going`: `over` stays false. first: the first difference. tokens, wrong: ids that a
-    device sampled, and those that were not the recorded ones. requests: of which those were."""
+    """Differences of a replay from its recording, counted.
+
+    Attributes:
+    - keep_going: `over` stays false
+    - first: the first difference
+    - tokens: ids that a device sampled
+    - wrong: of these, ids that are not the recorded ones
+    - requests: requests that got wrong ids
+    """
 
     def __init__(self, keep_going: bool = False) -> None:
         self._keep_going = keep_going
@@ -260,7 +268,7 @@ class ReplayCounts:
         return self.first is not None and not self._keep_going
 
     def add(self, difference: Difference | None) -> None:
-        """What one input brought."""
+        """Counts the difference of one input; None is none."""
         if difference is not None:
             self.first = self.first or difference
             self.messages[difference.cause.kind] += 1
@@ -316,7 +324,7 @@ class ReplayPace:
 
 
 Deliver = Callable[[Any], None]
-# What a device does, or hears of its pages, whose steps are played.
+# Messages for a device whose steps are played.
 DEVICE = ("Compute", "Capture", "InvalidatePages", "FillPages", "LoadAdapter")
 
 
@@ -358,12 +366,13 @@ class CorePlayer:
         return first_difference(exchange, outputs, self._skips, tail=exchange.is_last)
 
     def _for_the_device(self, send: Send) -> bool:
-        """Whoever computes gets it. Arrays for a device are not in the recording."""
+        """Gives a local message for the device to the device, if there is one. Returns whether the
+        recording notes the message; arrays for a device are not in the recording."""
         if send.channel != LOCAL:
             return False
         if self._deliver is not None and type(send.message).__name__ in DEVICE:
             self._deliver(send.message)
-        return hasattr(send.message, "note")  # of which the recording says that it was given
+        return hasattr(send.message, "note")  # whether the recording has a note that it was given
 
 
 STEP_SECONDS = 600.0  # a device that is silent for so long has hung
@@ -532,7 +541,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def replay_run(options: argparse.Namespace, overrides: Mapping[str, object]) -> int:
-    """The exit code. CannotReplay before anything is played."""
+    """Replays a trace; returns the exit code. Raises CannotReplay before anything is played."""
     if options.halt and options.until is None:
         raise CannotReplay(USAGE, "--break needs --until SEQ")
     if options.core_only and options.stage != "engine":
@@ -556,7 +565,7 @@ def replay_run(options: argparse.Namespace, overrides: Mapping[str, object]) -> 
 
 
 class ReplayRun:
-    """One replay, from the first exchange to the verdict.
+    """A replay, from the first exchange to the verdict.
 
     `counts` and `seconds` are its numbers.
     """
@@ -599,7 +608,8 @@ class ReplayRun:
         return self._verdict(exchanges)
 
     def _exchanges(self) -> list[TraceExchange]:
-        """What to play: all of it, or for a device from where its memory is known to be empty."""
+        """The exchanges to play: all of them; for a device, those from which its memory is known to
+        be empty."""
         exchanges, header = list(self._recording.exchanges()), self._recording.header
         if self._device is None and header.snapshot is not None:
             restore(self._rebuilt.stage.core, header.snapshot)

@@ -62,7 +62,7 @@ class ReplayDiverged(Exception):
 
 
 class TimedSend(NamedTuple):
-    """What to send, and how many recorded seconds after the live message that caused it."""
+    """A message to send, and how many recorded seconds after the live message that caused it."""
 
     after: float
     send: Send
@@ -84,7 +84,7 @@ class Role(Protocol):
 
 @dataclass
 class RecordedAnswers:
-    """What an engine said of one plan: at once, and when the step was done."""
+    """An engine's recorded answers to one plan: those at once, and those when the step was done."""
 
     plan: Plan
     at: float
@@ -378,7 +378,8 @@ class StagePlayer:
         self._due_last: dict[type[Message], float] = {}
 
     async def run(self) -> int:
-        """The exit code. CannotReplay if the stage's place is taken."""
+        """Plays the role; returns the exit code. Raises CannotReplay if the stage's place is
+        taken."""
         loop = asyncio.get_running_loop()
         self._over: asyncio.Future[int] = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):

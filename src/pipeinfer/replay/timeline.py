@@ -1,4 +1,4 @@
-"""What the messages of traces say, for people; only reads, and knows no core:
+"""Messages of traces in forms for people; only reads, and knows no core:
 
 - `show FILE`: the messages of a trace as a table, all or those of a request, channel or type
 - `stats FILE ...`: counts, bytes and latencies of traces, and where the time of each request went
@@ -63,7 +63,7 @@ def replay_show(options: argparse.Namespace) -> int:
 
 
 def about(ids: tuple[str, ...]) -> str:
-    """One request is named, several are counted."""
+    """A prefix of a line that names one request, or counts several; "" for none."""
     if len(ids) == 1:
         return f"{ids[0]}: "
     return f"{counted(len(ids), 'request')}: " if ids else ""
@@ -109,11 +109,14 @@ OUTPUT = ("shown", "text", "token")  # where output is seen, as far down the pip
 
 @dataclass
 class RequestTimes:
-    """Times in seconds on the common clock. `first`: of each of POINTS, the first time.
+    """Times in seconds on the common clock.
 
-    visits: (time, stage, seq) of every entry that was about the request and marked a point. latest,
-    gaps: of each of POINTS, the last time, and the longest from one time to the next.
-    ended: the latest sign of its end, and `finish` how. admissions: 2 or more after a preemption.
+    Attributes:
+    - first: of each of POINTS, the first time
+    - visits: (time, stage, seq) of every entry that was about the request and marked a point
+    - latest, gaps: of each of POINTS, the last time, and the longest from one time to the next
+    - ended: the latest sign of its end, and `finish` how
+    - admissions: 2 or more after a preemption
     """
 
     request_id: str
@@ -327,7 +330,8 @@ class TimelineSpan:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """One request's way: (seconds, stage, row) from its beginning to its last token, in order."""
+    """The way of one request: (seconds, stage, row) from its beginning to its last token, in
+    order."""
 
     request_id: str
     points: tuple[tuple[float, str, str], ...]
@@ -349,8 +353,8 @@ def build_timeline(
     end: float = float("inf"),
     request: str | None = None,
 ) -> TraceTimeline:
-    """Everything that touches begin..end (seconds since the earliest entry), all or that of one
-    request. The recordings are on one clock."""
+    """The timeline of everything that touches begin..end (seconds since the earliest entry), of all
+    requests or of one. The recordings are on one clock."""
     ordered = sorted(recordings, key=lambda r: (ORDER.index(r.header.name), r.stage))
     zero = min((r.begin for r in ordered if r.entries), default=0.0)
     drawn = TraceTimeline()
@@ -475,7 +479,8 @@ def name_of(entry: TraceEntry) -> str:
 
 
 def _flow(journey: RequestTimes, zero: float, inside: set[tuple[str, int]]) -> Flow:
-    """Its visits that are drawn. Two at one moment on one stage are one point."""
+    """The flow of a request's visits that are drawn. Two at one moment on one stage are one
+    point."""
     points: dict[tuple[float, str, str], None] = {}
     for time, stage, seq in journey.visits:
         if (stage, seq) in inside:
@@ -489,9 +494,9 @@ MICRO = 1e6  # microseconds in a second
 
 
 def html(picture: TraceTimeline) -> str:
-    """The page. Names and details are data, never markup."""
+    """A page that shows the timeline. Names and details are data, never markup."""
     data = json.dumps(_compact(picture), separators=(",", ":"))
-    # What could end the script element from within a string.
+    # "<" could end the script element from within a string.
     return TEMPLATE.read_text().replace(DATA_PLACEHOLDER, data.replace("<", "\\u003c"))
 
 
@@ -530,7 +535,8 @@ def _compact(picture: TraceTimeline) -> dict[str, object]:
 
 
 def events(picture: TraceTimeline) -> list[JsonObject]:
-    """One process for each stage, one thread for each of its rows, one flow for each request."""
+    """Trace events: a process for each stage, a thread for each of its rows, a flow for each
+    request."""
     stages = list(dict.fromkeys(stage for stage, _ in picture.rows))
     pids = {stage: at for at, stage in enumerate(stages, 1)}
     tids = {row: at for at, row in enumerate(picture.rows, 1)}

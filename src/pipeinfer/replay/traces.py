@@ -50,7 +50,7 @@ CRASHED = 5  # the stage raised
 
 
 class CannotReplay(Exception):
-    """One line for the user, and the exit code that goes with it."""
+    """An error of the user's input: a line of text, and the exit code that goes with it."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -62,12 +62,14 @@ Direction = Literal["in", "out", "note"]
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One line of a trace.
+    """A line of a trace.
 
-    time: seconds of the stage's monotonic clock; of an input the `now` that its core was given.
-    peer: the sender of an input, the receiver of an output ("" for everyone, and for local ones).
-    sent: seconds of the sender's clock, inputs from the bus only, else 0. size: bytes of the body.
-    counts: False for a plan that had been published before, or that came behind a missing one.
+    Attributes:
+    - time: seconds of the stage's monotonic clock; of an input the `now` that its core was given
+    - peer: the sender of an input, the receiver of an output ("" for everyone, and for local ones)
+    - sent: seconds of the sender's clock, inputs from the bus only, else 0
+    - size: bytes of the body
+    - counts: False for a plan that had been published before, or that came behind a missing one
     """
 
     seq: int
@@ -89,7 +91,7 @@ class TraceEntry:
 
 @dataclass(slots=True)
 class TraceExchange:
-    """One input of a core, and what came of it: recorded outputs and notes, in their order.
+    """An input of a core and its consequences: recorded outputs and notes, in their order.
 
     is_last: the recording broke off here, perhaps before all of its outputs.
     """
@@ -135,7 +137,7 @@ class LoadedTrace:
 
     @property
     def title(self) -> str:
-        """One line: what was recorded, of which version, and how much of it there is."""
+        """A line that says what was recorded, of which version, and how much."""
         header = self.header
         what = {"record": "recording", "flight": "flight recording"}[header.reason]
         extras = [" from mid-life"] if header.snapshot is not None else []
@@ -196,7 +198,7 @@ def load(path: Path) -> LoadedTrace:
 
 
 def load_stage(path: Path, stage: str) -> LoadedTrace:
-    """The same, for a trace of the stage called `stage`."""
+    """Loads a trace, which must be of the stage called `stage`. Raises CannotReplay."""
     recording = load(path)
     if recording.header.name != stage:
         raise CannotReplay(USAGE, f"{path} is a trace of {recording.stage}, not of a {stage}")
@@ -257,8 +259,9 @@ class Offset(NamedTuple):
 
 
 def offsets(recordings: Sequence[LoadedTrace]) -> list[Offset]:
-    """Of each recording against the first. Zero wherever that is possible: the stages of one host
-    share a monotonic clock, and two hosts that were not started together never come so close."""
+    """Clock offsets of each recording against the first. Zero wherever that is possible: the stages
+    of one host share a monotonic clock, and two hosts that were not started together never come so
+    close."""
     if not recordings:
         return []
     bounds = _bounds(recordings)
@@ -395,7 +398,7 @@ class Mismatch(NamedTuple):
 def first_mismatch(
     recorded: object, replayed: object, skips: Skips = ignored_fields
 ) -> Mismatch | None:
-    """Where `replayed` first differs from `recorded`, in the order of the fields, or None.
+    """The first difference between `recorded` and `replayed`, in the order of the fields, or None.
 
     `skips(type name)`: fields of such a struct that are left out. Floats are equal or not: what a
     core computes from the same numbers is the same to the last bit.
@@ -544,7 +547,7 @@ class Difference:
     cause: TraceEntry
 
     def as_json(self) -> dict[str, object]:
-        """What `--json` prints."""
+        """The object that `--json` prints."""
         names = ("seq", "channel", "field", "recorded", "replayed")
         return {name: getattr(self, name) for name in names}
 
@@ -552,8 +555,8 @@ class Difference:
 def first_difference(
     exchange: TraceExchange, sends: list[Send], skips: Skips, tail: bool = False
 ) -> Difference | None:
-    """Compares in order. `tail`: the recording may have ended within this exchange, so that missing
-    recorded outputs mean nothing."""
+    """The first difference of an exchange; compares in order. `tail`: the recording may have ended
+    within this exchange, so that missing recorded outputs mean nothing."""
     for entry, send in zip(exchange.outputs, sends, strict=False):
         mismatch = _of_one(entry, send, skips)
         if mismatch is not None:
@@ -660,7 +663,7 @@ MAX_HISTORY_CHARS = 300
 
 
 def explain(recording: LoadedTrace, difference: Difference) -> list[str]:
-    """Lines for people."""
+    """Lines that explain a difference to people."""
     cause = difference.cause
     requests, earlier = history(recording.entries, difference)
     lines = [
@@ -738,7 +741,7 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def replay_diff(options: argparse.Namespace) -> int:
-    """EQUAL or DIFFERENT."""
+    """Compares two traces; returns EQUAL or DIFFERENT."""
     a, b = load(options.a), load(options.b)
     if a.header.name != b.header.name:
         raise CannotReplay(USAGE, f"traces of two stages: {a.stage} and {b.stage}")
@@ -768,7 +771,7 @@ def comparable(recording: LoadedTrace, outputs_only: bool) -> Iterator[TraceEntr
 
 
 def print_count_changes(a: list[TraceEntry], b: list[TraceEntry]) -> None:
-    """What the two do not have equally often."""
+    """Prints the kinds of messages whose counts differ between the two traces."""
     ours, theirs = (Counter((e.direction, e.channel, e.kind) for e in side) for side in (a, b))
     for key in sorted(ours.keys() | theirs.keys()):
         if ours[key] != theirs[key]:

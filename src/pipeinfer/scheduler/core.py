@@ -584,13 +584,13 @@ class SchedulerCore:
             except RanksDisagree as error:
                 self._end_epoch(str(error), now)
 
-    def _on_prompt_scores(self, scores: PromptLogprobs, now: float) -> None:
-        if not self._epochs.running or scores.epoch != self._epochs.epoch:
+    def _on_prompt_logprobs(self, message: PromptLogprobs, now: float) -> None:
+        if not self._epochs.running or message.epoch != self._epochs.epoch:
             return
         try:
-            request = self._engine.in_flight.request_of_scores(scores)
-            if request is not None and request.add_prompt_logprobs(scores.first, scores.logprobs):
-                self._outbox.add(self._outbox.prompt_logprobs(request, scores.first))
+            request = self._engine.in_flight.request_of_prompt_logprobs(message)
+            if request is not None and request.add_prompt_logprobs(message.first, message.logprobs):
+                self._outbox.add(self._outbox.prompt_logprobs(request, message.first))
         except (InvalidReport, ValueError) as error:
             self._end_epoch(str(error), now, not_request_fault=True)
 
@@ -697,7 +697,7 @@ class SchedulerCore:
         GrammarCompiled: _on_grammar_compiled,
         AdapterLoaded: _on_adapter_loaded,
         Admitted: _on_admitted,
-        PromptLogprobs: _on_prompt_scores,
+        PromptLogprobs: _on_prompt_logprobs,
         Result: _on_result,
         Digests: _on_digests,
         Fault: _on_fault,

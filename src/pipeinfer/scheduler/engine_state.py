@@ -375,7 +375,7 @@ class Slots:
             seed=work.seed,
             suppressed_ids=suppress,
             cache_salt=work.cache_salt,
-            score_from=request.score_from,
+            prompt_logprobs_from=request.prompt_logprobs_from,
             bad_word_ids=work.bad_word_ids,
             trace=work.trace,
             reasoning=work.reasoning,
@@ -518,13 +518,13 @@ class StepsInFlight:
                     further.append((projected_before, request.projected))
         return further
 
-    def request_of_scores(self, scores: PromptLogprobs) -> Request | None:
+    def request_of_prompt_logprobs(self, message: PromptLogprobs) -> Request | None:
         """The request whose prompt's log-probs these are; None if it has ended, or was admitted
         anew. Raises OutOfOrder."""
-        flight = self._oldest(scores.number)
-        at = flight.slots.index(scores.slot) if scores.slot in flight.slots else -1
+        flight = self._oldest(message.number)
+        at = flight.slots.index(message.slot) if message.slot in flight.slots else -1
         if at < 0:
-            raise OutOfOrder(f"plan {scores.number} has no row of slot {scores.slot}")
+            raise OutOfOrder(f"plan {message.number} has no row of slot {message.slot}")
         request, admission = flight.rows[at]
         stale = request.phase == "finished" or request.admission != admission
         return None if stale else request
@@ -536,9 +536,9 @@ class StepsInFlight:
         return self._steps[0]
 
     def process_result(self, result: Result) -> Iterator[RowResult]:
-        """Yields (request, new output ids, their scores, error) for each row that counts. The error
-        is empty, or BAD_LOGITS or the reason why the row's grammar allows nothing, without ids.
-        Raises InvalidReport.
+        """Yields (request, new output ids, their log-probs, error) for each row that counts. The
+        error is empty, or BAD_LOGITS or the reason why the row's grammar allows nothing, without
+        ids. Raises InvalidReport.
 
         The hot path of the scheduler: one pass over the rows. Rows of requests that have ended, or
         that were admitted anew since, are overrun tokens: they are dropped.
@@ -549,13 +549,14 @@ class StepsInFlight:
         deferred = set(unpack(result.deferred).tolist())
         self.deferred += len(deferred)
         bad = set(unpack(result.bad).tolist()) if result.bad else ()
-        at, logprobs, end_of_scores, row_logprobs = 0, result.logprobs, 0, b""
+        at, logprobs, end_of_logprobs, row_logprobs = 0, result.logprobs, 0, b""
         rows = zip(flight.rows, flight.slots, row_ends, produced, strict=True)
         for (request, admission), slot, end, num_ids in rows:
             tokens, at = ids[at : at + num_ids], at + num_ids
-            if request.score_size:
-                begin, end_of_scores = end_of_scores, end_of_scores + num_ids * request.score_size
-                row_logprobs = logprobs[begin:end_of_scores]
+            if request.logprob_size:
+                begin = end_of_logprobs
+                end_of_logprobs += num_ids * request.logprob_size
+                row_logprobs = logprobs[begin:end_of_logprobs]
             request.steps_in_flight -= 1
             if request.phase == "finished" or request.admission != admission:
                 continue
@@ -585,7 +586,8 @@ class StepsInFlight:
                     why = BAD_LOGITS if slot in bad else result.refused[slot]
                     yield request, [], b"", why
             if len(tokens) > repeated:
-                yield request, tokens[repeated:], row_logprobs[repeated * request.score_size :], ""
+                new_logprobs = row_logprobs[repeated * request.logprob_size :]
+                yield request, tokens[repeated:], new_logprobs, ""
         self._steps.popleft()
         self._late_after = LATE_SECONDS
 
@@ -633,11 +635,11 @@ def _checked(flight: StepInFlight, result: Result) -> list[int]:
                 f"{what}: slots {sorted(named)} are reported as deferred, bad or refused, but the "
                 f"plan has rows of slots {slots}"
             )
-    if result.logprobs or any(request.score_size for request, _ in flight.rows):
-        scored = int(produced @ [request.score_size for request, _ in flight.rows])
-        if scored != len(result.logprobs):
+    if result.logprobs or any(request.logprob_size for request, _ in flight.rows):
+        expected = int(produced @ [request.logprob_size for request, _ in flight.rows])
+        if expected != len(result.logprobs):
             raise InvalidReport(
-                f"{what} have {len(result.logprobs)} bytes of log-probs, not {scored}"
+                f"{what} have {len(result.logprobs)} bytes of log-probs, not {expected}"
             )
     return ends.tolist()
 

@@ -249,7 +249,7 @@ class StepComposer:
         """Number of tokens of `request` that are probably in kept pages, so that many requests that
         lost their engine are admitted in one step. An error costs a short row, and no more than
         that."""
-        if not self._keeps_pages or request.score_from >= 0:
+        if not self._keeps_pages or request.prompt_logprobs_from >= 0:
             return 0
         size = self.pages.page_size
         return min(request.lost_tokens, request.length - 1) // size * size

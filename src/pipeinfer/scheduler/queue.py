@@ -320,7 +320,7 @@ class PrefixesInProgress:
         planned, `prefix_source` is the request that computes it, and `shared_len` the number of
         tokens shared."""
         request.shared_len = 0
-        if not self._block_size or request.prefix_source is not None or request.prompt_score_size:
+        if not self._block_size or request.prefix_source is not None or request.prompt_logprob_size:
             return False
         keys, leads = self._prefix_keys(request), self._index()
         lead, blocks = None, 0

@@ -37,7 +37,7 @@ from pipeinfer.messages import (
     Tokens,
 )
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
-from pipeinfer.wire import SCORES_PER_MESSAGE, pack
+from pipeinfer.wire import LOGPROBS_PER_MESSAGE, pack
 
 MAX_REMEMBERED = 10_000  # most ids of ended requests that are kept
 REMEMBERED_SECONDS = 60.0  # seconds for which ids of ended requests are kept
@@ -402,12 +402,12 @@ class Outbox:
 
     def prompt_logprobs(self, request: Request, first: int) -> Iterator[Send]:
         """The log-probs of the prompt's tokens from `first` on, as far as they are known, in
-        messages of at most SCORES_PER_MESSAGE scores."""
-        width, work = request.prompt_score_size, request.work
-        for begin in range(first, request.num_scored, SCORES_PER_MESSAGE):
+        messages of at most LOGPROBS_PER_MESSAGE records."""
+        width, work = request.prompt_logprob_size, request.work
+        for begin in range(first, request.num_prompt_logprobs, LOGPROBS_PER_MESSAGE):
             tokens = slice(
                 begin * TOKEN_BYTES,
-                min(begin + SCORES_PER_MESSAGE, request.num_scored) * TOKEN_BYTES,
+                min(begin + LOGPROBS_PER_MESSAGE, request.num_prompt_logprobs) * TOKEN_BYTES,
             )
             prompt_tokens = PromptTokens(
                 request_id=work.request_id,
@@ -415,7 +415,7 @@ class Outbox:
                 first=begin,
                 ids=work.prompt_ids[tokens],
                 logprobs=bytes(
-                    request.prompt_logprobs[begin * width : (begin + SCORES_PER_MESSAGE) * width]
+                    request.prompt_logprobs[begin * width : (begin + LOGPROBS_PER_MESSAGE) * width]
                 ),
                 group=self._group,
             )
@@ -451,7 +451,8 @@ def next_row(
     request: Request, offset: int, finish: FinishReason | None, stop_token: int | None
 ) -> TokenRow:
     """The row of the ids that the request has generated from `offset` on."""
-    logprobs = bytes(request.logprobs[offset * request.score_size :]) if request.score_size else b""
+    size = request.logprob_size
+    logprobs = bytes(request.logprobs[offset * size :]) if size else b""
     return TokenRow(  # hot path: once a token
         request_id=request.work.request_id,
         offset=offset,
@@ -465,10 +466,10 @@ def next_row(
 
 def all_rows(request: Request, last: TokenRow | None) -> Iterator[TokenRow]:
     """All ids that the request has generated, with the end `last` if it is not None. With log-probs
-    in rows of at most SCORES_PER_MESSAGE ids."""
+    in rows of at most LOGPROBS_PER_MESSAGE ids."""
     many, size = (
         len(request.outputs),
-        SCORES_PER_MESSAGE if request.score_size else len(request.outputs),
+        LOGPROBS_PER_MESSAGE if request.logprob_size else len(request.outputs),
     )
     begin = 0
     while many - begin > size:
@@ -484,7 +485,7 @@ def all_rows(request: Request, last: TokenRow | None) -> Iterator[TokenRow]:
 
 def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
     """The row of the output tokens `ids` from `offset` on."""
-    begin, many = offset * request.score_size, len(ids) // TOKEN_BYTES * request.score_size
+    begin, many = offset * request.logprob_size, len(ids) // TOKEN_BYTES * request.logprob_size
     return TokenRow(
         request_id=request.id,
         offset=offset,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeinfer.messages import Delivered, FinishReason, Hello, TokenizedRequest
-from pipeinfer.wire import no_score, score_bytes
+from pipeinfer.wire import logprob_bytes, no_logprob
 
 # taken off the arrival number of resumed requests: they come first, in their order
 RESUMED = 1 << 40
@@ -69,9 +69,9 @@ class Request:
     - prefix_source: the request whose pages this one will share
     - shared_len: tokens at the beginning whose pages are shared with `prefix_source`; 0: the whole
       prompt
-    - logprobs, prompt_logprobs: packed scores of the outputs, or the vector, and of the prompt's
-      tokens so far
-    - score_size, prompt_score_size: bytes of each of these; 0 if they are not asked for
+    - logprobs, prompt_logprobs: packed log-prob records of the outputs, or the vector, and of the
+      prompt's tokens so far
+    - logprob_size, prompt_logprob_size: bytes of each of these; 0 if they are not asked for
     - draft_rate: 0 to 1, share of its latest draft tokens that were accepted; see Drafter
     - adapter_slot: slot of the engines where the adapter lies or will lie; 0: no adapter, or none
       yet
@@ -106,8 +106,8 @@ class Request:
     bad_logits: bool = False
     arrived_at: float = 0.0
     admitted_at: float = 0.0
-    score_size: int = 0
-    prompt_score_size: int = 0
+    logprob_size: int = 0
+    prompt_logprob_size: int = 0
     logprobs: bytearray = field(default_factory=bytearray)
     prompt_logprobs: bytearray = field(default_factory=bytearray)
     prefix_source: Request | None = None
@@ -167,7 +167,7 @@ class Request:
         """Number of tokens that the request finds in the pages of its `prefix_source`, if the next
         plan admits it."""
         lead = self.prefix_source
-        if lead is None or self.score_from >= 0:
+        if lead is None or self.prompt_logprobs_from >= 0:
             return 0
         if self.shared_len:
             return (
@@ -204,14 +204,15 @@ class Request:
         return max(known, 0) + max(outputs - len(self.outputs), 0)
 
     @property
-    def num_scored(self) -> int:
-        """Number of prompt tokens that have their scores."""
-        return len(self.prompt_logprobs) // self.prompt_score_size if self.prompt_score_size else 0
+    def num_prompt_logprobs(self) -> int:
+        """Number of prompt tokens that have their log-probs."""
+        size = self.prompt_logprob_size
+        return len(self.prompt_logprobs) // size if size else 0
 
     @property
-    def score_from(self) -> int:
-        """Admit.score_from of the next admission."""
-        return self.num_scored if 0 < self.num_scored < self.prompt_len else -1
+    def prompt_logprobs_from(self) -> int:
+        """Admit.prompt_logprobs_from of the next admission."""
+        return self.num_prompt_logprobs if 0 < self.num_prompt_logprobs < self.prompt_len else -1
 
     def move(self, phase: Phase) -> None:
         """Changes the phase; AssertionError if that is no transition of NEXT. Called only by the
@@ -286,16 +287,16 @@ class Request:
         """Continues the request after output that another scheduler had sampled, and that was
         delivered.
 
-        How much of the prompt was cached then is not known any more. Scores that are lost, because
-        a gateway alone has the ids, are zeros: the client has them already.
+        How much of the prompt was cached then is not known any more. Log-probs that are lost,
+        because a gateway alone has the ids, are zeros: the client has them already.
         """
         self.outputs = array("i", delivered.ids)
         self.logprobs = bytearray(delivered.logprobs)
         if len(delivered.prompt_logprobs) > len(self.prompt_logprobs):
             self.prompt_logprobs = bytearray(delivered.prompt_logprobs)
         if self.outputs:
-            _fill(self.logprobs, len(self.outputs) * self.score_size)
-            _fill(self.prompt_logprobs, self.prompt_len * self.prompt_score_size)
+            _fill(self.logprobs, len(self.outputs) * self.logprob_size)
+            _fill(self.prompt_logprobs, self.prompt_len * self.prompt_logprob_size)
         self.first_cache_hit = 0
         self.lost_tokens = self.length - 1 if self.outputs else 0
         self.arrival = self.arrival % RESUMED - RESUMED  # once, also if this is called twice
@@ -303,12 +304,12 @@ class Request:
     def truncate(self, length: int) -> None:
         """Cuts the outputs to the first `length` tokens."""
         del self.outputs[length:]
-        del self.logprobs[length * self.score_size :]
+        del self.logprobs[length * self.logprob_size :]
 
     def add_prompt_logprobs(self, first: int, raw: bytes) -> int:
-        """Takes scores of prompt tokens from position `first` on; returns how many are new.
-        ValueError if scores before `first` are missing, or the bytes do not fit the prompt."""
-        known, size = self.num_scored, self.prompt_score_size
+        """Takes log-probs of prompt tokens from position `first` on; returns how many are new.
+        ValueError if log-probs before `first` are missing, or the bytes do not fit the prompt."""
+        known, size = self.num_prompt_logprobs, self.prompt_logprob_size
         if first > known:
             raise ValueError(f"log-probs from token {first} on, where {known} are known")
         if not size or len(raw) % size or first < 0 or first + len(raw) // size > self.prompt_len:
@@ -316,22 +317,22 @@ class Request:
                 f"{len(raw)} bytes of log-probs from token {first} on, of {size} bytes for each of "
                 f"{self.prompt_len} tokens"
             )
-        self.prompt_logprobs += raw[(known - first) * self.prompt_score_size :]
-        return self.num_scored - known
+        self.prompt_logprobs += raw[(known - first) * self.prompt_logprob_size :]
+        return self.num_prompt_logprobs - known
 
     def append(
         self, tokens: list[int], logprobs: bytes = b""
     ) -> tuple[FinishReason | None, int | None]:
-        """Appends confirmed output ids with their scores; ids after a stop token or the length
+        """Appends confirmed output ids with their log-probs; ids after a stop token or the length
         limit are dropped.
 
         Returns (finish reason, None if the request goes on; the stop token, None if there is none).
         """
-        if self.score_size:
+        if self.logprob_size:
             self.logprobs += logprobs
         finish = self._accept(tokens)
-        if self.score_size:
-            del self.logprobs[len(self.outputs) * self.score_size :]
+        if self.logprob_size:
+            del self.logprobs[len(self.outputs) * self.logprob_size :]
         return finish
 
     def _accept(self, tokens: list[int]) -> tuple[FinishReason | None, int | None]:
@@ -363,9 +364,9 @@ class Request:
         self.slot = -1
 
 
-def _fill(scores: bytearray, size: int) -> None:
+def _fill(logprobs: bytearray, size: int) -> None:
     """Appends zeros up to `size` bytes."""
-    scores.extend(bytes(max(size - len(scores), 0)))
+    logprobs.extend(bytes(max(size - len(logprobs), 0)))
 
 
 def request_of(work: TokenizedRequest, arrival: int, now: float, since: float = 0.0) -> Request:
@@ -384,9 +385,9 @@ def request_of(work: TokenizedRequest, arrival: int, now: float, since: float = 
         arrived_at=since,
         prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
-        score_size=score_bytes(work.params.logprobs, work.params.vector_size),
-        prompt_score_size=score_bytes(of_prompt),
-        prompt_logprobs=bytearray() if of_prompt is None else bytearray(no_score(of_prompt)),
+        logprob_size=logprob_bytes(work.params.logprobs, work.params.vector_size),
+        prompt_logprob_size=logprob_bytes(of_prompt),
+        prompt_logprobs=bytearray() if of_prompt is None else bytearray(no_logprob(of_prompt)),
     )
 
 

@@ -49,12 +49,13 @@ class ChatTemplates:
     """The named templates of one checkpoint: "tool_use" for chats with tools if there is one, else
     "default".
 
-    sources: Jinja text by name.
-    variables: bos_token and the like, as text.
-    strftime_now: today's date in the format that a template asks for.
-    allow_request_templates: requests may bring templates of their own.
-    source: all texts that may be part of a prompt.
-    syntax_errors: by name. Such a template fails the chats that need it, not the checkpoint.
+    Attributes:
+    - sources: Jinja text by name
+    - variables: bos_token and the like, as text
+    - strftime_now: today's date in the format that a template asks for
+    - allow_request_templates: requests may bring templates of their own
+    - source: all texts that may be part of a prompt
+    - syntax_errors: by name; such a template fails the chats that need it, not the checkpoint
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class ChatTemplates:
                 self.syntax_errors[name] = f"line {error.lineno}: {error.message}"
 
     def with_template(self, source: str) -> ChatTemplates:
-        """The same with the template `source` in place of all. Raises TemplateFailed if that does
-        not compile."""
+        """A copy with the template `source` in place of all. Raises TemplateFailed if it does not
+        compile."""
         made = ChatTemplates({"default": source}, self._variables, self._strftime_now)
         for problem in made.syntax_errors.values():
             raise TemplateFailed(f"chat_template, {problem}", "chat_template")
@@ -138,10 +139,8 @@ def load_templates(
 
 
 class _CompiledTemplate:
-    """One template.
-
-    probes: the forms that it takes.
-    """
+    """A compiled template with its variables. probes: the forms of messages that the template
+    takes."""
 
     def __init__(self, template: Template, variables: dict[str, str]) -> None:
         self._template = template

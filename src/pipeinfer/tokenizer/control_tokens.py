@@ -53,9 +53,10 @@ T = TypeVar("T")
 class ChatRenderer:
     """Renders chats so that control tokens come from a template alone.
 
-    texts: the control tokens of the tokenizer.
-    templates: the checkpoint's.
-    always_escaped: see ControlTokenEscaping.
+    Arguments:
+    - texts: the control tokens of the tokenizer
+    - templates: the checkpoint's
+    - always_escaped: see ControlTokenEscaping
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class ChatRenderer:
         return text_weight(chat, arguments) + COMPILE_WEIGHT * brought
 
     def render(self, chat: list[JsonObject], arguments: JsonObject) -> RenderedPrompt:
-        """The prompt. `chat_template` and `continue_final_message` among the arguments are not for
-        the template. Raises TemplateFailed and NoEscapeCharacters."""
+        """Renders the chat into a prompt. `chat_template` and `continue_final_message` among the
+        arguments are not for the template. Raises TemplateFailed and NoEscapeCharacters."""
         source, arguments = self._request_template(arguments), arguments.copy()
         arguments.pop("chat_template", None)
         continues = arguments.pop("continue_final_message", None)
@@ -90,9 +91,9 @@ class ChatRenderer:
     def reasoning_state(
         self, chat: list[JsonObject], arguments: JsonObject, prompt: str, tags: ReasoningTags
     ) -> ReasoningState:
-        """Where `prompt`, which `render` made of this chat, leaves the thoughts of its answer. Tags
-        that a client spells do not count, except in a message that the model continues. Raises
-        TemplateFailed."""
+        """The state in which `prompt`, which `render` made of this chat, leaves the reasoning of
+        its answer. Tags that a client spells do not count, except in a message that the model
+        continues. Raises TemplateFailed."""
         if arguments.get("continue_final_message"):
             answer = content_text(chat[-1].get("content"))
             return (
@@ -251,9 +252,10 @@ class EscapedPrompt(NamedTuple):
 class EscapeCharacters:
     """Characters that a chat does not hold.
 
-    single: control tokens of one character, each of which is replaced by an escape character.
-    used: characters that cannot be escapes.
-    separator: put between the characters of longer control tokens.
+    Attributes:
+    - single: control tokens of one character, each of which is replaced by an escape character
+    - used: characters that cannot be escapes
+    - separator: put between the characters of longer control tokens
     """
 
     def __init__(self, single: Iterable[str], used: set[str]) -> None:
@@ -302,7 +304,7 @@ class ControlTokenEscaping:
         self._has_spaces = any(map(str.isspace, "".join(tokens)))
 
     def render(self, chat: list[JsonObject], arguments: JsonObject) -> RenderedPrompt:
-        """The prompt. Raises TemplateFailed and NoEscapeCharacters.
+        """Renders the chat into a prompt. Raises TemplateFailed and NoEscapeCharacters.
 
         A chat in which nothing looks like a part of a control token is rendered once, as it is.
         Another one is rendered with spelled control tokens escaped, and once more with each of the
@@ -445,7 +447,7 @@ def _message(message: JsonObject, write: MapString) -> JsonObject:
 
 
 def _part(part: JsonValue, write: MapString) -> JsonValue:
-    """Of a content, whose text a template shows as it shows a whole content."""
+    """A part of a content, whose text a template shows as it shows a whole content."""
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         return _nested(part, write)
     return {
@@ -471,7 +473,8 @@ def _object(value: JsonObject, write: MapString) -> JsonObject:
 
 
 class AmbiguousControlTokens(ValueError):
-    """Control tokens cannot be told from texts that spell them; the text is for the client."""
+    """Control tokens cannot be distinguished from texts that spell them; the text is for the
+    client."""
 
 
 class _PlaneTokenizer(NamedTuple):
@@ -489,8 +492,9 @@ class _PlaneTokenizer(NamedTuple):
 class PlaceholderTokens:
     """Encodes texts in which only placeholders are special tokens.
 
-    _special, _non_special: added tokens of the checkpoint, by id.
-    _by_plane: tokenizers by the first placeholder of their plane, made when needed.
+    Attributes:
+    - _special, _non_special: added tokens of the checkpoint, by id
+    - _by_plane: tokenizers by the first placeholder of their plane, made when needed
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -590,7 +594,7 @@ class Component(msgspec.Struct, frozen=True):
 
 
 def components(component: Normalizer | PreTokenizer | None) -> list[Component]:
-    """Its parts, with sequences flattened."""
+    """The parts of a normalizer or pre-tokenizer, with sequences flattened; [] for None."""
     if component is None:
         return []
     waiting = [msgspec.json.decode(component.__getstate__(), type=Component)]

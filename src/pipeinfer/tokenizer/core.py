@@ -94,9 +94,10 @@ class Encode(Message, frozen=True):
 class Encoded(Message, frozen=True):
     """driver -> core: the ids of a prompt, or why the prompt is refused.
 
-    prompt_ids: int32 bytes.
-    status, message, param, code: of the refusal; status 0: none.
-    reasoning_state, thoughts: of the TokenizedPrompt.
+    Attributes:
+    - prompt_ids: int32 bytes
+    - status, message, param, code: of the refusal; status 0: none
+    - reasoning_state, reasoning: of the TokenizedPrompt
     """
 
     request_id: str
@@ -129,9 +130,10 @@ class ValidateGrammar(Message, frozen=True):
 class GrammarVerdict(Message, frozen=True):
     """driver -> core: the verdict on a grammar.
 
-    status, message: why it is not served; status 0: it is served.
-    grammar: digest of the grammar; empty if the verdict holds for this request only.
-    slow: it took so long to compile that other grammars must not wait for it.
+    Attributes:
+    - status, message: why it is not served; status 0: it is served
+    - grammar: digest of the grammar; empty if the verdict holds for this request only
+    - slow: it took so long to compile that other grammars must not wait for it
     """
 
     request_id: str
@@ -145,12 +147,13 @@ class GrammarVerdict(Message, frozen=True):
 class TokenizerCore:
     """Encodes requests and sends each to one scheduler. See core.Core.
 
-    encoder: prompts to token ids.
-    router: chooses the group.
-    monitor: which groups are up.
-    eos_ids: ids that end a request by themselves.
-    stage, incarnation: of this process.
-    gateways: stages that are asked at the start for the requests of the process before this one.
+    Arguments:
+    - encoder: prompts to token ids
+    - router: chooses the group
+    - monitor: which groups are up
+    - eos_ids: ids that end a request by themselves
+    - stage, incarnation: of this process
+    - gateways: stages that are asked at the start for the requests of the process before this one
     """
 
     __transient__ = ("_encoder",)  # no part of a snapshot: made of the checkpoint alone
@@ -426,7 +429,7 @@ class TokenizerCore:
         )
 
     def _works(self, event: Submit, prompt: TokenizedPrompt) -> list[TokenizedRequest]:
-        """One TokenizedRequest for each choice. Here they share the bytes of the prompt."""
+        """A TokenizedRequest for each choice; all share the bytes of the prompt."""
         first = self._work(event, prompt)
         if event.choices == (0,):
             return [first]
@@ -498,8 +501,8 @@ class TokenizerCore:
             self._pending.discard(request_id)
             groups = self._routed.remove(request_id)
             if groups is None:
-                # It was refused here. Before all gateways have answered the roll call, it may run
-                # in any group, as may a request that a gateway has sent again.
+                # The request was refused here. Before all gateways have answered the roll call, it
+                # may run in any group, as may a request that a gateway has sent again.
                 here = self._roll_call.complete and not returned
                 groups = () if here else self._monitor.groups
             for group in groups:
@@ -507,8 +510,8 @@ class TokenizerCore:
         return [Send("work", f"scheduler-{to}", Done(tuple(ids))) for to, ids in ended.items()]
 
     def _on_reset_cache(self, event: ResetCache, _now: float) -> list[Send]:
-        """To every group. Work that is sent later comes behind it; what is still being encoded
-        is later work."""
+        """Sends the reset to every group. Work that is sent later comes behind it; prompts that are
+        still being encoded are later work."""
         return [Send("work", f"scheduler-{group}", event) for group in self._monitor.groups]
 
     def _on_set_sleep(self, event: SetSleep, _now: float) -> list[Send]:
@@ -528,7 +531,7 @@ class TokenizerCore:
         out: list[Send] = []
         if gateway is None:
             return out
-        if not event.again:  # what came since is the new gateway's own
+        if not event.again:  # later requests are the new gateway's own
             self._pending.discard_unretained(gateway)
             for work in self._routed.of_gateway(gateway):
                 if work.retention is None:
@@ -575,8 +578,9 @@ class TokenizerCore:
         return out
 
     def _hand_over_lost(self, now: float) -> list[Send]:
-        """The same for groups that cannot be asked: gateways hand over, since they know the output
-        that clients have. Requests that no group takes fail in the end."""
+        """Hands over requests of groups that cannot be asked: gateways do it, since they know the
+        output that clients have. Requests that no group takes are refused after GIVE_UP_FACTOR
+        times --host-loss."""
         out: list[Send] = []
         for group, seconds in self._monitor.lost(now):
             give_up = seconds > GIVE_UP_FACTOR * self._monitor.host_loss

@@ -70,9 +70,10 @@ COUNTED_CONTEXTS = 16
 class Rejected(ValueError):
     """A prompt that is refused; the text is for the client.
 
-    status: of HTTP, 400.
-    param: the parameter at fault.
-    code: OpenAI's error code, None if there is none.
+    Attributes:
+    - status: of HTTP, 400
+    - param: the parameter at fault
+    - code: OpenAI's error code, None if there is none
     """
 
     def __init__(self, message: str, param: str, code: str | None = None) -> None:
@@ -85,9 +86,10 @@ class Rejected(ValueError):
 class TokenizedPrompt(NamedTuple):
     """An encoded prompt.
 
-    ids: int32 [n], 0 < n < max_model_len.
-    reasoning_state: where a chat's prompt leaves the thoughts of the answer.
-    reasoning: as for TokenizedRequest.
+    Attributes:
+    - ids: int32 [n], 0 < n < max_model_len
+    - reasoning_state: state in which a chat's prompt leaves the reasoning of the answer
+    - reasoning: as for TokenizedRequest
     """
 
     ids: np.ndarray
@@ -98,15 +100,16 @@ class TokenizedPrompt(NamedTuple):
 class PromptEncoder:
     """Encodes prompts for one model.
 
-    tokenizer: None: only token ids are accepted.
-    templates: for chats.
-    vocab_size: ids of the model.
-    max_model_len: tokens of prompt and output.
-    eos_ids: ids that end a request by themselves.
-    allow_control_tokens: messages may spell control tokens.
-    multithreaded: the process has nothing else to do, so the library may start threads.
-    tags: around the reasoning in answers to chats, if a reasoning parser separates it.
-    reasoning_budgets: whether engines end thoughts that exceed a budget.
+    Attributes:
+    - tokenizer: None: only token ids are accepted
+    - templates: for chats
+    - vocab_size: ids of the model
+    - max_model_len: tokens of prompt and output
+    - eos_ids: ids that end a request by themselves
+    - allow_control_tokens: messages may spell control tokens
+    - multithreaded: the process has nothing else to do, so the library may start threads
+    - tags: around the reasoning in answers to chats, if a reasoning parser separates it
+    - reasoning_budgets: whether engines end reasoning that exceeds a budget
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class PromptEncoder:
         return self.prompt(submit).ids
 
     def prompt(self, submit: Submit) -> TokenizedPrompt:
-        """Raises Rejected."""
+        """Encodes the prompt of `submit`. Raises Rejected."""
         param, state = "prompt" if submit.chat is None else "messages", None
         self._check_params(submit.params)
         if submit.chat is not None:
@@ -187,8 +190,8 @@ class PromptEncoder:
     def _with_reasoning(
         self, submit: Submit, ids: np.ndarray, state: ReasoningState | None
     ) -> TokenizedPrompt:
-        """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: to be found
-        from the ids."""
+        """Adds the reasoning state to the prompt `ids`. `state`: in which a chat's template leaves
+        the reasoning; None: to be found from the ids."""
         params, chat, tags = submit.params, submit.chat is not None, self._tags
         spec, budget = params.structured_outputs, params.thinking_token_budget is not None
         if budget:
@@ -204,13 +207,13 @@ class PromptEncoder:
             state = self._reasoning_state(ids, tags)
         waits = budget or spec is not None
         if spec is not None and not chat and not spec.after:
-            # A completion's grammar is about all of its text, unless the prompt begins thoughts.
+            # A completion's grammar is about all of its text, unless the prompt begins reasoning.
             at_end = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(tags.opening)
             waits = state == "open" and (budget or at_end)
         return TokenizedPrompt(ids, state, ReasoningContext(*tags.pair, state) if waits else None)
 
     def _reasoning_state(self, ids: np.ndarray, tags: ReasoningTags) -> ReasoningState:
-        """Where a prompt that was not made by a template leaves the thoughts."""
+        """The state in which a prompt that no template made leaves the reasoning."""
         assert self._tokenizer is not None
         opening, closing = map(self._tokenizer.token_to_id, tags.pair)
         if opening is None or closing is None:
@@ -406,7 +409,7 @@ def _counts_only(submit: Submit) -> bool:
 
 
 def _find_tags(tokenizer: Tokenizer | None) -> ReasoningTags | None:
-    """The tags of thoughts that are tokens of `tokenizer`; None if there are none."""
+    """The reasoning tags that are tokens of `tokenizer`; None if there are none."""
     for tags in REASONING_PARSERS.values():
         if tokenizer is not None and None not in map(tokenizer.token_to_id, tags.pair):
             return tags
@@ -420,12 +423,13 @@ def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 class EncoderParts(NamedTuple):
-    """What `load_encoder` made of a checkpoint.
+    """The parts that `load_encoder` makes of a checkpoint.
 
-    encoder: for its prompts.
-    eos_ids: ids that end a request by themselves.
-    grammar_setup: the vocabulary for grammars; None: no grammars are served.
-    no_grammars_because: the refusal of requests with grammars then.
+    Attributes:
+    - encoder: for its prompts
+    - eos_ids: ids that end a request by themselves
+    - grammar_setup: the vocabulary for grammars; None: no grammars are served
+    - no_grammars_because: the refusal of requests with grammars then
     """
 
     encoder: PromptEncoder

@@ -53,12 +53,13 @@ DEFAULT_OUTPUT_TOKENS = 256  # of a request without max_tokens, for the load of 
 class GroupReport:
     """The state of a group.
 
-    up: whether it can be sent requests.
-    tokens: left to compute of its live requests; prompts count in full, cached or not.
-    capacity: tokens that its KV pool holds; 0: unknown.
-    evicted: tokens evicted from its prefix cache in this epoch.
-    epoch: the number of its scheduler's epoch.
-    requests: live ones.
+    Attributes:
+    - up: whether it can be sent requests
+    - tokens: left to compute of its live requests; prompts count in full, cached or not
+    - capacity: tokens that its KV pool holds; 0: unknown
+    - evicted: tokens evicted from its prefix cache in this epoch
+    - epoch: the number of its scheduler's epoch
+    - requests: live ones
     """
 
     up: bool
@@ -73,22 +74,23 @@ class RoutingPolicy(Protocol):
     """Chooses among the groups that are up."""
 
     def choose(self, groups: Sequence[int], hashes: list[bytes], length: int) -> int:
-        """One of `groups`. `hashes`: block_hashes of the prompt, `length`: its tokens."""
+        """Returns one of `groups`. hashes: block_hashes of the prompt; length: its tokens."""
         ...
 
 
 class GroupTable:
     """All groups: reports, load, cached prefixes. Lists are by group.
 
-    reports: the last of each group.
-    up_count: groups that are up.
-    caches: prefixes that each group should have cached.
-    sent_tokens: of requests that were sent from here and have not ended.
-    open_requests: the number of these requests.
-    total_sent_tokens: of all requests that were sent from here.
-    _holders: first block hash of a prompt -> groups that have it. No other group has any of it.
-    _elsewhere_tokens: of requests that came from elsewhere, as of the last report.
-    _reported: requests from here, and all, summed over the reports: so much of a group is ours.
+    Attributes:
+    - reports: the last of each group
+    - up_count: groups that are up
+    - caches: prefixes that each group should have cached
+    - sent_tokens: of requests that were sent from here and have not ended
+    - open_requests: the number of these requests
+    - total_sent_tokens: of all requests that were sent from here
+    - _holders: first block hash of a prompt -> groups that have it. No other group has any of it.
+    - _elsewhere_tokens: of requests that came from elsewhere, as of the last report
+    - _reported: requests from here, and all, summed over the reports: so much of a group is ours
     """
 
     def __init__(self, count: int) -> None:
@@ -147,7 +149,7 @@ class GroupTable:
         if report.epoch != before.epoch:
             self._on_evicted(group, self.caches[group].clear())
         elif report.evicted > before.evicted:
-            # Of what other tokenizers sent there, as much was evicted in proportion.
+            # Evictions hit the prompts of all tokenizers, so in proportion those from here.
             tokens = report.evicted - before.evicted
             if all_requests:
                 tokens = tokens * ours // all_requests
@@ -362,11 +364,12 @@ class ApproximateCache:
 
 @dataclass
 class _GroupState:
-    """One group.
+    """The last status of a group, and when it came.
 
-    status: the last of its scheduler.
-    received_at: when it came, in seconds of the suspend-aware clock.
-    lost: whether the scheduler is silent or has ended since.
+    Attributes:
+    - status: the last of its scheduler
+    - received_at: when it came, in seconds of the suspend-aware clock
+    - lost: whether the scheduler is silent or has ended since
     """
 
     status: GroupStatus
@@ -389,10 +392,11 @@ class _GroupState:
 class GroupMonitor:
     """The last status of each group. A group without a status counts as up: it starts.
 
-    groups: their numbers.
-    host_loss: seconds of silence after which a group is given up; at least the time that many
+    Attributes:
+    - groups: their numbers
+    - host_loss: seconds of silence after which a group is given up; at least the time that many
       groups may take for one round of statuses. Seconds in which this stage was stopped do not
-      count.
+      count
     """
 
     def __init__(self, groups: int = 1, host_loss: float = inf) -> None:
@@ -430,7 +434,7 @@ class GroupMonitor:
         return state.status.group, state.report
 
     def tick(self, now: float) -> None:
-        """This stage's timer fired."""
+        """Advances the clock; to be called at each tick of this stage."""
         self._suspend_aware_clock.tick(now)
 
     def newly_silent(self, now: float) -> list[tuple[int, GroupReport]]:
@@ -480,11 +484,12 @@ MAX_ORIGIN_BYTES = 2**20  # of a request, beside its prompt, in scheduler and de
 class PendingPrompt:
     """A request whose prompt is not encoded yet.
 
-    submit: the request, with the choices that have not ended.
-    in_one_group: see RoutedRequest. Decided on arrival: before all gateways have answered the roll
-      call, the process before this one may have sent it to a group.
-    grammar_to_validate: digest of its grammar while that is validated, else empty.
-    refusal: why its first grammar is not served, if it goes on with the other one.
+    Attributes:
+    - submit: the request, with the choices that have not ended
+    - in_one_group: see RoutedRequest. Decided on arrival: before all gateways have answered the
+      roll call, the process before this one may have sent it to a group.
+    - grammar_to_validate: digest of its grammar while that is validated, else empty
+    - refusal: why its first grammar is not served, if it goes on with the other one
     """
 
     submit: Submit
@@ -493,7 +498,7 @@ class PendingPrompt:
     refusal: str = ""
 
     def with_fallback_grammar(self, refusal: str) -> PendingPrompt:
-        """This request with its second grammar, because the first one is refused."""
+        """A copy with the request's second grammar, because the first one is refused."""
         fallback = self.submit.fallback_grammar
         params = structs.replace(self.submit.params, structured_outputs=fallback)
         submit = structs.replace(self.submit, params=params, fallback_grammar=None)
@@ -516,10 +521,11 @@ def without_choice(submit: Submit, request_id: str) -> Submit | None:
 class PendingPrompts:
     """Requests whose prompts are not encoded yet, in order of arrival.
 
-    abandoned: choices that ended before they were encoded.
-    verdicts: on grammars.
-    _prompts: by first choice.
-    _first_choices: of each choice that has not ended, the first choice of its Submit.
+    Attributes:
+    - abandoned: choices that ended before they were encoded
+    - verdicts: on grammars
+    - _prompts: by first choice
+    - _first_choices: of each choice that has not ended, the first choice of its Submit
     """
 
     def __init__(self) -> None:
@@ -610,9 +616,12 @@ class PendingPrompts:
 
 
 class Origin(NamedTuple):
-    """What a gateway that is started again must know of a request whose answer is kept.
+    """The messages from which a restarted gateway makes a request whose answer is kept.
 
-    submit: as it came, with all its choices. accepted: the answer to it. waited: as in Adopt.
+    Attributes:
+    - submit: as it came, with all its choices
+    - accepted: the answer to it
+    - waited: as in Adopt
     """
 
     submit: Submit
@@ -623,9 +632,9 @@ class Origin(NamedTuple):
 def with_origin(
     works: Sequence[TokenizedRequest], origin: Origin, stage: str
 ) -> list[TokenizedRequest]:
-    """`works` of a request whose answer is kept, each with how much is kept of it; the first with
-    what the tokenizer `stage` would tell a gateway that is started again, unless that is too
-    large."""
+    """Copies of `works`, of a request whose answer is kept, each with how many bytes are kept of
+    it; the first with the Adopt that the tokenizer `stage` would send to a restarted gateway,
+    unless that is too large."""
     first, *others = works
     encoded = msgspec.msgpack.encode(
         Adopt(stage=stage, submit=origin.submit, accepted=origin.accepted)
@@ -648,11 +657,12 @@ def _retained(work: TokenizedRequest, kept_bytes: int, origin: bytes = b"") -> T
 class RoutedRequest:
     """A request that was sent to a group.
 
-    work: what the scheduler got.
-    group: its data-parallel group.
-    group_certain: False if an earlier tokenizer may have sent it to another group.
-    in_one_group: False if other groups may have the request, too.
-    origin: of a request whose answer is kept; else None.
+    Attributes:
+    - work: what the scheduler got
+    - group: its data-parallel group
+    - group_certain: False if an earlier tokenizer may have sent it to another group
+    - in_one_group: False if other groups may have the request, too
+    - origin: of a request whose answer is kept; else None
     """
 
     work: TokenizedRequest
@@ -668,7 +678,7 @@ class RoutedRequests:
     def __init__(self, groups: Sequence[int]) -> None:
         self._groups = tuple(groups)
         self._entries: dict[str, RoutedRequest] = {}
-        self._alone_since: dict[str, float] = {}  # of those that no client has come back for
+        self._alone_since: dict[str, float] = {}  # seconds, of kept answers without reader
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -750,8 +760,8 @@ class RoutedRequests:
         return [e.work for e in self._entries.values() if e.work.gateway == gateway]
 
 
-MAX_VERDICTS = 16_384  # that are kept
-MAX_REFUSAL_LETTERS = 500  # letters of a refusal, which may quote a client
+MAX_VERDICTS = 16_384  # verdicts that are kept
+MAX_REFUSAL_LETTERS = 500  # characters of a refusal, which may quote a client
 
 
 def grammar_digest(spec: StructuredOutputs) -> bytes:

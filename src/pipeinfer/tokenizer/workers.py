@@ -6,7 +6,7 @@
 - GrammarValidation: every grammar compiles in a process that may die of it. A first attempt has
   little time, which is enough for nearly all grammars. A grammar that needs more begins again in a
   pool of its own: its text does not show how long a grammar takes, and clients without a key
-  cannot be told from new ones.
+  cannot be distinguished from new ones.
 - TokenizerDriver: the stage's I/O beside the bus.
 - main: the process of an EncoderProcess, `python -m pipeinfer.tokenizer.workers`. It is a process
   because templates and the tokenizers library hold the interpreter for seconds. Its frames are
@@ -60,7 +60,7 @@ FeedCore = Callable[[Message], None]
 
 
 class Worker(Protocol):
-    """One worker process. All methods but `close` are called from one thread."""
+    """A worker process. All methods but `close` are called from one thread."""
 
     def start(self) -> None:
         """Starts the process before there is a job; blocks. An error shows in `work`."""
@@ -82,10 +82,11 @@ class Worker(Protocol):
 class _WorkerSlot:
     """A worker, and the thread that talks to it.
 
-    worker: the process.
-    pool: its one thread.
-    busy: whether a call runs on the thread.
-    starting: whether that call is the first one, `Worker.start`.
+    Attributes:
+    - worker: the process
+    - pool: its one thread
+    - busy: whether a call runs on the thread
+    - starting: whether that call is the first one, `Worker.start`
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -99,9 +100,10 @@ class WorkerPool:
     """Jobs of up to `max_workers` workers. A worker is added when all others are busy, one at a
     time.
 
-    max_workers: processes at most.
-    make_worker: makes the next worker.
-    find_submit: (request_id, attempt) -> the request, None if it has ended. Called when the job's
+    Arguments:
+    - max_workers: processes at most
+    - make_worker: makes the next worker
+    - find_submit: (request_id, attempt) -> the request, None if it has ended. Called when the job's
       turn comes.
     """
 
@@ -236,7 +238,7 @@ class EncoderProcess:
         if self._closed:
             raise ProcessEnded("the stage stops")
         if self._process is None:
-            # One text at a time has no use for threads.
+            # Threads are of no use for one text at a time.
             environment = {"TOKENIZERS_PARALLELISM": "false"}
             self._process = start_child("pipeinfer.tokenizer.workers", environment)
             if self._closed:  # meanwhile
@@ -314,10 +316,11 @@ class ValidationWorker:
 class GrammarValidation:
     """Validates grammars, quick ones and slow ones in pools of their own.
 
-    setup: the model's vocabulary; None where no grammars are served.
-    find_submit: see WorkerPool.
-    no_grammars_because: the refusal of requests with grammars then.
-    seconds: of processor time that a grammar may take at most.
+    Arguments:
+    - setup: the model's vocabulary; None where no grammars are served
+    - find_submit: see WorkerPool
+    - no_grammars_because: the refusal of requests with grammars then
+    - seconds: of processor time that a grammar may take at most
     """
 
     def __init__(
@@ -345,7 +348,7 @@ class GrammarValidation:
         self._slow_pool.start(self._on_verdict)
 
     def deliver(self, message: ValidateGrammar) -> None:
-        """Adds a grammar."""
+        """Adds a grammar to be validated."""
         if self._no_grammars_because:
             event = GrammarVerdict(
                 message.request_id, message.attempt, 400, self._no_grammars_because
@@ -456,7 +459,7 @@ def encode_submit(encoder: PromptEncoder, submit: Submit) -> Encoded:
 def main() -> None:
     """The process that encodes long prompts: serves until stdin ends."""
     frames, answers = incoming_frames()
-    with contextlib.suppress(OSError):  # what runs out of memory here need not end the stage
+    with contextlib.suppress(OSError):  # running out of memory here need not end the stage
         Path("/proc/self/oom_score_adj").write_text("1000")
     setup = msgspec.msgpack.decode(frames.get(), type=EncoderSetup)
     encoder = load_encoder(Path(setup.folder), setup.settings, multithreaded=True).encoder

@@ -63,14 +63,19 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What was recorded, and all that it takes to build the same stage again.
+    """The header of a trace: all that is needed to build the same stage again.
 
-    stage: its id, e.g. "engine-0-0". settings: all of Settings but api_key. stages: ids of the
-    topology. wall, monotonic: seconds of both clocks at the beginning of the trace. facts: what the
-    builder knows beyond the settings. snapshot: the core's state before the first record
-    (trace/snapshot.py), None where the trace begins with a fresh core. error: of a flight
-    recording, the exception that ended the stage. broken: records before the first one are missing,
-    so that nothing can be replayed before a BeginEpoch.
+    Attributes:
+    - stage: its id, e.g. "engine-0-0"
+    - settings: all of Settings but api_key
+    - stages: ids of the topology
+    - wall, monotonic: seconds of both clocks at the beginning of the trace
+    - facts: what the builder knows beyond the settings
+    - snapshot: the core's state before the first record (trace/snapshot.py), None where the trace
+      begins with a fresh core
+    - error: of a flight recording, the exception that ended the stage
+    - broken: records before the first one are missing, so that nothing can be replayed before a
+      BeginEpoch
     """
 
     protocol: int
@@ -98,13 +103,15 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, array_like=True):
-    """One message that a core took ("in") or gave ("out"), or a remark ("note").
+    """A message that a core took ("in") or gave ("out"), or a remark ("note").
 
-    time: monotonic seconds; of an input exactly the `now` that its core was given. channel: of the
-    bus, or "local". peer: stage id of the sender or receiver, "" for everyone and for local ones.
-    number, sent: the frame's FrameHeader.seq and FrameHeader.sent, 0 for local ones. body: the
-    message as MessagePack (trace/format.py decodes it). seq: its place in the file, set by the
-    reader.
+    Attributes:
+    - time: monotonic seconds; of an input exactly the `now` that its core was given
+    - channel: of the bus, or "local"
+    - peer: stage id of the sender or receiver, "" for everyone and for local ones
+    - number, sent: the frame's FrameHeader.seq and FrameHeader.sent, 0 for local ones
+    - body: the message as MessagePack (trace/format.py decodes it)
+    - seq: its place in the file, set by the reader
     """
 
     time: float
@@ -117,7 +124,7 @@ class Record(msgspec.Struct, array_like=True):
     seq: int = 0
 
 
-# What the hot path makes: the fields of Record without `seq`.
+# The fields of Record without `seq`, as the hot path makes them.
 Row = tuple[float, Direction, str, str, int, float, bytes]
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -174,7 +181,7 @@ def pack_state(state: bytes) -> bytes:
 
 
 def unpack_state(packed: bytes) -> bytes:
-    """What `pack_state` packed."""
+    """Unpacks a state that `pack_state` has packed."""
     return zstandard.ZstdDecompressor().decompress(packed)
 
 
@@ -187,7 +194,8 @@ def unpack_records(payload: bytes) -> list[Record]:
 
 
 def unpack_header(payload: bytes, protocol: int | None) -> TraceHeader:
-    """The header. Raises UnreadableTrace, or OtherProtocol unless it is `protocol` (None: any)."""
+    """Unpacks a trace's header. Raises UnreadableTrace, or OtherProtocol unless it is `protocol`
+    (None: any)."""
     try:
         raw = _decompressed(payload)
         found = _version(raw).protocol
@@ -340,7 +348,7 @@ class RecordDecoder:
         self._decoders: dict[tuple[str, str], msgspec.msgpack.Decoder[Any]] = {}
 
     def decode(self, record: Record) -> Message:
-        """The typed message. Raises UnreadableTrace."""
+        """Decodes the record into its typed message. Raises UnreadableTrace."""
         key = (record.direction, record.channel)
         decoder = self._decoders.get(key)
         if decoder is None:
@@ -362,7 +370,7 @@ class RecordDecoder:
         if direction == "in":
             common = [getattr(core, name) for name in COMMON_MESSAGES]
             own = [pkgutil.resolve_name(name) for name in LOCAL_IN.get(self._stage, ())]
-            # A gateway hears itself without a socket.
+            # A gateway gets its own heartbeats without a socket.
             return Union[tuple(common + own + [Heartbeat] * (self._stage == "gateway"))]
         names = LOCAL_OUT.get(self._stage)
         if not names:

@@ -55,10 +55,11 @@ _encode = msgspec.msgpack.Encoder().encode
 class RecorderHook:
     """Between a stage's shell and its recorder, on the stage's event loop; acts between events.
 
-    active: whether rows are wanted; the shell looks before it makes one.
-    answer: `answer(state)` publishes what became of a recording.
-    feed: the shell's `handle`.
-    forks: whether this process may be forked, see StateCopier.
+    Attributes:
+    - active: whether rows are wanted; the shell looks before it makes one
+    - answer: `answer(state)` publishes what became of a recording
+    - feed: the shell's `handle`
+    - forks: whether this process may be forked, see StateCopier
     """
 
     def __init__(
@@ -322,7 +323,7 @@ class RecorderHook:
         )
 
     def _flight_folders(self) -> list[Path]:
-        """Where the ring may be written, the best place first."""
+        """Folders into which the ring may be written, the best one first."""
         named = self._settings.flight_dir or self._settings.record
         fallback = Path(tempfile.gettempdir(), f"pipeinfer-{os.getuid()}")
         return [Path(named)] if named else [default_folder(), fallback]

@@ -59,7 +59,7 @@ class _Segment:
 
     @property
     def blocks_bytes(self) -> int:
-        """Without its snapshot."""
+        """Bytes of the segment's blocks, without its snapshot."""
         return self.bytes - len(self.snapshot or b"")
 
 
@@ -108,9 +108,9 @@ class FlightRing:
     def needs_segment(self, now: float, undisturbed: bool = False) -> bool:
         """Whether a new segment should begin: the current one is long, or there is none.
 
-        One that is old and has less in it than a state takes goes on: of a stage that does nothing
-        no state is taken, again and again. undisturbed: taking one delays nothing; where all is
-        kept, that is waited for.
+        An old segment with fewer bytes than a state takes goes on, so that no state is taken again
+        and again of a stage that does nothing. undisturbed: taking a state delays nothing; if all
+        is kept, a new segment waits for that.
         """
         try:
             current = self._segments[-1]
@@ -164,9 +164,12 @@ BEGIN_EPOCH_PREFIX = msgspec.msgpack.encode(BeginEpoch.__name__)
 class Recorder:
     """Rows in, files out.
 
-    add: takes a row; the hot path, on the stage's loop, as all else here but the thread's own part.
-    identify: names the checkpoint; called once, in the thread. restarts: a `BeginEpoch` makes the
-    core as good as new, so a segment of the ring begins there without a snapshot.
+    Attributes:
+    - add: takes a row; the hot path, on the stage's loop, as all else here but the thread's own
+      part
+    - identify: names the checkpoint; called once, in the thread
+    - restarts: a `BeginEpoch` makes the core as good as new, so a segment of the ring begins there
+      without a snapshot
     """
 
     def __init__(
@@ -199,7 +202,7 @@ class Recorder:
 
     @property
     def recording(self) -> int:
-        """Recordings that run."""
+        """Number of recordings that run."""
         return len(self._recordings)
 
     @property
@@ -426,7 +429,7 @@ class TraceFile:
 
 
 def default_folder() -> Path:
-    """Where flight recordings go without --flight-dir: XDG's folder for state."""
+    """The folder of flight recordings without --flight-dir: XDG's folder for state."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "pipeinfer"
 
@@ -470,7 +473,8 @@ def _digest(folder: Path) -> str:
 
 
 def _header_digest(file: Path) -> str:
-    """Of size and first bytes: there are key-values, vocabulary and a list of tensors."""
+    """A digest of a GGUF file's size and first bytes: key-values, vocabulary and the list of
+    tensors."""
     total = sha256(f"{file.stat().st_size}\0".encode())
     with file.open("rb") as stream:
         total.update(stream.read(MAX_GGUF_HEADER))
@@ -500,8 +504,11 @@ class Quota:
 class Outcome:
     """The state of a recording.
 
-    name: of the recording. path: of its file. records, bytes: written so far.
-    reason: why it ended or failed, "" while it goes on.
+    Attributes:
+    - name: of the recording
+    - path: of its file
+    - records, bytes: written so far
+    - reason: why it ended or failed, "" while it goes on
     """
 
     name: str
@@ -560,7 +567,7 @@ class Recording:
         self._on_change(self._outcome("recording"))
 
     def fail(self, reason: str) -> None:
-        """It cannot begin."""
+        """Ends the recording as failed: it cannot begin."""
         self._settle("failed", reason)
 
     def take(self, rows: Sequence[Row], block: bytes | None) -> None:

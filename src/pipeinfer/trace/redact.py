@@ -45,13 +45,13 @@ class TokenPermutation:
         return self.array(np.frombuffer(raw, dtype="<i4")).tobytes()
 
     def array(self, ids: np.ndarray) -> np.ndarray:
-        """int32 [n], renamed."""
+        """Renames the ids of an array int32 [n]."""
         table = self._table
         inside = (ids >= 0) & (ids < len(table))
         return np.where(inside, table[np.where(inside, ids, 0)], ids).astype("<i4")
 
     def one(self, token: int) -> int:
-        """One id, renamed."""
+        """The new name of one id."""
         return int(self._table[token]) if 0 <= token < len(self._table) else token
 
 
@@ -250,7 +250,7 @@ class Redactor:
             "text": lambda _: "",
             "texts": lambda _: (),
             "digest": lambda _: b"",
-            "bytes": lambda _: b"",  # lengths of tokens' texts, by which ids could be told
+            "bytes": lambda _: b"",  # lengths of tokens' texts, by which ids could be found
             "list": lambda _: [],
             "dict": lambda _: {},
             "none": lambda _: None,
@@ -282,7 +282,7 @@ class Redactor:
         return msgspec.structs.replace(header, redacted=True, snapshot=state)
 
     def message(self, message: M) -> M:
-        """The same message without text, its ids renamed."""
+        """A copy of the message without text, with its ids renamed."""
         fields = REDACTED_FIELDS.get(type(message).__name__, {})
         changed = {}
         for name, how in fields.items():
@@ -311,11 +311,12 @@ class Redactor:
         return blake2b(salt.encode(), key=self._key, digest_size=16).hexdigest() if salt else ""
 
     def _why(self, error: str) -> str:
-        """What a grammar's compiler says; "" is no error, and a scheduler knows one by its text."""
+        """The redacted error of a grammar's compiler. NO_GRAMMAR_MEMORY stays, since a scheduler
+        compares its text; so does "", which is no error."""
         return error if error == NO_GRAMMAR_MEMORY else self._salt(error)
 
     def _error(self, error: str) -> str:
-        """What a scheduler says: its own words hold numbers alone."""
+        """The redacted error of a scheduler: its own words hold numbers alone, and stay."""
         if not error.startswith(GRAMMAR_ERROR):
             return error
         return GRAMMAR_ERROR + self._why(error.removeprefix(GRAMMAR_ERROR))

@@ -368,7 +368,8 @@ class _Builder:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    """Of plain numbers; NumPy itself would take a whole language."""
+    """The dtype of plain numbers called `name`. Raises RestoreError for others: NumPy itself would
+    take a whole language."""
     if not re.fullmatch("[<>|=][biuf][1248]", name):
         raise RestoreError(f"numbers of type {name!r}")
     return np.dtype(name)
@@ -385,7 +386,7 @@ def known_class(name: str) -> type:
     return found
 
 
-# What is walked on the loop: so many values take a fraction of a millisecond, less than a fork.
+# Most values that are walked on the loop: a fraction of a millisecond, less than a fork takes.
 MAX_WALKED_VALUES = 1_000
 SHORT_WALK_SECONDS = 0.001  # seconds; a walk that took longer is a fork's business the next time
 COPY_TIMEOUT = 30.0  # seconds that a copy may take; then it is killed, and its state lost
@@ -456,7 +457,7 @@ class StateCopier:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with warnings.catch_warnings():
-                # That a lock may be held for ever concerns who wants one, and the walk does not.
+                # The warning is of locks that may be held for ever; the walk takes none.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if not pid:
@@ -534,7 +535,7 @@ class _Meanwhile:
         except Exception:
             if self._still():
                 raise
-            state = b""  # what changes under a walk may look like anything
+            state = b""  # state that changes during a walk may have any form
         if not self._still():
             raise StateCopyFailed("the stage went on while its state was walked")
         self._learn(time.perf_counter() - begun)

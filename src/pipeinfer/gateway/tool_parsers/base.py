@@ -1,11 +1,11 @@
-"""What parsers of a model's output text share, and the parsers of reasoning.
+"""Common parts of the parsers of a model's output text, and the parsers of reasoning.
 
 The output text of one choice goes through a chain of parsers: reasoning, then tool calls, then
 plain content. Each parser takes text as it is decoded and returns what is certain.
 
 - ParsedDelta, OutputParser: what a parser returns, and what a parser is.
 - find_marker, ContentBuffer: text that may be the beginning of a marker is held back.
-- ReasoningParser, AnswerTagParser: thoughts between tags, and content between answer tags.
+- ReasoningParser, AnswerTagParser: reasoning between tags, and content between answer tags.
 
 Knows no model and no HTTP.
 """
@@ -115,7 +115,8 @@ class ReasoningTokenCounter:
             self._spans.append((self._open_start, at))
 
     def add_offsets(self, offsets: bytes) -> None:
-        """Further tokens. `offsets`: int32 bytes, the characters of output before each token."""
+        """Adds the offsets of further tokens. `offsets`: int32 bytes, the characters of output
+        before each token."""
         if offsets:
             self._offsets += unpack_few(offsets)
 
@@ -131,7 +132,7 @@ class ReasoningTokenCounter:
 
 
 class MarkerMatch:
-    """What find_marker found.
+    """The result of find_marker.
 
     Attributes:
     - before: text that is certainly no part of a marker
@@ -160,7 +161,7 @@ def find_marker(text: str, markers: Sequence[str]) -> MarkerMatch:
 
 
 def _begun(text: str, marker: str) -> int:
-    """Letters at the end of `text` that begin `marker`."""
+    """Characters at the end of `text` that begin `marker`."""
     at = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
     while at >= 0:
         if marker.startswith(text[at:]):
@@ -266,12 +267,12 @@ class ReasoningParser:
         self._state: Literal["begin", "reasoning", "space", "answer"] = "begin"
         self._buffer: str = ""
         self._leading_space: list[str] = []  # white space before anything else
-        self._pending_space: list[str] = []  # white space after thoughts
+        self._pending_space: list[str] = []  # white space after reasoning
         self._emitted = False
 
     @property
     def _buffer_start(self) -> int:
-        """Where in the whole output the buffered text begins, in characters."""
+        """The position in the whole output at which the buffered text begins, in characters."""
         return self._total_chars - len(self._buffer)
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:
@@ -368,7 +369,7 @@ class AnswerTagParser:
         self._closing = closing
         self._state: Literal["begin", "space", "inside", "over", "bare"] = "begin"
         self._buffer = ""
-        self._pending_space: list[str] = []  # that may stand before the closing tag
+        self._pending_space: list[str] = []  # white space that may stand before the closing tag
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:
         self._buffer += text

@@ -61,7 +61,7 @@ class UnsupportedInputGrammar(UnsupportedSchema):
 
 @dataclass(frozen=True)
 class GrammarRequest:
-    """What a grammar of calls must enforce.
+    """Requirements that a grammar of tool calls must enforce.
 
     Attributes:
     - schemas: of the parameters of each function that may be called, by name; None: any object
@@ -219,7 +219,7 @@ def repeated(request: GrammarRequest, name: str, between: str) -> str:
 
 
 def rule(name: str, alternatives: Iterable[str]) -> str:
-    """One of the alternatives."""
+    """A grammar rule that allows one of the alternatives."""
     return f"{name}: " + "\n  | ".join(alternatives)
 
 
@@ -230,7 +230,7 @@ def call_object(request: GrammarRequest, name: str, key: str) -> str:
 
 
 def call_schema(request: GrammarRequest, name: str, key: str) -> str:
-    """The same as call_object, as one schema."""
+    """A call in the form of call_object, as one JSON schema."""
     text = request.input_grammars.get(name)
     regex = None if text is None else input_regex(name, text, None)
     arguments = _arguments(arguments_schema(request, name, regex))
@@ -265,7 +265,7 @@ def arguments_schema(request: GrammarRequest, name: str, regex: str | None) -> J
 
 
 def _regex_in_schema(regex: str) -> str:
-    """For a schema, in which some classes have fewer letters than in an expression by itself."""
+    """For a schema, in which some classes have fewer characters than in an expression by itself."""
     return re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
 
 
@@ -285,7 +285,7 @@ def input_regex(tool: str, text: StructuredOutputs, excluded: str | None) -> str
     """The regular expression of a custom tool's text. Raises UnsupportedInputGrammar.
 
     None for a grammar without one that can be nested instead, because its texts have none of the
-    letters `excluded`; with `excluded` None no grammar can be nested.
+    characters `excluded`; with `excluded` None no grammar can be nested.
     """
     if text.grammar is None:
         return with_plain_digits(text.regex or "")
@@ -327,7 +327,7 @@ def optional_text(text: str) -> str:
 
 
 def sequence(*parts: str) -> str:
-    """One after the other; texts that follow each other become one."""
+    """Grammar parts in sequence; texts that follow each other become one text."""
     joined: list[str] = []
     for part in filter(None, parts):
         if joined and joined[-1].startswith('"') and part.startswith('"'):
@@ -369,11 +369,11 @@ def parameter_schemas(
 
 # ------------------------------------------------------------------- Lark as a regular expression
 
-MAX_DEFINITION_CHARS = 64 * 1024  # letters of a grammar
-# Letters of an expression: rules that are put in each other's places may multiply.
+MAX_DEFINITION_CHARS = 64 * 1024  # characters of a grammar
+# Characters of an expression: rules that are put in each other's places may multiply.
 MAX_REGEX_CHARS = 32 * 1024
-MAX_EXPANDED_CHARS = 16 * MAX_REGEX_CHARS  # letters of all intermediate expressions
-MAX_ATOMS = 1_000  # different letters and classes in which may_contain() searches
+MAX_EXPANDED_CHARS = 16 * MAX_REGEX_CHARS  # characters of all intermediate expressions
+MAX_ATOMS = 1_000  # different characters and classes in which may_contain() searches
 MAX_NESTING = 64  # of rules and brackets within each other
 # A JSON string has these as escapes alone.
 JSON_ESCAPED_CHARS = '"\\' + "".join(map(chr, range(32)))
@@ -422,7 +422,7 @@ _TERMINALS = {
 _TERMINALS["NUMBER"] = f"(?:{_TERMINALS['FLOAT']}|[0-9]+)"
 _TERMINALS["SIGNED_FLOAT"] = rf"[+\-]?{_TERMINALS['FLOAT']}"
 _TERMINALS["SIGNED_NUMBER"] = rf"[+\-]?{_TERMINALS['NUMBER']}"
-# Letters with a meaning in an expression.
+# Characters with a meaning in an expression.
 _METACHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 _FLAGS = frozenset("imsux")
 
@@ -443,9 +443,8 @@ class _Token(NamedTuple):
 
 
 def grammar_to_regex(definition: str) -> str:
-    """One regular expression for all texts of the grammar. Raises RecursiveGrammar,
-    UnsupportedGrammar.
-    """
+    """A regular expression for all texts of the grammar. Raises RecursiveGrammar,
+    UnsupportedGrammar."""
     return _Grammar(definition).expression()
 
 
@@ -469,7 +468,7 @@ class _Grammar:
         self._rules: dict[str, list[_Token]] = {}
         self._ignored: list[list[_Token]] = []
         self._regex_by_rule: dict[str, str] = {}
-        self._expanded_chars = 0  # letters of all intermediate expressions
+        self._expanded_chars = 0  # characters of all intermediate expressions
         self._open_rules: list[str] = []  # rules that are being expanded
         if len(definition) > MAX_DEFINITION_CHARS:
             raise UnsupportedGrammar(
@@ -575,7 +574,7 @@ class _Grammar:
 
 
 def _token_regex(found: re.Match[str]) -> str | None:
-    """The expression of a string, a range of letters or a regex; None for any other token."""
+    """The expression of a string, a range of characters or a regex; None for any other token."""
     if found["first"]:
         first, last = (_regex_of_text(_literal_text(found[name])) for name in ("first", "last"))
         return f"[{first}-{last}]"
@@ -608,7 +607,7 @@ def _regex_of_text(text: str) -> str:
     return _METACHARACTERS.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 
-# ---------------------------------------------------------------------- letters of an expression
+# ---------------------------------------------------------------------- characters of an expression
 
 _GROUP = re.compile(r"\((?:\?(?:P?<\w+>|(?P<flags>[a-z-]*)(?P<alone>[:)])))?")
 _CLASS_NAMES = {  # of POSIX, in ASCII

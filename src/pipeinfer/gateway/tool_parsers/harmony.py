@@ -46,7 +46,7 @@ BUILT_IN_TOOLS = frozenset(("browser", "python", "container"))
 BROADCAST_RECIPIENTS = frozenset(("user", "all"))  # recipients that are no function
 # Words behind the channel that belong to the header, and are no text of a message.
 HEADER_WORDS = frozenset(("t", "to", "json", "code", "text"))
-MAX_UNMARKED_HEADER_CHARS = 300  # letters that may be a header without its first marker
+MAX_UNMARKED_HEADER_CHARS = 300  # characters that may be a header without its first marker
 _RECIPIENT = re.compile(r"to=([^\s{]*)")
 _ONLY_RECIPIENT = re.compile(r"to=\S*\s*")
 _WORD = re.compile(r"\s*(\w*)")
@@ -182,7 +182,7 @@ class HarmonyParser:
         return deltas
 
     def _handle_text(self, text: str, deltas: list[ParsedDelta]) -> None:
-        """Text between markers."""
+        """Handles text between markers."""
         if self._header is None:
             self._emit(text, deltas)
             return
@@ -404,11 +404,9 @@ EFFORTS = ("low", "medium", "high")
 
 
 def harmony_messages(chat: Sequence[JsonObject]) -> list[JsonObject]:
-    """The same conversation in messages that the template shows completely; system messages first.
-
-    The template shows one system message, one call a message, and either reasoning or content
-    beside it; other things it leaves out silently, or refuses.
-    """
+    """The conversation in messages that the template shows completely; system messages first. The
+    template shows one system message, one call in each message, and either reasoning or content
+    beside the call; it leaves out or refuses everything else."""
     return list(_template_messages(chat))
 
 

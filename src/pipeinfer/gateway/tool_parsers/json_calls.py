@@ -43,8 +43,8 @@ from pipeinfer.gateway.tool_parsers.partial_json import (
     CallObjectParser,
 )
 
-MAX_HEADER_CHARS = 256  # letters between the opening and arguments: the name, an id, white space
-IGNORED_AFTER_CALL = WHITESPACE + ",}]`"  # surplus letters that models write behind an object
+MAX_HEADER_CHARS = 256  # characters between the opening and arguments: the name, an id, white space
+IGNORED_AFTER_CALL = WHITESPACE + ",}]`"  # surplus characters that models write behind an object
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"  # between type and name, or behind the name
 KIMI_ARGUMENT_BEGIN = "<|tool_call_argument_begin|>"  # behind the name
 _NAME = r"([^\s<>{}\[\]\"'｜|]{1,128}?)"
@@ -367,9 +367,8 @@ class JsonCallParser:
         return True
 
     def _find_closing(self, deltas: list[ParsedDelta]) -> bool:
-        """What stands before the closing is dropped. If another call opens first, or the output
-        ends, the closing was forgotten and the text is content.
-        """
+        """Looks for the closing marker and drops the text before it. If another call opens first,
+        or the output ends, the closing marker was forgotten, and the text is content."""
         found = find_marker(self._buffer, self._markers)
         self._suffix.append(found.before)
         self._buffer = found.tail

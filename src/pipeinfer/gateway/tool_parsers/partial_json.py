@@ -19,7 +19,7 @@ from pipeinfer.gateway.tool_parsers.base import (
 from pipeinfer.params import JsonValue
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-ESCAPES = '"\\/bfnrtu'  # letters that may stand behind a backslash
+ESCAPES = '"\\/bfnrtu'  # characters that may stand behind a backslash
 NULL_WORDS = ("null", "None")
 
 

@@ -42,7 +42,7 @@ from pipeinfer.gateway.tool_parsers.grammars import (
 from pipeinfer.params import JsonObject, JsonValue
 
 MAX_BRACKET_DEPTH = 64  # brackets within brackets
-LOOKAHEAD_CHARS = 256  # letters behind a quote that decide whether a string ends there
+LOOKAHEAD_CHARS = 256  # characters behind a quote that decide whether a string ends there
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORDS = _PYTHON_WORDS | {word: word for word in _PYTHON_WORDS.values()}
@@ -65,7 +65,7 @@ _NON_DECIMAL = re.compile(r"[+-]?0(?:[xX][0-9a-fA-F]{1,16}|[oO][0-7]{1,16}|[bB][
 
 
 class Lookahead(NamedTuple):
-    """What may stand behind a value.
+    """Patterns of the text that may stand behind a value.
 
     Attributes:
     - matches: where it matches, a quote before it has ended a string
@@ -436,7 +436,7 @@ def _json_chars(text: str) -> str:
 MAX_HEAD_CHARS = 256  # from a bracket to the first value
 FUNCTION_NAME = r"[\w.-]{1,128}"
 ARGUMENT_NAME = r"[^\s()\[\]{}<>,:;=\"'`]{1,128}"
-BETWEEN_PYTHON_CALLS = WHITESPACE + ",;"  # what may stand behind a call, before another one
+BETWEEN_PYTHON_CALLS = WHITESPACE + ",;"  # characters between two calls
 
 # Behind a parenthesis or comma: the end, or a name and the begin of its value.
 _FIRST = rf"(?:(?P<end>\))|(?P<key>{ARGUMENT_NAME})\s*=\s*(?=[^=\s]))"
@@ -731,8 +731,9 @@ class _PythonicRules:
         return f'{self._arguments(name, prefix, schema)} ")"'.lstrip()
 
     def _arguments(self, name: str, prefix: str, given: JsonObject) -> str:
-        """Those that are required, and others, in their order. Up to the first that is required,
-        each may be the first one; it has rules of its own then, as it stands in two places."""
+        """The grammar of a call's arguments: required ones, and others, in their order. Each
+        argument up to the first required one may be the first of the call; it has two rules then,
+        since it stands in two places."""
         properties, required, shared = parameter_schemas(name, given, ARGUMENT_NAME)
         values = [self._value(value, shared) for value in properties.values()]
         heads = [f"{key}=" for key in properties]
@@ -768,7 +769,8 @@ class _PythonicRules:
 
 
 def _python_value(schema: JsonValue, shared: JsonObject) -> str:
-    """As JSON; words that are all of a value may be Python's."""
+    """The grammar of a value, written as JSON; booleans and null that are all of a value may be
+    written as in Python."""
     own = schema if isinstance(schema, dict) else {}
     if not set(own) - ANNOTATIONS - {"type"}:
         if schema_types(own) == frozenset(("boolean",)):

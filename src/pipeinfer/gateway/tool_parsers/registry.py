@@ -91,7 +91,7 @@ Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 
 @dataclass(frozen=True)
 class ToolParser:
-    """One format of tool calls, how it is parsed and how it is enforced.
+    """A format of tool calls: how it is parsed and how it is enforced.
 
     Attributes:
     - make_parser: from the tools' schemas by name to the parser of one choice
@@ -162,7 +162,7 @@ def _pythonic(
     )
 
 
-# What may stand between a tag and JSON in a template's text: line ends and the template's syntax.
+# Text between a tag and JSON in a template: line ends and the template's syntax.
 _SYNTAX = r"(?:\\n|[^<>\w])*"
 _OBJECT = rf"<tool_call>(?:{_SYNTAX}\{{\\?[\"'](?:name|arguments)\b|[^<>]{{0,80}}\|\s*tojson)"
 _LINE = r"</arg_key>(?:\\n|\n)"
@@ -240,7 +240,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
         special=True,
     ),
 }  # fmt: skip
-# Of models without a format of their own, which follow a grammar.
+# For models without a format of their own, which follow a grammar.
 ANY_MODEL = ToolParser(lambda _: JsonCallParser(JSON_LIST, opened=True), bare_list_grammar)
 # {format that no parser parses: regular expression of chat templates that use it}; most names are
 # vLLM's.
@@ -268,7 +268,7 @@ HARMONY = ("openai", "openai_gptoss")
 
 
 class ParserOptions(msgspec.Struct, frozen=True):
-    """What of a request its output parsers depend on: see OutputParsers.parser_factory.
+    """Properties of a request on which its output parsers depend: see OutputParsers.parser_factory.
 
     Attributes:
     - continues_message: see OutputParsers
@@ -340,7 +340,7 @@ class OutputParsers:
         return TOOL_PARSERS[self.tool_parser_name] if self.tool_parser_name else ANY_MODEL
 
     def continuing_message(self) -> OutputParsers:
-        """The same for an answer that continues the last message."""
+        """A copy for an answer that continues the last message."""
         return replace(self, continues_message=True)
 
     @property
@@ -461,7 +461,7 @@ class OutputParsers:
 
 
 NO_PARSERS = OutputParsers()
-MAX_FEED_CHARS = 1024  # letters that a parser gets at a time
+MAX_FEED_CHARS = 1024  # characters that a parser gets at a time
 
 
 class BoundedFeedParser:

@@ -48,7 +48,7 @@ from pipeinfer.gateway.tool_parsers.partial_json import JsonValueScanner
 from pipeinfer.gateway.tool_parsers.pythonic import PythonLiteralParser
 from pipeinfer.params import JsonObject, JsonValue, StructuredOutputs
 
-MAX_NAME_CHARS = 256  # letters of a name of a function or parameter
+MAX_NAME_CHARS = 256  # characters of a name of a function or parameter
 _PYTHON = ("T", "F", "N", "[", "{", "(")  # first letters of Python literals that are no JSON
 _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"'`]+")  # of a function that stands between tags
 
@@ -157,7 +157,7 @@ class XmlCallParser:
         self._content_buffer = ContentBuffer()
         self._key = self._string_flag = ""
         self._value = _ValueEncoder(frozenset(), tags.value_on_lines)
-        # Of a call whose parameters are one JSON object.
+        # Scans the JSON object of a call whose parameters are one object.
         self._object_scanner: JsonValueScanner | None = None
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:
@@ -484,7 +484,7 @@ class _XmlRules:
         self._closing = sequence(self._line, end, self._optional_text)
         never = text_without(*tags.ends_of_value)
         self._special = request.has_special_token(tags.value_end)
-        # What of the closing no token spells is a part of a text before it.
+        # A part of the closing that no token spells is a part of the text before it.
         self._lead = (
             "\n" * tags.value_on_lines + request.text_before_special(tags.value_end)
             if self._special

@@ -1,23 +1,23 @@
-"""Scores held against the log-probs that a model in float64 or float32 gives.
+"""Log-probs held against the log-probs that a model in float64 or float32 gives.
 
-Knows the form of scores (pipeinfer/wire.py) and arrays; nothing of who computed either.
+Knows the form of log-probs (pipeinfer/wire.py) and arrays; nothing of who computed either.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.wire import unpack_scores
+from pipeinfer.wire import unpack_logprobs
 
 TOLERANCE = 1e-4
 
 
-def check_scores(raw: bytes, most: int, expected: np.ndarray, tokens: list[int]) -> None:
-    """`raw` has a score of each of `tokens`, with `most` alternatives.
+def check_logprobs(raw: bytes, most: int, expected: np.ndarray, tokens: list[int]) -> None:
+    """`raw` has a log-prob record of each of `tokens`, with `most` alternatives.
 
     expected: float64 [n, vocab], log-probs at each of their positions.
     """
-    found = list(unpack_scores(raw, most))
+    found = list(unpack_logprobs(raw, most))
     assert len(found) == len(tokens) == len(expected)
     own, ranks = np.array([(s.logprob, s.rank) for s in found]).reshape(-1, 2).T
     ids = np.array([s.ids for s in found], dtype=np.int64).reshape(len(found), most)
@@ -33,11 +33,11 @@ def check_scores(raw: bytes, most: int, expected: np.ndarray, tokens: list[int])
     assert (np.diff(np.sort(ids, axis=1), axis=1) > 0).all(), "an id is there twice"
 
 
-def check_prompt_scores(raw: bytes, most: int, expected: np.ndarray, prompt: list[int]) -> None:
-    """The same of a prompt, whose first token has an empty score.
+def check_prompt_logprobs(raw: bytes, most: int, expected: np.ndarray, prompt: list[int]) -> None:
+    """The same of a prompt, whose first token has an empty record.
 
     expected: [n, vocab], log-probs of what follows each of its tokens.
     """
     size = len(raw) // len(prompt)
     assert not any(raw[:size])
-    check_scores(raw[size:], most, expected[:-1], prompt[1:])
+    check_logprobs(raw[size:], most, expected[:-1], prompt[1:])

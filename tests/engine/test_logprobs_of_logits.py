@@ -16,23 +16,23 @@ from pipeinfer.kernels import host
 from pipeinfer.wire import (
     PositionLogprobs,
     json_logprob,
-    narrow_scores,
-    no_score,
-    score_bytes,
-    unpack_scores,
+    logprob_bytes,
+    narrow_logprobs,
+    no_logprob,
+    unpack_logprobs,
 )
 from rank_threads import ThreadCollectives, ThreadGroup
 
 
 def by_definition(logits: np.ndarray, token: int, most: int) -> PositionLogprobs:
     """Of one row float32 [vocab]."""
-    scores = logits.astype(np.float64)
-    total = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
-    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    values = logits.astype(np.float64)
+    total = np.log(np.exp(values - values.max()).sum()) + values.max()
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     best = order[:most]
     return PositionLogprobs(
-        float(scores[token] - total), order.index(token) + 1, best,
-        [float(scores[i] - total) for i in best],
+        float(values[token] - total), order.index(token) + 1, best,
+        [float(values[i] - total) for i in best],
     )  # fmt: skip
 
 
@@ -78,15 +78,15 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(
     with patch.object(ON_HOST, "TOPK_BLOCK", block):
         told = group.run(one)
     assert len(set(told)) == 1, "all ranks say the same"
-    found = list(unpack_scores(told[0], most))
-    assert len(told[0]) == len(rows) * score_bytes(most)
+    found = list(unpack_logprobs(told[0], most))
+    assert len(told[0]) == len(rows) * logprob_bytes(most)
     for row, token, entry in zip(logits, ids, found, strict=True):
         check(entry, by_definition(row, token, min(most, 9)))
 
 
 def test_of_equal_logits_the_lowest_ids_come_first():
     logits = torch.zeros(1, 5000)
-    (entry,) = unpack_scores(host.logprobs(logits, torch.tensor([4999]), 3).numpy().tobytes(), 3)
+    (entry,) = unpack_logprobs(host.logprobs(logits, torch.tensor([4999]), 3).numpy().tobytes(), 3)
     assert (entry.ids, entry.rank) == ([0, 1, 2], 5000)
 
 
@@ -95,7 +95,7 @@ def test_sums_are_float32_whatever_the_logits_are(dtype):
     torch.manual_seed(0)
     logits = (torch.randn(2, 3000) * 4).to(dtype)
     raw = host.logprobs(logits, torch.tensor([5, 77]), 4).numpy().tobytes()
-    for n, entry in enumerate(unpack_scores(raw, 4)):
+    for n, entry in enumerate(unpack_logprobs(raw, 4)):
         check(entry, by_definition(logits[n].float().numpy(), (5, 77)[n], 4))
 
 
@@ -103,14 +103,14 @@ def test_an_entry_with_fewer_alternatives_is_the_beginning_of_one_with_more():
     torch.manual_seed(1)
     table = host.logprobs(torch.randn(3, 100), torch.tensor([1, 2, 3]), 7).numpy()
     for most in (0, 2, 7):
-        cut = list(unpack_scores(narrow_scores(table, most).tobytes(), most))
-        for entry, whole in zip(cut, unpack_scores(table.tobytes(), 7), strict=True):
+        cut = list(unpack_logprobs(narrow_logprobs(table, most).tobytes(), most))
+        for entry, whole in zip(cut, unpack_logprobs(table.tobytes(), 7), strict=True):
             assert entry[:2] == whole[:2]
             assert (entry.ids, entry.logprobs) == (whole.ids[:most], whole.logprobs[:most])
 
 
 def test_a_token_that_nothing_comes_before_has_no_log_prob():
-    (entry,) = unpack_scores(no_score(3), 3)
+    (entry,) = unpack_logprobs(no_logprob(3), 3)
     assert (entry.rank, entry.ids, entry.logprobs) == (0, [], [])
 
 
