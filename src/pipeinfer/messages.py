@@ -397,8 +397,8 @@ class Admit(Message, frozen=True):
     - seed: of the request's noise
     - suppressed_ids: ids not sampled before `params.min_tokens` outputs
     - cache_salt: separates prefix caches
-    - prompt_logprobs_from: first prompt position whose log-prob is still needed; the token before it must be
-      computed, not taken from the cache. -1: no prompt log-probs needed
+    - prompt_logprobs_from: first prompt position whose log-prob is still needed; the token before
+      it must be computed, not taken from the cache. -1: no prompt log-probs needed
     - bad_word_ids, trace, reasoning: as in TokenizedRequest
     - adapter_slot: where LoadAdapter has put the request's adapter; 0: no adapter
     """

@@ -354,8 +354,8 @@ class Step:
       does
     - delta: applied first. Then position p of row r lies in page table[slots[r], p // page_size],
       at offset p % page_size. Page 0 is a dummy that no request owns
-    - prompt_logprob_chunks: known tokens whose log-probs are asked for; the step computes the tokens before
-      them
+    - prompt_logprob_chunks: known tokens whose log-probs are asked for; the step computes the
+      tokens before these
     - masked: rows of logits that grammars restrict; their masks are known only when the step before
       has ended. None: no row
     - shared_prefixes: None if attention shares no reads, or no decodes have a prefix in common
