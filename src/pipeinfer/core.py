@@ -120,8 +120,8 @@ class StepDone(Message, frozen=True):
     - token_ids: int32 bytes, row after row
     - seconds: duration of the step; differs between a run and its replay
     - bad: int32 bytes, those of the L rows whose logits were not finite
-    - logprobs: log-prob records (wire.py) of the ids of rows that ask for them
-    - prompt_logprobs: log-prob records of the tokens of each of the step's `prompt_logprob_chunks`
+    - logprobs: log-probs (wire.py) of the ids of rows that ask for them
+    - prompt_logprobs: log-probs of the tokens of each of the step's `prompt_logprob_chunks`
     - refused: by row, why the row's grammar allows nothing
     - mask_units: by row, cost of one mask in units (grammars/compiling.py), if it is high or was
     """

@@ -1,7 +1,7 @@
 """The protocol: every message between stages, and the messages of each channel.
 
 Knows no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec struct,
-encoded as MessagePack; token sequences are raw little-endian int32 bytes, log-probs are records of
+encoded as MessagePack; token sequences are raw little-endian int32 bytes, log-probs are those of
 wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
 control.py has the messages of people's requests to stages, such as recordings and swaps.
 """

@@ -260,9 +260,9 @@ class Sampled:
     - num_sampled: int32 [L], how many tokens each row gave
     - ids: int32 [the sum of num_sampled], row after row
     - bad: int32, ascending, rows whose logits have no finite maximum or a NaN; they gave no token
-    - logprobs: row after row, log-prob records (wire.py) of the ids of rows that ask for them, and
-      float32 vectors of rows that ask for vectors
-    - prompt_logprobs: log-prob records of each of the step's `prompt_logprob_chunks`
+    - logprobs: row after row, log-probs (wire.py) of the ids of rows that ask for them, and float32
+      vectors of rows that ask for vectors
+    - prompt_logprobs: log-probs of each of the step's `prompt_logprob_chunks`
     - refused: by row, why the row's grammar allowed nothing; such rows gave no token either
     - mask_units: by row, cost of one mask in units (grammars/compiling.py), if it was measured anew
       and is high, or was
@@ -355,7 +355,7 @@ class Step:
     - delta: applied first. Then position p of row r lies in page table[slots[r], p // page_size],
       at offset p % page_size. Page 0 is a dummy that no request owns
     - prompt_logprob_chunks: known tokens whose log-probs are asked for; the step computes the
-      tokens before these
+      tokens before them
     - masked: rows of logits that grammars restrict; their masks are known only when the step before
       has ended. None: no row
     - shared_prefixes: None if attention shares no reads, or no decodes have a prefix in common

@@ -4,8 +4,8 @@ Ids are little-endian int32. Packing goes by an array or, for a handful, without
 usual case, an array costs more than its use.
 
 A log-prob record is the log-prob of one token of a request with those of the likeliest
-alternatives. All records of a request have one size, which follows from the number of alternatives
-it asks for:
+alternatives. All records of a request have one size, which follows from the number of
+alternatives it asks for:
 
     | log-prob float32 | rank int32 | ids int32 [most] | their log-probs float32 [most] |
 
@@ -57,10 +57,10 @@ def unpack_few(raw: bytes) -> list[int]:
 
 COUNT_OF_ONE = pack([1])  # a count of 1: of a decode's tokens, or of the ids that a row samples
 NO_ID = -1  # in place of an alternative's id: the vocabulary has fewer tokens
-# records of a prompt's tokens in one message: a long message would hold up others
+# Log-probs of a prompt's tokens in one message: a long message would hold up others
 LOGPROBS_PER_MESSAGE = 256
 WORD = 4  # bytes
-LOGPROB_WORDS = 2  # words of a record before its alternatives: log-prob and rank
+LOGPROB_WORDS = 2  # words of a log-prob record before its alternatives: log-prob and rank
 # The log-prob that stands for negative infinity in JSON, which has no infinite numbers; vLLM's.
 MIN_LOGPROB = -9999.0
 
@@ -82,9 +82,9 @@ class PositionLogprobs(NamedTuple):
 
 
 def logprob_bytes(num_alternatives: int | None, vector_size: int = 0) -> int:
-    """Bytes of a log-prob record; 0 if no log-probs are asked for (None). If a request asks for
-    a pooled output, the bytes of its `vector_size` float32 numbers, which take the place of a
-    record."""
+    """Bytes of a log-prob record; 0 if no log-probs are asked for (None). If a request asks for a
+    pooled output, the bytes of its `vector_size` float32 numbers, which take the place of a
+    log-prob record."""
     if vector_size:
         return WORD * vector_size
     return 0 if num_alternatives is None else WORD * (LOGPROB_WORDS + 2 * num_alternatives)
@@ -96,8 +96,8 @@ def no_logprob(num_alternatives: int) -> bytes:
 
 
 def narrow_logprobs(table: np.ndarray, num_alternatives: int) -> np.ndarray:
-    """Log-prob records int32 [n, words] with `num_alternatives` alternatives, made from a `table`
-    int32 [n, words] with as many or more."""
+    """Log-probs int32 [n, words] with `num_alternatives` alternatives, made from a `table` int32
+    [n, words] with as many or more."""
     num_given = (table.shape[1] - LOGPROB_WORDS) // 2
     if num_given == num_alternatives:
         return table
@@ -108,8 +108,8 @@ def narrow_logprobs(table: np.ndarray, num_alternatives: int) -> np.ndarray:
 
 @cache
 def logprob_layout(num_alternatives: int) -> Struct:
-    """The layout of the bytes of one record: log-prob, rank, `num_alternatives` ids and their
-    log-probs. Reading few records by it takes a tenth of the time that an array takes."""
+    """The layout of the bytes of one log-prob record: log-prob, rank, `num_alternatives` ids and
+    their log-probs. Reading few log-probs by it takes a tenth of the time that an array takes."""
     return Struct(f"<fi{num_alternatives}i{num_alternatives}f")
 
 

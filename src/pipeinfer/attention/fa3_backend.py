@@ -26,8 +26,9 @@ from pipeinfer.step import AttentionShape
 class Fa3Metadata:
     """Rows begin..end-1 of a step: queries from q_indptr, keys from the table.
 
-    schedules: of prefill rows, the kernel's own list of work, by shape. The first layer of a shape
-    has it made on the device, the others read it.
+    Attributes:
+    - schedules: of prefill rows, the kernel's own list of work, by shape. The first layer of a
+      shape has it made on the device, the others read it
     """
 
     q_indptr: torch.Tensor
@@ -58,7 +59,7 @@ class Fa3Kernel:
         self._first = {shapes.index(shape) for shape in set(shapes)}  # layers
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
-        self._descales: list[torch.Tensor] = []  # of each layer, if pages hold e4m3: q, k, v
+        self._descales: list[torch.Tensor] = []  # if pages hold e4m3: factors of q, k, v by layer
 
     def bind(self, pool: KVPool, max_rows: int) -> None:
         self._k = pool.k
@@ -104,14 +105,16 @@ class Fa3Kernel:
         )
 
     def _descaled(self, layer: int, metadata: Fa3Metadata) -> dict[str, torch.Tensor]:
-        """What q, k and v are multiplied by, [rows, kv_heads] each: one number, seen so often."""
+        """Returns the factors of q, k and v, [rows, kv_heads] each: views of one number."""
         size = len(metadata.lengths), self._shapes[layer].num_kv_heads
         names = ("q_descale", "k_descale", "v_descale")
         parts = self._descales[layer]
         return {name: parts[at].expand(size) for at, name in enumerate(names)}
 
     def _scheduled(self, layer: int, q: torch.Tensor, metadata: Fa3Metadata) -> torch.Tensor:
-        """What the kernel else finds out at the beginning of each layer of that shape."""
+        """Returns the kernel's work list, which the kernel would otherwise make at the beginning of
+        each layer of that shape.
+        """
         shape, page_size = self._shapes[layer], self._k[layer].shape[1]
         return self._schedule(
             len(metadata.lengths),
@@ -135,7 +138,7 @@ def _window(shape: AttentionShape) -> tuple[int, int]:
     return (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
 
 
-# Kernels read lengths and tables on the device: what was planned for a graph holds for every step.
+# Kernels read lengths and tables on the device: the plan of a graph holds for every step.
 FA3 = PagedKind(
     Fa3Kernel,
     Fa3Kernel,

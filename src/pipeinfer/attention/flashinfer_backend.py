@@ -27,15 +27,17 @@ from pipeinfer.step import AttentionShape
 PARITIES = 2
 FLOAT_BYTES = 128 * 2**20  # recommended by FlashInfer; more where split rows need it
 GRAPH_INT_BYTES = 2**18  # a work list of split rows: 20 kB of 300 rows with 64 heads (_whole)
-UNSPLIT_BYTES = 16  # of a work list for each row: three indices and an offset
-BLOCKS_PER_SM = 2  # as FlashInfer's planner assumes
+UNSPLIT_BYTES = 16  # bytes of a work list for each row: three indices and an offset
+BLOCKS_PER_SM = 2  # assumed by FlashInfer's planner, too
 QUICKLY_BUILT = 128  # largest head of the variant for Hopper: of 256, it is built for four minutes
 SPLIT_TILE = 16  # queries times group of one work item of a decode
 
 
 @dataclass(frozen=True)
 class FlashInferMetadata:
-    """One kind of row of one step: a planned wrapper for each length of window that layers have."""
+    """Metadata of one kind of row of one step: a planned wrapper for each length of window that
+    layers have.
+    """
 
     wrappers: dict[int | None, Any]
 
@@ -43,9 +45,11 @@ class FlashInferMetadata:
 class _Rows(NamedTuple):
     """R rows of a step that is no graph's, int32.
 
-    qo_indptr, kv_indptr: [R + 1] on the host, where each row's queries and pages begin.
-    kv_indices: on the device, the pages. last_page_len: [R] on the host. max_query_len: queries of
-    the longest row.
+    Attributes:
+    - qo_indptr, kv_indptr: [R + 1] on the host, where each row's queries and pages begin
+    - kv_indices: on the device, the pages
+    - last_page_len: [R] on the host
+    - max_query_len: queries of the longest row
     """
 
     qo_indptr: torch.Tensor
@@ -56,8 +60,9 @@ class _Rows(NamedTuple):
 
 
 class _Wrappers(ABC):
-    """What both kinds of rows share: the pool, the workspace for partial outputs, and the wrappers
-    of steps that are no graph's, by window and parity."""
+    """The common part of both kinds of rows: the pool, the workspace for partial outputs, and the
+    wrappers of steps without a graph, by window and parity.
+    """
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)
@@ -84,7 +89,7 @@ class _Wrappers(ABC):
     def run(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: FlashInferMetadata
     ) -> None:
-        """See PagedKernel."""
+        """Attends, see PagedKernel.run."""
         scales, pages = self._pool.scales[layer], (self._pool.k[layer], self._pool.v[layer])
         wrapper = metadata.wrappers[self._shapes[layer].sliding_window]
         wrapper.run(q, pages, k_scale=scales.k, v_scale=float(scales.v), out=out)
@@ -104,7 +109,7 @@ class _Wrappers(ABC):
         return FlashInferMetadata(wrappers)
 
     def _options(self, window: int | None) -> dict[str, Any]:
-        """What all plans for layers with this window have in common."""
+        """Returns the options that all plans for layers with this window have in common."""
         shape = self._by_window[window]
         return {
             "num_qo_heads": shape.num_heads,
@@ -122,18 +127,18 @@ class _Wrappers(ABC):
 
     @abstractmethod
     def _wrapper(self, shape: AttentionShape) -> Any:
-        """For steps that are no graph's."""
+        """Returns a wrapper for steps without a graph."""
 
     @abstractmethod
     def _plan_rows(self, wrapper: Any, window: int | None, rows: _Rows) -> None:
-        """A plan of one of `_wrapper`'s; what it needs of `rows` is copied to the device."""
+        """Plans a wrapper of `_wrapper`; copies the needed parts of `rows` to the device."""
 
 
 class PrefillKernel(_Wrappers):
     """Rows with several queries, by the kernels that FlashInfer chooses for the GPU."""
 
     def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> FlashInferMetadata:
-        """See PagedKernel."""
+        """Plans the wrappers, see PagedKernel.build_metadata."""
         return self._eager_metadata(inputs, begin, end)
 
     def _float_bytes(self, max_rows: int) -> int:
@@ -162,8 +167,12 @@ class PrefillKernel(_Wrappers):
 
 @dataclass
 class _GraphPlans:
-    """A graph's rows. wrappers: by parity, with one workspace on the device for their plans.
-    kv_indptr: int32 [R + 1] on the host, of which the plan there was made."""
+    """Plans of a graph's rows.
+
+    Attributes:
+    - wrappers: by parity, with one workspace on the device for their plans
+    - kv_indptr: int32 [R + 1] on the host, the lengths for which the plan on the device was made
+    """
 
     wrappers: list[Any]
     kv_indptr: torch.Tensor
@@ -189,13 +198,13 @@ class DecodeKernel(_Wrappers):
         self._unsplit: dict[tuple[int | None, int], Any] = {}
 
     def bind(self, pool: KVPool, max_rows: int) -> None:
-        """See _Wrappers."""
+        """Sets the pool, see PagedKernel.bind."""
         self._split.clear()
         self._unsplit.clear()
         super().bind(pool, max_rows)
 
     def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> FlashInferMetadata:
-        """See PagedKernel."""
+        """Plans the wrappers, see PagedKernel.build_metadata."""
         if not inputs.step.padded:
             return self._eager_metadata(inputs, begin, end)
         wrappers = {}
@@ -211,12 +220,14 @@ class DecodeKernel(_Wrappers):
         return rows * self._by_window[window].num_kv_heads > self._blocks
 
     def _unsplit_wrapper(self, inputs: AttentionInputs, window: int | None, rows: int) -> Any:
-        """Planned once: the plan is the same for all lengths. Waits for the device then."""
+        """Returns a wrapper that is planned once: the plan is the same for all lengths. Waits for
+        the device when it plans.
+        """
         if (window, rows) not in self._unsplit:
             step, wrapper = inputs.step, self._wrapper(self._by_window[window])
             ints = torch.empty(UNSPLIT_BYTES * rows + 4096, dtype=torch.uint8, device=self._device)
             wrapper.reset_workspace_buffer(self._float, ints)
-            # Tensors on the device are those that the wrapper's runs read, as they are then.
+            # The wrapper's runs read these tensors of the device, with their content at that time.
             wrapper.plan(
                 step.kv_indptr[: rows + 1],
                 step.kv_indices,

@@ -1,15 +1,16 @@
-"""What an attention backend is, on every device: the pool that it reads, metadata per step, a call
-per layer. And the backend that reads pages only, by one kernel for each kind of row.
+"""The interface of attention backends on every device: the pool that a backend reads, metadata for
+each step, a call for each layer. Also the backend that reads pages only, by one kernel for each
+kind of row.
 
     KVPool            the keys and values of all requests, page by page
-    AttentionInputs   what a backend's metadata of a step is made from
+    AttentionInputs   inputs of a backend's metadata of a step
     Attention         the interface; implementations are found through the registry
-    PagedKernel       of a backend that reads pages only, for one kind of row
+    PagedKernel       kernel of a backend that reads pages only, for one kind of row
     PagedBackend      decode rows stand first in a step and go to one kernel, prefill rows go to
                       another (or the same), so that routing is by token within one forward pass
 
-Knows no model, no request, no policy and no graph. Which request owns a page the memory manager
-decides.
+Uses no model, no request, no policy and no graph. The memory manager decides which request owns a
+page.
 """
 
 from __future__ import annotations
@@ -41,19 +42,20 @@ def bytes_per_page(shapes: Sequence[AttentionShape], page_size: int, dtype: torc
 class KVPool:
     """K and V of each layer. Layers may differ in shape.
 
-    k, v: of each layer, [num_pages, page_size, kv_heads, head_dim] in storage_dtype.
-    num_pages: with the dummy page.
-    page_size: tokens of a page.
-    dtype: of keys and values.
-    storage_dtype: of what is in the pages: dtype, or e4m3.
-    scales: of each layer; 1 where storage_dtype is dtype.
-    key_centers: of each layer, float32 [kv_heads, head_dim], what is subtracted from keys before
-        they become e4m3; None where nothing is.
-    shapes: of each layer.
+    Attributes:
+    - k, v: of each layer, [num_pages, page_size, kv_heads, head_dim] in storage_dtype
+    - num_pages: with the dummy page
+    - page_size: tokens of a page
+    - dtype: of keys and values as the model computes them
+    - storage_dtype: of the numbers in the pages: dtype, or e4m3
+    - scales: of each layer; 1 if storage_dtype is dtype
+    - key_centers: of each layer, float32 [kv_heads, head_dim], subtracted from keys before they
+      become e4m3; None: nothing is subtracted
+    - shapes: of each layer
 
-    Page 0 is a dummy: no request owns it, padding reads it. Everything starts as zero, because
+    Page 0 is a dummy: no request owns it, padding reads it. All pages start as zeros, because
     padding is read before it is written: a masked position has weight 0, and 0 times a NaN of fresh
-    memory would be NaN. Backends that read whole pages rely on that, too.
+    memory would be NaN. Backends that read whole pages rely on zeros, too.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class KVPool:
         key_centers: Sequence[KeyCenter] | None = None,
         memory: torch.Tensor | None = None,
     ) -> None:
-        """scales: of each layer; None: pages store values as they are, and nothing is subtracted.
-        memory: uint8 [num_pages * bytes_per_page] on `device`, which has the pages; None: they are
-        made here.
+        """Allocates the pool, or lays it over `memory`.
+
+        - scales: of each layer; None: pages store values as they are, and nothing is subtracted
+        - memory: uint8 [num_pages * bytes_per_page] on `device`, which has the pages; None: they
+          are allocated
 
         Raises ValueError without at least one page beside the dummy.
         """
@@ -98,9 +102,9 @@ class KVPool:
         self.k, self.v = tensors[::2], tensors[1::2]
 
     def token_views(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views of K and V of each layer, [num_pages * page_size, kv_heads * head_dim]: a row is a
-        token's, so the slot mapping is an index. A gather of rows is six times faster than one by
-        [page, offset].
+        """Returns views of K and V of each layer, [num_pages * page_size, kv_heads * head_dim]: a
+        row is a token's, so the slot mapping is an index. A gather of rows is six times faster than
+        one by [page, offset].
         """
         k = [k.view(-1, k.shape[2] * k.shape[3]) for k in self.k]
         return k, [v.view(-1, v.shape[2] * v.shape[3]) for v in self.v]
@@ -109,8 +113,9 @@ class KVPool:
         return prod(size) * self.storage_dtype.itemsize
 
     def byte_runs(self, pages: np.ndarray) -> Iterator[tuple[int, int]]:
-        """(begin, end) of all bytes of `pages` int32 [n], ascending, within the memory that the
-        pool was made with, in runs as long as they can be."""
+        """Yields (begin, end) of all bytes of `pages` int32 [n], ascending, within the memory that
+        the pool was made with, in runs as long as possible.
+        """
         runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
         at = 0
         for part in (one for pair in zip(self.k, self.v, strict=True) for one in pair):
@@ -120,10 +125,10 @@ class KVPool:
             at += self._bytes_of(part.shape)
 
     def zero_pages(self, pages: np.ndarray) -> None:
-        """Zeroes `pages` int32 [n], of a request that may have left NaN there.
+        """Zeroes `pages` int32 [n] of a request that may have left NaN there.
 
-        Their next owner fills them token by token, and FlashAttention-3 multiplies what is behind
-        the end of a row, too (https://github.com/Dao-AILab/flash-attention/issues/2374).
+        The next owner of a page fills it token by token, and FlashAttention-3 also multiplies the
+        values after the end of a row (https://github.com/Dao-AILab/flash-attention/issues/2374).
         """
         at = tensor_of(pages.astype(np.int64)).to(self.device)
         for part in (*self.k, *self.v):
@@ -133,7 +138,7 @@ class KVPool:
             by_page.index_fill_(0, at, 0)
 
     def of_layers(self, begin: int, end: int) -> KVPool:
-        """A view: the same pages, of layers begin .. end - 1 alone."""
+        """Returns a view of the pool: the same pages, of layers begin .. end - 1 alone."""
         part = copy(self)
         part.shapes, part.scales = self.shapes[begin:end], self.scales[begin:end]
         part.key_centers = self.key_centers[begin:end]
@@ -151,25 +156,31 @@ class KVPool:
         return self.num_pages * self.bytes_per_page
 
 
-# What a backend's layers share in one step: indices, masks, work lists. Only the backend that built
-# it reads it.
+# Data that a backend's layers share in one step: indices, masks, work lists. Only the backend that
+# built it reads it.
 AttentionMetadata = Any
 KV = torch.Tensor | None  # [T, kv_heads, head_dim] of a step's tokens; None: in pages only
 
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """What callers need to know of a backend; no caller asks for its name.
+    """Capabilities and demands of a backend; callers read them instead of the backend's name.
 
-    page_sizes: those that it takes, None for any. needs_kv: it attends to the step's own keys and
-    values, too; else it reads pages only. host_lengths: its metadata depends on lengths that it
-    reads on the host (AttentionInputs.host), so a graph's metadata is built before each replay.
-    captures_decode: a CUDA graph can hold steps of decode rows (only without needs_kv: a graph's
-    padding rows have no keys); captures_prefill: and steps with both kinds of rows.
-    lists_pages: kv_indices has the pages of row after row, else it is the page table of all slots.
-    page_table: the rows whose pages it reads in DeviceStep.row_page_table: "all", the "prefills" or
-    "none".
-    shares: keys and values that decodes begin with in common may be read once for several of them.
+    Attributes:
+    - page_sizes: supported page sizes, in tokens; None: any
+    - preferred_page_size: page size without a setting, in tokens
+    - needs_kv: the backend attends to the step's own keys and values as tensors, too; else it reads
+      pages only
+    - host_lengths: the metadata depends on lengths that the backend reads on the host
+      (AttentionInputs.host), so a graph's metadata is built before each replay
+    - captures_decode: a CUDA graph can hold steps of decode rows (only without needs_kv: a graph's
+      padding rows have no keys)
+    - captures_prefill: a CUDA graph can hold steps with both kinds of rows
+    - lists_pages: kv_indices has the pages of row after row, else it is the page table of all slots
+    - page_table: the rows whose pages the backend reads in DeviceStep.row_page_table: "all", the
+      "prefills" or "none"
+    - shares: the backend supports cascade attention: common prefix pages of decode rows are read
+      once for several rows
     """
 
     page_sizes: tuple[int, ...] | None
@@ -185,8 +196,10 @@ class BackendCapabilities:
 
 @dataclass(frozen=True)
 class HostLengths:
-    """For backends with `host_lengths`: what DeviceStep has under these names, int32 on the CPU.
-    Made of the words that are uploaded, so the device is not waited for."""
+    """Lengths on the host, for backends with `host_lengths`: the tensors of DeviceStep with these
+    names, int32 on the CPU. Computed from the words that are uploaded, so the device is not waited
+    for.
+    """
 
     last_page_len: torch.Tensor
     qo_indptr: torch.Tensor
@@ -194,20 +207,22 @@ class HostLengths:
     kv_indptr: torch.Tensor
 
     def queries(self, begin: int, end: int) -> torch.Tensor:
-        """As DeviceStep.qo_indptr_of."""
+        """Returns the indptr of queries as DeviceStep.qo_indptr_of does."""
         return self.qo_indptr[: end + 1] if begin == 0 else self.prefill_qo_indptr
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What a backend builds metadata from: the step on the device, and its sizes on the host.
+    """Inputs of a backend's metadata: the step on the device, and its sizes on the host.
 
-    step: which is expanded already, except a graph's (`step.padded`): then its arrays stand at
-    addresses that a graph has captured, and padding rows must not write anything.
-    max_query_len: queries of the longest row. max_pages: pages of the longest row; of a graph's,
-    those of the longest request. parity: which double buffers of the host the step
-    has, 0 or 1 (StepBuffers, engine/step_buffers.py). host: for backends whose
-    traits say `host_lengths`.
+    Attributes:
+    - step: expanded already, except a graph's (`step.padded`): then its arrays stand at addresses
+      that a graph has captured, and padding rows must not write anything
+    - max_query_len: queries of the longest row
+    - max_pages: pages of the longest row; for a graph, pages of the longest possible request
+    - parity: which double buffers of the host the step has, 0 or 1 (StepBuffers,
+      engine/step_buffers.py)
+    - host: lengths on the host; None for backends without `host_lengths`
     """
 
     step: DeviceStep
@@ -218,51 +233,53 @@ class AttentionInputs:
 
     @property
     def on_host(self) -> HostLengths:
-        """Raises AssertionError for a backend whose traits do not say that it wants them."""
+        """Lengths on the host. Raises AssertionError for a backend without `host_lengths`."""
         assert self.host is not None
         return self.host
 
 
 class Attention(Protocol):
-    """A backend: attends over the pages of each row, where the step's K and V are already."""
+    """A backend of attention: attends over the pages of each row, in which the step's K and V are
+    stored already.
+    """
 
     @property
     def traits(self) -> BackendCapabilities:
-        """The same always, also before a pool is bound."""
+        """Capabilities of the backend; constant, also before a pool is bound."""
         ...
 
     def bind(self, pool: KVPool, max_rows: int, /) -> None:
-        """The pool that later steps read; a step has at most `max_rows` rows."""
+        """Sets the pool that later steps read; a step has at most `max_rows` rows."""
         ...
 
     def build_metadata(self, inputs: AttentionInputs, /) -> AttentionMetadata:
-        """What all layers of a step share: indices, masks, work lists; copies go to the current
-        stream. The metadata of the next step may be built while layers still read this step's, so
-        the caller keeps it until they are done. Later metadata of a graph goes to the addresses of
-        its first.
+        """Builds the data that all layers of a step share: indices, masks, work lists; copies go to
+        the current stream. The metadata of the next step may be built while layers still read this
+        step's, so the caller keeps it until the layers are done. Later metadata of a graph goes to
+        the addresses of its first.
         """
         ...
 
     def attend(
         self, layer: int, q: torch.Tensor, k: KV, v: KV, metadata: AttentionMetadata, /
     ) -> torch.Tensor:
-        """q [T, heads, head_dim], decodes first: a tensor of that shape. k, v: what was stored of
-        the step; maybe None for a backend without `needs_kv`. Rows may be strided, the last two
-        dimensions are contiguous.
+        """Attends with q [T, heads, head_dim], decodes first; returns a tensor of that shape. k, v:
+        the stored keys and values of the step; may be None for a backend without `needs_kv`. Rows
+        may be strided, the last two dimensions are contiguous.
         """
         ...
 
 
 class AttentionKind(Protocol):
-    """What the registry names: a class of backends, or what is called like one."""
+    """An entry of the registry: a class of backends, or a callable that makes backends."""
 
     @property
     def traits(self) -> BackendCapabilities:
-        """Those of all backends of that kind."""
+        """Capabilities of all backends of that kind."""
         ...
 
     def __call__(self, shapes: Sequence[AttentionShape], device: torch.device, /) -> Attention:
-        """A backend for layers of `shapes`; loads the kernels that it needs."""
+        """Makes a backend for layers of `shapes`; loads the kernels that it needs."""
         ...
 
 
@@ -271,14 +288,14 @@ PREFERRED_PAGE_SIZE = 64  # tokens; with which paged kernels were measured
 
 
 class PagedKernel(Protocol):
-    """One kernel family for one kind of row. Nothing here waits for the device."""
+    """A kernel family for one kind of row. No method waits for the device."""
 
     def bind(self, pool: KVPool, max_rows: int) -> None:
-        """The pool to read; `max_rows` bounds the rows of one step."""
+        """Sets the pool to read; `max_rows` bounds the rows of one step."""
         ...
 
     def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> AttentionMetadata:
-        """Prepares rows begin..end-1 for all layers; copies go to the current stream."""
+        """Prepares rows begin .. end - 1 for all layers; copies go to the current stream."""
         ...
 
     def run(
@@ -293,11 +310,13 @@ KernelMaker = Callable[[Sequence[AttentionShape], torch.device], PagedKernel]
 
 @dataclass(frozen=True)
 class PagedMetadata:
-    """The kernels' metadata of one step; None where there is no such row.
+    """The kernels' metadata of one step.
 
-    decodes: rows of one token (StepShape), which come first. decode, prefill: by kernel.
-    prefill_from: the token from which prefill rows count their queries. at_once: both kernels may
-    run at the same time, because they write nothing in common.
+    Attributes:
+    - decodes: rows of one token (StepShape), which come first
+    - decode, prefill: metadata of each kernel; None: the step has no such row
+    - prefill_from: the token from which prefill rows count their queries
+    - at_once: both kernels may run at the same time, because they write nothing in common
     """
 
     decodes: int
@@ -308,9 +327,10 @@ class PagedMetadata:
 
 
 class PagedBackend:
-    """Decode rows through one kernel, prefill rows through another: an `Attention`.
+    """An `Attention` that sends decode rows to one kernel and prefill rows to another.
 
-    In a graph both run at once: decodes wait for memory, a few prompts leave most of the GPU idle.
+    In a graph both run at the same time: decodes wait for memory, a few prompts leave most of the
+    GPU idle.
     """
 
     def __init__(
@@ -320,12 +340,12 @@ class PagedBackend:
         self._decode = kind.decode(shapes, device)
         same = kind.prefill is kind.decode
         self._prefill = self._decode if same else kind.prefill(shapes, device)
-        # Of higher priority: each block of the prefill kernel needs a multiprocessor of its own,
-        # and would find none free once the decode kernel's blocks run.
+        # A stream of higher priority: each block of the prefill kernel needs a multiprocessor of
+        # its own, and would find none free once the decode kernel's blocks run.
         self._prefill_stream = torch.cuda.Stream(device, priority=-1) if kind.at_once else None
 
     def bind(self, pool: KVPool, max_rows: int) -> None:
-        """See interface.py, here and below."""
+        """See `Attention.bind`."""
         for kernel in {id(kernel): kernel for kernel in (self._decode, self._prefill)}.values():
             kernel.bind(pool, max_rows)
 
@@ -377,10 +397,14 @@ class PagedBackend:
 
 @dataclass(frozen=True)
 class PagedKind:
-    """An `AttentionKind`: its kernels, built only when it is called with (shapes, device).
+    """An `AttentionKind` of a PagedBackend, which is built only when the kind is called with
+    (shapes, device).
 
-    With captures_prefill, the prefill kernel's metadata is device arrays only, and the decode
-    kernel leaves out rows without keys. at_once: in a graph both run at the same time.
+    Attributes:
+    - decode, prefill: make the kernels of decode rows and of prefill rows
+    - traits: capabilities. With captures_prefill, the prefill kernel's metadata is device arrays
+      only, and the decode kernel leaves out rows without keys
+    - at_once: in a graph both kernels run at the same time
     """
 
     decode: KernelMaker

@@ -1,4 +1,4 @@
-"""Which attention backends there are; a backend's module is imported only when it is chosen.
+"""Registry of attention backends; a backend's module is imported only when it is chosen.
 
 Knows names and page sizes; it builds no pool and runs no step.
 """
@@ -35,15 +35,15 @@ BACKENDS = {
     "hybrid": "pipeinfer.attention.triton_backend:HYBRID",
     "exact": "pipeinfer.attention.triton_backend:EXACT",
 }
-EXACT = "exact"  # that of --exact, which no other name stands for
-# What a backend needs that is made for GPUs; the others run on any device.
+EXACT = "exact"  # the backend of --exact; no other name stands for it
+# Packages that a backend made for GPUs needs; the other backends run on any device.
 PACKAGES = {
     "flashinfer": ("flashinfer",),
     "fa3": ("sgl_kernel",),
     "hybrid": ("sgl_kernel",),
     EXACT: (),
 }
-# What of them is imported when a backend is made: seconds, which may pass before.
+# Modules of these packages that a backend imports when it is made: takes seconds.
 IMPORTED = {
     "flashinfer": ("flashinfer.decode", "flashinfer.prefill"),
     "fa3": ("sgl_kernel.flash_attn",),
@@ -65,15 +65,20 @@ HEAD_DIMS = {
 CHOICES = {"hybrid": (64, 128), "flashinfer": (64, 128, 256)}
 HOPPER = 9
 E4M3_SINCE = (8, 9)  # capability of GPUs that convert e4m3, which our store and decodes do
-E4M3_HEAD_DIMS = (64, 128)  # for which sgl_kernel has FlashAttention-3 in e4m3
+E4M3_HEAD_DIMS = (64, 128)  # head sizes of sgl_kernel's FlashAttention-3 in e4m3
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What decides which kernels can run. capability: (9, 0) is Hopper. installed: packages.
+    """Properties of a GPU and a model that decide which kernels can run.
 
-    sinks, soft_cap: the model has them (see AttentionShape), and the backend must know them. e4m3:
-    keys and values are stored in that.
+    Attributes:
+    - capability: of the GPU; (9, 0) is Hopper
+    - dtype: of the computation
+    - head_dim: values of a head
+    - installed: packages with kernels
+    - sinks, soft_cap: the model has them (see AttentionShape), and the backend must support them
+    - e4m3: keys and values are stored in e4m3
     """
 
     capability: tuple[int, int]
@@ -86,15 +91,15 @@ class Gpu:
 
 
 def installed() -> frozenset[str]:
-    """Which of the kernels' packages can be imported; imports none of them."""
+    """Returns the names of the kernels' packages that can be imported; imports none of them."""
     names = {package for packages in PACKAGES.values() for package in packages}
     return frozenset(name for name in names if importlib.util.find_spec(name) is not None)
 
 
 def resolve(name: str, device: str, gpu: Gpu | None = None) -> str:
-    """The backend that `name` means on `device` ("cpu" or "cuda", which needs `gpu`).
+    """Returns the backend that `name` means on `device` ("cpu" or "cuda", which needs `gpu`).
 
-    "auto" chooses. Raises ConfigurationError, which says what to use instead.
+    "auto" chooses. Raises ConfigurationError, with a name that can be used instead.
     """
     here = (name for name in BACKENDS if device == "cuda" or name not in PACKAGES)
     known = ["auto", *(one for one in here if one != EXACT)]
@@ -116,7 +121,9 @@ def resolve(name: str, device: str, gpu: Gpu | None = None) -> str:
 
 
 def resolve_exact(name: str, device: str, gpu: Gpu | None = None) -> str:
-    """As `resolve`, of --exact: on a CPU "torch", which computes row by row."""
+    """Returns the backend of --exact for `name`: on a CPU "torch", which computes row by row.
+    Raises ConfigurationError as `resolve` does.
+    """
     chosen = "torch" if gpu is None else EXACT
     if name not in ("auto", chosen):
         raise ConfigurationError(
@@ -161,7 +168,7 @@ def unsupported_reason(name: str, gpu: Gpu) -> str:
 
 
 def _e4m3_unsupported_reason(name: str, gpu: Gpu) -> str:
-    """Why it cannot run with FP8 keys and values."""
+    """The reason why a backend cannot run with FP8 keys and values, or ""."""
     what = "--kv-cache-dtype fp8_e4m3"
     if name == EXACT:
         return f"there is no kernel for {what}"
@@ -181,8 +188,9 @@ def _e4m3_unsupported_reason(name: str, gpu: Gpu) -> str:
 
 
 def padded_head_dim(head_dim: int, backend: str = "") -> int:
-    """The smallest size of heads for which a backend is chosen by itself, and that holds so many
-    values; `head_dim` where none does, or where `backend`, if it is known, takes any size."""
+    """Returns the smallest head size for which a backend is chosen by itself and that holds
+    `head_dim` values; `head_dim` if there is none, or if `backend`, if given, takes any size.
+    """
     if backend and backend not in HEAD_DIMS:
         return head_dim
     sizes = sorted({size for sizes in CHOICES.values() for size in sizes})
@@ -190,12 +198,12 @@ def padded_head_dim(head_dim: int, backend: str = "") -> int:
 
 
 def load(name: str) -> AttentionKind:
-    """What backend `name`, as `resolve` returned it, is built by."""
+    """Imports and returns the kind of backend `name`, a name that `resolve` returned."""
     return pkgutil.resolve_name(BACKENDS[name])
 
 
 def resolve_page_size(name: str, page_size: int) -> int:
-    """`page_size`, or what backend `name` prefers if it is 0.
+    """Returns `page_size`, or the preferred page size of backend `name` if it is 0.
 
     Raises ConfigurationError if the backend does not take that size.
     """
@@ -230,11 +238,11 @@ def import_packages(name: str) -> threading.Thread:
 
 @contextmanager
 def _hidden(package: str) -> Generator[None]:
-    """Imports of `package` raise ModuleNotFoundError within the block, unless it was imported
+    """Makes imports of `package` raise ModuleNotFoundError within the block, unless it was imported
     before. "": nothing is hidden.
 
-    None in sys.modules is how the import system's reference says that a module cannot be imported
-    ("The module cache"). Packages that try to import `package` offer no switch of their own.
+    The import system's reference ("The module cache") defines None in sys.modules as a module that
+    cannot be imported. Packages that try to import `package` offer no switch of their own.
     """
     if not package or package in sys.modules:
         yield

@@ -28,8 +28,9 @@ NEVER = float("-inf")
 class LengthBucket:
     """Rows begin..end-1 of the sorted decode rows, padded to `longest` keys.
 
-    kv_locations: int64 [rows * longest]; padding reads the dummy page.
-    bias: [rows, 1, 1, longest], 0 or -inf; None if nothing is padded.
+    Attributes:
+    - kv_locations: int64 [rows * longest]; padding reads the dummy page
+    - bias: [rows, 1, 1, longest], 0 or -inf; None if nothing is padded
     """
 
     begin: int
@@ -41,11 +42,12 @@ class LengthBucket:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Queries first..first+count-1 of the step's tokens.
+    """Queries first .. first + count - 1 of the step's tokens.
 
-    kv_locations: int64 [keys], *the last key first*; None if the keys are exactly those of the
-        chunk (then plain causal attention does).
-    bias: [count, keys] over the keys in that order.
+    Attributes:
+    - kv_locations: int64 [keys], *the last key first*; None if the keys are exactly those of the
+      chunk (then plain causal attention does)
+    - bias: [count, keys] over the keys in that order
     """
 
     first: int
@@ -56,10 +58,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class TorchWindowMetadata:
-    """What the layers with the same sliding window share.
+    """Metadata that the layers with the same sliding window share.
 
-    order: int64 [decodes], longest first; None without decodes, and where one bucket has all rows
-        of the step in their order.
+    Attributes:
+    - order: int64 [decodes], longest first; None without decodes, and if one bucket has all rows of
+      the step in their order
     """
 
     order: torch.Tensor | None
@@ -67,7 +70,7 @@ class TorchWindowMetadata:
     chunks: list[PrefillChunk]
 
 
-TorchMetadata = dict[int | None, TorchWindowMetadata]  # of one step, by sliding window
+TorchMetadata = dict[int | None, TorchWindowMetadata]  # metadata of one step, by sliding window
 
 
 class TorchBackend:
@@ -90,17 +93,19 @@ class TorchBackend:
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def bind(self, pool: KVPool, max_rows: int) -> None:
-        """See interface.py, here and below."""
+        """Sets the pool, see Attention.bind. The methods below without a docstring are those of
+        Attention, too.
+        """
         self._page_size = pool.page_size
         self._dtype = pool.dtype
         self._k, self._v = pool.token_views()
-        if pool.storage_dtype == E4M3:  # as bytes, which are gathered on every device
+        if pool.storage_dtype == E4M3:  # bytes are gathered on every device
             self._k, self._v = ([x.view(torch.uint8) for x in part] for part in (self._k, self._v))
         self._scales = pool.scales
         self._scratch = None
 
     def build_metadata(self, inputs: AttentionInputs) -> TorchMetadata:
-        """Reads the step's arrays where they are: on a GPU that waits for the steps before."""
+        """Builds the metadata from the step's arrays: on a GPU this waits for the steps before."""
         step = inputs.step
         lengths, queries = _on_host(step.seq_lens), _on_host(step.qo_indptr)
         pages = RowPages(_on_host(step.kv_indptr), _on_host(step.kv_indices), self._page_size)
@@ -252,7 +257,9 @@ class TorchBackend:
         v: torch.Tensor,
         chunk: PrefillChunk,
     ) -> torch.Tensor:
-        """As _prefill, one KV head after the other: scores of all at once take too much memory."""
+        """Attends as _prefill does, one KV head after the other: scores of all heads at once take
+        too much memory.
+        """
         bias = chunk.bias
         if bias is None:
             count = (chunk.count, chunk.count)
@@ -288,12 +295,12 @@ class TorchBackend:
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:
-    """Of a tensor of the CPU the same memory."""
+    """Returns the numbers on the host; for a tensor of the CPU in the same memory."""
     return tensor.cpu().numpy()
 
 
-# Rows of one bucket share a padded [rows, longest] gather. A bucket ends where it would hold
-# more tokens than this (so that what is gathered is still in the cache when it is read) ...
+# Rows of one bucket share a padded [rows, longest] gather. A bucket ends where it would hold more
+# tokens than this (so that the gathered keys are still in the cache when they are read) ...
 BUCKET_TOKENS = 2048
 # ... or where a row is shorter than this share of the bucket's longest (so that little is padding).
 BUCKET_SHORTEST = 0.8
@@ -316,7 +323,7 @@ class QuerySpan:
 
     @property
     def keys(self) -> int:
-        """How many keys the chunk reads."""
+        """Number of keys that the chunk reads."""
         return self.start + self.count - self.key_start
 
 
@@ -335,8 +342,9 @@ class RowPages:
 
 
 def key_spans(lengths: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(first key's position, number of keys), int64 [decodes] each, of single-token rows of that
-    many tokens."""
+    """Returns (first key's position, number of keys), int64 [decodes] each, of single-token rows of
+    that many tokens.
+    """
     ends = lengths.astype(np.int64)
     firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     return firsts, ends - firsts
@@ -393,8 +401,16 @@ def attend_unfused(
     bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [..., queries, dim], k, v [..., keys, dim], bias [.., queries, keys], or None, sinks
-    [..., 1 or queries, 1], those of `shape`, all but q broadcast: q's shape. Weights in float32."""
+    """Attends by separate operations; returns [..., queries, dim]. Weights in float32.
+
+    - shape: scale and soft cap of the layer
+    - q: [..., queries, dim]
+    - k, v: [..., keys, dim]
+    - bias: [.., queries, keys]; None: none
+    - sinks: [..., 1 or queries, 1]; None: none
+
+    All tensors but q are broadcast.
+    """
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * shape.scale
     if shape.soft_cap is not None:
         scores = torch.tanh(scores / shape.soft_cap) * shape.soft_cap

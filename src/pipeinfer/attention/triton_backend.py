@@ -101,10 +101,12 @@ FEW_KV_HEADS_LOAD = LoadConfig(block_n=64, num_warps=4, num_stages=3)
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """windows: rows of one step, for each length of window that layers have.
+    """Rows of one step, for the decode kernel.
 
-    early: launches need not wait for the kernel before to end. Beside prompts they must: programs
-    that wait would keep the multiprocessors from a prompt's, which need one each.
+    Attributes:
+    - windows: rows for each length of window that layers have
+    - early: launches need not wait for the kernel before to end. Beside prompts they must: programs
+      that wait would keep the multiprocessors from a prompt's, which need one each
     """
 
     windows: dict[int | None, DecodeRows]
@@ -113,10 +115,10 @@ class DecodeMetadata:
 
 @lru_cache(maxsize=4096)
 def tile_config(rows: int, kv_heads: int, dim: int, fp8: bool = False) -> DecodeConfig:
-    """How `rows` decode rows are split, with `kv_heads` KV heads of `dim`.
+    """Returns how `rows` decode rows are split, with `kv_heads` KV heads of `dim`.
 
-    fp8: pages hold e4m3. A program with more than a warp then reads twice as many tokens at a time:
-        they take 3 % more shared memory, and half the steps.
+    - fp8: pages hold e4m3. A program with more than a warp then reads twice as many tokens at a
+      time: they take 3 % more shared memory, and half the steps
     """
     found = next((config for most, config in TILE_CONFIGS if rows * kv_heads <= most), MANY_ROWS)
     load = found.load
@@ -143,7 +145,9 @@ def tile_config(rows: int, kv_heads: int, dim: int, fp8: bool = False) -> Decode
 
 
 class TritonDecodeKernel:
-    """One query a row, with heads of a power of two of at least 16."""
+    """The PagedKernel of decode rows: one query a row, with heads of a power of two of at least
+    16.
+    """
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)
@@ -156,10 +160,12 @@ class TritonDecodeKernel:
         ratios = {s.num_heads // s.num_kv_heads for s in shapes if s.sliding_window is None}
         self._queries_per_kv_head = (
             ratios.pop() if len(ratios) == 1 else 0
-        )  # where rows share what they read
+        )  # for rows with shared prefixes
 
     def bind(self, pool: KVPool, max_rows: int) -> None:
-        """Allocates what the splits of a row leave for their sum, for steps of `max_rows` rows."""
+        """Sets the pool, and allocates the partial results of the splits of a row, for steps of
+        `max_rows` rows.
+        """
         self._pool = pool
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
         configs = [(rows, self._tile_config(rows)) for rows in range(1, max_rows + 1)]
@@ -176,7 +182,7 @@ class TritonDecodeKernel:
         self._prefix_merges = empty_prefix_merges(max_rows, self._device)
 
     def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> DecodeMetadata:
-        """Views only."""
+        """Returns views of the step's arrays."""
         step, prefixes = inputs.step, None
         seq_lens, kv_indptr = step.seq_lens[begin:end], step.kv_indptr[begin : end + 1]
         leaders, ranks = step.prefix_leaders, step.prefix_ranks
@@ -192,7 +198,7 @@ class TritonDecodeKernel:
         return DecodeMetadata(windows, early=end == step.shape.num_rows)
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: DecodeMetadata) -> None:
-        """See PagedKernel."""
+        """Attends, see PagedKernel.run."""
         shape, pool = self._shapes[layer], self._pool
         size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         window, first = shape.sliding_window, layer in self._first
@@ -253,10 +259,12 @@ class ExactKernel:
         self._shapes = tuple(shapes)
         self._device = device
         self._workspaces: dict[tuple[int, int, int], ExactWorkspace] = {}
-        self._rows = 0  # that they are for
+        self._rows = 0  # rows that the workspaces are for
 
     def bind(self, pool: KVPool, max_rows: int) -> None:
-        """Allocates what programs leave for each other, for steps of `max_rows` rows."""
+        """Sets the pool, and allocates the partial results of programs, for steps of `max_rows`
+        rows.
+        """
         self._pool = pool
         if max_rows != self._rows:  # the pool is bound again when its size is known
             sizes = {_heads(shape) for shape in self._shapes}
@@ -264,7 +272,7 @@ class ExactKernel:
             self._rows = max_rows
 
     def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> ExactRows:
-        """Views only."""
+        """Returns views of the step's arrays."""
         step = inputs.step
         decodes = end <= step.shape.num_decodes
         return ExactRows(
@@ -275,7 +283,7 @@ class ExactKernel:
         )
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: ExactRows) -> None:
-        """See PagedKernel."""
+        """Attends, see PagedKernel.run."""
         shape, pool = self._shapes[layer], self._pool
         exact_attention(
             q,
@@ -294,7 +302,7 @@ def _heads(shape: AttentionShape) -> tuple[int, int, int]:
     return shape.num_heads, shape.num_kv_heads, shape.head_dim
 
 
-# Kernels read lengths and pages on the device: what was planned for a graph holds for every step.
+# Kernels read lengths and pages on the device: the plan of a graph holds for every step.
 EXACT = PagedKind(
     ExactKernel,
     ExactKernel,

@@ -42,8 +42,8 @@ def read_rope(
 ) -> RopeConfig:
     """The RoPE of a model that rotates whole heads.
 
-    theta: default of rope_theta.
-    missing: the object about RoPE if the file has none; None: an empty one.
+    - theta: default of rope_theta
+    - missing: the object about RoPE if the file has none; None: an empty one
 
     Raises ConfigurationError for an unknown type, a missing number, or a partial rotation.
     """
@@ -60,7 +60,7 @@ def read_partial_rope(fields: Fields, interleaved: bool) -> RopeConfig:
     """The RoPE of a model that rotates the first part of each head; without partial_rotary_factor,
     half of it.
 
-    interleaved: as in RopeConfig.
+    - interleaved: as in RopeConfig
 
     Raises ConfigurationError as `read_rope` does, and for a factor above 1.
     """
@@ -96,7 +96,7 @@ def _read(fields: Fields, rope: Fields, theta: float) -> RopeConfig:
 
 
 def read_two_ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """(RoPE of layers without a window, RoPE of layers with one), each of type "default" or
+    """Returns (RoPE of layers without a window, RoPE of layers with one), each of type "default" or
     "linear".
 
     Files of transformers 5 have an object for each in `rope_parameters`. Older ones have
@@ -179,18 +179,19 @@ ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One RoPE.
+    """The parameters of a rotary position embedding (RoPE).
 
-    type: of the scaling.
-    theta: base of the frequencies.
-    factor: by which the context is extended; for all types but "default".
-    original_max: context length of the pretraining, before any scaling, in tokens.
-    low_freq, high_freq: low_freq_factor and high_freq_factor, for "llama3".
-    beta_fast, beta_slow, truncate: as config.json calls them, for "yarn".
-    attention_factor: factor of cos and sin, for "yarn".
-    rotary: the share of a head that is rotated, from its first value on.
-    interleaved: which values form a pair in the checkpoint's matrices. True: values 2 i and 2 i +
-        1; False: values i and i + half of the rotated ones.
+    Attributes:
+    - type: of the scaling
+    - theta: base of the frequencies
+    - factor: by which the context is extended; for all types but "default"
+    - original_max: context length of the pretraining, before any scaling, in tokens
+    - low_freq, high_freq: low_freq_factor and high_freq_factor, for "llama3"
+    - beta_fast, beta_slow, truncate: fields of config.json with these names, for "yarn"
+    - attention_factor: factor of cos and sin, for "yarn"
+    - rotary: the share of a head that is rotated, from its first value on
+    - interleaved: which values form a pair in the checkpoint's matrices. True: values 2 i and 2 i +
+      1; False: values i and i + half of the rotated ones
     """
 
     type: RopeType = "default"
@@ -220,35 +221,36 @@ class ModelConfig:
     """A decoder-only transformer that pipeinfer builds itself. Sizes are those of the whole model,
     before it is split over ranks.
 
-    architecture: name in config.json, of ARCHITECTURES.
-    vocab_size: rows of the embedding, and width of the logits.
-    hidden_size: of the residual stream.
-    intermediate_size: of a dense MLP.
-    num_layers, num_heads, num_kv_heads, head_dim: of layers and their attention.
-    rms_norm_eps: of all RMS norms.
-    tie_word_embeddings: whether the embedding is the output matrix, too.
-    attention_bias, mlp_bias: as config.json says; the model knows which projections they mean.
-    rope: of all layers; if `window_rope` is given, of the layers without a sliding window.
-    max_position_embeddings: tokens, as config.json says; see `context_length`.
-    sliding_windows: per layer, tokens that a query sees, itself included; None: all up to itself.
-    dtype: of the weights, of DTYPES.
-    eos_ids: of config.json alone; GenerationDefaults has those of generation_config.json, too.
-    num_experts: of a mixture of experts; 0: all layers are dense.
-    num_experts_per_tok: experts that a token is routed to.
-    moe_intermediate_size: of one expert.
-    norm_topk_prob: whether the weights of a token's experts are normalized to a sum of 1.
-    sparse_layers: per layer, whether its MLP is a mixture of experts; empty: none is.
-    activation: of the MLP's gate, "silu" or "gelu_tanh".
-    window_rope: of the layers with a sliding window; None: `rope`.
-    attention_scale: factor of the attention scores; None: head_dim ** -0.5.
-    shared_intermediate_size: of the shared expert of a sparse layer; 0: there is none.
-    qk_norm: whether queries and keys are normalized, for architectures whose config.json decides
-        that.
-    expert_groups, top_expert_groups, routed_scale: groups, top_groups and scale of GroupedTopK in
-        layers/moe.py.
-    swiglu: slope and limit of ClampedExperts in layers/experts.py.
-    sinks: whether attention has sinks, see AttentionShape.
-    quantization: of the weight matrices; None: they are unquantized.
+    Attributes:
+    - architecture: name in config.json, of ARCHITECTURES
+    - vocab_size: rows of the embedding, and width of the logits
+    - hidden_size: of the residual stream
+    - intermediate_size: of a dense MLP
+    - num_layers, num_heads, num_kv_heads, head_dim: of layers and their attention
+    - rms_norm_eps: of all RMS norms
+    - tie_word_embeddings: whether the embedding is the output matrix, too
+    - attention_bias, mlp_bias: as in config.json; the builder decides which projections have them
+    - rope: of all layers; if `window_rope` is given, of the layers without a sliding window
+    - max_position_embeddings: tokens, as in config.json; see `context_length`
+    - sliding_windows: per layer, tokens that a query sees, itself included; None: all up to itself
+    - dtype: of the weights, of DTYPES
+    - eos_ids: of config.json alone; GenerationDefaults has those of generation_config.json, too
+    - num_experts: of a mixture of experts; 0: all layers are dense
+    - num_experts_per_tok: experts that a token is routed to
+    - moe_intermediate_size: of one expert
+    - norm_topk_prob: whether the weights of a token's experts are normalized to a sum of 1
+    - sparse_layers: per layer, whether its MLP is a mixture of experts; empty: none is
+    - activation: of the MLP's gate, "silu" or "gelu_tanh"
+    - window_rope: of the layers with a sliding window; None: `rope`
+    - attention_scale: factor of the attention scores; None: head_dim ** -0.5
+    - shared_intermediate_size: of the shared expert of a sparse layer; 0: there is none
+    - qk_norm: whether queries and keys are normalized, for architectures whose config.json decides
+      that
+    - expert_groups, top_expert_groups, routed_scale: groups, top_groups and scale of GroupedTopK in
+      layers/moe.py
+    - swiglu: slope and limit of ClampedExperts in layers/experts.py
+    - sinks: whether attention has sinks, see AttentionShape
+    - quantization: of the weight matrices; None: they are unquantized
     """
 
     architecture: str
@@ -295,7 +297,7 @@ class ModelConfig:
     def context_length(self) -> int:
         """The most tokens of a sequence, with RoPE scaling."""
         limit = self.max_position_embeddings
-        if self.window_rope is not None:  # such files say the scaled limit
+        if self.window_rope is not None:  # such files have the scaled limit
             return limit
         if self.rope.type in ("linear", "dynamic"):
             return int(limit * self.rope.factor)
@@ -308,9 +310,10 @@ class ModelConfig:
 class Activations:
     """The activation functions that an architecture may name.
 
-    field: the field of config.json.
-    name: ModelConfig.activation for each of `values`.
-    values: supported values of the field; the first one is the default.
+    Attributes:
+    - field: the field of config.json
+    - name: ModelConfig.activation for each of `values`
+    - values: supported values of the field; the first one is the default
     """
 
     field: str
@@ -322,14 +325,15 @@ class Activations:
 class Family:
     """How one architecture reads the fields that architectures disagree on.
 
-    windows: from (fields, number of layers) to ModelConfig.sliding_windows.
-    missing: defaults of fields, by name, as in transformers' configuration class.
-    head_dim: default of head_dim; None: hidden_size / num_attention_heads.
-    bias: the name of the field for the attention's bias, and its default.
-    tied: default of tie_word_embeddings.
-    activations: what the activation may be.
-    rope: reads ModelConfig.rope.
-    extra_fields: from (fields, number of layers) to further fields of the ModelConfig, by name.
+    Attributes:
+    - windows: from (fields, number of layers) to ModelConfig.sliding_windows
+    - missing: defaults of fields, by name, as in transformers' configuration class
+    - head_dim: default of head_dim; None: hidden_size / num_attention_heads
+    - bias: the name of the field for the attention's bias, and its default
+    - tied: default of tie_word_embeddings
+    - activations: possible activations
+    - rope: reads ModelConfig.rope
+    - extra_fields: from (fields, number of layers) to further fields of the ModelConfig, by name
     """
 
     windows: Callable[[Fields, int], tuple[int | None, ...]]
@@ -357,8 +361,8 @@ def _switched_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _layered_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """`layer_types` says which layers have the window. Older files have no such field: there, all
-    layers from `max_window_layers` on have it.
+    """Reads the windows: `layer_types` lists the layers with the window. In older files without
+    this field, all layers from `max_window_layers` on have it.
     """
     window = _switched_window(fields, layers)[0]
     types = fields.raw.get("layer_types")
@@ -369,8 +373,8 @@ def _layered_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _alternating_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """`layer_types` says which layers have the window; without the field, layers 0, 2, 4 ... below
-    `max_window_layers` do.
+    """Reads the windows: `layer_types` lists the layers with the window; without the field, layers
+    0, 2, 4 ... below `max_window_layers` have it.
     """
     window = _switched_window(fields, layers)[0]
     types = fields.raw.get("layer_types")
@@ -381,7 +385,9 @@ def _alternating_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _every_second_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """`layer_types` says which layers have the window; without the field, layers 0, 2, 4 ... do."""
+    """Reads the windows: `layer_types` lists the layers with the window; without the field, layers
+    0, 2, 4 ... have it.
+    """
     window = fields.optional_integer("sliding_window", missing=128)
     types = fields.raw.get("layer_types")
     types = [FULL if i % 2 else SLIDING for i in range(layers)] if types is None else types
@@ -389,8 +395,8 @@ def _every_second_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _patterned_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """`layer_types` says which layers have the window. Older files have no such field: there, all
-    but each `sliding_window_pattern`-th layer do.
+    """Reads the windows: `layer_types` lists the layers with the window. In older files without
+    this field, all layers but each `sliding_window_pattern`-th have it.
     """
     window = fields.optional_integer("sliding_window", missing=4096)
     if window is None:
@@ -454,9 +460,9 @@ class ExpertFields(TypedDict, total=False):
 
 
 def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> ExpertFields:
-    """Of Qwen3-MoE. Files of transformers 5 call num_experts num_local_experts.
+    """Reads the experts of Qwen3-MoE. Files of transformers 5 call num_experts num_local_experts.
 
-    chosen: default of num_experts_per_tok.
+    - chosen: default of num_experts_per_tok
     """
     experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
     step = fields.integer("decoder_sparse_step", 1)
@@ -471,13 +477,15 @@ def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> ExpertFields:
 
 
 def qwen2_experts(fields: Fields, layers: int) -> ExpertFields:
-    """Of Qwen2-MoE: as `qwen_experts`, with a shared expert."""
+    """Reads the experts of Qwen2-MoE: those of `qwen_experts`, and a shared expert."""
     size = fields.integer("shared_expert_intermediate_size", 5632)
     return {**qwen_experts(fields, layers, chosen=4), "shared_intermediate_size": size}
 
 
 def mixtral_experts(fields: Fields, layers: int) -> ExpertFields:
-    """Of Mixtral: every layer is sparse, and `intermediate_size` is that of an expert."""
+    """Reads the experts of Mixtral: every layer is sparse, and `intermediate_size` is that of an
+    expert.
+    """
     experts = fields.integer("num_local_experts", 8)
     return {
         "num_experts": experts,
@@ -489,8 +497,8 @@ def mixtral_experts(fields: Fields, layers: int) -> ExpertFields:
 
 
 def glm4_experts(fields: Fields, layers: int) -> ExpertFields:
-    """Of GLM-4-MoE: grouped top-k, shared experts, dense layers at the beginning. Raises
-    ConfigurationError if groups and experts do not fit.
+    """Reads the experts of GLM-4-MoE: grouped top-k, shared experts, dense layers at the beginning.
+    Raises ConfigurationError if groups and experts do not fit.
     """
     experts, (groups, top_groups) = fields.integer("n_routed_experts", 128), _groups(fields)
     if experts % groups or (groups > 1 and experts < 2 * groups):
@@ -512,7 +520,9 @@ def glm4_experts(fields: Fields, layers: int) -> ExpertFields:
 
 
 def gpt_oss_experts(fields: Fields, layers: int) -> ExpertFields:
-    """Of gpt-oss: as Mixtral's, with clamped activations, and with sinks of attention."""
+    """Reads the experts of gpt-oss: like Mixtral's, with clamped activations, and with attention
+    sinks.
+    """
     return {
         "num_experts": (experts := fields.integer("num_local_experts", 128)),
         "num_experts_per_tok": _chosen(fields, experts, 4),
@@ -594,8 +604,8 @@ FAMILIES = {
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The configuration of the checkpoint in `folder`. Raises ConfigurationError, in one line that
-    names the field, for what is missing, wrong or not supported.
+    """Reads the configuration of the checkpoint in `folder`. Raises ConfigurationError, in one line
+    that names the field, for a field that is missing, wrong or not supported.
     """
     fields = read_json(folder, "config.json")
     architecture = _architecture(fields)
@@ -704,13 +714,14 @@ DECODERS = ("ForCausalLM", "LMHeadModel")  # suffixes of decoders' names in tran
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """What all stages need to know of a model.
+    """The facts about a model that all stages need.
 
-    architecture: name in config.json.
-    vocab_size: width of the logits.
-    context_length: the most tokens of a sequence.
-    dtype: of the weights, of DTYPES.
-    config: the configuration of pipeinfer's implementation; None: transformers builds the model.
+    Attributes:
+    - architecture: name in config.json
+    - vocab_size: width of the logits
+    - context_length: the most tokens of a sequence
+    - dtype: of the weights, of DTYPES
+    - config: the configuration of pipeinfer's implementation; None: transformers builds the model
     """
 
     architecture: str
@@ -733,8 +744,8 @@ class ModelOutline:
 def read_outline(checkpoint: Path, model_impl: str = "auto") -> ModelOutline:
     """The outline of a checkpoint, a folder or a GGUF file.
 
-    model_impl: as in Settings. With "auto", transformers builds decoders that are not in
-        ARCHITECTURES.
+    - model_impl: as in Settings. With "auto", transformers builds decoders that are not in
+      ARCHITECTURES
 
     Raises ConfigurationError in one line.
     """
@@ -789,9 +800,10 @@ ARCHITECTURES = {
 class GenerationDefaults:
     """The sampling defaults of a checkpoint; None: the checkpoint does not say.
 
-    eos_ids: end tokens in config.json and in generation_config.json.
-    temperature, top_k, top_p, min_p, repetition_penalty: as in RequestParams.
-    max_new_tokens: as max_tokens in RequestParams.
+    Attributes:
+    - eos_ids: end tokens in config.json and in generation_config.json
+    - temperature, top_k, top_p, min_p, repetition_penalty: as in RequestParams
+    - max_new_tokens: as max_tokens in RequestParams
     """
 
     eos_ids: tuple[int, ...] = ()

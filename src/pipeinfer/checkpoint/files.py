@@ -29,8 +29,9 @@ class Fields:
     """A JSON object of a file. All methods that read a field raise ConfigurationError for a wrong
     value.
 
-    path: of the file, for errors.
-    raw: the object.
+    Attributes:
+    - path: of the file, for errors
+    - raw: the object
     """
 
     path: Path
@@ -43,7 +44,7 @@ class Fields:
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         """A whole number of at least `least`.
 
-        default: stands for a missing field and for null; None: the field is required.
+        - default: stands for a missing field and for null; None: the field is required
         """
         value = self.optional_integer(name, default, least)
         if value is None:
@@ -55,7 +56,7 @@ class Fields:
     def optional_integer(self, name: str, missing: int | None = None, least: int = 1) -> int | None:
         """A whole number of at least `least`, or None for null.
 
-        missing: stands for a missing field, not for null.
+        - missing: stands for a missing field, not for null
         """
         if name not in self.raw:
             return missing
@@ -69,7 +70,7 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive finite number.
 
-        default: stands for a missing field and for null; None: the field is required.
+        - default: stands for a missing field and for null; None: the field is required
         """
         value = self.raw.get(name)
         value = default if value is None else value
@@ -80,7 +81,9 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false; `default` stands for a missing field and for null."""
+        """Returns a field that is true or false; `default` stands for a missing field and for
+        null.
+        """
         value = self.raw.get(name)
         if value is None:
             return default
@@ -118,9 +121,9 @@ def pointer_error(path: Path) -> str:
 
 
 def read_object(checkpoint: Path, name: str) -> JsonObject | None:
-    """The JSON object in file `name` of a checkpoint, or what stands for it in a GGUF file.
+    """Reads the JSON object in file `name` of a checkpoint, or its counterpart in a GGUF file.
 
-    checkpoint: a folder or a GGUF file.
+    - checkpoint: a folder or a GGUF file
 
     Returns None if the folder has no such file. Raises ConfigurationError for a file that is broken
     or has no object.
@@ -157,11 +160,12 @@ SIZES = {
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Which part of a tensor in a file a StoredTensor is.
+    """The place of a StoredTensor in a tensor of a file.
 
-    name: of the tensor in the file.
-    index: into the first dimension of a stack of matrices; None: the tensor is one matrix.
-    first: the first row of the part, in its matrix.
+    Attributes:
+    - name: of the tensor in the file
+    - index: into the first dimension of a stack of matrices; None: the tensor is one matrix
+    - first: the first row of the part, in its matrix
     """
 
     name: str
@@ -173,11 +177,12 @@ class TensorSlice:
 class StoredTensor:
     """A tensor on disk, whole or a part of one.
 
-    file: where it is.
-    dtype: as the file says, such as "F32" or "BF16".
-    shape: of the part.
-    nbytes: of the part.
-    slice: where the part is in the file's tensor.
+    Attributes:
+    - file: the file with the tensor
+    - dtype: name in the file, such as "F32" or "BF16"
+    - shape: of the part
+    - nbytes: of the part
+    - slice: place of the part in the file's tensor
     """
 
     file: Path
@@ -232,8 +237,8 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, by name. Raises ConfigurationError if the header is broken, or if
-    the file has another size than the header says.
+    """Reads the header of one file; returns its tensors by name. Raises ConfigurationError if the
+    header is broken, or if the size of the file does not match the header.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -366,7 +371,7 @@ def _model_names(
 def _experts(
     prefix: str, parts: tuple[str, ...], entry: StoredTensor
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """(name, tensor) of each part of each expert, in a tensor [experts, rows of all parts,
+    """Yields (name, tensor) of each part of each expert, in a tensor [experts, rows of all parts,
     columns].
     """
     experts, rows, columns = entry.shape if len(entry.shape) == 3 else (0, 0, 0)

@@ -1,11 +1,11 @@
 """Low-rank adapters on disk, as PEFT writes them: adapter_config.json, adapter_model.safetensors.
 
 - read_adapter: the configuration and the tensors' headers, checked; no weight is read.
-- identify: an adapter's name and folder with the digest of its files, by which caches tell
-  adapters apart.
-- parse_lora_modules, read_lora_modules: NAME=PATH of a command line, and what is there.
+- identify: an adapter's name and folder with the digest of its files, by which caches distinguish
+  adapters.
+- parse_lora_modules, read_lora_modules: NAME=PATH of a command line, and the adapters there.
 
-What an adapter asks for beyond low-rank pairs of linear layers is refused by name. Files may be
+Features of an adapter beyond low-rank pairs of linear layers are refused by name. Files may be
 hostile: patterns of the configuration are bounded before they are matched. Imports no torch.
 """
 
@@ -26,14 +26,14 @@ from pipeinfer.params import Adapter, JsonValue
 from pipeinfer.settings import ConfigurationError, Settings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of the names in WEIGHTS
+PREFIX = "base_model.model."  # prefix of the names in WEIGHTS
 PAIR_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
 DTYPES = ("F32", "F16", "BF16")
 DIGEST_BYTES = 16
 MAX_CONFIG_BYTES = 2**20
-MAX_NAMED_CHARS = 200  # of a path that an error names
-# Fields of the configuration that ask for more than pairs, unless they are empty; and what a
-# refusal calls it.
+MAX_NAMED_CHARS = 200  # characters of a path in an error
+# Fields of the configuration that ask for more than pairs, unless they are empty; and their names
+# in a refusal.
 UNSUPPORTED = {
     "use_dora": "DoRA (use_dora)",
     "modules_to_save": "modules_to_save (whole embeddings, heads or other modules)",
@@ -60,9 +60,12 @@ MAX_RANK, MAX_ALPHA = 4096, 1e6
 
 @dataclass(frozen=True)
 class AdapterPair:
-    """The two matrices of one module: what is added to its product of x is scale * B (A x).
+    """The two matrices of one module: scale * B (A x) is added to its product of x.
 
-    a: [rank, in_features]. b: [out_features, rank]. scale: of the product.
+    Attributes:
+    - a: [rank, in_features]
+    - b: [out_features, rank]
+    - scale: of the product
     """
 
     a: StoredTensor
@@ -79,7 +82,9 @@ class AdapterPair:
 class AdapterFiles:
     """An adapter whose files fit together.
 
-    folder: where they are. pairs: by the module's name, such as model.layers.0.mlp.up_proj.
+    Attributes:
+    - folder: of the files
+    - pairs: by the module's name, such as model.layers.0.mlp.up_proj
     """
 
     folder: Path
@@ -92,10 +97,10 @@ class AdapterFiles:
 
 
 def read_adapter(folder: Path, max_rank: int) -> AdapterFiles:
-    """The adapter in `folder`, none of whose ranks is above `max_rank`.
+    """Reads the adapter in `folder`, whose ranks must not exceed `max_rank`.
 
     Raises ConfigurationError for files that are missing, broken or do not fit together, and for
-    what is not served.
+    features that are not served.
     """
     try:
         config = read_adapter_config(folder)
@@ -107,11 +112,13 @@ def read_adapter(folder: Path, max_rank: int) -> AdapterFiles:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says of ranks and scales.
+    """Ranks and scales of adapter_config.json.
 
-    rank, alpha: of modules that no pattern names. by_root: scales are alpha / sqrt(rank) (rsLoRA,
-    https://arxiv.org/abs/2312.03732), else alpha / rank. ranks, alphas: of modules that a pattern
-    names.
+    Attributes:
+    - rank, alpha: of modules that no pattern names
+    - by_root: scales are alpha / sqrt(rank) (rsLoRA, https://arxiv.org/abs/2312.03732), else alpha
+      / rank
+    - ranks, alphas: of modules that a pattern names
     """
 
     rank: int
@@ -121,18 +128,20 @@ class AdapterConfig:
     alphas: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def rank_of(self, module: str) -> int:
-        """Of the module's pair."""
+        """Returns the rank of the module's pair."""
         return self.ranks.get(_pattern_of(self.ranks, module), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Of the module's product."""
+        """Returns the scale of the module's product."""
         rank = self.rank_of(module)
         alpha = self.alphas.get(_pattern_of(self.alphas, module), self.alpha)
         return alpha / (sqrt(rank) if self.by_root else rank)
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises ConfigurationError for what is no adapter, or one that is not served."""
+    """Reads adapter_config.json. Raises ConfigurationError for a folder without an adapter, and for
+    an adapter that is not served.
+    """
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no folder of an adapter on this host")
     path = folder / CONFIG
@@ -189,7 +198,7 @@ def _alpha(fields: Fields, name: str, value: object) -> float:
 
 
 def _patterns(fields: Fields, name: str) -> dict[str, JsonValue]:
-    """{pattern: value}, of patterns that take no time to match."""
+    """Returns {pattern: value}, with patterns that take no time to match."""
     given = fields.raw.get(name) or {}
     if not isinstance(given, dict) or len(given) > MAX_PATTERNS:
         raise fields.error(f"{name} must be an object of at most {MAX_PATTERNS} patterns")
@@ -232,7 +241,7 @@ def _headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _unserved(name: str) -> str:
-    """What is said of a tensor that belongs to no pair."""
+    """Returns the error text for a tensor that belongs to no pair."""
     if "lora_embedding" in name or "embed_tokens" in name or "lm_head" in name:
         return f"{name[:200]} changes embeddings or the head, which is not served"
     if "magnitude" in name:
@@ -268,8 +277,9 @@ def _pair(
 
 
 def files_digest(folder: Path) -> str:
-    """Of what both files hold, as hexadecimal text. Raises ConfigurationError if one cannot be
-    read."""
+    """Returns the digest of both files, as hexadecimal text. Raises ConfigurationError if one
+    cannot be read.
+    """
     digest = blake2b(digest_size=DIGEST_BYTES)
     for name in (CONFIG, WEIGHTS):
         try:
@@ -292,8 +302,9 @@ def identify(name: str, path: str, max_rank: int) -> Adapter:
 
 
 def parse_lora_modules(settings: Settings) -> dict[str, str]:
-    """Folders by name, of --lora-modules. Raises ConfigurationError if it is no list of NAME=PATH,
-    if a name is taken, or if adapters do not go with another setting."""
+    """Returns folders by name, of --lora-modules. Raises ConfigurationError if it is no list of
+    NAME=PATH, if a name is taken, or if adapters do not go with another setting.
+    """
     if settings.enable_lora and settings.exact:
         raise ConfigurationError("--exact: not with --enable-lora, whose products are not exact")
     if settings.enable_lora and settings.task in ("embed", "score"):
@@ -331,7 +342,7 @@ def _words(text: str) -> Sequence[str]:
 
 
 def _name_and_path(word: str) -> tuple[str, str]:
-    """Of NAME=PATH, or of vLLM's object with "name" and "path"."""
+    """Parses NAME=PATH, or vLLM's object with "name" and "path"."""
     name, _, path = word.partition("=")
     if word.startswith("{"):
         try:

@@ -1,6 +1,6 @@
-"""How a checkpoint makes a vector of a text, as sentence-transformers' modules.json says it.
+"""Pooling of a checkpoint: how it makes a vector of a text, by sentence-transformers' modules.json.
 
-The vector of a text is the hidden state of its last token, behind the model's last norm. Knows no
+The vector of a text is the hidden state of its last token, after the model's last norm. Imports no
 torch.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
-# What may follow in modules.json, by the last part of its type.
+# Modules that modules.json may have after the first, by the last part of their type.
 TRANSFORMER, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
 LAST_TOKEN = "lasttoken"
 LABELS = ("no", "yes")  # the answers of a model that is asked for scores, a token each
@@ -36,8 +36,8 @@ class Pooling:
 
     Attributes:
     - hidden_size: numbers of a vector
-    - scores: the model says of a pair of texts how well they fit, and makes no vectors
-    - normalize: they get the length 1
+    - scores: the model rates how well a pair of texts fits, and makes no vectors
+    - normalize: vectors are scaled to length 1
     - prompts: texts that come before a text, by name, as "query" and "document"
     - default_prompt: the name of the prompt of texts whose request names none; "": no prompt
     """
@@ -62,11 +62,13 @@ def label_ids(tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def read_pooling(checkpoint: Path, task: str) -> Pooling | None:
-    """How the checkpoint, a folder or a GGUF file, makes vectors or scores; None where it generates
-    texts.
+    """Returns how the checkpoint, a folder or a GGUF file, makes vectors or scores; None if it
+    generates texts.
 
-    task: as in Settings. With "auto", a checkpoint makes vectors if it has a modules.json, or has
-    no weights to make logits of. Raises ConfigurationError for what is not the last token's vector.
+    - task: as in Settings. With "auto", a checkpoint makes vectors if it has a modules.json, or has
+      no weights for logits
+
+    Raises ConfigurationError for pooling other than the last token's vector.
     """
     modules = None if is_gguf(checkpoint) else _modules(checkpoint / MODULES)
     config = read_json(checkpoint, "config.json")
@@ -103,7 +105,7 @@ def _hidden_size(fields: Fields) -> int:
 
 
 def _modules(path: Path) -> list[dict[str, object]] | None:
-    """What modules.json lists; None if there is none."""
+    """Returns the entries of modules.json; None if there is no such file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -26,11 +26,12 @@ EXPERTS = (re.compile(r"\.experts"),)  # not quantized by --quantization int8: n
 class Fp8:
     """FP8 weights, e4m3, with float32 scales.
 
-    scale: the suffix of the scales' names on disk.
-    scale_scope: what shares one scale: a row, a matrix as it is on disk, or a `block`.
-    block: rows and columns of a block; (1, 1) for other scopes.
-    quantize_at_load: weights on disk are unquantized, and are quantized by row as they are loaded.
-    bits: of a weight.
+    Attributes:
+    - scale: the suffix of the scales' names on disk
+    - scale_scope: the values that share one scale: a row, a matrix as it is on disk, or a `block`
+    - block: rows and columns of a block; (1, 1) for other scopes
+    - quantize_at_load: weights on disk are unquantized, and are quantized by row as they are loaded
+    - bits: of a weight
     """
 
     scale: str = "weight_scale"
@@ -42,14 +43,15 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Int4:
-    """INT4 weights: (n - zero) * scale, where n is a whole number from 0 to 15. An int32 on disk
-    holds eight of them.
+    """INT4 weights: (n - zero) * scale, with whole numbers n from 0 to 15. An int32 on disk holds
+    eight of them.
 
-    packing: whose layout the files have.
-    group: columns that share a scale and a zero point; 0: whole rows.
-    zeros: whether zero points are on disk; otherwise each is 8.
-    zero_shift: to be added to the zero points on disk.
-    bits: of a weight.
+    Attributes:
+    - packing: layout of the files
+    - group: columns that share a scale and a zero point; 0: whole rows
+    - zeros: whether zero points are on disk; otherwise each is 8
+    - zero_shift: to be added to the zero points on disk
+    - bits: of a weight
     """
 
     packing: Literal["awq", "gptq", "compressed-tensors"]
@@ -64,7 +66,8 @@ class Int8:
     """INT8 weights with a scale for each row, quantized as they are loaded from unquantized weights
     or from a GGUF file.
 
-    bits: of a weight.
+    Attributes:
+    - bits: of a weight
     """
 
     bits: ClassVar[int] = 8
@@ -75,9 +78,10 @@ class Int4Blocks:
     """INT4 weights of a GGUF file: (n - 8) * scale + zero, where n is a whole number from 0 to 15,
     and 32 columns of a row share a scale and a zero.
 
-    bits: of a weight.
-    group: columns that share a scale and a zero.
-    types: of the file that have such weights.
+    Attributes:
+    - bits: of a weight
+    - group: columns that share a scale and a zero
+    - types: of the file that have such weights
     """
 
     bits: ClassVar[int] = 4
@@ -90,7 +94,8 @@ class Mxfp4:
     """MXFP4 weights of experts: e2m1, with one exponent for each 32 values of a row. Source: OCP
     Microscaling Formats, version 1.0.
 
-    bits: of a weight.
+    Attributes:
+    - bits: of a weight
     """
 
     bits: ClassVar[int] = 4
@@ -103,12 +108,14 @@ Format = Fp8 | Int4 | Int4Blocks | Int8 | Mxfp4
 class Quantization:
     """The quantization of a model's matrices.
 
-    method: `quant_method` of config.json, or the value of --quantization.
-    format: of the quantized matrices.
-    unquantized_modules: patterns of modules that are not quantized, to be searched in their names.
-    dequantize_at_load: weights are dequantized as they are loaded, for devices without a kernel for
-        the format.
-    int4_modules: those whose matrices stay in Int4Blocks, if all that are computed together do.
+    Attributes:
+    - method: `quant_method` of config.json, or the value of --quantization
+    - format: of the quantized matrices
+    - unquantized_modules: patterns of modules that are not quantized, to be searched in their names
+    - dequantize_at_load: weights are dequantized as they are loaded, for devices without a kernel
+      for the format
+    - int4_modules: modules whose matrices stay in Int4Blocks, if all modules that are computed
+      together with them do
     """
 
     method: str
@@ -163,8 +170,8 @@ def read_quantization(fields: Fields) -> Quantization | None:
 def choose_quantization(stored: Quantization | None, requested: str) -> Quantization | None:
     """The quantization that a model runs with.
 
-    stored: of the checkpoint.
-    requested: value of --quantization: "auto", "none", "fp8", "int8" or the checkpoint's method.
+    - stored: of the checkpoint
+    - requested: value of --quantization: "auto", "none", "fp8", "int8" or the checkpoint's method
 
     Raises ConfigurationError if the checkpoint cannot be run so.
     """
@@ -183,8 +190,8 @@ def choose_quantization(stored: Quantization | None, requested: str) -> Quantiza
 
 
 def _fine_grained(how: Fields) -> Fp8:
-    """quant_method "fp8": scales by block in files of DeepSeek and Qwen, one scale a matrix in
-    others.
+    """Reads quant_method "fp8": scales by block in files of DeepSeek and Qwen, one scale a matrix
+    in others.
     """
     _only(how, "activation_scheme", ("dynamic", "static"), "dynamic")
     _only(how, "fmt", ("e4m3",), "e4m3")
@@ -199,7 +206,7 @@ def _fine_grained(how: Fields) -> Fp8:
 
 
 def _compressed(how: Fields) -> Fp8 | Int4:
-    """quant_method "compressed-tensors": FP8, or INT4 for weights alone."""
+    """Reads quant_method "compressed-tensors": FP8, or INT4 for weights alone."""
     kind = how.raw.get("format")
     groups = how.raw.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, dict) else []

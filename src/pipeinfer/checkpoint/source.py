@@ -1,5 +1,5 @@
-"""From the name of a model to the path of its files: a folder, a GGUF file, the bundled demo, or a
-download from the hub.
+"""Sources of a model's files by its name: a folder, a GGUF file, the bundled demo, or a download
+from the hub.
 
 `find_model`, `resolve_model` and `local_model` choose; `fetch` downloads; Transfer shows bytes,
 rate and time left: on a terminal one line is rewritten, elsewhere a line is logged now and then.
@@ -37,13 +37,13 @@ from pipeinfer.settings import DEMO, ConfigurationError, Settings, without_passw
 
 log = logging.getLogger(__name__)
 
-DUMMY_WEIGHTS = "dummy"  # of --load-format
+DUMMY_WEIGHTS = "dummy"  # a value of --load-format
 
 
 def find_model(settings: Settings, say: Callable[[str], object]) -> Path:
     """`resolve_model` with the model, revision and load format of `settings`.
 
-    say: as in `resolve_model`.
+    - say: as in `resolve_model`
     """
     return resolve_model(
         settings.model, settings.revision, say, settings.load_format != DUMMY_WEIGHTS
@@ -56,21 +56,23 @@ def resolve_model(
     say: Callable[[str], object] = log.info,
     weights: bool = True,
 ) -> Path:
-    """The folder or the GGUF file of a model; downloads a model of the hub.
+    """Returns the folder or the GGUF file of a model; downloads a model of the hub.
 
-    name: a path, an id of the hub, or DEMO; "" is the demo, too. A folder without config.json that
-    has one GGUF file means that file.
-    revision: branch, tag or commit on the hub; "": the main branch.
-    say: gets messages about what takes time.
-    weights: whether a model of the hub must have weights.
+    - name: a path, an id of the hub, or DEMO; "" is the demo, too. A folder without config.json
+      that has one GGUF file means that file
+    - revision: branch, tag or commit on the hub; "": the main branch
+    - say: gets messages about steps that take time
+    - weights: whether a model of the hub must have weights
 
-    Raises ConfigurationError, which says what was tried.
+    Raises ConfigurationError, with the list of attempts.
     """
     return local_model(name) or fetch(name, revision, say, weights)
 
 
 def local_model(name: str) -> Path | None:
-    """As `resolve_model`; None for what can only be a model of the hub."""
+    """Returns the folder or the GGUF file of a model on this host; None for a name that can only be
+    a model of the hub. Raises ConfigurationError as `resolve_model` does.
+    """
     if name in ("", DEMO):
         return demo_path()
     folder = Path(os.path.expanduser(name))  # noqa: PTH111 (a Path raises for an unknown user)
@@ -125,9 +127,10 @@ SHA256 = re.compile("[0-9a-f]{64}")  # the ETag of a large file is its SHA-256
 class Snapshot:
     """A commit of a model on the hub.
 
-    name: id of the model.
-    revision: the commit.
-    sizes: bytes of the commit's files, by name; 0: the hub does not say.
+    Attributes:
+    - name: id of the model
+    - revision: the commit
+    - sizes: bytes of the commit's files, by name; 0: the hub does not say
     """
 
     name: str
@@ -136,16 +139,16 @@ class Snapshot:
 
 
 def fetch(name: str, revision: str, say: Say, weights: bool = True) -> Path:
-    """The local folder of a model of the hub, with all files that match FILES_TO_FETCH; downloads
-    what is missing.
+    """Returns the local folder of a model of the hub, with all files that match FILES_TO_FETCH;
+    downloads missing files.
 
-    name: id of the model.
-    revision: branch, tag or commit; "": the main branch.
-    say: gets messages about what takes time, and about progress.
-    weights: whether the model must have weights.
+    - name: id of the model
+    - revision: branch, tag or commit; "": the main branch
+    - say: gets messages about steps that take time, and about progress
+    - weights: whether the model must have weights
 
     If the hub cannot be reached, a complete copy in the cache is used. Raises ConfigurationError,
-    which says what is missing.
+    with the missing files.
     """
     with _no_line_for_each_request():
         return _fetch(name, revision, say, weights)
@@ -352,10 +355,11 @@ class _Halted(Exception):
 class _File:
     """The download of one file, until `halt` is set.
 
-    snapshot: the commit that has the file.
-    file: its name.
-    transfer: counts the file's bytes.
-    halt: set to stop all downloads of the model.
+    Attributes:
+    - snapshot: the commit that has the file
+    - file: its name
+    - transfer: counts the file's bytes
+    - halt: set to stop all downloads of the model
     """
 
     def __init__(
@@ -433,7 +437,7 @@ class _File:
             yield
 
     def _by_range(self, url: str, blob: Path) -> None:
-        """Downloads what is missing of `blob`, the file's final path. Until it is complete, its
+        """Downloads the missing rest of `blob`, the file's final path. Until it is complete, its
         name ends with ".incomplete".
         """
         from huggingface_hub import constants, get_session
@@ -465,11 +469,11 @@ class _File:
     def _check_hash(self, part: Path, etag: str, resumed: bool) -> None:
         """Checks the SHA-256 of a large file. A mismatch deletes the file.
 
-        part: the downloaded file.
-        etag: its ETag; nothing is checked if that is not a SHA-256.
-        resumed: whether part of the file is from an earlier try, and may have been damaged on disk.
-            Then ConnectionError is raised, and the whole file is downloaded again; otherwise
-            ConfigurationError.
+        - part: the downloaded file
+        - etag: its ETag; nothing is checked if that is not a SHA-256
+        - resumed: whether part of the file is from an earlier try, and may have been damaged on
+          disk. Then ConnectionError is raised, and the whole file is downloaded again; otherwise
+          ConfigurationError
         """
         if not SHA256.fullmatch(etag):
             return
@@ -532,7 +536,7 @@ class _File:
         )
 
 
-# ------------------------------------------------------------------------------------ what is wrong
+# ---------------------------------------------------------------------------------------- errors
 
 
 def _may_pass(error: Exception) -> bool:
@@ -557,11 +561,11 @@ def _reason(error: Exception) -> str:
 def _refusal(
     name: str, revision: str, error: Exception, local: Exception | None = None
 ) -> ConfigurationError:
-    """The ConfigurationError for an exception of the hub's client.
+    """Returns the ConfigurationError for an exception of the hub's client.
 
-    name, revision: what was asked for.
-    error: what the client raised when it asked the hub.
-    local: what it raised when it looked into its cache after that; None: it did not look.
+    - name, revision: of the model
+    - error: the client's exception when it asked the hub
+    - local: the client's exception when it looked into its cache after that; None: it did not look
     """
     from huggingface_hub import errors, get_token
 
@@ -605,8 +609,8 @@ def _offline(name: str, at: str, not_found: str, local: Exception | None) -> str
 
 
 def _lacking(name: str, local: Exception) -> str:
-    """What the cache lacks of model `name`, in words. `local`: what the client raised about its
-    cache.
+    """Returns text about the files of model `name` that the cache lacks. local: the client's
+    exception about its cache.
     """
     folder = getattr(local, "snapshot_path", None)
     if folder is None:
@@ -634,11 +638,12 @@ REFRESH_SECONDS = 0.2  # seconds between two updates
 class Transfer:
     """The progress of several files.
 
-    name: shown in front of each line.
-    sizes: bytes of the files, by name.
-    say: gets the lines if `stream` is not a terminal, and a last line unless the context ends by an
-        exception.
-    stream: where the bar is shown if that is a terminal; None: stderr.
+    Attributes:
+    - name: shown in front of each line
+    - sizes: bytes of the files, by name
+    - say: gets the lines if `stream` is not a terminal, and a last line unless the context ends by
+      an exception
+    - stream: where the bar is shown if that is a terminal; None: stderr
 
     A context manager: shows the progress while it is entered. Bytes are counted by `set` and `add`,
     from any thread.
@@ -735,8 +740,8 @@ class Transfer:
                 self._say(f"{self._name}: {line}")
 
     def _bar(self) -> None:
-        """Runs the bar. tqdm takes the rate from the bytes given to `update`, so what was on disk
-        before is `initial` instead.
+        """Runs the bar. tqdm takes the rate from the bytes given to `update`, so bytes that were on
+        disk before are `initial` instead.
         """
         columns, rows = os.get_terminal_size(self._stream.fileno())  # 0 on some terminals
         with tqdm(
@@ -759,7 +764,8 @@ class Transfer:
 class ProgressLines:
     """Decides when a line is due, and writes it. Reads no clock.
 
-    began: seconds of the clock that `due` gets its `now` from.
+    Attributes:
+    - began: seconds of the clock that `due` gets its `now` from
     """
 
     def __init__(self, began: float) -> None:
@@ -769,10 +775,10 @@ class ProgressLines:
     def due(self, done: int, total: int, received: int, now: float) -> str:
         """The line to be logged now; "": none is due.
 
-        done: bytes that are on disk.
-        total: bytes of all files.
-        received: bytes of `done` that came in this transfer.
-        now: seconds.
+        - done: bytes that are on disk
+        - total: bytes of all files
+        - received: bytes of `done` that came in this transfer
+        - now: seconds
         """
         self._seen.append((now, received))
         while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW:
@@ -788,8 +794,8 @@ class ProgressLines:
 def progress(done: int, total: int, rate: float) -> str:
     """The text of a line.
 
-    done, total: bytes.
-    rate: bytes a second.
+    - done, total: bytes
+    - rate: bytes a second
     """
     share = 100 * done / total if total else 100
     said = f"{size(done)} of {size(total)} ({share:.0f} %)"

@@ -1,9 +1,10 @@
-"""What steps take on this GPU: dummy steps of all sizes, by graphs or without, are timed.
+"""Measurement of what steps take on this GPU: dummy steps of all sizes, by graphs or without, are
+timed.
 
 All ranks of a group measure the same steps in the same order, because steps hold collectives. Dummy
 steps belong to no request: they warm up, measure, or are captured. They write to the dummy page,
-and leave nothing in the first slots that a later step reads. Knows sizes and arrays of steps; no
-request, and not what the times are for.
+and leave nothing in the first slots that a later step reads. Uses sizes and arrays of steps; no
+request, and no purpose of the times.
 """
 
 from __future__ import annotations
@@ -31,16 +32,21 @@ from pipeinfer.step_cost import PER_SECOND, StepCost
 from pipeinfer.wire import PREFIX_UPPER
 
 REPLAYS = 3
-ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
+ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # decode rows; the largest number, too
 CONTEXT = 1024  # tokens before each decode where their price is measured
-DEPTH, LEAST_DEPTH = 2048, 512  # tokens of a prompt before those that are measured
+DEPTH, LEAST_DEPTH = 2048, 512  # tokens of a prompt before the measured ones
 SLOWER = 105  # percent of a larger step's time from which on a step is called slow
 FULL = 2048  # tokens of a step, beyond which its time grows evenly: only the largest is measured
 
 
 @dataclass(frozen=True)
 class PageGeometry:
-    """pages: of the longest row, of `page_size` tokens."""
+    """Sizes of a row's pages.
+
+    Attributes:
+    - pages: pages of the longest row
+    - page_size: tokens of a page
+    """
 
     pages: int
     page_size: int
@@ -54,9 +60,11 @@ def measured(
     replayed: Callable[[StepShape, Step], float],
     run: Callable[[Step], float],
 ) -> StepCost | None:
-    """As step_cost(): of graphs where there are some, else of steps up to `largest` (rows, tokens).
-    `replayed` gives the device's seconds for a step by the graph of that size, `run` kernel by
-    kernel.
+    """Measures step_cost(): of the graphs' shapes if there are graphs, else of steps up to
+    `largest` (rows, tokens).
+
+    - replayed: returns the device's seconds for a step by the graph of that shape
+    - run: returns the device's seconds for a step kernel by kernel
     """
     max_rows, max_tokens = largest
     max_tokens = min(max_tokens, max_rows * (frame.pages - 1) * frame.page_size)  # all of all rows
@@ -86,11 +94,13 @@ def step_cost(
     of_decodes: Callable[[int, Step], float],
     of_prompts: Callable[[StepShape, Step], float],
 ) -> StepCost | None:
-    """Measured on the current stream. rows: of steps of decodes alone; sizes: with prompts. Both
-    ascend. pages: of the pool, the dummy included. of_decodes, of_prompts: the seconds of such a
-    step.
+    """Measures the cost of steps on the current stream; None without shapes of prompts beside
+    decodes, or if a row has only one page.
 
-    None without sizes of prompts beside decodes, or where a row has only one page.
+    - rows: numbers of rows of steps of decodes alone, ascending
+    - sizes: shapes of steps with prompts, ascending
+    - pages: of the pool, the dummy included
+    - of_decodes, of_prompts: return the seconds of such a step
     """
     mixed = [size for size in sizes if size.num_decodes]
     longest = (frame.pages - 1) * frame.page_size
@@ -118,8 +128,10 @@ def _with_prompts(
     frame: PageGeometry,
     seconds: Callable[[StepShape, Step], float],
 ) -> list[tuple[int, int, int | None]]:
-    """StepCost.mixed of these sizes up to FULL tokens, and of the largest; of each number of
-    tokens, the one with the fewest decodes. None where a prompt cannot be deep."""
+    """Returns StepCost.mixed for sizes up to FULL tokens, and for the largest; for each number of
+    tokens, of the shape with the fewest decodes. The cost of depth is None if a prompt cannot be
+    deep.
+    """
 
     def amid(size: StepShape, depth: int) -> int:
         return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
@@ -135,8 +147,9 @@ def _with_prompts(
 
 
 def priced(sizes: Sequence[tuple[int, int, int | None]]) -> list[tuple[int, int, int]]:
-    """`sizes` (tokens, time, extra), ascending. Where `extra` is None it is, by the token, that of
-    the largest size that has one; 0 if none has."""
+    """Completes `sizes` (tokens, time, extra), ascending: an `extra` of None becomes, by the token,
+    that of the largest size that has one; 0 if none has.
+    """
     last, price = next(
         ((size, extra) for size, _, extra in sizes[::-1] if extra is not None), (1, 0)
     )
@@ -149,12 +162,13 @@ def priced(sizes: Sequence[tuple[int, int, int | None]]) -> list[tuple[int, int,
 def interpolated(
     sizes: Sequence[tuple[int, int, int]], every: Sequence[int], longest: int
 ) -> list[tuple[int, int, int]]:
-    """`sizes` (tokens, time, extra) ascending, and between them what others of `every` number of
-    tokens come to; `longest`: tokens of a prompt at most.
+    """Returns `sizes` (tokens, time, extra) ascending, with interpolated entries for the other
+    numbers of tokens in `every`. longest: tokens of a prompt at most.
 
-    Of a step's time, pairs of a prompt's tokens grow with its square. `extra` tells their price, as
-    that of as many pairs as there are tokens: that of the smaller step, since a larger one's may be
-    measured too long, or its prompts may not be longer. What is left lies on a line.
+    One part of a step's time is for pairs of a prompt's tokens, and grows with the square of their
+    number. The cost of a pair follows from `extra`, the time of as many pairs as there are tokens;
+    that of the smaller step is taken, since a larger one's may be measured too long, or its prompts
+    may not be longer. The remaining time is interpolated linearly.
     """
     found = {size[0]: size for size in sizes}
     for tokens in every:
@@ -171,18 +185,21 @@ def interpolated(
 
 
 def _pairs(tokens: int, longest: int) -> float:
-    """Of tokens of one prompt, in a step of so many by `amid_prompts`."""
+    """Returns the pairs of tokens of the same prompt in a step of `tokens` tokens, as in
+    `amid_prompts`.
+    """
     return tokens * tokens / _prompts(tokens, longest) / 2
 
 
 def _prompts(tokens: int, longest: int) -> int:
-    """As few as it takes."""
+    """Returns the least number of prompts that have `tokens` tokens."""
     return -(-tokens // longest)
 
 
 def slow(cost: StepCost) -> frozenset[int]:
-    """Tokens of steps with prompts that take longer than larger ones: libraries do not choose as
-    good a kernel for each number of rows."""
+    """Returns numbers of tokens of steps with prompts that take longer than larger steps: libraries
+    do not choose an equally good kernel for each number of rows.
+    """
     found: set[int] = set()
     least = cost.mixed[-1][1]
     for tokens, time, _ in reversed(cost.mixed):
@@ -193,7 +210,9 @@ def slow(cost: StepCost) -> frozenset[int]:
 
 
 def padded(cost: StepCost, slow_sizes: Container[int]) -> StepCost:
-    """`cost` where steps of so many tokens, not the most, are padded to the next larger size."""
+    """Returns `cost` with steps of the numbers of tokens in `slow_sizes`, but the largest, padded
+    to the next larger size.
+    """
     sizes: list[tuple[int, int, int]] = []
     for tokens, time, extra in reversed(cost.mixed):
         sizes.append((tokens, sizes[-1][1] if tokens in slow_sizes else time, extra))
@@ -201,10 +220,11 @@ def padded(cost: StepCost, slow_sizes: Container[int]) -> StepCost:
 
 
 def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """`sizes` (tokens, time, extra) ascending, none of them with more for depth than a larger one.
+    """Returns `sizes` (tokens, time, extra), ascending, with each `extra` bounded by that of the
+    larger sizes.
 
-    What is measured is at times too long, never too short: one such price, five times too high,
-    kept steps of that size from being made at all.
+    A measurement is at times too long, never too short: one such time, five times too high, kept
+    steps of that size from being made at all.
     """
     found: list[tuple[int, int, int]] = []
     least = sizes[-1][2]
@@ -215,8 +235,8 @@ def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, i
 
 
 def amid_prompts(size: StepShape, longest: int, depth: int, frame: PageGeometry) -> Step:
-    """A step of `size` tokens, with as few prompts as it takes, each after `depth` tokens;
-    `longest`: tokens of a row at most.
+    """Returns a step of `size` tokens with as few prompts as possible, each after `depth` tokens.
+    longest: tokens of a row at most.
     """
     prompts = _prompts(size.num_tokens, longest)
     decodes = max(size.num_decodes - prompts, 0)
@@ -225,7 +245,7 @@ def amid_prompts(size: StepShape, longest: int, depth: int, frame: PageGeometry)
     return deep_prompts(decodes, counts, depth, frame.page_size)
 
 
-USUAL = {"temperature": 1.0}  # as most requests have it
+USUAL = {"temperature": 1.0}  # sampling fields of most requests
 LARGE_TOP_K = 20
 
 
@@ -236,11 +256,13 @@ def dummy_step(
     distinct_pages: bool = False,
     **fields: float,
 ) -> Step:
-    """Rows of these counts int32 (ones first) after so many tokens `starts` int32, by default none,
-    all sampling; `fields` of all rows, by the names of engine/step_builder.py.
+    """Returns a step of rows with `counts` int32 tokens each (ones first), all of which sample. The
+    rows lie in the first slots and compute into the dummy page.
 
-    They lie in the first slots and compute into the dummy page. What is before it they read there,
-    too, or, with `own_pages`, in pages of which no two rows have one.
+    - starts: int32, tokens before each row; None: 0
+    - distinct_pages: the tokens before a row lie in pages that no other row has; else in the dummy
+      page, too
+    - fields: sampling fields of all rows, by the names of engine/step_builder.py
     """
     rows, values = len(counts), filled(len(counts), **(USUAL | fields))
     starts = np.zeros(rows, dtype=np.int32) if starts is None else starts
@@ -270,8 +292,9 @@ def dummy_step(
 
 
 def page_step(ids: np.ndarray, pages: np.ndarray, start: int) -> Step:
-    """Computes `ids` int32 [n] at positions start .. start + n - 1 of the pages `pages` int32, in
-    the first slot. What it samples is nobody's."""
+    """Returns a step that computes `ids` int32 [n] at positions start .. start + n - 1 of `pages`
+    int32, in the first slot. The sampled id belongs to no request.
+    """
     usual, slot = filled(1, **USUAL), np.zeros(1, dtype=np.int32)
     columns = np.arange(len(pages), dtype=np.int32)
     where = np.zeros(len(pages), dtype=np.int32)
@@ -290,9 +313,10 @@ def page_step(ids: np.ndarray, pages: np.ndarray, start: int) -> Step:
 
 
 def largest_step(largest: StepCapacity, page_size: int, max_model_len: int) -> Step:
-    """All rows and all tokens; everything lies in the dummy page. Every row samples, and asks for
-    all that sampling can be asked for: so its kernels are loaded then, and its memory is known. To
-    be finished with `allow_all`."""
+    """Returns a step of all rows and all tokens, in the dummy page. Every row samples with all
+    features of sampling, so that all kernels are loaded and their memory is known. To be completed
+    with `allow_all`.
+    """
     rows = min(largest.rows, largest.tokens)
     counts = np.ones(rows, dtype=np.int32)
     remaining = largest.tokens - rows
@@ -313,19 +337,23 @@ def largest_step(largest: StepCapacity, page_size: int, max_model_len: int) -> S
 
 
 def allow_all(words: np.ndarray) -> dict[int, str]:
-    """Masks int32 [N, W] that forbid nothing."""
+    """Writes masks int32 [N, W] that forbid nothing."""
     words.fill(-1)
     return {}
 
 
 def deep_decodes(rows: int, pages: int, page_size: int) -> Step:
-    """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
+    """Returns decodes after `pages` full pages each; no page belongs to two rows or is the
+    dummy.
+    """
     starts = np.full(rows, pages * page_size, dtype=np.int32)
     return dummy_step(np.ones(rows, dtype=np.int32), page_size, starts, distinct_pages=True)
 
 
 def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:
-    """Decodes that all begin with the dummy page, beside so many prompts of two tokens."""
+    """Returns decodes that all begin with the dummy page, beside `prompts` prompts of two
+    tokens.
+    """
     counts = np.array([1] * rows + [2] * prompts, dtype=np.int32)
     starts = np.where(counts > 1, 0, page_size).astype(np.int32)
     ranks, one_page = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
@@ -334,8 +362,8 @@ def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:
 
 
 def deep_prompts(decodes: int, prompts: Sequence[int], before: int, page_size: int) -> Step:
-    """Decodes of nothing, and chunks of so many tokens (2 or more) of prompts, each after `before`
-    tokens; everything lies in the dummy page.
+    """Returns a step of `decodes` decodes without earlier tokens, and chunks of prompts (2 tokens
+    or more), each after `before` tokens; all of it lies in the dummy page.
     """
     counts = np.array([1] * decodes + [*prompts], dtype=np.int32)
     starts = np.where(counts > 1, before, 0).astype(np.int32)
@@ -343,5 +371,5 @@ def deep_prompts(decodes: int, prompts: Sequence[int], before: int, page_size: i
 
 
 def empty_step() -> Step:
-    """A step of no rows, which packing for a graph fills up with padding rows."""
+    """Returns a step of no rows, which packing for a graph fills up with padding rows."""
     return dummy_step(np.zeros(0, dtype=np.int32), 1)

@@ -1,5 +1,7 @@
-"""What settings and a checkpoint come to. What can be wrong with them is found here and said in one
-line, before a weight is read; only what memory and other ranks have a part in is found later."""
+"""Choices of an engine, from settings and a checkpoint. Errors in both are found here and reported
+in one line, before a weight is read; only errors that depend on memory and on other ranks are found
+later.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,18 @@ if TYPE_CHECKING:
     from pipeinfer.models.transformers_backend import TransformersSpec
 
 log = logging.getLogger(__name__)
-AS_THE_MODEL, FP8 = "auto", "fp8_e4m3"  # what keys and values are stored as
+AS_THE_MODEL, FP8 = "auto", "fp8_e4m3"  # number formats of stored keys and values
 
 
 @dataclass(frozen=True)
 class DraftChoices:
-    """A checkpoint whose model makes draft tokens: its files, its configuration, and its tensors by
-    name (None: random weights)."""
+    """A checkpoint whose model makes draft tokens.
+
+    Attributes:
+    - folder: files of the checkpoint
+    - config: configuration of the model
+    - stored: tensors by name; None: random weights
+    """
 
     folder: Path
     config: ModelConfig
@@ -48,16 +55,21 @@ class DraftChoices:
 
 @dataclass(frozen=True)
 class EngineChoices:
-    """What settings and checkpoint come to, before anything is loaded.
+    """Choices that follow from settings and checkpoint, before any weight is loaded.
 
-    outline: of the checkpoint, in the number format that it is computed in.
-    transformers_spec: how transformers builds the model; None: the implementation is our own.
-    device: "cpu" or "cuda". ordinal: of this rank's GPU on its host.
-    attention: the backend's name (attention/registry.py).
-    shard: which rank of how many.
-    stored: the checkpoint's tensors by name, for our own implementation; None: random weights.
-    kv_scales: of each layer's keys and values, if they are stored as e4m3; else None.
-    draft: the model that makes draft tokens; None: there is none.
+    Attributes:
+    - outline: of the checkpoint, in the number format of the computation
+    - transformers_spec: how transformers builds the model; None: the implementation is our own
+    - device: "cpu" or "cuda"
+    - dtype: of the computation
+    - attention: the backend's name (attention/registry.py)
+    - page_size: tokens of a page
+    - max_model_len: tokens of the longest request
+    - shard: this rank, and the number of ranks
+    - stored: the checkpoint's tensors by name, for our own implementation; None: random weights
+    - kv_scales: of each layer's keys and values, if they are stored as e4m3; else None
+    - ordinal: of this rank's GPU on its host
+    - draft: the model that makes draft tokens; None: there is none
     """
 
     outline: ModelOutline
@@ -75,36 +87,38 @@ class EngineChoices:
 
     @property
     def layers(self) -> int:
-        """Layers with attention."""
+        """Number of layers with attention."""
         if self.transformers_spec is not None:
             return len(self.transformers_spec.attention.shapes)
         return self.config.num_layers
 
     @property
     def config(self) -> ModelConfig:
-        """Of our own implementation."""
+        """The configuration, of a model of our own implementation."""
         assert self.outline.config is not None, "the model is transformers'"
         return self.outline.config
 
     def without_files(self) -> EngineChoices:
-        """What an engine is built for, whichever weights it has."""
+        """Returns the choices without the files: engines with equal results are built alike,
+        whichever weights they have.
+        """
         draft = None if self.draft is None else replace(self.draft, stored=None)
         return replace(self, stored=None, draft=draft)
 
     @property
     def kv_dtype(self) -> str:
-        """As Hello has it."""
+        """Number format of keys and values, as in Hello."""
         return AS_THE_MODEL if self.kv_scales is None else FP8
 
 
 def choose_engine(
     settings: Settings, folder: Path, rank: int = 0, ordinal: int | None = None
 ) -> EngineChoices:
-    """Checks settings and checkpoint against each other; of weights it reads what
-    `check_checkpoint` says.
+    """Checks settings and checkpoint against each other; reads of weights what `check_checkpoint`
+    reads.
 
-    ordinal: of this rank's GPU on its host, by default `rank`.
-    Raises ConfigurationError that names the culprit.
+    ordinal: of this rank's GPU on its host, by default `rank`. Raises ConfigurationError that names
+    the setting or file at fault.
     """
     device, ordinal = _device(settings.device), rank if ordinal is None else ordinal
     outline = read_outline(folder, settings.model_impl)
@@ -170,8 +184,10 @@ def _choose_draft(
     narrow: bool,
     ordinal: int,
 ) -> DraftChoices | None:
-    """The model that makes draft tokens for that of `outline`, whose requests have at most
-    `max_model_len` tokens. Raises ConfigurationError for one that cannot."""
+    """Chooses the model that makes draft tokens for the model of `outline`, whose requests have at
+    most `max_model_len` tokens; None: `--speculate` names none. Raises ConfigurationError for a
+    model that cannot make them.
+    """
     if not settings.draft_model:
         return None
     named = f"--speculate {settings.speculate}"
@@ -214,7 +230,9 @@ def _choose_draft(
 def _transformers_spec(
     settings: Settings, folder: Path, outline: ModelOutline, max_model_len: int
 ) -> TransformersSpec:
-    """What transformers is to build; raises ConfigurationError for what it cannot serve here."""
+    """Returns how transformers builds the model; raises ConfigurationError for settings that such
+    models do not support.
+    """
     named = f"{outline.architecture} is served through transformers"
     if settings.tp > 1:
         raise ConfigurationError(
@@ -231,7 +249,7 @@ def _transformers_spec(
 def _check_exact(
     settings: Settings, outline: ModelOutline, device: str, dtype: torch.dtype
 ) -> None:
-    """Raises ConfigurationError for what would make tokens depend on other requests."""
+    """Raises ConfigurationError for settings that would make tokens depend on other requests."""
     config = outline.config
     if device == "cpu" and dtype != torch.float32:
         raise ConfigurationError("--exact: on a CPU only --dtype float32 computes rows alike")
@@ -256,8 +274,9 @@ def _check_exact(
 
 
 def _in_format(outline: ModelOutline, requested: str, in_int4: frozenset[str]) -> ModelOutline:
-    """With the number format that `--quantization` makes of the checkpoint's. in_int4: see
-    Quantization.int4_modules."""
+    """Returns `outline` with the number format of weights that `--quantization` makes of the
+    checkpoint's. in_int4: see Quantization.int4_modules.
+    """
     if outline.config is None:
         if requested not in ("auto", "none"):
             raise ConfigurationError(
@@ -272,7 +291,7 @@ def _in_format(outline: ModelOutline, requested: str, in_int4: frozenset[str]) -
 
 
 def _device(name: str) -> str:
-    """ "cuda" where torch sees a GPU, unless the CPU was asked for."""
+    """Returns "cuda" if torch sees a GPU, unless the CPU was asked for."""
     if name == "cpu":
         return "cpu"
     if torch.cuda.is_available():
@@ -285,7 +304,14 @@ def _device(name: str) -> str:
 
 
 class _Needs(NamedTuple):
-    """What a model and its pages want of attention that not every backend has."""
+    """Demands of a model and its pages that not every attention backend meets.
+
+    Attributes:
+    - head_dim: of the model
+    - sinks: whether layers have attention sinks
+    - soft_cap: whether layers cap their scores
+    - narrow: whether keys and values are stored as e4m3
+    """
 
     head_dim: int
     sinks: bool
@@ -307,7 +333,9 @@ def _gpu(dtype: torch.dtype, needs: _Needs, ordinal: int) -> Gpu:
 
 
 def _narrow(name: str, dtype: torch.dtype) -> bool:
-    """Whether keys and values are stored as e4m3, else as the model has them."""
+    """Whether keys and values are stored as e4m3, else in the model's dtype. Raises
+    ConfigurationError for bfloat16 if the model computes in another dtype.
+    """
     if name == "bfloat16" and dtype != torch.bfloat16:
         computed = str(dtype).removeprefix("torch.")
         raise ConfigurationError(
@@ -318,15 +346,18 @@ def _narrow(name: str, dtype: torch.dtype) -> bool:
 
 
 def _scales(stored: Mapping[str, CheckpointTensor] | None, layers: int) -> tuple[KVScales, ...]:
-    """The checkpoint's, if there is one that is ours to read."""
+    """Returns the checkpoint's scales, or 1 for each layer if the checkpoint's tensors are not read
+    by our own implementation.
+    """
     return (UNIT_KV_SCALES,) * layers if stored is None else read_kv_scales(stored, layers)
 
 
 def _dtype(name: str, outline: ModelOutline, device: str) -> torch.dtype:
-    """`auto` is the checkpoint's dtype, but float32 on a CPU without instructions for bfloat16.
+    """Returns the dtype of the computation. `auto` is the checkpoint's dtype, but float32 on a CPU
+    without instructions for bfloat16.
 
-    Which it is follows from the CPU alone and not from a measurement: an engine that starts anew
-    must go on with the numbers that it left.
+    The dtype follows from the CPU alone and not from a measurement: a restarted engine must compute
+    the same numbers as before.
     """
     if name == "auto":
         name = outline.dtype
@@ -336,7 +367,7 @@ def _dtype(name: str, outline: ModelOutline, device: str) -> torch.dtype:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it: AVX512-BF16 or AMX."""
+    """Whether this CPU has instructions for bfloat16: AVX512-BF16 or AMX."""
     known = torch.cpu._is_avx512_bf16_supported()  # pyright: ignore[reportPrivateUsage]
     return known or torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
 
@@ -344,10 +375,11 @@ def multiplies_bfloat16() -> bool:
 def _quantization(
     settings: Settings, folder: Path, device: str, dtype: torch.dtype
 ) -> tuple[str, frozenset[str]]:
-    """(the name of --quantization, Quantization.int4_modules). `auto` of a GGUF file of at most
-    eight bits, computed in bfloat16 on a CPU, is `int8`, and what the file has in 4 bits stays so.
+    """Returns (the name of --quantization, Quantization.int4_modules). `auto` for a GGUF file of at
+    most eight bits, computed in bfloat16 on a CPU, is `int8`, and matrices that have 4 bits in the
+    file keep them.
 
-    Raises ConfigurationError for `int8` where there are no products with it.
+    Raises ConfigurationError for `int8` on a GPU or in another dtype.
     """
     name, fits = settings.quantization, device == "cpu" and dtype == torch.bfloat16
     if name == "int8" and not fits:

@@ -1,7 +1,7 @@
 """The engine's core: plans in, steps for the device and results for the scheduler out.
 
-It keeps the order of plans and the epoch. Knows no socket, no clock, no model and no torch; it
-decides nothing about who runs.
+Keeps the order of plans and the epoch. Uses no socket, no clock, no model and no torch; decides
+nothing about which requests run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ from pipeinfer.wire import (
 
 
 class Compute(Message, frozen=True):
-    """To the device: compute `step` after all steps before it, then report it by StepDone.
+    """Command to the device: compute `step` after all steps before it, then report the end by
+    StepDone.
 
     Local only: the arrays never travel.
     """
@@ -79,14 +80,18 @@ class Compute(Message, frozen=True):
     step: Step
 
     def note(self) -> StepNote:
-        """What a recording says of it."""
+        """Summary of the step for a recording, in place of the arrays."""
         return step_note(self.step)
 
 
 class Compile(Message, frozen=True):
-    """To the device: have the grammar `spec` ready, then report it by Compiled(request_id). `slow`:
-    as in CompileGrammar. In `released` slots no request has a grammar any more, and no step is
-    under way.
+    """Command to the device: compile the grammar `spec`, then report Compiled(request_id).
+
+    Attributes:
+    - request_id: request that waits for the grammar
+    - spec: the grammar
+    - slow: as in CompileGrammar
+    - released: slots whose grammars can be freed now; only sent while no step is in flight
     """
 
     request_id: str
@@ -96,8 +101,12 @@ class Compile(Message, frozen=True):
 
 
 class AdapterRead(Message, frozen=True):
-    """From the device: LoadAdapter `number` of `epoch` was done, for all steps that come later, or
-    could not be done because of `error`."""
+    """Event from the device: LoadAdapter `number` of `epoch` was done.
+
+    Attributes:
+    - epoch, number: of the LoadAdapter
+    - error: "": all later steps can use the adapter; else why it could not be loaded
+    """
 
     epoch: int
     number: int
@@ -105,25 +114,29 @@ class AdapterRead(Message, frozen=True):
 
 
 class Capture(Message, frozen=True):
-    """To the device: capture the next CUDA graph that is left, for the steps from now on."""
+    """Command to the device: capture the next deferred CUDA graph; later steps may use it."""
 
 
 class InvalidatePages(Message, frozen=True):
-    """To the device, before the Compute of the same plan, if that has one: the page directory must
-    not say any more what is in `pages` int32 [n].
+    """Command to the device: remove `pages` from the page directory. Precedes the Compute of the
+    same plan, if the plan has one.
 
     Local only: the arrays never travel.
+
+    Attributes:
+    - pages: int32 [n]
     """
 
     pages: np.ndarray
 
     def note(self) -> PagesNote:
-        """What a recording says of it."""
+        """Summary of the pages for a recording: how many there are."""
         return PagesNote(len(self.pages))
 
 
 class FillPages(Message, frozen=True):
-    """To the device: a step that has ended has filled `chains`, so the page directory may say so.
+    """Command to the device: record `chains` in the page directory; a step that has ended has
+    filled these pages.
 
     Local only: the arrays never travel.
     """
@@ -131,27 +144,37 @@ class FillPages(Message, frozen=True):
     chains: PageChains
 
     def note(self) -> PagesNote:
-        """What a recording says of it."""
+        """Summary of the pages for a recording: how many there are."""
         return PagesNote(len(self.chains))
 
 
 class MarkPagesUnusable(Message, frozen=True):
-    """To the device: this engine has found an error of its own, so nobody is to believe the page
-    directory until the next epoch begins it anew."""
+    """Command to the device: make the page directory unusable until the next epoch begins it anew,
+    because this engine has found an error of its own.
+    """
 
 
 class Suspend(Message, frozen=True):
-    """To the device: when no step is under way, give memory back as Sleep(level) says, which may
-    have been done at a lower level; then report it by Suspended. `refuses`: as in Sleep; for the
-    engine that comes after this one."""
+    """Command to the device: when no step is in flight, give memory back as Sleep(level) asks for,
+    then report Suspended. The device may sleep at a lower level already.
+
+    Attributes:
+    - level: of sleep, as in Sleep
+    - refuses: as in Sleep; noted for the engine that replaces this one
+    """
 
     level: int
     refuses: bool = False
 
 
 class Suspended(Message, frozen=True):
-    """From the device: it has done what Suspend(level) asks for, or could not because of `error`.
-    Unasked, when it begins: so the engine before has slept."""
+    """Event from the device: memory was given back as Suspend(level) asks for. Sent without a
+    Suspend when the process starts and the engine before it was asleep.
+
+    Attributes:
+    - level, refuses: of the Suspend
+    - error: "" or why memory could not be given back
+    """
 
     level: int
     error: str = ""
@@ -159,25 +182,30 @@ class Suspended(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """To the device: have all that it had before Suspend, at the same addresses, with pages of
-    zeros; then report it by Resumed."""
+    """Command to the device: take back all memory that was given back, at the same addresses and
+    with pages of zeros, then report Resumed.
+    """
 
 
 class Resumed(Message, frozen=True):
-    """From the device: it can compute steps again, or cannot because of `error`."""
+    """Event from the device: steps can be computed again, or cannot because of `error`."""
 
     error: str = ""
 
 
 class FindPages(Message, frozen=True):
-    """To the device: an epoch begins; it answers FoundPages with what the page directory says."""
+    """Command to the device: an epoch begins; answer FoundPages with the content of the page
+    directory.
+    """
 
 
 class FoundPages(Message, frozen=True):
-    """From the device: pages that were computed before the epoch that begins, by this process or by
-    an earlier one, and that all ranks believe. See PageChains.
+    """Event from the device: pages that were computed before the epoch that begins, by this process
+    or by an earlier one, and that are verified on all ranks. See PageChains.
 
-    pages, depths, ids: int32 bytes. digests, parents, salts: 16 bytes of each page.
+    Attributes:
+    - pages, depths, ids: int32 bytes
+    - digests, parents, salts: 16 bytes of each page
     """
 
     pages: bytes
@@ -189,14 +217,14 @@ class FoundPages(Message, frozen=True):
 
     @staticmethod
     def of(chains: PageChains) -> FoundPages:
-        """The message that says `chains`."""
+        """Returns the message with the arrays of `chains`."""
         arrays = (chains.digests, chains.parents, chains.salts)
         digests, parents, salts = (array.tobytes() for array in arrays)
         pages, depths, ids = map(pack, (chains.pages, chains.depths, chains.ids))
         return FoundPages(pages, depths, digests, parents, salts, ids)
 
     def chains(self, page_size: int) -> PageChains:
-        """As arrays."""
+        """Returns the arrays of the message."""
         digests, parents, salts = (
             np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_BYTES)
             for raw in (self.digests, self.parents, self.salts)
@@ -206,7 +234,9 @@ class FoundPages(Message, frozen=True):
 
 
 class StepFailed(Message, frozen=True):
-    """From the device: step `number` raised, and what it left there is unknown."""
+    """Event from the device: step `number` raised an error; the content of the device's memory is
+    unknown.
+    """
 
     epoch: int
     number: int
@@ -229,8 +259,12 @@ class DeviceError(RuntimeError):
 
 @dataclass
 class _Drafted:
-    """A request in a slot whose draft tokens are verified. computed: tokens of it, as far as steps
-    have ended. Steps end in the order of their plans, so each starts there."""
+    """A request in a slot whose draft tokens are verified.
+
+    Attributes:
+    - computed: tokens of the request that are computed, as far as steps have ended. Steps end in
+      the order of their plans, so each step starts there
+    """
 
     computed: int
 
@@ -239,12 +273,13 @@ class _Drafted:
 class _InFlight:
     """A plan whose result is not sent yet.
 
-    rows: of the plan.
-    plan_rows: int64 [L]; of each row of logits its row in the plan.
-    drafted: by row of the plan, the requests whose drafts are verified, or were in earlier steps.
-    logprob_sizes: see Step.logprob_sizes. prompt_logprob_chunks: prompt tokens whose log-probs are
-        asked for.
-    done: the device's result, once it has come.
+    Attributes:
+    - rows: of the plan
+    - plan_rows: int64 [L], the row of the plan that each row of logits belongs to
+    - logprob_sizes: see Step.logprob_sizes
+    - prompt_logprob_chunks: prompt tokens whose log-probs are asked for
+    - drafted: by row of the plan, the requests whose drafts are verified, or were in earlier steps
+    - done: the device's result, once it has arrived
     """
 
     rows: Rows
@@ -259,9 +294,12 @@ class _InFlight:
 class _Epoch:
     """An epoch that this rank takes part in.
 
-    number: of the epoch. plans: those that were applied. in_flight: plans without a result, oldest
-    first. digests: of the latest plans, not sent yet. drafted: by slot, requests that have had
-    drafts.
+    Attributes:
+    - number: of the epoch
+    - plans: filter of plans that were applied
+    - in_flight: plans without a result, oldest first
+    - digests: of the latest plans, not sent yet
+    - drafted: by slot, requests that have had drafts
     """
 
     number: int
@@ -271,7 +309,7 @@ class _Epoch:
     drafted: dict[int, _Drafted] = field(default_factory=dict[int, _Drafted])
 
     def take_drafted(self, rows: Rows) -> dict[int, _Drafted]:
-        """_InFlight.drafted of a plan that was applied now."""
+        """Returns _InFlight.drafted of the plan that was just applied."""
         if rows.drafts is None:
             return {}
         for slot, computed in rows.first_drafts.items():
@@ -284,11 +322,13 @@ class _Epoch:
 
 
 class SleepState:
-    """Whether this rank's device has given its memory back, and what it is doing about it.
+    """Whether this rank's device has given its memory back, and the transition under way.
 
-    level: at which the device sleeps; 0: it is awake, or about to fall asleep. doing: what it does,
-    one thing at a time. heard: a scheduler has asked for it, and so knows of this rank. refuses:
-    what comes for that scheduler meanwhile.
+    Attributes:
+    - level: reached level of sleep; 0: not asleep yet
+    - doing: "", "suspending" or "resuming"; one transition at a time
+    - heard: the current scheduler has sent Sleep to this rank
+    - refuses: whether new requests are refused while the rank sleeps
     """
 
     def __init__(self) -> None:
@@ -302,42 +342,45 @@ class SleepState:
         return not self.level and not self.doing
 
     def suspend(self, level: int, refuses: bool) -> bool:
-        """Whether the device is to begin with it now."""
+        """Whether the device must give memory back now; notes the transition as begun if so."""
         if self.doing or (level <= self.level and refuses == self.refuses):
             return False
         self.doing = "suspending"
         return True
 
     def suspended(self, level: int, refuses: bool) -> None:
-        """The device has done it."""
+        """The device has given its memory back."""
         self.doing, self.level, self.refuses = "", level, refuses
 
     def resume(self) -> bool:
-        """Whether the device is to begin with it now."""
+        """Whether the device must take its memory back now; notes the transition as begun if so."""
         if self.doing:
             return False
         self.doing = "resuming"
         return True
 
     def resumed(self) -> None:
-        """The device has done it."""
+        """The device has its memory back."""
         self.doing, self.level = "", 0
         self.heard = self.refuses = False
 
     def in_hello(self, hello: Hello) -> Hello:
-        """With what a scheduler has to know that comes after the one that asked for it."""
+        """Returns `hello` with the state of sleep, for a scheduler that replaces the one which has
+        put this rank to sleep.
+        """
         if not self.level:
             return hello
         return msgspec.structs.replace(hello, sleep_level=self.level, refuses=self.refuses)
 
 
 class EngineCore:
-    """One rank. `hello` introduces it to the stage `scheduler` and describes `memory`; ValueError
-    if it does not (its `pages` leave out the dummy page, which holds no tokens).
+    """The core of one rank. `hello` introduces it to the stage `scheduler` and describes `memory`;
+    ValueError if the two differ (`hello.pages` leaves out the dummy page, which holds no tokens).
 
     Every rank sends Hello, Ready, MissedPlan and Fault; only rank 0 sends Admitted and Result, the
-    others Digests instead. What comes out does not depend on `span`, which is around the building
-    of each step, nor on `shares`: whether attention reads what decodes begin with in common once.
+    others Digests instead. The output does not depend on `span`, which is around the building of
+    each step, nor on `shares`: whether attention reads common prefixes of decode rows once (cascade
+    attention).
     """
 
     def __init__(
@@ -388,9 +431,9 @@ class EngineCore:
         )
 
     def handle(self, event: Message, now: float) -> list[Send]:
-        """What the scheduler publishes (BeginEpoch, CompileGrammar, LoadAdapter, Plan), what this
-        process reports (StepDone, StepFailed, Compiled, AdapterRead, GraphDue) and the shell's
-        events; returns what to send, also on LOCAL.
+        """Handles what the scheduler publishes (BeginEpoch, CompileGrammar, LoadAdapter, Plan),
+        what this process reports (StepDone, StepFailed, Compiled, AdapterRead, GraphDue) and the
+        shell's events; returns the messages to send, also on LOCAL.
         """
         match event:
             case Plan():
@@ -434,7 +477,7 @@ class EngineCore:
                 raise TypeError(f"an engine takes no {type(event).__name__}")
 
     def state(self) -> tuple[State, str]:
-        """waiting, ready, asleep or draining, and why."""
+        """The state (waiting, ready, asleep or draining) and the reason for it."""
         if self._draining or self._leaving:
             return "draining", ""
         if self._sleep.level:
@@ -443,15 +486,18 @@ class EngineCore:
         return ("ready", "") if self._epoch is not None else ("waiting", self._reason)
 
     def idle(self) -> bool:
-        """True when no step runs and no request is admitted, or is to be by this process."""
+        """Whether no step is in flight and no request is admitted that this process is to
+        compute.
+        """
         if self._epoch is None:
             return True
         busy = self._epoch.in_flight or (not self._leaving and self.memory.slots.active.any())
         return not busy
 
     def stats(self) -> dict[str, float]:
-        """Pages and slots as of now; `pages_evicted` since the epoch began, totals since the
-        process started."""
+        """Numbers of pages and slots as of now; `pages_evicted` since the epoch began, totals since
+        the process started.
+        """
         memory = self.memory
         return {
             "pages_total": memory.allocator.num_pages,
@@ -475,7 +521,8 @@ class EngineCore:
         if self._leaving:
             return []
         if self.hello.incarnation not in begin.incarnations:
-            # Someone else's epoch, or a scheduler that asks who is there: both end ours.
+            # Another rank's epoch, or a scheduler that asks which ranks exist: both end this rank's
+            # epoch.
             self._stop(f"epoch {begin.epoch} began without this engine")
             self._sleep.heard = False
             return []
@@ -492,7 +539,7 @@ class EngineCore:
         return [Send(LOCAL, "", FindPages())]
 
     def _fall_asleep(self, sleep: Sleep) -> list[Send]:
-        """Steps under way end first, on the device."""
+        """Ends the epoch and asks the device to sleep; the device ends steps in flight first."""
         if self._leaving or self.hello.incarnation not in sleep.incarnations:
             return []
         if self._epoch is not None or self._beginning is not None:
@@ -564,13 +611,18 @@ class EngineCore:
         return []
 
     def _stop(self, reason: str) -> None:
-        """Leaves the epoch. Steps on the device go on; their StepDone is dropped by its epoch, and
-        what they write is ordered before all that a later epoch computes."""
+        """Leaves the epoch. Steps on the device go on; their StepDone is dropped because its epoch
+        is over, and what they write is ordered before all that a later epoch computes.
+        """
         self._epoch = self._beginning = None
         self._reason = reason
 
     def _fault(self, reason: str, orderly: bool = False, mark_unusable: bool = False) -> list[Send]:
-        """Leaves the epoch, and sends Fault. distrust: what is in the pages is unknown."""
+        """Leaves the epoch, and sends Fault.
+
+        - orderly: the fault was asked for and is no error
+        - mark_unusable: the content of the pages is unknown, so the page directory must not be used
+        """
         message = self._fault_message(reason, orderly)
         self._stop(reason)
         if mark_unusable and self.memory.chains is not None:
@@ -596,14 +648,17 @@ class EngineCore:
         return [self._fault_message(reason, orderly=True)]
 
     def _leave_epoch(self) -> list[Send]:
-        """Leaves the epoch if the stage is to leave and all results are sent: the next plans are
-        for its successor."""
+        """Leaves the epoch if the stage is to leave and all results are sent: its successor
+        computes the next plans.
+        """
         if not self._leaving or self._epoch is None or self._epoch.in_flight:
             return []
         return self._fault("it hands over to another process", orderly=True)
 
     def _compile(self, prepare: CompileGrammar) -> Compile:
-        """With no step under way there may be none for long that says what was released."""
+        """Makes the command for the device. Freed grammars normally travel with the next step's
+        delta; if no step is in flight, the Compile command carries them.
+        """
         quiet = self._epoch is None or not self._epoch.in_flight
         released = self._requests.take_dropped_grammars() if quiet else ()
         return Compile(
@@ -622,7 +677,10 @@ class EngineCore:
         )
 
     def _load_adapter(self, load: LoadAdapter) -> list[Send]:
-        """Not before the plans whose rows still need what is in the slot now: it comes again."""
+        """Loads the adapter only if all plans before `next_plan` were applied, because their rows
+        may need the adapter that lies in the slot now; else reports the gap, and the scheduler
+        repeats the message.
+        """
         epoch = self._epoch
         if epoch is None or load.epoch != epoch.number or load.next_plan <= epoch.plans.expected:
             return [Send(LOCAL, "", load)]
@@ -677,12 +735,14 @@ class EngineCore:
             self._step_tokens.observe(computed)
             sends.append(Send(LOCAL, "", Compute(step)))
             return sends
-        # Nothing for the device; the result still waits for those of the plans before.
+        # Nothing to compute; the result still waits for the results of the plans before.
         epoch.in_flight[-1].done = StepDone(plan.epoch, plan.number, b"", b"")
         return sends + self._finished(epoch)
 
     def _missed(self, epoch: _Epoch) -> list[Send]:
-        """Other ranks may have had the plan, and wait for this one where they compute together."""
+        """Reports the gap. Other ranks may have applied the plan, and wait for this rank in a
+        collective.
+        """
         missed = MissedPlan(epoch.number, self.hello.rank, epoch.plans.expected)
         return [self._to_scheduler(missed)]
 
@@ -765,7 +825,9 @@ class EngineCore:
         return self._filled(waiting, counts, done) + self._finished(epoch) + self._leave_epoch()
 
     def _filled(self, ended: _InFlight, counts: np.ndarray, done: StepDone) -> list[Send]:
-        """What the page directory may say now. counts: int32 [L], ids of each row of logits."""
+        """Returns FillPages for pages that the ended step has filled, if any. counts: int32 [L],
+        ids of each row of logits.
+        """
         chains, fills = self.memory.chains, ended.rows.fills
         if chains is None or fills is None:
             return []
@@ -773,14 +835,14 @@ class EngineCore:
             rows = [*unpack(done.bad).tolist(), *done.refused]
             chains.mark_unusable(fills, ended.plan_rows[rows])
         if ended.rows.same_as_previous and done.num_sampled == COUNT_OF_ONE * len(counts):
-            sampled = unpack(done.token_ids)  # of every row, in the plan's order: nearly always
+            sampled = unpack(done.token_ids)  # ids of every row, in the plan's order: nearly always
         else:
             sampled = _first_ids(ended, counts, done)
         found = chains.filled(fills, sampled, _ids_of_drafted(ended, counts, done))
         return [] if found is None else [Send(LOCAL, "", FillPages(found))]
 
     def _finished(self, epoch: _Epoch) -> list[Send]:
-        """The results that are due, in plan order."""
+        """Takes the results that are due, in plan order."""
         sends: list[Send] = []
         while epoch.in_flight and (done := epoch.in_flight[0].done) is not None:
             in_flight = epoch.in_flight.popleft()
@@ -798,8 +860,9 @@ class EngineCore:
 
 
 def _as_accepted(ended: _InFlight, counts: np.ndarray) -> Rows:
-    """The rows of a step that has ended, with starts and counts as they were on the device. counts:
-    int32 [L], ids of each row of logits."""
+    """Returns the rows of a step that has ended, with starts and counts as they were on the device.
+    counts: int32 [L], ids of each row of logits.
+    """
     rows = ended.rows
     given = np.bincount(ended.plan_rows, weights=counts, minlength=len(rows.slots))
     starts, tokens = rows.starts.copy(), rows.counts.copy()
@@ -812,7 +875,9 @@ def _as_accepted(ended: _InFlight, counts: np.ndarray) -> Rows:
 def _ids_of_drafted(
     ended: _InFlight, counts: np.ndarray, done: StepDone
 ) -> dict[int, tuple[int, np.ndarray]]:
-    """See ChainTracker.filled."""
+    """Returns the argument `drafted` of ChainTracker.filled: {row of the plan: (first position,
+    ids)}.
+    """
     if not ended.drafted:
         return {}
     ids, rows = unpack(done.token_ids), np.repeat(ended.plan_rows, counts)
@@ -824,8 +889,9 @@ def _ids_of_drafted(
 
 
 def _first_ids(ended: _InFlight, counts: np.ndarray, done: StepDone) -> np.ndarray:
-    """int32, of each row of the plan the first id that it sampled, or -1. Further ones are computed
-    as known ids. counts: int32 [L], ids of each row of logits."""
+    """Returns int32, for each row of the plan the first id that it sampled, or -1. Further ids of a
+    row are computed as known ids by later steps. counts: int32 [L], ids of each row of logits.
+    """
     sampled = np.full(len(ended.rows.slots), -1, dtype=np.int32)
     first = np.cumsum(counts) - counts
     some = counts > 0
@@ -834,7 +900,7 @@ def _first_ids(ended: _InFlight, counts: np.ndarray, done: StepDone) -> np.ndarr
 
 
 def _result(in_flight: _InFlight, done: StepDone) -> Result:
-    """Of the plan's rows in the plan's order."""
+    """Makes the Result, with the rows of the plan in the plan's order."""
     rows, plan_rows = in_flight.rows, in_flight.plan_rows
     produced, token_ids = done.num_sampled, done.token_ids
     logprobs = done.logprobs
@@ -867,7 +933,7 @@ def _result(in_flight: _InFlight, done: StepDone) -> Result:
 
 
 def _in_order(sizes: np.ndarray, plan_rows: np.ndarray, raw: bytes) -> bytes:
-    """`raw`, of which each row of logits has `sizes` [L] bytes, in the plan's order."""
+    """Reorders `raw`, which has `sizes` [L] bytes for each row of logits, into the plan's order."""
     ends: list[int] = np.cumsum(sizes).tolist()
     parts = [raw[begin:end] for begin, end in pairwise([0, *ends])]
     order: list[int] = np.argsort(plan_rows, kind="stable").tolist()
@@ -875,7 +941,7 @@ def _in_order(sizes: np.ndarray, plan_rows: np.ndarray, raw: bytes) -> bytes:
 
 
 def _logprobs_error(in_flight: _InFlight, counts: np.ndarray, done: StepDone) -> str:
-    """What is wrong with the log-probs that a step brings; "" if nothing is."""
+    """Returns the error in the sizes of a step's log-probs; "" if there is none."""
     sizes = in_flight.logprob_sizes
     expected = 0 if sizes is None else int(counts @ sizes)
     parts = [
@@ -890,7 +956,7 @@ def _logprobs_error(in_flight: _InFlight, counts: np.ndarray, done: StepDone) ->
 def _prompt_logprobs(
     chunks: tuple[PromptLogprobChunk, ...], done: StepDone
 ) -> Iterator[PromptLogprobs]:
-    """What the step says of prompts, in messages of a bounded size."""
+    """Yields the log-probs of prompt tokens in messages of at most LOGPROBS_PER_MESSAGE tokens."""
     for chunk, raw in zip(chunks, done.prompt_logprobs, strict=True):
         for begin in range(0, len(chunk.ids), LOGPROBS_PER_MESSAGE):
             width = logprob_bytes(chunk.num_alternatives)

@@ -1,8 +1,8 @@
-"""Where steps are computed: in the order of their submission, while their submitter goes on.
+"""Devices that compute steps in the order of submission, while the submitter goes on.
 
-A CPU and a GPU differ in this: what is submitted to the host is called by a thread of its own,
-what is submitted to a GPU is called at once and queues its kernels (CudaDevice in machine.py).
-Knows calls, tensors and an event loop, no step.
+A CPU and a GPU differ in this: work for the host is called by a thread of its own, work for a GPU
+is called at once and queues its kernels (CudaDevice in machine.py). Uses calls, tensors and an
+event loop, no step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
-if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
+if TYPE_CHECKING:  # a driver of a device that computes nothing starts without torch
     import torch
 
 Tensors: TypeAlias = "tuple[torch.Tensor, ...]"
@@ -23,7 +23,7 @@ Work = Callable[[], None]
 
 
 def nothing() -> None:
-    """There is nothing to prepare."""
+    """Does nothing: the default of `before`."""
 
 
 class StepEvent(Protocol):
@@ -36,65 +36,74 @@ class StepEvent(Protocol):
 
     @property
     def busy(self) -> float:
-        """Seconds that the device computed it; once it has ended."""
+        """Seconds that the device computed the work; valid once it has ended."""
         ...
 
     @property
     def idle(self) -> float:
-        """Seconds that the device had nothing to do before; once it has ended."""
+        """Seconds that the device had nothing to do before the work; valid once it has ended."""
         ...
 
     def wait(self) -> None:
-        """Returns when it has ended; raises what it raised."""
+        """Returns when the work has ended; raises its error."""
         ...
 
     def then(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-        """Has `call` called on `loop` when it has ended, behind those that were asked for before;
-        to be asked on that loop."""
+        """Schedules `call` on `loop` for the end of the work, after earlier calls; to be called on
+        that loop.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Captured work: `run` queues it, into the same `tensors`, from the addresses it has read.
-    They hold it until other captured work of the device is queued, or captured."""
+    """Captured work.
+
+    Attributes:
+    - run: queues the work, which reads the addresses that it read when it was captured
+    - tensors: results of each run, valid until other captured work of the device is queued or
+      captured
+    """
 
     run: Work
     tensors: Tensors
 
 
 class Device(Protocol):
-    """Works off what is submitted, one after the other."""
+    """Runs submitted work, one piece after the other."""
 
     def submit(self, work: Work, /, *, before: Work = nothing) -> StepEvent:
-        """Queues `work`. What it raises is raised by the event's `wait`, or, by a device that calls
-        `work` at once (a GPU), by `submit` itself. `before` is called right before
-        `work` and counts as time of the host: a GPU without other work is idle meanwhile."""
+        """Queues `work`. Its errors are raised by the event's `wait`, or, by a device that calls
+        `work` at once (a GPU), by `submit` itself. `before` is called right before `work` and
+        counts as time of the host: a GPU without other work is idle meanwhile.
+        """
         ...
 
     def run(self, work: Work, /) -> None:
-        """The same, and waits for its end; raises what it raises."""
+        """Submits `work` and waits for its end; raises its error."""
         ...
 
     def capture(self, body: Callable[[], Tensors], /) -> Replay:
-        """Work that is to be done again and again; from within `run`."""
+        """Captures work that is to be repeated; from within `run`. `body` returns the result
+        tensors.
+        """
         ...
 
     def seconds(self, work: Work, times: int, /) -> float:
-        """What the shortest of a few takes, each waited for; from within `run`."""
+        """Seconds of the fastest of `times` runs of `work`, each waited for; from within `run`."""
         ...
 
     def pinned(self, size: tuple[int, ...], dtype: torch.dtype, /) -> torch.Tensor:
-        """Zeros on the host, which copies from and to the device need not wait for."""
+        """Returns zeros on the host that can be copied from and to the device asynchronously."""
         ...
 
     def close(self) -> None:
-        """Waits for everything that was submitted. Nothing may follow."""
+        """Waits for all submitted work. No work may follow."""
         ...
 
 
 class FailedEvent:
-    """The event of what could not even be submitted."""
+    """The event of work that could not be submitted; `wait` raises the error."""
 
     ready, busy, idle = True, 0.0, 0.0
 
@@ -109,8 +118,9 @@ class FailedEvent:
 
 
 class TwoPhaseEvent:
-    """The end of work whose second part is submitted later; `then` is for those who know that it
-    was."""
+    """The end of work whose second part is submitted later. `then` may be called only after
+    `complete`.
+    """
 
     def __init__(self, first: StepEvent) -> None:
         self._first = first
@@ -118,7 +128,7 @@ class TwoPhaseEvent:
         self._completed = False
 
     def complete(self, second: StepEvent) -> None:
-        """The other part was submitted."""
+        """Adds the second part, which was submitted now."""
         self._second, self._completed = second, True
 
     @property
@@ -145,13 +155,13 @@ class TwoPhaseEvent:
 
 
 class HostEvent:
-    """See StepEvent; the device's thread ends it."""
+    """The StepEvent of a HostDevice, ended by the device's thread."""
 
     def __init__(self) -> None:
         self.busy = self.idle = 0.0
         self._error: Exception | None = None
         self._over = threading.Event()
-        self._lock = threading.Lock()  # between those who ask and who ends it
+        self._lock = threading.Lock()  # between callers of `then` and of `end`
         self._calls: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
 
     @property
@@ -171,7 +181,9 @@ class HostEvent:
         loop.call_soon(call)
 
     def end(self, error: Exception | None) -> None:
-        """From the device's thread."""
+        """Ends the event, with the error of the work if it raised one; called by the device's
+        thread.
+        """
         self._error = error
         with self._lock:
             self._over.set()
@@ -184,14 +196,18 @@ class HostEvent:
 
 
 class HostDevice:
-    """A thread, from the first piece of work on, so that the event loop stays free meanwhile."""
+    """A device that is a thread of the host, so that the event loop stays free. The thread starts
+    with the first piece of work.
+    """
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Work, Work, HostEvent] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work, /, *, before: Work = nothing) -> HostEvent:
-        """From within other work it is done at once: the device's thread would wait for itself."""
+        """Queues `work`. Work that is submitted by other work is done at once: the device's thread
+        would wait for itself.
+        """
         event = HostEvent()
         if threading.current_thread() is self._thread:
             _do(before, work, event)
@@ -206,7 +222,9 @@ class HostDevice:
         self.submit(work).wait()
 
     def capture(self, body: Callable[[], Tensors]) -> Replay:
-        """Calls it once more each time."""
+        """Runs `body` now, and once more for each run of the result, whose tensors it copies into
+        the first ones.
+        """
         tensors = body()
 
         def replay() -> None:
@@ -244,16 +262,16 @@ class HostDevice:
             if starved and ended is not None:
                 event.idle = time.perf_counter() - ended
             ended = _do(before, work, event)
-            del one, before, work, event  # what they hold may be large
+            del one, before, work, event  # their closures may hold large objects
 
 
 def _do(before: Work, work: Work, event: HostEvent) -> float:
-    """Ends the event; returns when that was."""
+    """Runs the work and ends its event; returns the time of the end, by time.perf_counter."""
     began, error = time.perf_counter(), None
     try:
         before()
         work()
-    except Exception as raised:  # whatever it is, it belongs to who submitted the work
+    except Exception as raised:  # any error belongs to the submitter of the work
         error = raised
     ended = time.perf_counter()
     event.busy = ended - began

@@ -2,12 +2,13 @@
 
     DeviceMemory   protocol: bytes as a tensor, and their descriptor
     HostMemory     a memfd
-    SealedMemory   a memfd that nobody writes any more
-    CudaMemory     of the driver's virtual memory calls (cuMemCreate), at an address that stays the
-                   same when the memory behind it is given back and made anew
-    HostCopy       of memory of a GPU
+    SealedMemory   a memfd that no process can write any more
+    CudaMemory     memory of the driver's virtual memory calls (cuMemCreate), at an address that
+                   stays the same when the memory behind it is given back and made anew
+    HostCopy       a copy of memory of a GPU on the host
 
-Physical memory lives as long as a mapping or a descriptor of it. Knows no page and no weight.
+Physical memory lives as long as a mapping or a descriptor of it. No page and no weight is known
+here.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:  # memory of a host can be looked at without torch
 
 log = logging.getLogger(__name__)
 
-GRANULARITY = 2 << 20  # bytes: what cuMemCreate gives on every GPU so far is a multiple of it
-SCRATCH_BYTES = 64 << 20  # of the memory behind every part of a range that is scratch
-TOUCHING_THREADS = 8  # that make memory of the host together
-TOUCHED_BYTES = 64 << 20  # by one of them at once: a multiple of a huge page
+GRANULARITY = 2 << 20  # bytes: a multiple of the granularity of cuMemCreate on every GPU so far
+SCRATCH_BYTES = 64 << 20  # bytes of the memory behind every part of a scratch range
+TOUCHING_THREADS = 8  # threads that make memory of the host together
+TOUCHED_BYTES = 64 << 20  # bytes that one thread makes at once: a multiple of a huge page
 
 # Linux's; the mmap module has no mapping at a given address.
 MAP_FIXED, MAP_NORESERVE, MAP_POPULATE = 0x10, 0x4000, 0x8000
@@ -51,12 +52,13 @@ _libc.mmap.argtypes = (
 class DeviceMemory(Protocol):
     """Bytes that a descriptor names.
 
-    descriptor: of the memory; it is this process's own, open as long as the memory is.
-    data: uint8 [size], where the memory is.
+    Attributes:
+    - descriptor: of the memory; this process's own, open as long as the memory is there
+    - data: uint8 [size], at the memory's addresses
 
-    Its addresses last as long as the process; what stands behind them may change, so that tensors
-    and CUDA graphs that name addresses stay valid. As scratch, little or no memory stands there:
-    what is written is lost, and what is read is anything.
+    The addresses last as long as the process; the memory behind them may change, so that tensors
+    and CUDA graphs that hold addresses stay valid. Without own memory the addresses are scratch,
+    with little or no memory behind them: writes are lost, and reads give any value.
     """
 
     @property
@@ -70,29 +72,40 @@ class DeviceMemory(Protocol):
         ...
 
     def give_back(self) -> None:
-        """Others may use the memory; nobody reads or writes it until `take_back`."""
+        """Frees the memory for others; the addresses must not be read or written until
+        `take_back`.
+        """
         ...
 
     def take_back(self) -> None:
-        """There is memory again where it was, all zero. Raises RuntimeError without any."""
+        """Puts memory behind the addresses again, all zero. Raises RuntimeError if there is
+        none.
+        """
         ...
 
     def map(self, descriptor: int, /) -> None:
-        """Puts the memory of `descriptor`, this object's from now on, behind the addresses."""
+        """Puts the memory of `descriptor`, which this object owns from now on, behind the
+        addresses.
+        """
         ...
 
 
-# From a size in bytes, and a descriptor of memory of that size; without one it makes new memory,
-# all zero.
+# (size in bytes, descriptor or None): memory of that size that the descriptor names; None: new
+# memory, all zero.
 Allocate = Callable[[int, int | None], DeviceMemory]
 
 
 class HostMemory:
-    """See DeviceMemory; it takes real memory only where it was written."""
+    """DeviceMemory of a host; takes real memory only for pages that were written."""
 
     def __init__(self, size: int, descriptor: int | None = None, *, scratch: bool = False) -> None:
-        """descriptor: of a memfd of `size` bytes, this object's from now on. scratch: without one,
-        until `map` or `take_back`."""
+        """Makes memory, or reserves addresses as scratch.
+
+        - size: bytes
+        - descriptor: of a memfd of `size` bytes, which this object owns from now on; None: new
+          memory
+        - scratch: no memory until `map` or `take_back`
+        """
         self.descriptor = -1
         self._mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
         self.array = np.frombuffer(self._mapped, np.uint8)
@@ -106,7 +119,7 @@ class HostMemory:
         return tensor_of(self.array)
 
     def zero_pages(self, pool: KVPool, pages: np.ndarray) -> None:
-        """Also gives back what memory they took."""
+        """Zeroes the pages, and gives back the memory that they took."""
         for begin, end in pool.byte_runs(pages):
             self.zero(begin, end)
 
@@ -114,12 +127,12 @@ class HostMemory:
         self.zero(0, len(self.array))
 
     def take_back(self) -> None:
-        """It comes back page by page as it is written."""
+        """Makes new memory if there is none; real memory comes page by page, as it is written."""
         if self.descriptor < 0:
             self.map(_new_memfd(len(self.array)))
 
     def map(self, descriptor: int) -> None:
-        """Once: what was scratch is memory then."""
+        """Turns scratch into memory; to be called once."""
         _map_at(self.array, len(self.array), mmap.MAP_SHARED, WRITABLE, descriptor)
         self.descriptor = descriptor
 
@@ -149,12 +162,14 @@ def _map_at(array: np.ndarray, size: int, flags: int, access: int, descriptor: i
 
 
 class SealedMemory:
-    """See DeviceMemory. It is written once, and then sealed: no process can write it any more, this
-    one included, so whoever has a descriptor has what was there then."""
+    """DeviceMemory of a host that is written once and then sealed: no process can write it any
+    more, this one included. Every process with a descriptor reads the sealed content.
+    """
 
     def __init__(self, size: int) -> None:
-        """size: addresses, of which memory takes those that are written. They are scratch until
-        `map` or `take_back`."""
+        """Reserves `size` bytes of addresses, which are scratch until `map` or `take_back`; memory
+        is taken only for bytes that are written.
+        """
         self.descriptor = -1
         self._mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
         self.array = np.frombuffer(self._mapped, np.uint8)
@@ -167,19 +182,19 @@ class SealedMemory:
 
     @property
     def size(self) -> int:
-        """Bytes that are there."""
+        """Bytes of the memory; 0 while there is none."""
         return 0 if self.descriptor < 0 else os.fstat(self.descriptor).st_size
 
     def zero_pages(self, pool: KVPool, pages: np.ndarray) -> None:
         raise TypeError("no pages are in sealed memory")
 
     def take_back(self) -> None:
-        """It can be written until `seal`."""
+        """Makes new memory, which can be written until `seal`."""
         self.descriptor = _new_memfd(len(self.array), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         _map_at(self.array, len(self.array), mmap.MAP_SHARED, WRITABLE, self.descriptor)
 
     def seal(self, size: int, more: bytes) -> None:
-        """It has its first `size` bytes and, where no address is, `more` behind them."""
+        """Seals the first `size` bytes of the memory, followed by `more`, which has no address."""
         descriptor, self.descriptor = self.descriptor, -1
         self._let_go()
         os.ftruncate(descriptor, size)
@@ -198,8 +213,8 @@ class SealedMemory:
         self.descriptor = -1
 
     def _map(self, descriptor: int, size: int) -> None:
-        # Private, since older kernels map no sealed memory as shared; nobody writes it. All at
-        # once, so that it counts as this process's, and no step waits for it.
+        # Private, since older kernels map no sealed memory as shared; no process writes it.
+        # Populated at once, so that it counts as this process's, and no step waits for it.
         _map_at(self.array, size, mmap.MAP_PRIVATE | MAP_POPULATE, mmap.PROT_READ, descriptor)
         self.descriptor = descriptor
 
@@ -209,11 +224,17 @@ class SealedMemory:
 
 
 class CudaMemory:
-    """See DeviceMemory; on the current GPU. `unmap` gives the memory behind the addresses back."""
+    """DeviceMemory of the current GPU. `unmap` gives the memory behind the addresses back."""
 
     def __init__(self, size: int, descriptor: int | None = None, *, scratch: bool = False) -> None:
-        """descriptor: of memory of cuMemCreate of `size` bytes, this object's from now on. scratch:
-        until `map` or `take_back` the same little memory stands behind every part of the range."""
+        """Makes memory, or reserves addresses as scratch.
+
+        - size: bytes
+        - descriptor: of memory of cuMemCreate of `size` bytes, which this object owns from now on;
+          None: new memory
+        - scratch: until `map` or `take_back` the same small piece of memory stands behind every
+          part of the range
+        """
         import torch
 
         self._driver = CudaDriver()
@@ -235,7 +256,7 @@ class CudaMemory:
         return self._descriptor
 
     def map(self, descriptor: int | None = None, *, writable: bool = True) -> None:
-        """Puts the memory of `descriptor` behind the addresses, new memory without one."""
+        """Puts the memory of `descriptor` behind the addresses; None: new memory."""
         self.unmap()
         if descriptor is None:
             handle = self._driver.create(self._size)
@@ -248,8 +269,9 @@ class CudaMemory:
         self.protect(writable=writable)
 
     def protect(self, *, writable: bool) -> None:
-        """Whether kernels of this process may write it; waits for those that do, if they may not
-        any more. Others may in any case."""
+        """Allows or forbids kernels of this process to write the memory; before it forbids, waits
+        for kernels that write. Other processes may write in any case.
+        """
         import torch
 
         if not writable:
@@ -257,8 +279,9 @@ class CudaMemory:
         self._driver.set_access(self._address, self._size, writable)
 
     def unmap(self) -> None:
-        """Gives the memory back, unless others have a descriptor of it. The caller has waited for
-        everything that reads or writes it."""
+        """Gives the memory back, unless others have a descriptor of it. The caller must have waited
+        for all kernels that read or write it.
+        """
         for address, size in self._mapped:
             self._driver.unmap(address, size)
         self._mapped.clear()
@@ -298,13 +321,14 @@ class CudaMemory:
 class HostCopy:
     """A copy of memory of the current GPU on the host.
 
-    data: uint8 [size]. The driver has pinned it, so that copies are as fast as the bus; not torch,
-    which rounds sizes up to a power of two, and keeps what is freed. Where the driver does not pin
-    so much, copies are slower.
+    Attributes:
+    - data: uint8 [size]. Pinned by the driver, so that copies are as fast as the bus; not by torch,
+      which rounds sizes up to a power of two, and keeps what is freed. If the driver does not pin
+      that much, copies are slower
     """
 
     def __init__(self, data: torch.Tensor) -> None:
-        """data: uint8 [size], on the GPU."""
+        """Copies `data` uint8 [size] from the GPU."""
         self._driver = CudaDriver()
         self.data = touched_memory(data.numel())
         self._pinned = True
@@ -316,15 +340,16 @@ class HostCopy:
         self.data.copy_(data)
 
     def close(self) -> None:
-        """Gives it back; no copy is under way."""
+        """Unpins the memory; no copy may be in flight."""
         if self._pinned:
             self._driver.unpin(self.data.data_ptr())
             self._pinned = False
 
 
 def touched_memory(size: int) -> torch.Tensor:
-    """uint8 [size] of the host, all zero, which the kernel has made on several cores: where the
-    driver asks for pages that are not there yet, one core makes them all, at some 3 GB/s."""
+    """Returns uint8 [size] of the host, all zero, whose pages were made on several cores: if the
+    driver pins pages that do not exist yet, one core makes them all, at some 3 GB/s.
+    """
     import torch
 
     memory = mmap.mmap(-1, size)
@@ -341,8 +366,9 @@ def touched_memory(size: int) -> torch.Tensor:
 
 
 def cuda_unsupported_reason() -> str:
-    """Why there can be no CudaMemory here, such as a driver that exports no descriptors; "" where
-    there can."""
+    """The reason why there can be no CudaMemory here, such as a driver that exports no descriptors;
+    "" if there is none.
+    """
     try:
         CudaMemory(GRANULARITY).unmap()
     except (ImportError, RuntimeError) as error:
@@ -351,7 +377,9 @@ def cuda_unsupported_reason() -> str:
 
 
 class _Bytes:
-    """What torch makes a uint8 tensor of."""
+    """An object with __cuda_array_interface__ for `size` bytes at `address`, from which torch makes
+    a uint8 tensor.
+    """
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -361,8 +389,8 @@ class _Bytes:
 
 class CudaDriver:
     """The driver's virtual memory calls for the current GPU. Raises RuntimeError with the driver's
-    name of what went wrong; ImportError without the package cuda-bindings, which torch for CUDA
-    brings along.
+    name of an error; ImportError without the package cuda-bindings, which torch for CUDA brings
+    along.
 
     Source: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html.
     """
@@ -386,31 +414,35 @@ class CudaDriver:
         self._access.location = location
 
     def reserve(self, size: int) -> int:
-        """An address with `size` bytes behind it for `map`."""
+        """Reserves `size` bytes of addresses for `map`; returns the first."""
         return int(self._call("cuMemAddressReserve", size, 0, 0, 0))
 
     def create(self, size: int) -> object:
-        """A handle of new memory, to be released."""
+        """Returns a handle of new memory, to be released."""
         return self._call("cuMemCreate", size, self._wanted, 0)
 
     def export(self, handle: object) -> int:
-        """A descriptor of its memory, to be closed."""
+        """Returns a descriptor of the handle's memory, to be closed."""
         return int(self._call("cuMemExportToShareableHandle", handle, self._descriptors, 0))
 
     def take(self, descriptor: int) -> object:
-        """A handle of the memory of `descriptor`, to be released."""
+        """Returns a handle of the memory of `descriptor`, to be released."""
         return self._call("cuMemImportFromShareableHandle", descriptor, self._descriptors)
 
     def release(self, handle: object) -> None:
-        """Of `create` or `take`."""
+        """Releases a handle of `create` or `take`."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, size: int, handle: object) -> None:
-        """Puts the first `size` bytes of its memory at `address`; `set_access` is to follow."""
+        """Puts the first `size` bytes of the handle's memory at `address`; `set_access` must
+        follow.
+        """
         self._call("cuMemMap", address, size, 0, handle, 0)
 
     def set_access(self, address: int, size: int, writable: bool) -> None:
-        """What kernels of this process may do there."""
+        """Sets what kernels of this process may do with the memory: read and write, or only
+        read.
+        """
         flags = self._cuda.CUmemAccess_flags
         self._access.flags = (
             flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -420,7 +452,7 @@ class CudaDriver:
         self._call("cuMemSetAccess", address, size, [self._access], 1)
 
     def unmap(self, address: int, size: int) -> None:
-        """Of one `map`."""
+        """Removes one mapping that `map` made."""
         self._call("cuMemUnmap", address, size)
 
     def pin(self, address: int, size: int) -> None:
@@ -429,7 +461,7 @@ class CudaDriver:
         self._call("cuMemHostRegister", address, size, 0)
 
     def unpin(self, address: int) -> None:
-        """Of one `pin`."""
+        """Unpins memory that `pin` pinned."""
         self._call("cuMemHostUnregister", address)
 
     def _call(self, name: str, *arguments: Any) -> Any:

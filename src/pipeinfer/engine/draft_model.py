@@ -6,12 +6,12 @@
               computes, so that the draft model's keys and values of them are there when it
               proposes next
 
-Its keys and values lie in the same pages as the target model's, as further layers of one pool:
-whatever shares, keeps, moves or zeroes pages does so for both. Its samples have the noise of the
-token that they guess, (seed, position, id): where both models have the same logits they draw the
-same token at any temperature. A wrong guess costs time and changes no token. The draft model does
-not follow steps of many decodes; what pages lack of its keys and values then makes guesses worse,
-no more.
+The draft model's keys and values lie in the same pages as the target model's, as further layers of
+one pool: whatever shares, keeps, moves or zeroes pages does so for both. Its samples have the noise
+of the token that they guess, (seed, position, id): if both models have the same logits they draw
+the same token at any temperature. A wrong guess costs time and changes no token. The draft model
+does not follow steps of many decodes; missing keys and values of such steps only make guesses
+worse.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ from pipeinfer.models.causal_lm import LanguageModel
 class DraftModel:
     """The draft model of one rank. All of its work is queued on the current stream.
 
-    model: with as many ids as the model whose tokens it guesses. backend: attention of its layers.
-    sampler: of the whole draft model, or of a rank's part. largest: the largest step. state: of the
-    requests' slots. pool: of which the last layers are this model's.
+    Arguments:
+    - model: has as many ids as the target model
+    - backend: attention of the draft model's layers
+    - sampler: of the whole draft model, or of a rank's shard
+    - largest: the largest step
+    - pool: the last layers are those of the draft model
+    - state: of the requests' slots
+    - kernels: those of the device
     """
 
     def __init__(
@@ -56,27 +61,29 @@ class DraftModel:
         self._kernels = kernels
         rows = StepCapacity(largest.rows, largest.rows, largest.pages)
         self._buffers = DeviceBuffers(rows, pool.page_size, backend.traits, state, where, kernels)
-        # What samplers write ids to: the slots' own last tokens are the target model's.
+        # Samplers write ids here: the slots' own last tokens are the target model's.
         self._unused_last_token = torch.zeros_like(state.by_slot.last_token)
-        # The only hidden state that `follow` asks for, and nobody reads.
+        # The only row whose hidden state `follow` asks for; the result is not read.
         self._first_row = torch.zeros(1, dtype=torch.int64, device=where)
         self.bind(pool)
 
     def bind(self, pool: KVPool) -> None:
-        """The pool of later steps, of which the last layers are this model's."""
+        """Sets the pool of later steps; its last layers are those of the draft model."""
         own = pool.of_layers(len(pool.shapes) - self._layers, len(pool.shapes))
         self._backend.bind(own, self._largest.rows)
         self._store: Store = store_for(own, self._backend.traits)
-        self._metadata: dict[int, AttentionMetadata] = {}  # of passes that graphs hold, by rows
+        self._metadata: dict[int, AttentionMetadata] = {}  # metadata of passes in graphs, by rows
 
     def follows(self, step: DeviceStep) -> bool:
-        """Whether it computes the tokens of `step`: not where so many requests decode that none
-        would draft."""
+        """Whether the draft model computes the tokens of `step`: not if so many requests decode
+        that none would verify drafts.
+        """
         return step.shape.num_decodes <= self._largest.draft_rows
 
     def build_metadata(self, inputs: AttentionInputs) -> AttentionMetadata | None:
-        """For `follow`, and for passes of `propose` if a graph is to hold them; None: it does not
-        follow this step."""
+        """Builds the metadata for `follow`, and for the passes of `propose` if a graph is to hold
+        them; None: the draft model does not follow this step.
+        """
         step = inputs.step
         if self._backend.traits.captures_decode and step.shape.verifies:
             self._metadata_of_pass(self._views(step.shape.num_prefills))
@@ -84,15 +91,18 @@ class DraftModel:
 
     def follow(self, step: DeviceStep, metadata: AttentionMetadata | None) -> None:
         """Computes the tokens of `step`, whose inputs are prepared. metadata: see
-        `build_metadata`."""
+        `build_metadata`.
+        """
         if metadata is not None:
             self._forward(step, metadata, self._first_row)
 
     def propose(self, step: DeviceStep, slot_tables: SlotTables) -> None:
-        """As Kernels.propose_ngrams: writes SlotDrafts.drafts of each row of `step` that verifies
-        draft tokens, which has several tokens and a start below 0 (its start is SlotDrafts.lengths,
-        known on the device alone). Each pass computes one token of each such row, the last one or
-        the draft token before, and samples the next draft token from its logits."""
+        """Writes SlotDrafts.drafts of each row of `step` that verifies draft tokens, as
+        Kernels.propose_ngrams does. Such a row has several tokens and a start below 0 (its start is
+        SlotDrafts.lengths, known on the device alone). Each pass computes one token of each such
+        row, the last token or the draft token before, and samples the next draft token from its
+        logits.
+        """
         drafts = slot_tables.drafts
         assert drafts is not None
         begin = step.shape.num_decodes  # rows of one token have no drafts
@@ -120,13 +130,16 @@ class DraftModel:
             drafts.drafts[at, number] = drawn[:, 1].int()
 
     def _views(self, rows: int) -> DeviceStep:
-        """A pass of that many rows. Where graphs are captured, rows without a draft are padding."""
+        """Returns the views of a pass of `rows` rows. If graphs are captured, rows without a draft
+        are padding.
+        """
         padded = self._backend.traits.captures_decode
         return self._buffers.views(decode_only(rows), rows, padded=padded)
 
     def _metadata_of_pass(self, views: DeviceStep) -> AttentionMetadata:
-        """Of a pass whose inputs are prepared; that of graphs is built once, since all of it lies
-        at fixed addresses."""
+        """Returns the metadata of a pass whose inputs are prepared. The metadata of graphs is built
+        once, since all of it lies at fixed addresses.
+        """
         inputs = AttentionInputs(views, 1, self._largest.pages)
         if not views.padded:
             return self._backend.build_metadata(inputs)

@@ -2,11 +2,11 @@
 
     DeviceDriver         takes what the core sends (Compute, Compile, Capture and others), gives
                          back StepDone
-    Executor             launches steps, finishes those with masked rows, reports ends
+    Executor             launches steps, samples masked rows once masks are known, reports ends
     BackgroundCapture    CUDA graphs that are captured while there is no step
 
-Knows a runner that launches, and an event loop; no plan, no model, no torch and no kind of device.
-A step that fails ends the process, because what it left on the device is unknown.
+Uses a runner that launches, and an event loop; no plan, no model, no torch and no kind of device. A
+step that fails ends the process, because the content of the device's memory is unknown then.
 """
 
 from __future__ import annotations
@@ -47,40 +47,45 @@ from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.step import PeerLost, Sampled, Step
 from pipeinfer.wire import pack
 
-if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
+if TYPE_CHECKING:  # a driver of a device that computes nothing starts without torch
     from pipeinfer.engine.kept_memory import KeptMemory
     from pipeinfer.engine.lora import AdapterLoads
     from pipeinfer.engine.masks import Masks
     from pipeinfer.engine.runner import LaunchedStep, Runner
     from pipeinfer.engine.sleeping import EngineMemory
 
-# Steps of one epoch submitted and not yet finished, at most; more are a fault of the loop. The
-# overlap loop has two. Of several ranks, one that is not rank 0 may be behind: the scheduler plans
-# by the results of rank 0, so such a rank gets a third, and the fourth leaves room. An epoch that
-# ends leaves its steps on the device, and the next one does not wait for them.
+# Steps of one epoch submitted and not yet ended, at most; more are a fault of the loop. The overlap
+# loop has two. A rank above 0 may lag: the scheduler plans by the results of rank 0, so such a rank
+# gets a third, and the fourth leaves room. An epoch that ends leaves its steps on the device, and
+# the next epoch does not wait for them.
 MAX_UNFINISHED = 4
 
 
 class StepObserver(Protocol):
-    """Looks on, on the thread that launches steps, and must not change them."""
+    """Observer of steps, called on the thread that launches them; must not change them."""
 
     def before(self, step: Step, /) -> None:
         """`step` is about to be launched."""
         ...
 
     def close(self) -> None:
-        """No step follows."""
+        """The executor was closed: no step follows."""
         ...
 
 
 class Executor:
-    """`on_done(step, sampled, seconds)` or `on_error(step, error)` is called on `loop`, in order,
-    exactly once for each step. An error is meant to end the process. `busy_seconds` is the time in
-    which the device computed steps, `idle_seconds` that between steps with none queued.
-    `submitted`, `launched`: how many steps were, so far.
+    """Launches steps in order, and calls `on_done(step, sampled, seconds)` or `on_error(step,
+    error)` on `loop`, in order and exactly once for each step. An error is meant to end the
+    process.
 
-    What the masked rows of a step may sample follows from what the step before has given: once that
-    was reported the step is finished, and those behind it are launched only then.
+    Grammar masks of step N need the tokens of step N - 1. So a step with masked rows is sampled
+    only after step N - 1 was reported, and later steps are launched only after that.
+
+    Attributes:
+    - busy_seconds: time in which the device computed steps
+    - idle_seconds: time between steps in which none was queued
+    - submitted, launched: numbers of steps so far
+    - steps: how many were reported without an error
     """
 
     def __init__(
@@ -92,7 +97,11 @@ class Executor:
         observer: StepObserver | None = None,
         masks: Masks | None = None,
     ) -> None:
-        """`loop`: the running one if None. `masks`: where steps may have masked rows."""
+        """Makes an executor without steps.
+
+        - loop: None: the running loop
+        - masks: None: no step may have masked rows
+        """
         self._runner = runner
         self._on_done = on_done
         self._on_error = on_error
@@ -100,7 +109,7 @@ class Executor:
         self._observer = observer
         self._before = None if observer is None else observer.before
         self._masks = masks
-        # Not yet reported, oldest first; no LaunchedStep where the launch has failed.
+        # Not yet reported, oldest first. LaunchedStep is None if the launch failed.
         self._launched: deque[tuple[Step, StepEvent, LaunchedStep | None]] = deque()
         self._awaits_masks = False  # the last launched step waits for its masks
         self._waiting: deque[Step] = deque()  # submitted, not launched
@@ -116,13 +125,13 @@ class Executor:
         return len(self._launched) + len(self._waiting)
 
     def submit(self, step: Step) -> None:
-        """Launches `step`; call it on the loop. Raises RuntimeError when closed or when too many
-        steps are unfinished, which the depth of the overlap loop rules out. What the launch raises
-        is reported as the step's end, in its place.
+        """Launches `step`; to be called on the loop. An error of the launch is reported as the end
+        of the step, in its order. Raises RuntimeError when closed or when too many steps are
+        unfinished, which the depth of the overlap loop rules out.
         """
         if self._closed:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
-        # What has ended does not count: a loop that takes plan after plan comes to reports late.
+        # Count only steps whose event is not ready: reports may lag while the loop handles plans.
         if self.unreported >= MAX_UNFINISHED:
             under_way = [one for one, event, _ in self._launched if not event.ready]
             unfinished = sum(one.epoch == step.epoch for one in (*under_way, *self._waiting))
@@ -146,7 +155,7 @@ class Executor:
             self._masks.close()
 
     def _go_on(self) -> None:
-        """Launches what waits, up to a step whose masks cannot be known yet."""
+        """Launches the waiting steps, up to a step whose masks cannot be known yet."""
         while self._waiting and not self._awaits_masks:
             step, launched = self._waiting.popleft(), None
             self.launched += 1
@@ -154,7 +163,7 @@ class Executor:
                 launched = self._runner.launch(step, self._before)
                 self._awaits_masks = step.masked is not None
                 event = launched.event
-            except Exception as error:  # whatever it is, it belongs to this step's owner
+            except Exception as error:  # any error belongs to this step's owner
                 event = FailedEvent(error)
             self._launched.append((step, event, launched))
             if self._awaits_masks:
@@ -163,7 +172,7 @@ class Executor:
                 event.then(self._loop, self._report_finished)
 
     def _sample_masked(self) -> None:
-        """The step that waits for its masks, if all before it were reported."""
+        """Samples the step that waits for its masks, if all steps before it were reported."""
         if not self._awaits_masks or len(self._launched) > 1:
             return
         step, event, launched = self._launched[0]
@@ -177,7 +186,9 @@ class Executor:
         event.then(self._loop, self._report_finished)
 
     def _report_finished(self) -> None:
-        """Whatever has ended; a step that was never launched may have called too early."""
+        """Reports every step that has ended, in order. A step that was never launched may have
+        called this too early.
+        """
         while self._launched and self._launched[0][1].ready:
             step, event, launched = self._launched.popleft()
             try:
@@ -209,27 +220,32 @@ StartExecutor = Callable[
 
 
 # (spec, then, slow, released): compiles the grammar `spec` and calls `then` with the error, or "".
-# slow: compiling may take long. released: slots whose requests with a grammar have gone.
+# slow: compiling may take long. released: slots whose requests with a grammar have ended.
 PrepareGrammar = Callable[[StructuredOutputs, Callable[[str], None], bool, Sequence[int]], None]
 
 
 def nothing_to_prepare(
     spec: StructuredOutputs, then: Callable[[str], None], slow: bool, released: Sequence[int]
 ) -> None:
-    """For engines without grammars."""
+    """The PrepareGrammar of engines without grammars: refuses each of them."""
     then("this engine serves no grammars")
 
 
 class DeviceDriver:
-    """Hands every Compute that the core sends to an executor, in order, every Compile to `prepare`,
-    and every Capture to `background`.
+    """Executes the commands of the core on a device: each Compute by an executor, in order; each
+    Compile by `prepare`, each Capture by `background`.
 
-    `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
-    runner note what a step costs; the driver adds what it takes to hand the result on.
-    `background`: captures what is left; `start`: what the engine's start took. `kept`: where the
-    pool outlives this process: the directory of its pages is written here. `memory`: what is given
-    back while the engine sleeps; None: nothing can be. `adapters`: reads adapters, and puts them
-    into the device's memory; None: there is none for them.
+    Arguments:
+    - begin: begin(on_done, on_error) makes the executor, on the running loop
+    - phases: where core and runner note what a step costs; the driver adds the time to hand the
+      result on
+    - prepare: compiles grammars
+    - background: captures the deferred CUDA graphs; None: there are none
+    - start: seconds of the phases of the engine's start
+    - kept: memory that outlives this process; the driver writes the page directory. None: the pool
+      ends with the process
+    - memory: what is given back while the engine sleeps; None: the engine cannot sleep
+    - adapters: reads adapters, and puts them into the device's memory; None: the engine serves none
     """
 
     def __init__(
@@ -276,7 +292,9 @@ class DeviceDriver:
             self._background.start(self._quiet, lambda: feed(GraphDue()))
 
     def _quiet(self) -> float:
-        """For how many seconds there was no step."""
+        """Seconds since the last step ended; 0.0 while there is a step, or while the engine
+        sleeps.
+        """
         return 0.0 if self._unreported or self._asleep else time.monotonic() - self._quiet_since
 
     def deliver(self, message: Message) -> None:
@@ -312,7 +330,9 @@ class DeviceDriver:
                 raise TypeError(f"a device takes no {type(message).__name__}")
 
     def _load_adapter(self, message: LoadAdapter) -> None:
-        """Steps that were submitted before may have what is in the slot now."""
+        """Reads the adapter. Steps that were submitted before may use the adapter that lies in the
+        slot now, so the new one is put there after their launch.
+        """
         if self._adapters is None:
             error = "this engine serves no adapters"
             self._feed_event(AdapterRead(message.epoch, message.number, error))
@@ -321,14 +341,19 @@ class DeviceDriver:
         self._adapters.begin(message, self._executor.submitted, self._put_adapters)
 
     def _put_adapters(self) -> None:
-        """Those that were read, as far as the steps before them were launched."""
+        """Puts adapters that were read into the device's memory, as far as the steps before them
+        were launched.
+        """
         if self._adapters is not None and self._executor is not None:
             for read in self._adapters.put_ready(self._executor.launched):
                 self._feed_event(read)
 
     def _find_pages(self) -> None:
-        """Several ranks have agreed on what they found before any plan; what they have computed
-        since is not agreed on, and a new epoch of the same processes forgets it."""
+        """Answers FindPages. Before the first plan of this process the answer is what all ranks
+        have agreed on at the start. After it, several ranks have not agreed on what they have
+        computed since, so a new epoch of the same processes begins without pages; a single rank
+        reads its directory.
+        """
         assert self._kept is not None and self._directory is not None
         opened = self._kept.opened
         assert opened is not None
@@ -350,7 +375,7 @@ class DeviceDriver:
             self._sleeps = asyncio.create_task(self._suspend(message))
 
     async def _suspend(self, message: Suspend) -> None:
-        """Apart from the event loop, on which heartbeats go on."""
+        """Gives memory back on a thread, so that the event loop goes on with heartbeats."""
         began, error = time.monotonic(), ""
         try:
             if self._memory is None or self._kept is None:
@@ -382,7 +407,7 @@ class DeviceDriver:
         loop = asyncio.get_running_loop()
 
         def then(error: str) -> None:
-            """Called on whichever thread."""
+            """Feeds Compiled on the loop; may be called on any thread."""
             compiled = Compiled(message.request_id, error)
             with contextlib.suppress(RuntimeError):  # the stage has stopped meanwhile
                 loop.call_soon_threadsafe(self._feed_event, compiled)
@@ -413,8 +438,9 @@ class DeviceDriver:
             self._kept.close()
 
     def stats(self) -> dict[str, float]:
-        """Seconds: in which the device computed, in which it had no step queued, of each phase, and
-        of the start; and how many graphs there are."""
+        """Statistics: seconds in which the device computed and in which it had no step queued,
+        seconds of each phase and of the start, and numbers of CUDA graphs.
+        """
         executor = self._executor
         if executor is None:
             return {}
@@ -443,12 +469,12 @@ class DeviceDriver:
         self._unreported -= 1
         log.error("step %d of epoch %d", step.number, step.epoch, exc_info=error)
         if self._directory is not None and not isinstance(error, PeerLost):
-            self._directory.make_unusable()  # what a fault has left in the pages is unknown
+            self._directory.make_unusable()  # the content of the pages is unknown after a fault
         self._feed(StepFailed(step.epoch, step.number, str(error)))
 
 
 def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
-    """The core's event for `step`, which gave `sampled`."""
+    """Makes the core's event for `step`, whose output is `sampled`."""
     counts, ids, bad = map(pack, (sampled.num_sampled, sampled.ids, sampled.bad))
     return StepDone(
         epoch=step.epoch,
@@ -467,15 +493,16 @@ def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
 details = logging.getLogger(DETAILS)
 
 FIRST = 0.5  # seconds that the engine is left to meet its scheduler
-QUIET = 0.05  # seconds without a step: who sends one request after the other is not disturbed
+QUIET = 0.05  # seconds without a step: a client with one request after the other is not disturbed
 GAP = 0.01  # seconds between two captures
 
 
 class BackgroundCapture:
-    """Of one engine; all calls are on the event loop. `runner` has them.
+    """Captures the deferred CUDA graphs of `runner` while the engine is idle; all calls are on the
+    event loop.
 
-    That one is due is told to the core, as everything that steps depend on: so a recorded engine
-    has each graph from the same step on again.
+    Each capture goes through the core (GraphDue -> Capture), as everything does that steps depend
+    on, so that a replay of a recording captures it before the same step.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -487,24 +514,29 @@ class BackgroundCapture:
         self._began = 0.0
 
     def start(self, quiet: Callable[[], float], due: Callable[[], None]) -> None:
-        """Begins; quiet(): for how many seconds there was no step, 0.0 while there is one. due():
-        has `capture` called, at once or never."""
+        """Begins to look for idle moments.
+
+        - quiet: returns the seconds since the last step, 0.0 while there is one
+        - due: asks the core for a capture, which calls `capture` at once or never
+        """
         self._quiet, self._due = quiet, due
         self._began = asyncio.get_running_loop().time()
         self._later(FIRST)
 
     def close(self) -> None:
-        """No capture begins any more; to be called before its device is closed."""
+        """Stops: no capture begins any more. To be called before the device is closed."""
         self._closed = True
         if self._next is not None:
             self._next.cancel()
 
     def stats(self) -> dict[str, float]:
-        """Numbers of graphs."""
+        """Numbers of CUDA graphs: captured, and deferred."""
         return {"graphs": self._runner.graphs, "graphs_left": self._runner.graphs_deferred}
 
     def capture(self) -> None:
-        """Captures the next one, if any is left, and looks for a moment for another."""
+        """Captures the next deferred graph, if there is one, and looks for an idle moment for
+        another.
+        """
         if not self._runner.graphs_deferred:
             return
         loop = asyncio.get_running_loop()
@@ -539,8 +571,9 @@ class BackgroundCapture:
             details.info("all %d CUDA graphs are there, %.1f s later", self._runner.graphs, took)
 
     def _failed(self, error: Exception) -> None:
-        """Without it the engine is slower and not wrong. If the device is out of order, the next
-        step says so, and ends the process."""
+        """Stops capturing: without the graphs the engine is slower, not wrong. If the device itself
+        has failed, the next step raises and ends the process.
+        """
         self._runner.stop_capturing()
         log.warning(
             "capturing CUDA graphs stopped after %d, the others stay uncaptured: %s",

@@ -4,9 +4,9 @@ Launched one by one, the kernels of a step take longer to start than to run. A s
 tokens, decode rows and prefill rows; its graph runs every step that fits into it. Shapes have
 decodes only, or prompts with or without decodes, or draft tokens to be verified. A graph holds a
 whole step: it reads ids from last_token, computes, samples by temperature alone and writes
-last_token; where a row wants more, the runner samples all rows again, and writes it again. It reads
-fixed addresses only, which the forward stream fills before a replay. All graphs share one memory
-pool. Knows no request.
+last_token. If a row needs more than temperature, the runner samples all rows again and writes
+last_token again. A graph reads fixed addresses only, which the forward stream fills before a
+replay. All graphs share one memory pool. No request is known here.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ TOKENS_PER_PROMPT, MAX_PROMPTS = (
     128,
 )  # in large steps, one for so many tokens, up to so many prompts
 DECODES = 64  # the smallest class of decode rows beside prompts, each other has twice as many
-MIN_SHARED_DECODES = 9  # decodes that share what they read, at least
+MIN_SHARED_DECODES = 9  # decodes with shared prefixes, at least
 LARGE = 1024  # tokens of a step: beyond it rows that are not there cost nothing, and one class does
 MAX_PADDING = 128  # tokens, or
-MAX_PADDING_DIVISOR = 4  # that part of a shape's
+MAX_PADDING_DIVISOR = 4  # that part of a shape's tokens
 
 
 def shape_of(step: Step) -> StepShape:
@@ -46,8 +46,9 @@ def shape_of(step: Step) -> StepShape:
 
 
 def holds(shape: StepShape, step: Step) -> bool:
-    """Whether a graph of `shape` is large enough for `step`, and for steps of its kind (with
-    prompts, or decodes alone)."""
+    """Whether a graph of `shape` is large enough for `step`, and is of its kind (with prompts, or
+    decodes alone).
+    """
     prompts = len(step.slots) - step.num_decodes
     enough = shape.num_tokens >= len(step.tokens) and shape.num_prefills >= prompts
     return (
@@ -62,8 +63,16 @@ _NO_SHAPE = StepShape(0, 0, 0)
 
 @dataclass(frozen=True)
 class StepCapacity:
-    """The largest step: rows, tokens, and pages of one row; draft tokens of one row, rows that have
-    any, and the rate at which they are accepted (SlotDrafts)."""
+    """The largest step that buffers have room for.
+
+    Attributes:
+    - rows: rows
+    - tokens: tokens of all rows
+    - pages: pages of one row
+    - drafts: draft tokens of one row
+    - draft_rows: rows that have draft tokens
+    - acceptance: rate at which draft tokens are accepted, for benchmarks (SlotDrafts)
+    """
 
     rows: int
     tokens: int
@@ -74,11 +83,11 @@ class StepCapacity:
 
     @property
     def logits(self) -> int:
-        """Rows of logits."""
+        """Rows of logits: one for each row, and one for each draft token."""
         return self.rows + self.drafts * self.draft_rows
 
     def hold(self, shape: StepShape) -> bool:
-        """Whether steps of that size may be. Graphs have room for as many rows of either kind."""
+        """Whether steps of `shape` can occur. Graphs have room for as many rows of either kind."""
         return (
             shape.num_tokens <= self.tokens
             and max(shape.num_decodes, shape.num_prefills) <= self.rows
@@ -96,9 +105,9 @@ def decode_ladder(largest: int) -> tuple[int, ...]:
 def mixed_ladder(
     max_tokens: int, max_rows: int, max_decodes: int, mixed: int
 ) -> tuple[StepShape, ...]:
-    """Shapes of steps of up to `max_tokens` and `max_rows`, ascending: of prompts alone, and of
-    prompts beside decodes that together have `mixed` tokens, or a few more where the decodes alone
-    nearly have. None if graphs of decodes are off (max_decodes 0).
+    """Shapes of steps of up to `max_tokens` tokens and `max_rows` rows, ascending: prompts alone,
+    and prompts beside decodes. The latter have up to `mixed` tokens, or a few more if the decodes
+    alone have nearly as many. Empty if max_decodes is 0: no graphs are captured.
     """
     if not max_decodes:
         return ()
@@ -112,7 +121,7 @@ def mixed_ladder(
     with_decodes: list[tuple[int, int, int]] = []
     for tokens in every:
         prompts = min(_max_prompts(tokens, PROMPTS_WITH_DECODES), max_rows)
-        # Of each size also one with as many decodes as it has room for.
+        # For each size also a shape with as many decodes as the size has room for.
         full = min(max(tokens - prompts, classes[0]), max_decodes)
         if tokens < largest + DECODES:
             rows = {*classes, full} if tokens <= LARGE else {max_decodes}
@@ -124,11 +133,13 @@ def mixed_ladder(
 
 
 def eager_and_deferred(shapes: Sequence[StepShape]) -> tuple[list[StepShape], list[StepShape]]:
-    """`shapes` of graphs as those that are captured at once, so that every step finds one that is
-    not much larger, and those whose capture is deferred, in the order in which they are worth it.
-    First come, of decodes alone, powers of two, one and a half times those, and the most; of each
-    number of tokens with prompts, the one for most rows, which holds those for fewer. Where one of
-    those has a shared-prefix variant, that comes first, since it serves every step.
+    """Splits `shapes` into those that are captured at once, so that every step finds a graph that
+    is not much larger, and those whose capture is deferred, in the order of their benefit.
+
+    Captured at once are: for decodes alone, powers of two, one and a half times those, and the
+    largest; for each number of tokens with prompts, the shape with most rows, which also runs steps
+    with fewer. If one of these has a shared-prefix variant, the variant takes its place, since it
+    runs every step.
     """
     every = set(shapes)
     first = [
@@ -140,7 +151,8 @@ def eager_and_deferred(shapes: Sequence[StepShape]) -> tuple[list[StepShape], li
 
 
 def shared_prefix_variants(shapes: Sequence[StepShape]) -> list[StepShape]:
-    """The shapes of which a second graph is captured, with shared_prefix set. shapes: without it.
+    """Returns the shapes for which a second graph is captured, with shared_prefix set. shapes:
+    without it.
 
     These are the decode-only shapes that are captured eagerly, and of the shapes with prompts those
     with the fewest and with the most decodes for each number of tokens.
@@ -166,7 +178,7 @@ def _eager_decode_only(shapes: Sequence[StepShape]) -> list[StepShape]:
 
 
 def _largest(shapes: Sequence[StepShape]) -> list[StepShape]:
-    """Of each number of tokens with prompts, the one for most rows."""
+    """Returns, for each number of tokens with prompts, the shape with most rows."""
     largest: dict[int, StepShape] = {}
     for shape in shapes:
         rows = largest.get(shape.num_tokens, _NO_SHAPE).num_rows
@@ -180,27 +192,32 @@ def _is_coarse_size(size: int) -> bool:
 
 
 def _capture_priority(shape: StepShape) -> tuple[bool, bool, StepShape]:
-    """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
-    once saves more than prompts' graphs of the right size."""
+    """Sort key of deferred captures. Steps of decodes alone are the most frequent, and small ones
+    gain most; reading shared prefixes once saves more than graphs of the right size for prompts.
+    """
     return shape.num_prefills > 0 and not shape.shared_prefix, shape.shared_prefix, shape
 
 
 def uncaptured_shapes(max_tokens: int, max_rows: int) -> tuple[StepShape, ...]:
-    """To be measured where no prompts are captured: of one prompt beside a few decodes."""
+    """Shapes to be measured if no steps with prompts are captured: one prompt beside a few
+    decodes.
+    """
     decodes = min(DECODES, max_rows - 1)
     shapes = (StepShape(tokens, decodes, 1) for tokens in measured_sizes(max_tokens))
     return tuple(shape for shape in shapes if decodes > 0 and shape.num_rows < shape.num_tokens)
 
 
 def _max_prompts(tokens: int, least: int) -> int:
-    """That a step of so many tokens has room for, at least `least` of them."""
+    """Number of prompts that a step of `tokens` tokens has room for, at least `least`."""
     return max(least, min(tokens // TOKENS_PER_PROMPT, MAX_PROMPTS)) if tokens > LARGE else least
 
 
 def verifying_ladder(largest: StepCapacity) -> tuple[StepShape, ...]:
     """Shapes of steps that verify draft tokens and compute nothing else, ascending: for 1, 2, 4 ...
-    rows, and for the most that have any. Of each number one in which every row has drafts, which
-    has no decode rows to attend for, and one in which any of the rows may have none."""
+    rows, and for the most rows that have drafts. Each number of rows has two shapes: one in which
+    every row has drafts, without decode rows to attend for, and one in which some rows may have
+    none.
+    """
     tokens = 1 + largest.drafts
     most = min(largest.draft_rows, largest.tokens // tokens) if largest.drafts else 0
     if not most:
@@ -215,7 +232,7 @@ def verifying_ladder(largest: StepCapacity) -> tuple[StepShape, ...]:
 
 
 def decode_only(decodes: int) -> StepShape:
-    """For so many decodes and nothing else."""
+    """The shape of a step of `decodes` decode rows and nothing else."""
     return StepShape(decodes, decodes, 0)
 
 
@@ -230,8 +247,10 @@ class Captured:
     Attributes:
     - views: of the device buffers, for the shape
     - replay: queues the graph
-    - logits: [L, vocab or shard], and drawn: int64 [L, 2] as `Sampled.of` reads it; where each
-      replay leaves them. The next replay or capture of any graph overwrites them
+    - logits: [L, vocab or shard]; each replay writes them here
+    - drawn: int64 [L, 2] as `Sampled.of` reads it; each replay writes them here
+
+    The next replay or capture of any graph overwrites `logits` and `drawn`.
     """
 
     views: DeviceStep
@@ -240,19 +259,22 @@ class Captured:
     drawn: torch.Tensor
 
 
-# (views, metadata) -> (logits [L, vocab], what is drawn [L, 2]): the step that is captured.
+# (views, metadata) -> (logits [L, vocab], sampled ids [L, 2]): the step that is captured.
 Body = Callable[[DeviceStep, AttentionMetadata], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Graphs:
-    """Of a device, by shape.
+    """The CUDA graphs of a device, by shape.
 
-    decodes: numbers of decode rows that have a graph; mixed: shapes with prefills that have one.
-    Either is the shared-prefix variant only where there is no other. shared_prefix_shapes: all
-    shapes that are shared-prefix variants. verifying: shapes of steps that verify draft tokens,
-    which are none of the others. All ascend. deferred: shapes whose capture is deferred, the next
-    one first.
-    slow: tokens of mixed shapes whose steps take the next larger one's graph, if it fits them.
+    Attributes, all in ascending order but `deferred`:
+    - decodes: numbers of decode rows that have a graph
+    - mixed: shapes with prefills that have a graph; the shared-prefix variant of a size only if no
+      other was captured
+    - shared_prefix_shapes: captured shapes that are shared-prefix variants
+    - verifying: shapes of steps that verify draft tokens; in none of the other lists
+    - deferred: shapes whose capture is deferred, the next one first
+    - slow: numbers of tokens of mixed shapes whose steps take the next larger graph, if they fit
+      into it
     """
 
     def __init__(self, device: Device) -> None:
@@ -269,7 +291,9 @@ class Graphs:
         return self._captured[shape]
 
     def seconds(self, shape: StepShape, times: int = REPLAYS) -> float:
-        """What a replay takes of whatever graphs read now: enough to compare sizes."""
+        """Seconds of one replay over the current content of the buffers: precise enough to compare
+        sizes.
+        """
         return self._device.seconds(self[shape].replay, times)
 
     def __contains__(self, shape: StepShape) -> bool:
@@ -280,13 +304,14 @@ class Graphs:
 
     @property
     def captured_or_deferred(self) -> tuple[StepShape, ...]:
-        """As `mixed`, with those that get a graph later."""
+        """Shapes of `mixed`, and those with prefills whose capture is deferred, ascending."""
         later = (shape for shape in self.deferred if shape.num_prefills and not shape.shared_prefix)
         return tuple(sorted({*self.mixed, *later}))
 
     def like(self, shape: StepShape, step: Step) -> StepShape | None:
-        """`shape`, or while that has no graph, the smallest that has one for as many tokens and
-        for the step."""
+        """Returns `shape` or its shared-prefix variant; if neither has a graph yet, the smallest
+        captured shape for as many tokens that holds the step; None if there is none.
+        """
         there = self._either(shape)
         if there in self:
             return there
@@ -294,9 +319,11 @@ class Graphs:
         return next((other for other in same if holds(other, step)), None)
 
     def fitting(self, step: Step) -> Captured | None:
-        """The smallest for the step; None if there is none, or it is far larger. Where decodes
-        share, one in which they do; if there is none, each reads for itself. Of steps that verify
-        draft tokens: those in which every token has a row of logits."""
+        """Returns the smallest graph for the step; None if there is none, or it is far larger. If
+        decodes share prefixes, a shared-prefix variant; without one each decode reads the prefix
+        for itself. For steps that verify draft tokens: a graph in which every token has a row of
+        logits.
+        """
         if step.verifies:
             every = step.num_logits == len(step.tokens)
             shape = next((one for one in self.verifying if every and holds(one, step)), None)
@@ -316,8 +343,9 @@ class Graphs:
         return None if shape is None else self[shape]
 
     def _smallest(self, shapes: Sequence[StepShape], step: Step) -> StepShape | None:
-        """Of `shapes`, ascending, the first for the step that is not slow, or else the first; None
-        if there is none, or it is far larger."""
+        """Returns the first of `shapes`, ascending, that holds the step and is not slow, or else
+        the first that holds it; None if there is none, or it is far larger.
+        """
         slow: StepShape | None = None
         for shape in shapes:
             if _far_larger(shape, len(step.tokens)):
@@ -329,7 +357,7 @@ class Graphs:
         return slow
 
     def _either(self, shape: StepShape) -> StepShape:
-        """`shape`, or where that has no graph, the one of that size whose decodes share."""
+        """Returns `shape`, or if it has no graph, its shared-prefix variant."""
         return shape if shape in self else replace(shape, shared_prefix=True)
 
     def capture(
@@ -339,10 +367,12 @@ class Graphs:
         body: Body,
         progress: Callable[[], None],
     ) -> None:
-        """Captures every shape, the largest first, from within the device's `run`.
+        """Captures every shape, the largest first; to be called from within the device's `run`.
 
-        pack(shape) puts a step of padding rows into the buffers that graphs read, and builds its
-        metadata. progress() is called after each.
+        - pack: pack(shape) puts a step of padding rows into the buffers that graphs read, and
+          returns its views and metadata
+        - body: computes the step
+        - progress: called after each capture
         """
         for shape in sorted(shapes, reverse=True):
             views, metadata = pack(shape)
@@ -352,7 +382,7 @@ class Graphs:
         self._list()
 
     def _list(self) -> None:
-        """What was captured, by kind."""
+        """Fills the lists of captured shapes, by kind."""
         every = sorted(shape for shape in self._captured if not shape.verifies)
         self.verifying = tuple(sorted(shape for shape in self._captured if shape.verifies))
         self.decodes = tuple(
@@ -367,8 +397,9 @@ class Graphs:
         self.shared_prefix_shapes = tuple(shape for shape in every if shape.shared_prefix)
 
     def drop_slower_small_ones(self, pack: Callable[[StepShape], object]) -> None:
-        """Forgets small numbers of decodes that take longer than the next one: for very few rows,
-        libraries' matrix kernels are not always faster. As `capture`, after it.
+        """Drops graphs of small numbers of decodes that take longer than a larger one: for very few
+        rows, libraries' matrix kernels are not always faster. To be called after `capture`, from
+        within the device's `run`. pack: as of `capture`.
         """
         small = [size for size in self.decodes if size <= SMALL]
         seconds: dict[int, float] = {}
@@ -383,5 +414,7 @@ class Graphs:
 
 
 def _far_larger(shape: StepShape, tokens: int) -> bool:
-    """Whether a step of so many tokens would be padded too much."""
+    """Whether the padding of a step of `tokens` tokens to `shape` would exceed MAX_PADDING tokens
+    and the MAX_PADDING_DIVISOR-th part of the shape.
+    """
     return shape.num_tokens - tokens > max(MAX_PADDING, shape.num_tokens // MAX_PADDING_DIVISOR)

@@ -1,11 +1,11 @@
-"""What an engine leaves to its successor, in memory that a memory holder (runtime/memory_holder.py)
-keeps: its KV pool with the page directory, its weights, and what it has measured.
+"""Memory that an engine leaves to its successor, kept by a memory holder
+(runtime/memory_holder.py): the KV pool with the page directory, the weights, and measurements.
 
-    model_key      what keys and values depend on beside their token ids
-    KeptMemory     an engine's end: finds what was left, gives what is to be left
-    KeptPool       a pool's memory, its directory, and the pages that are believed
+    model_key      digest of all that keys and values depend on beside their token ids
+    KeptMemory     an engine's end of the link: takes what was left, gives what is to be left
+    KeptPool       a pool's memory, its directory, and the pages that are verified
 
-Knows no plan and no step.
+No plan and no step is known here.
 """
 
 from __future__ import annotations
@@ -43,17 +43,23 @@ POOL, DIRECTORY, SLEEP = "pool", "directory", "sleep"
 WEIGHTS, DRAFT_WEIGHTS = "weights", "draft weights"
 KEY_CENTERS, GRAPH_SIZES, STEP_COST = "key centers", "graph sizes", "step cost"  # found once
 HOLDER_TIMEOUT = 60.0  # seconds that the process before may take to end
-HOLDERS_TRIED = 3  # one after the other, where they end before they answer
+HOLDERS_TRIED = 3  # holders asked one after the other, if they end before they answer
 RECONNECT = 1.0  # seconds between two attempts to reach a holder that has ended
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights, evenly spaced
+SAMPLES, SAMPLE_BYTES = 64, 4096  # samples of a file of weights, evenly spaced
 
 
 Answer = TypeVar("Answer")
 
 
 class PoolNote(msgspec.Struct, frozen=True):
-    """What a pool was made for: pages with the dummy, tokens of a page, bytes; and what its number
-    of pages follows from."""
+    """The sizes that a pool was made for.
+
+    Attributes:
+    - pages: with the dummy page
+    - page_size: tokens of a page
+    - size: bytes
+    - sized_by: settings that the number of pages follows from
+    """
 
     pages: int
     page_size: int
@@ -62,12 +68,14 @@ class PoolNote(msgspec.Struct, frozen=True):
 
 
 def model_key(checkpoints: Sequence[Iterable[Path]], choices: Sequence[object]) -> bytes:
-    """[32], a digest of all that keys, values and weights depend on beside token ids: the files of
-    configuration and weights of each of `checkpoints`, the model's and then its draft model's, and
-    `choices` of number formats, layout and ranks.
+    """Returns [32], a digest of all that keys, values and weights depend on beside token ids.
 
-    Of files over a megabyte it reads samples, since another fine-tune has other numbers everywhere,
-    and the time when they were written, since a part of one may have been replaced.
+    - checkpoints: files of configuration and weights, of the model and then of its draft model
+    - choices: number formats, layout and ranks
+
+    Files over a megabyte are not read completely: samples are, since another fine-tune has other
+    numbers everywhere, and the time of the last write, since a part of a file may have been
+    replaced.
     """
     whole = blake2b(repr((__version__, *choices)).encode(), digest_size=32)
     for number, files in enumerate(checkpoints):
@@ -90,10 +98,11 @@ def model_key(checkpoints: Sequence[Iterable[Path]], choices: Sequence[object]) 
 class KeptPool:
     """A pool that outlives this process.
 
-    memory: of the pool, zero where nobody wrote.
-    directory: what its pages hold.
-    found: pages that an earlier process left, and that are believed, by all ranks.
-    single_rank: nobody else need agree on what its pages hold.
+    Attributes:
+    - memory: of the pool, zero where no step wrote
+    - directory: what the pool's pages hold
+    - found: pages that an earlier process left and that all ranks have verified
+    - single_rank: whether no other rank must agree on what the pages hold
     """
 
     memory: DeviceMemory
@@ -103,24 +112,30 @@ class KeptPool:
 
 
 class KeptMemory:
-    """An engine's end of its memory holder. Everything that is kept belongs to a key: what was left
-    for another one is given back.
+    """An engine's link to its memory holder. All memory that is kept belongs to a key (see
+    model_key): memory that was left for another key is given back.
 
-    To a standby, what the engine that serves keeps is lent: it finds weights and what was measured,
-    and of pages what their pool was made for. With `promote` it has everything.
+    A standby is lent the memory of the serving engine: it gets weights and measurements, and of the
+    pool only its PoolNote. After `promote` it has everything.
 
-    losses: deaths of engines shortly before this one began.
-    key: what this process finds and leaves belongs to it (see model_key); b"" before `begin`.
-    taken: names of what an engine before has left, and this one uses.
-    opened: the pool of this process, once it is there.
-    weight_bytes: of this process's weights, which a standby is lent, or on a GPU loads when it is
-        promoted.
+    Attributes:
+    - losses: engines that died shortly before this one began
+    - key: key of all that this process takes and leaves; b"" before `begin`
+    - taken: names of memory that an earlier engine has left and this one uses
+    - opened: the pool of this process, once there is one
+    - weight_bytes: bytes of this process's weights, which a standby is lent, or on a GPU loads when
+      it is promoted
     """
 
     def __init__(self, address: str, wait: Callable[[], object] | None = None) -> None:
-        """wait: of a standby, returns when it is to serve. Without it, this waits until the process
-        that had the memory has ended. Raises OSError when the holder is not there, or that process
-        does not end."""
+        """Connects to the holder.
+
+        - address: of the holder
+        - wait: for a standby: returns when it is to serve. None: no standby; this call waits until
+          the process that had the memory has ended
+
+        Raises OSError if there is no holder, or if that process does not end.
+        """
         self._address = address
         self._wait = wait
         self._link: HolderLink | None = None
@@ -141,8 +156,9 @@ class KeptMemory:
     def from_environment(
         cls, environ: MutableMapping[str, str], wait: Callable[[], object] | None = None
     ) -> KeptMemory | None:
-        """The holder that `environ` names, which is taken out of it; None without one, and then
-        `wait` has returned. wait: as of KeptMemory."""
+        """Connects to the holder that `environ` names, and removes the name from `environ`. Returns
+        None without a holder; `wait` has returned then. wait: as of KeptMemory.
+        """
         address = environ.pop(HOLDER_VARIABLE, "")
         try:
             if address:
@@ -167,7 +183,7 @@ class KeptMemory:
             self._found[entry.name] = entry, descriptor
 
     def _ask(self, ask: Callable[[HolderLink], Answer]) -> tuple[HolderLink, Answer]:
-        """A link, and what the holder answers; the next holder, where one ends meanwhile."""
+        """Returns a link, and the holder's answer; asks the next holder if one ends meanwhile."""
         for left in reversed(range(HOLDERS_TRIED)):
             link = HolderLink(self._address, HOLDER_TIMEOUT)
             try:
@@ -179,14 +195,15 @@ class KeptMemory:
         raise AssertionError("the last one was asked")
 
     def begin(self, key: bytes) -> None:
-        """What this process finds and leaves belongs to `key` (see model_key). That an engine is to
-        sleep holds for any model."""
+        """Sets the key of all that this process takes and leaves (see model_key), and gives back
+        what was left under another key. The note that an engine is to sleep holds for any model.
+        """
         self.key = key
         found = [entry for entry, _ in self._found.values() if entry.kind != "sleep"]
         self.discard(*(entry.name for entry in found if entry.key != key))
 
     def belong_to(self, key: bytes) -> None:
-        """What it keeps and will keep belongs to `key` from now on."""
+        """Changes the key, also of what this process keeps already."""
         if key != self.key:
             self.key = key
             for name, (entry, descriptor) in self._kept.items():
@@ -195,15 +212,16 @@ class KeptMemory:
 
     @property
     def is_standby(self) -> bool:
-        """Whether another process serves, to whose pages this one must not come."""
+        """Whether another process serves, whose pages this one must not use."""
         return self._wait is not None
 
     def promote(self) -> None:
-        """Of a standby, after `begin`: returns when it is to serve, and the process that served has
-        ended. Of any other, at once.
+        """For a standby, after `begin`: returns when it is to serve, and the process that served
+        has ended. For any other process: returns at once.
 
-        Raises OSError as __init__ does, RuntimeError if something that it was lent is kept no more
-        because engines died, or was replaced."""
+        Raises OSError as __init__ does, RuntimeError if memory that was lent is no longer kept
+        because engines died, or was replaced.
+        """
         if self._wait is None:
             return
         self._wait()
@@ -219,7 +237,7 @@ class KeptMemory:
             if lent and there is not None and there != entry:
                 self._refuse(f"{name}: replaced since this standby was lent it")
             self._kept[name] = entry, descriptor
-            if there is None or not lent:  # of another holder, or the standby's own
+            if there is None or not lent:  # in another holder, or the standby's own
                 self._send(name)
 
     def _refuse(self, why: str) -> NoReturn:
@@ -228,16 +246,17 @@ class KeptMemory:
 
     @property
     def left(self) -> Set[str]:
-        """Names of what was left and is not taken."""
+        """Names of memory that was left and is not taken."""
         return self._found.keys()
 
     def note(self, name: str) -> bytes | None:
-        """Of what was left under that name; None: nothing was."""
+        """The note of the memory that was left under that name; None: there is none."""
         return self._found[name][0].note if name in self._found else None
 
     def take(self, name: str) -> int:
-        """The descriptor of what was left under that name, the caller's from now on; it goes on
-        being kept."""
+        """Takes the memory that was left under that name: returns its descriptor, which the caller
+        owns. The holder goes on keeping the memory.
+        """
         entry, descriptor = self._found.pop(name)
         assert descriptor is not None, f"{name} is not lent"
         self._kept[name] = entry, descriptor
@@ -245,27 +264,32 @@ class KeptMemory:
         return descriptor
 
     def keep(self, name: str, kind: Kind, note: bytes, descriptor: int) -> None:
-        """Leaves the memory of `descriptor`, which stays open as long as this process lives."""
+        """Leaves the memory of `descriptor`, which must stay open as long as this process lives."""
         self._kept[name] = Keep(name, kind, note, self.key), descriptor
         self._send(name)
 
     def discard(self, *names: str) -> None:
-        """Gives back what was left under these names; its memory is free when this returns, unless
-        the holder has ended."""
+        """Gives back what was left under these names; the memory is free when this returns, unless
+        the holder has ended.
+        """
         for name in names:
             self._let_go(name)
             self._drop(name)
 
     def _let_go(self, name: str) -> Keep | None:
-        """What was found under that name, if anything; this process has no descriptor of it."""
+        """Closes this process's descriptor of what was left under that name; returns its entry,
+        None if there is none.
+        """
         entry, descriptor = self._found.pop(name, (None, None))
         if descriptor is not None:
             os.close(descriptor)
         return entry
 
     def withdraw(self, *names: str) -> list[Keep]:
-        """Keeps no more what it keeps under these names, which is returned; descriptors stay the
-        caller's. The holder has closed its own when this returns, unless it has ended."""
+        """Withdraws what this process keeps under these names from the holder, and returns the
+        entries; the descriptors stay the caller's. The holder has closed its own descriptors when
+        this returns, unless it has ended.
+        """
         found = [self._kept.pop(name)[0] for name in names if name in self._kept]
         for entry in found:
             self._drop(entry.name)
@@ -273,8 +297,9 @@ class KeptMemory:
         return found
 
     def _drop(self, name: str) -> None:
-        """Not where the holder has ended: the next one is not given it, and may not be there for
-        long."""
+        """Withdraws the memory under that name from the holder. Does nothing if the holder has
+        ended: the next holder does not get the memory, and may not exist for long.
+        """
         if self._link is not None and self.connected:
             try:
                 self._link.drop(name)
@@ -282,7 +307,9 @@ class KeptMemory:
                 log.debug("%s stays with the memory holder: %s", name, error)
 
     def read(self, name: str, note: bytes) -> bytes | None:
-        """What `write` left under that name, with that note."""
+        """Returns the data that `write` left under that name with that note; None if there is none.
+        Data with another note is given back.
+        """
         if self.note(name) != note:
             self.discard(*({name} & self.left))
             return None
@@ -290,34 +317,36 @@ class KeptMemory:
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
     def write(self, name: str, kind: Kind, note: bytes, data: bytes) -> None:
-        """Leaves `data`."""
+        """Leaves `data` in new memory."""
         descriptor = os.memfd_create("pipeinfer")
         os.pwrite(descriptor, data, 0)
         self.keep(name, kind, note, descriptor)
 
     def note_sleep(self, level: int, refuses: bool) -> None:
-        """A successor is to sleep; see messages.Sleep."""
+        """Leaves a note that a successor is to sleep; see messages.Sleep."""
         self.forget_sleep()
         self.write(SLEEP, "sleep", msgspec.msgpack.encode((level, refuses)), b"")
 
     def sleep_note(self) -> tuple[int, bool] | None:
-        """What the engine before has noted; None: it did not sleep."""
+        """Takes (level, refuses) from the note of the engine before; None: it did not sleep."""
         raw = self.note(SLEEP)
         if raw is None:
             return None
-        self._let_go(SLEEP)  # it goes on being kept
+        self._let_go(SLEEP)  # the holder goes on keeping the note
         return msgspec.msgpack.decode(raw, type=tuple[int, bool])
 
     def forget_sleep(self) -> None:
-        """A successor is to be awake."""
+        """Withdraws the note: a successor is to be awake."""
         kept = self._kept.pop(SLEEP, None)
         if kept is not None:
             os.close(kept[1])
             self._drop(SLEEP)
 
     def found_pages(self, page_size: int, sized_by: str = "") -> int:
-        """Pages, with the dummy, of a pool that was left; 0: there is none of pages of `page_size`
-        tokens whose number follows from `sized_by`. What is not of use is given back."""
+        """Returns the number of pages, with the dummy, of a pool that was left with pages of
+        `page_size` tokens and the same `sized_by`; 0: there is none. A pool of another size is
+        given back.
+        """
         note = self._found_note()
         if note is not None and (note.page_size, note.sized_by) == (page_size, sized_by):
             return note.pages
@@ -330,14 +359,20 @@ class KeptMemory:
             return None
         try:
             return msgspec.msgpack.decode(raw, type=PoolNote)
-        except msgspec.DecodeError:  # of another version
+        except msgspec.DecodeError:  # a note of another version
             return None
 
     def open(
         self, pages: int, page_size: int, size: int, allocate: Allocate, sized_by: str = ""
     ) -> KeptPool:
-        """The pool that was left, if it was made for the same, else a new one. `pages`: with the
-        dummy; `size`: bytes of the pool; `allocate` makes its memory; `sized_by`: see PoolNote."""
+        """Returns the pool that was left, if it was made for the same sizes, else a new one.
+
+        - pages: with the dummy
+        - page_size: tokens of a page
+        - size: bytes of the pool
+        - allocate: makes the pool's memory
+        - sized_by: see PoolNote
+        """
         note = PoolNote(pages, page_size, size, sized_by)
         left = self._found_note() == note
         if not left:
@@ -364,16 +399,20 @@ class KeptMemory:
 
     @property
     def connected(self) -> bool:
-        """Whether a holder has what this process keeps."""
+        """Whether a holder has all that this process keeps."""
         return self._link is not None and self._has_all
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on gives its memory to the next holder when this one has ended."""
+        """Starts to watch the holder on `loop`: if it ends, the next holder gets this process's
+        memory.
+        """
         if self._link is not None:
             loop.add_reader(self._link.fileno(), self._lost, loop)
 
     def close(self) -> None:
-        """This process ends in good order, which is no loss."""
+        """Closes the link, after the message that this process ends as requested, which is no
+        loss.
+        """
         link, self._link = self._link, None
         if link is not None and link.fileno() >= 0:  # else the holder has ended
             with suppress(RuntimeError):  # no loop runs
@@ -392,8 +431,9 @@ class KeptMemory:
         loop.call_later(RECONNECT, self._reconnect, loop)
 
     def _reconnect(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Asks the next holder, which may take its time to start. Asked twice, it would give
-        everything to the first link, and wait for the end of this process."""
+        """Asks the next holder, which may take its time to start. A second question would be wrong:
+        the holder would give everything to the first link, and wait for the end of this process.
+        """
         if self._link is None:
             return
         try:
@@ -410,7 +450,7 @@ class KeptMemory:
         loop.remove_reader(self._link.fileno())
         try:
             _, descriptors = self._link.answer()
-            for descriptor in descriptors:  # of a holder that kept them over
+            for descriptor in descriptors:  # from a holder that kept them over
                 os.close(descriptor)
         except OSError:
             loop.call_later(RECONNECT, self._reconnect, loop)
@@ -421,8 +461,9 @@ class KeptMemory:
             self.watch(loop)
 
     def _send(self, name: str) -> None:
-        """To the holder; when that has ended, the next one gets it. Of a standby, which has no link
-        yet, `promote` does."""
+        """Sends the memory under that name to the holder; if the holder has ended, the next one
+        gets it. A standby has no link yet: `promote` sends.
+        """
         if self._link is None or self.is_standby:
             return
         try:
@@ -433,7 +474,7 @@ class KeptMemory:
 
 
 def unverified(pages: int, verified: np.ndarray) -> np.ndarray:
-    """int32 [n], those of the pages 1 .. pages - 1 that are not in `verified` int32."""
+    """Returns int32 [n], the pages 1 .. pages - 1 that are not in `verified` int32."""
     others = np.ones(pages, dtype=bool)
     others[verified] = others[0] = False
     return np.flatnonzero(others).astype(np.int32)

@@ -1,10 +1,11 @@
-"""Keys and values of a step on their way into the pool's pages, and what a model calls of it.
+"""Stores: keys and values of a step on their way into the pool's pages, and the attention call of a
+model.
 
 A `Store` takes the heads of one layer, norms and rotates them and writes keys and values to the
 step's slot mapping; then an attention backend reads pages. There are two: TorchStore for backends
 that attend to the step's own keys, too, and FusedStore, one kernel. For pages of 8 bits
 `find_key_centers` finds, when a model is loaded, the vector that is subtracted from each layer's
-keys. Knows a pool and a backend's metadata; no step and no request.
+keys. Uses a pool and a backend's metadata; no step and no request.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pipeinfer.layers.attention import LayerQKV
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import AttentionShape
 
-# Of the sequence for find_key_centers: 256 were a little worse, 1024 no better.
+# Length of the sequence of find_key_centers: 256 were a little worse, 1024 no better.
 CENTERING_TOKENS = 512
 
 Stored = tuple[torch.Tensor, KV, KV]  # q [T, heads, head_dim], k, v
@@ -44,7 +45,11 @@ Store = Callable[[int, LayerQKV, torch.Tensor], Stored]
 class StepAttention:
     """The `Attend` that a model calls in one step, layer after layer (layers/attention.py).
 
-    metadata: of `backend`, for the step. slot_mapping: int64 [T], where its tokens are stored.
+    Attributes:
+    - backend: attends
+    - metadata: of `backend`, for the step
+    - store: stores keys and values
+    - slot_mapping: int64 [T], where the tokens are stored
     """
 
     backend: Attention
@@ -53,19 +58,22 @@ class StepAttention:
     slot_mapping: torch.Tensor
 
     def __call__(self, layer: int, heads: LayerQKV) -> torch.Tensor:
-        """Stores first: a token sees itself."""
+        """Stores keys and values, then attends: a token sees itself."""
         q, k, v = self.store(layer, heads, self.slot_mapping)
         return self.backend.attend(layer, q, k, v, self.metadata)
 
 
 def store_for(pool: KVPool, traits: BackendCapabilities) -> Store:
-    """TorchStore for backends that need the step's own keys and values, FusedStore for others."""
+    """Returns TorchStore for backends that need the step's own keys and values, FusedStore for
+    others.
+    """
     return TorchStore(pool) if traits.needs_kv else FusedStore(pool)
 
 
 def store_valid(pool: KVPool, layer: int, heads: LayerQKV, slot_mapping: torch.Tensor) -> Stored:
-    """As FusedStore, by torch operations of fixed shapes, which a graph can hold: a token without a
-    slot (negative) leaves zeros in the dummy page."""
+    """Stores by torch operations of fixed shapes, which a graph can hold: a token with a negative
+    slot leaves zeros in the dummy page.
+    """
     q, k, v = _ready(pool, layer, heads)
     valid, at = (slot_mapping >= 0).view(-1, 1, 1), slot_mapping.clamp(min=0).long()
     scales = pool.scales[layer]
@@ -75,8 +83,8 @@ def store_valid(pool: KVPool, layer: int, heads: LayerQKV, slot_mapping: torch.T
 
 
 class TorchStore:
-    """One torch operation after another, on any device and in any dtype; gives back all three, keys
-    and values as they are read again. slot_mapping: int64, never negative.
+    """A Store of torch operations, on any device and in any dtype; returns queries, and keys and
+    values as they are read from pages. slot_mapping: int64, never negative.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -84,7 +92,7 @@ class TorchStore:
         self._k, self._v = pool.token_views()
 
     def __call__(self, layer: int, heads: LayerQKV, slot_mapping: torch.Tensor) -> Stored:
-        """See Store."""
+        """Norms, rotates and stores, see Store."""
         q, k, v = _ready(self._pool, layer, heads)
         scales = self._pool.scales[layer]
         k = _put(self._k[layer], slot_mapping, k, scales.k, q.dtype)
@@ -93,9 +101,10 @@ class TorchStore:
 
 
 class FusedStore:
-    """One kernel that norms, rotates and stores; gives back queries alone. Needs triton.
+    """A Store that is one kernel, which norms, rotates and stores; returns queries alone. Needs
+    triton.
 
-    slot_mapping: int32 or int64; of a token with a negative one nothing is kept.
+    slot_mapping: int32 or int64; tokens with a negative slot are not stored.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -105,7 +114,9 @@ class FusedStore:
         self._rotate_and_store = rotate_and_store
 
     def __call__(self, layer: int, heads: LayerQKV, slot_mapping: torch.Tensor) -> Stored:
-        """See Store. A LayerQKV whose heads are ready is stored by torch operations."""
+        """Norms, rotates and stores, see Store. A LayerQKV whose heads are ready is stored by torch
+        operations.
+        """
         merged, pool = heads.merged, self._pool
         if merged is None:
             return store_valid(pool, layer, heads, slot_mapping)
@@ -132,8 +143,9 @@ class FusedStore:
 def _ready(
     pool: KVPool, layer: int, heads: LayerQKV
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values as pages store them; in 8 bits, queries and keys are transformed by
-    one matrix."""
+    """Returns queries, keys and values as pages store them; for pages of 8 bits, queries and keys
+    are transformed by one matrix.
+    """
     q, k, v = heads.split_and_rotate()
     if pool.storage_dtype != E4M3:
         return q, k, v
@@ -152,7 +164,9 @@ def _put(
     scale: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[T, heads, dim] into rows of `pages`; what is read there afterwards, in `dtype`."""
+    """Writes [T, heads, dim] into rows of `pages`; returns the values that are read there
+    afterwards, in `dtype`.
+    """
     if pages.dtype != E4M3:
         pages.index_copy_(0, slot_mapping, values.reshape(len(values), -1))
         return values
@@ -165,15 +179,16 @@ def _put(
 def find_key_centers(
     model: LanguageModel, max_tokens: int, where: torch.device
 ) -> tuple[KeyCenter, ...]:
-    """What each layer's keys (after norm and RoPE) are stored less, where pages hold 8 bits.
+    """Returns for each layer the vector that is subtracted from keys (after norm and RoPE) before
+    pages of 8 bits store them.
 
-    It is the key that queries see on average; None for a layer with sinks or a soft cap, whose
-    weights would change.
+    The vector is the key that queries see on average; None for a layer with sinks or a soft cap,
+    whose weights would change.
 
-    Subtracted from all keys of a head it changes all scores of a query by one value, which softmax
-    does not see: any vector is right, and the nearer keys are to it, the less is lost when they are
-    rounded. Found from fixed ids that mean nothing, so by the weights alone: one sequence of at
-    most `max_tokens` is computed, on all ranks of a group.
+    Subtracting one vector from all keys of a head changes all scores of a query by one value, which
+    softmax does not see: any vector is right, and the nearer keys are to it, the less is lost when
+    they are rounded. Found from fixed random ids, so by the weights alone: one sequence of at most
+    `max_tokens` is computed, on all ranks of a group.
     """
     average = _Average(model.attention_shapes())
     if any(map(_may_center, average.shapes)):
@@ -190,7 +205,13 @@ def _may_center(shape: AttentionShape) -> bool:
 
 
 class _Average:
-    """An `Attend` of one sequence from its start, without pages."""
+    """An `Attend` of one sequence from its start, without pages, which averages the keys that
+    queries see.
+
+    Attributes:
+    - shapes: of the layers
+    - found: averages by layer
+    """
 
     def __init__(self, shapes: Sequence[AttentionShape]) -> None:
         self.shapes = shapes
@@ -198,7 +219,7 @@ class _Average:
         self._bias = cache(_bias)
 
     def __call__(self, layer: int, heads: LayerQKV) -> torch.Tensor:
-        """See layers/attention.py."""
+        """Attends as layers/attention.py asks for, and notes the layer's average key."""
         shape = self.shapes[layer]
         q, k, v = (part.transpose(0, 1) for part in heads.split_and_rotate())
         bias = self._bias(q.shape[1], shape.sliding_window, q.device)
@@ -208,20 +229,21 @@ class _Average:
         for head in range(shape.num_kv_heads):  # scores of all at once take too much memory
             of_head = slice(head * group, (head + 1) * group)
             sinks = None if shape.sinks is None else shape.sinks[of_head, None, None]
-            # Both in one: what is seen of values, and of keys as if they were values.
+            # A product with both: the weighted values, and the weighted keys as if they were
+            # values.
             both = torch.cat((v[head], k[head]), dim=-1)
             found = attend_unfused(shape, q[of_head], k[head], both, bias, sinks)
             values, keys = found.chunk(2, dim=-1)
             out[:, of_head] = values.transpose(0, 1)
             seen.append(keys.float().mean(dim=(0, 1)))
         if _may_center(shape):
-            # Where these ids give infinite numbers others need not.
+            # These ids may give infinite numbers; others need not.
             self.found[layer] = torch.stack(seen).nan_to_num_(0.0, 0.0, 0.0)
         return out
 
 
 def _bias(count: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[count, count]: 0, or -inf where a query does not see a key."""
+    """Returns [count, count]: 0, or -inf where a query does not see a key."""
     at = torch.arange(count, device=device)
     back = at[:, None] - at
     hidden = (back < 0) if window is None else (back < 0) | (back >= window)

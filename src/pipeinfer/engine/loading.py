@@ -1,7 +1,8 @@
-"""From settings and a checkpoint's folder to an engine that can run steps: weights, pages, graphs.
+"""Builds an engine that can run steps from settings and a checkpoint's folder: weights, pages,
+graphs.
 
-What can be wrong with both is found before (choices.py), except memory that is too small and ranks
-that do not agree. Knows no message, no plan and no process.
+Errors in settings and checkpoint are found before (choices.py), except memory that is too small and
+ranks that do not agree. No message, no plan and no process is known here.
 """
 
 from __future__ import annotations
@@ -93,24 +94,33 @@ TakeMemory = Callable[[], KeptMemory | None]  # None: nothing outlives this proc
 
 
 def no_memory() -> KeptMemory | None:
-    """A TakeMemory."""
+    """A TakeMemory for engines whose memory ends with the process."""
     return None
 
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """A runner that can run steps, and what it was built for.
+    """A runner that can run steps, and the sizes that it was built for.
 
-    page_size: tokens of a page. pages: of the pool, with the dummy page 0, as in MemoryManager and
-    KVPool. max_model_len: tokens of the longest request. max_slots: requests at a time.
-    attention: the backend's name (attention/registry.py). dtype: of the model's numbers, as torch
-    names it, such as bfloat16. device: "cpu" or "cuda". graph_sizes: numbers of decode rows with a
-    CUDA graph, now or later. step_tokens: of the largest step. step_cost: what steps take, None
-    where it was not measured. uses_transformers: transformers built the model. kv_dtype: of keys
-    and values in pages, AS_THE_MODEL or FP8.
-    kept: where memory outlives this process; None: nowhere. memory: what it gives back while it
-    sleeps; None: it cannot. max_drafts: draft tokens that a row verifies at most, max_draft_rows:
-    decodes of a step up to which rows do; draft_model: a model makes them.
+    Attributes:
+    - runner: the runner
+    - page_size: tokens of a page
+    - pages: of the pool, with the dummy page 0, as in MemoryManager and KVPool
+    - max_model_len: tokens of the longest request
+    - max_slots: requests at a time
+    - attention: the backend's name (attention/registry.py)
+    - dtype: of the model's numbers, as torch names it, such as bfloat16
+    - device: "cpu" or "cuda"
+    - graph_sizes: numbers of decode rows with a CUDA graph, captured or deferred
+    - step_tokens: tokens of the largest step
+    - step_cost: measured costs of steps; None: not measured
+    - uses_transformers: whether transformers built the model
+    - kv_dtype: of keys and values in pages, AS_THE_MODEL or FP8
+    - kept: memory that outlives this process; None: there is none
+    - memory: what the engine gives back while it sleeps; None: it cannot sleep
+    - max_drafts: draft tokens that a row verifies at most
+    - max_draft_rows: decodes of a step up to which rows verify drafts
+    - draft_model: whether a model makes the drafts
     """
 
     runner: Runner
@@ -134,7 +144,7 @@ class LoadedEngine:
 
     @property
     def kept_pool(self) -> KeptPool | None:
-        """The pool's memory, where it outlives this process."""
+        """The pool's memory if it outlives this process, else None."""
         return None if self.kept is None else self.kept.opened
 
 
@@ -168,14 +178,18 @@ def load_engine(
     choices: EngineChoices | None = None,
     kept: TakeMemory = no_memory,
 ) -> LoadedEngine:
-    """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `start` the seconds.
-    `collectives`: how several ranks compute together; all of them must be loading. `choices`: what
-    `choose_engine` gave for this rank; it is asked here if they are not given. `kept`: gives memory
-    that is to outlive this process; it is called once. A standby's is promoted when this returns.
+    """Loads rank `rank`.
 
-    Raises ConfigurationError before any weight is read if something does not fit, RuntimeError if
-    the files are others once weights were read and something is kept: it would belong to the model
-    before. What it changes of the process stands in the machines' docstrings.
+    - progress: progress(done, total) counts bytes of weights
+    - start: counts the seconds of each phase
+    - collectives: computation with the other ranks, all of which must be loading; None: one rank
+    - choices: result of `choose_engine` for this rank; None: it is called here
+    - kept: gives memory that is to outlive this process; called once. A standby's memory is
+      promoted when this returns
+
+    Raises ConfigurationError before any weight is read if settings and files do not fit,
+    RuntimeError if the files have changed when the weights were read and memory is kept: it would
+    belong to the earlier model. Effects on the process are listed in the machines' docstrings.
     """
     choices, start = choices or choose_engine(settings, folder, rank), start or Start()
     with start.phase("weights"):
@@ -207,8 +221,8 @@ def load_engine(
             models = Models(files, collectives, memory)
             model = models.target(progress, bank)
             draft = models.draft()
-            # Else the allocator puts small things that stay into what loading has freed, all of
-            # which then stays.
+            # Without trim, the allocator would put small objects that stay into memory that loading
+            # has freed, and all of that memory would stay.
             chosen.trim()
             left = memory is not None and WEIGHTS in memory.taken
             lent = left and memory is not None and memory.is_standby
@@ -241,15 +255,16 @@ def load_engine(
 
 
 class ModelFiles:
-    """See WeightFiles. The files of a model, and of its draft model if it has one.
+    """WeightFiles of a model, and of its draft model if it has one.
 
-    choices: what settings and files come to, as of the last look. key: of pages and weights that
-    another engine may use; b"" where none are kept. reads_draft: where weights are read anew, those
-    of the draft model are, too.
+    Attributes:
+    - choices: choices from settings and files, as of the last look
+    - key: of pages and weights that another engine may use; b"" if none are kept
+    - reads_draft: whether the weights of the draft model are read anew when those of the model are
     """
 
     def __init__(self, settings: Settings, folder: Path, choices: EngineChoices) -> None:
-        """folder: or a GGUF file."""
+        """Takes note of the files. folder: a checkpoint's folder or a GGUF file."""
         self.settings, self.folder, self.choices = settings, folder, choices
         self.reads_draft = False
         keeps = keeps_memory(settings) or settings.standby
@@ -273,10 +288,10 @@ class ModelFiles:
     def _key_now(self) -> bytes:
         settings, choices = self.settings, self.choices
         checkpoints = [_model_files(settings, self.folder)]
-        if choices.draft is not None:  # its keys and values lie in the same pages
+        if choices.draft is not None:  # the draft's keys and values lie in the same pages
             checkpoints.append(_model_files(settings, choices.draft.folder))
         numbers = choices.dtype, choices.kv_dtype, settings.quantization, choices.attention
-        numbers = *numbers, settings.exact  # and what rounds and lays out
+        numbers = *numbers, settings.exact  # settings of rounding and layout
         numbers = *numbers, torch.__version__, torch.backends.cpu.get_cpu_capability()
         if choices.transformers_spec is None:  # each lays experts out in its own way
             numbers = *numbers, resolve_backend(settings.moe_backend, choices.device)
@@ -289,7 +304,9 @@ class ModelFiles:
 
 
 def _model_files(settings: Settings, folder: Path) -> list[Path]:
-    """Of configuration, and of weights if they are read. folder: or a GGUF file."""
+    """Returns files of configuration, and of weights if they are read. folder: a checkpoint's
+    folder or a GGUF file.
+    """
     if not folder.is_dir():
         return [folder]
     weights = [] if settings.load_format == "dummy" else weight_files(folder)
@@ -319,15 +336,16 @@ def _loaded(choices: EngineChoices, runner: Runner, kept: KeptMemory | None) -> 
 
 
 class Models:
-    """The model of `files`, and its draft model, as they are built.
+    """Builds the model of `files`, and its draft model.
 
-    weights: of those whose memory can be given back; none if the first one's cannot.
+    Attributes:
+    - weights: weights whose memory can be given back; none if the model's own cannot
     """
 
     def __init__(
         self, files: ModelFiles, collectives: TorchCollectives | None, kept: KeptMemory | None
     ) -> None:
-        """kept: where weights are kept; None: nowhere."""
+        """Builder for one rank. kept: memory that weights are kept in; None: they are not kept."""
         self._files, self._collectives, self._kept = files, collectives, kept
         self._on_gpu = files.choices.device == "cuda"
         self.weights: list[SleepingWeights] = []
@@ -335,7 +353,9 @@ class Models:
     def target(
         self, progress: Callable[[int, int], None] | None, bank: AdapterBank | None
     ) -> LanguageModel:
-        """With its weights. bank: for the adapters of its linear layers."""
+        """Returns the model with its weights. bank: for the adapters of its linear layers; None: it
+        has none.
+        """
         files, settings = self._files, self._files.settings
         spec = files.choices.transformers_spec
         if spec is not None:
@@ -357,7 +377,7 @@ class Models:
         return self._with_weights(WEIGHTS, build, fill)
 
     def draft(self) -> LanguageModel | None:
-        """With its weights; None: there is none."""
+        """Returns the draft model with its weights; None: there is none."""
         files, first = self._files, self._files.choices.draft
         if first is None:
             return None
@@ -418,7 +438,7 @@ class Models:
         return self._loaded(load)
 
     def _host_unsupported_reason(self) -> str:
-        """Why a host's weights cannot be kept, or ""."""
+        """The reason why a host's weights cannot be kept, or ""."""
         dtype = self._files.choices.dtype
         found = no_room_for_weights()
         if not found and packs_matrices(torch.device("cpu"), dtype):
@@ -428,7 +448,9 @@ class Models:
         return found
 
     def _loaded(self, load: Callable[[], LanguageModel]) -> LanguageModel:
-        """What `load` gives, where weights are not kept."""
+        """Loads a model whose weights are not kept; if the engine can sleep, the model can be
+        reloaded.
+        """
         if self._on_gpu or not keeps_memory(self._files.settings):
             return load()
         model = ReloadableModel(load, return_freed_memory)
@@ -443,7 +465,7 @@ def _fill(
     progress: Callable[[int, int], None] | None,
     model: CausalLM,
 ) -> None:
-    """Loads the weights of `model`, `stored` in `folder`; None: random ones."""
+    """Loads the weights `stored` in `folder` into `model`; None: random weights."""
     if stored is None:
         fill_dummy(model, settings.seed)
     else:
@@ -451,7 +473,9 @@ def _fill(
 
 
 def _adapter_bank(settings: Settings, choices: EngineChoices) -> AdapterBank | None:
-    """Memory for adapters, which the model's layers take their parts of."""
+    """Returns memory for adapters, of which the model's layers take their parts; None without
+    --enable-lora.
+    """
     if not settings.enable_lora:
         return None
     where = torch.device(choices.device)
@@ -460,7 +484,7 @@ def _adapter_bank(settings: Settings, choices: EngineChoices) -> AdapterBank | N
 
 
 def _check_lora_modules(settings: Settings, bank: AdapterBank | None) -> None:
-    """Raises ConfigurationError for an adapter of the settings that the model cannot have."""
+    """Raises ConfigurationError for an adapter of the settings that does not fit the model."""
     for name, files in read_lora_modules(settings).items():
         assert bank is not None
         try:
@@ -477,7 +501,9 @@ def _transformers_model(
     progress: Callable[[int, int], None] | None,
     bank: AdapterBank | None,
 ) -> LanguageModel:
-    """transformers reads the weights, so there is no progress between nothing and all."""
+    """Builds a model by transformers, which reads the weights: progress is reported at the
+    beginning and at the end.
+    """
     from pipeinfer.models.transformers_backend import load_model
 
     total = 0
@@ -502,7 +528,7 @@ def _transformers_model(
 
 
 def machine(device: str, settings: Settings, ordinal: int) -> Machine:
-    """What `device` ("cpu" or "cuda") stands for; `ordinal`: of the GPU on its host."""
+    """Returns the machine of `device` ("cpu" or "cuda"). ordinal: of the GPU on its host."""
     if device == "cuda":
         from pipeinfer.engine.machine import CudaMachine  # which needs triton
 
@@ -513,7 +539,7 @@ def machine(device: str, settings: Settings, ordinal: int) -> Machine:
 def _agree_on_collectives(
     settings: Settings, choices: EngineChoices, collectives: TorchCollectives
 ) -> None:
-    """How ranks add up; raises ConfigurationError if their settings differ."""
+    """Chooses how ranks add up; raises ConfigurationError if their settings differ."""
     collectives.in_order = settings.exact
     if choices.device == "cuda" and settings.all_reduce == "auto" and not settings.exact:
         collectives.enable_custom_all_reduce(choices.dtype, choices.config.hidden_size)
@@ -531,10 +557,15 @@ log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What a runner is built for: names and sizes that settings and a checkpoint come to.
+    """Names and sizes that a runner is built for, from settings and a checkpoint.
 
-    scales: of each layer's keys and values if pages hold e4m3, see KVPool. adapters: of the model's
-    linear layers.
+    Attributes:
+    - attention: the backend's name
+    - page_size: tokens of a page
+    - max_model_len: tokens of the longest request
+    - dtype: of the computation
+    - scales: of each layer's keys and values if pages hold e4m3, see KVPool; else None
+    - adapters: of the model's linear layers; None: it has none
     """
 
     attention: str
@@ -546,7 +577,7 @@ class EngineShape:
 
     @property
     def pages_each(self) -> int:
-        """Of the longest request."""
+        """Pages of the longest request."""
         return -(-self.max_model_len // self.page_size)
 
 
@@ -560,10 +591,14 @@ def build_runner(
     take: TakeMemory = no_memory,
     draft: LanguageModel | None = None,
 ) -> Runner:
-    """A runner with its pool and graphs; `start` times the phases. `collectives`: of the
-    ranks that this one computes with, `model` being its share. `take`: gives what the pool is to
-    outlive this process in; a pool that an earlier one left has as many pages as it had. `draft`:
-    makes draft tokens; its layers are the last ones of the pool.
+    """Builds a runner with its pool and graphs.
+
+    - model: this rank's shard if there are several ranks
+    - collectives: computation with the other ranks; None: one rank
+    - start: times the phases
+    - take: gives memory in which the pool outlives this process; a pool that an earlier engine left
+      keeps its number of pages
+    - draft: makes draft tokens; its layers are the last ones of the pool. None: no draft model
 
     Raises ConfigurationError if not a single page fits.
     """
@@ -637,7 +672,7 @@ def build_runner(
     with start.phase("step_times"):
         _measure(runner, settings, collectives, kept)
     if kept is not None and scratch is not None:
-        machine.trim()  # what captures have freed is taken by the first steps, and not before
+        machine.trim()  # memory that captures have freed is taken by the first steps
         kept.promote()
         with start.phase("pool"):
             kept.open(*pool_of, partial(_map, scratch), sized_by)
@@ -648,7 +683,7 @@ def build_runner(
 
 
 def _map(scratch: DeviceMemory, _size: int, descriptor: int | None) -> DeviceMemory:
-    """An Allocate, where there is only scratch."""
+    """An Allocate that puts memory behind scratch addresses. descriptor: None: new memory."""
     if descriptor is None:
         scratch.take_back()
     else:
@@ -662,7 +697,9 @@ def _settle_pages(
     collectives: TorchCollectives | None,
     kept: KeptMemory | None,
 ) -> None:
-    """All ranks believe the same pages of those that were left, and the others are zero."""
+    """Makes all ranks agree on the verified pages of those that were left, and zeroes the
+    others.
+    """
     opened = None if kept is None else kept.opened
     pages, found = runner.pool.num_pages, PageChains.none(runner.pool.page_size)
     if opened is not None:
@@ -677,7 +714,9 @@ def _settle_pages(
 
 
 def _least(collectives: TorchCollectives | None) -> Callable[[int], int]:
-    """From a number of this rank to the least of all ranks, which all call it."""
+    """Returns a function from a number of this rank to the least of all ranks, which must all call
+    it.
+    """
     return int if collectives is None else collectives.all_reduce_min
 
 
@@ -689,19 +728,22 @@ def _pool_pages(
     collectives: TorchCollectives | None,
     kept: KeptMemory | None,
 ) -> int:
-    """Pages of the pool, with the dummy: as many as one has that engines before have left for the
-    same settings, if it is the same on all ranks; else as `--kv-pages` says, or as fit on each of
-    them."""
+    """Returns the number of pages of the pool, with the dummy: the number of a pool that earlier
+    engines have left for the same settings, if it is the same on all ranks; else the number of
+    `--kv-pages`, or as many as fit on each rank.
+    """
     sized_by, least = _sized_by(settings, shape), _least(collectives)
 
     def left() -> int:
-        """By all ranks; 0: not by all of them, or not by all the same."""
+        """Returns the number of pages that were left on all ranks; 0: some rank has none, or
+        numbers differ.
+        """
         found = 0 if kept is None else kept.found_pages(shape.page_size, sized_by)
         return found if least(found) == -least(-found) else 0
 
     found = left()
     if not least(found > 0 and kept is not None and kept.is_standby):
-        # A standby has no room for another pool, and waits for no rank that is none.
+        # A standby has no room for another pool, and must not wait for a rank that is no standby.
         if kept is not None:
             kept.promote()
         found = left()
@@ -728,7 +770,9 @@ def _check_kv_pages(kv_pages: int, page_bytes: int, total: int) -> None:
 
 
 def _sized_by(settings: Settings, shape: EngineShape) -> str:
-    """The settings that decide on the number of pages: a pool of others is not taken over."""
+    """Returns the settings that decide on the number of pages, as text: a pool made for other
+    settings is not taken over.
+    """
     if settings.kv_pages:
         return f"{settings.kv_pages} pages"
     beside = " beside a standby" if settings.standby else ""
@@ -739,9 +783,10 @@ def _sized_by(settings: Settings, shape: EngineShape) -> str:
 def _left_to_all(
     kept: KeptMemory | None, name: str, note: bytes, least: Callable[[int], int]
 ) -> bytes | None:
-    """What an engine before has left; None: not on all ranks. Standbys that were not all lent it
-    wait until they are to serve: what they found out for themselves would be measured beside the
-    steps of others, or not be what pages were stored with."""
+    """Returns data that an earlier engine has left on all ranks; None: not on all. Standbys that
+    were not all lent the data wait until they serve: their own measurement would run beside the
+    steps of others, or would not be what pages were stored with.
+    """
     raw = None if kept is None else kept.read(name, note)
     if not least(raw is not None) and kept is not None and kept.is_standby:
         kept.promote()
@@ -755,7 +800,9 @@ def _measure(
     collectives: TorchCollectives | None,
     kept: KeptMemory | None,
 ) -> None:
-    """What steps take; an engine that another one follows leaves it what it has measured."""
+    """Measures the cost of steps, or takes the measurement of an earlier engine; leaves it for the
+    next.
+    """
     least = _least(collectives)
     note = repr((runner.largest, runner.graph_sizes, runner.pool.num_pages)).encode()
     raw = _left_to_all(kept, STEP_COST, note, least)
@@ -772,8 +819,9 @@ def _key_centers(
     collectives: TorchCollectives | None,
     kept: KeptMemory | None,
 ) -> tuple[KeyCenter, ...]:
-    """What is subtracted from each layer's keys before pages store them as e4m3. Pages that were
-    left are of use with the centers that they were stored with, and with no others."""
+    """Returns the vectors that are subtracted from each layer's keys before pages store them as
+    e4m3. Pages that were left can only be used with the centers that they were stored with.
+    """
     raw = _left_to_all(kept, KEY_CENTERS, b"", _least(collectives))
     if raw is not None:
         stored = msgspec.msgpack.decode(raw, type=list[bytes | None])
@@ -804,13 +852,16 @@ def _find_key_centers(
 
 
 def all_find(least: Callable[[int], int], slow: Container[int]) -> frozenset[int]:
-    """Those of MEASURED_TOKENS that every rank has in its `slow`. least(n): the least of the
-    numbers n with which all ranks call it, so every rank must make the same calls."""
+    """Returns the MEASURED_TOKENS that every rank has in its `slow`. least(n): the least of the
+    numbers n with which all ranks call it, so every rank must make the same calls.
+    """
     return frozenset(tokens for tokens in MEASURED_TOKENS if least(tokens in slow))
 
 
 def _agreed(collectives: TorchCollectives, pages: int) -> int:
-    """Pages with the dummy that all ranks have room for: each has measured for itself."""
+    """Returns a number of pages, with the dummy, that all ranks have room for: each rank has
+    measured for itself.
+    """
     least = collectives.all_reduce_min(pages)
     if least < pages:
         log.info(
@@ -823,7 +874,9 @@ def _agreed(collectives: TorchCollectives, pages: int) -> int:
 
 
 def _log_step_cost(cost: StepCost, settings: Settings, tokens: int) -> None:
-    """What was measured, and what the targets for steps of up to `tokens` tokens make of it."""
+    """Logs the measured costs, and the prefill budget that the targets give for steps of up to
+    `tokens` tokens.
+    """
     details.info("what steps take, in ms: %s", cost)
     if not settings.mixed_step_tokens:
         targets = Targets(settings.itl_target, settings.ttft_target)
@@ -843,12 +896,14 @@ def _capture(
     start: Start,
     kept: KeptMemory | None,
 ) -> None:
-    """Which small sizes have no graph is measured once; an engine leaves it to the next one."""
+    """Captures the CUDA graphs. The small sizes that need no graph are measured once; an engine
+    leaves its list to the next one.
+    """
     sizes = decode_ladder(min(settings.cuda_graph_max_batch, largest.rows))
     budget = max_graph_tokens(settings.mixed_step_tokens, largest.tokens)
     mixed = mixed_ladder(largest.tokens, largest.rows, max(sizes, default=0), budget)
-    # Ranks sum within steps, so each step must take the same graph on all of them. That a model
-    # cannot be captured is known when its first graph is.
+    # Ranks sum within steps, so each step must use the same graph on all of them. Whether a model
+    # can be captured shows when its first graph is captured.
     single_rank = settings.tp == 1
     later = single_rank and not settings.all_graphs_first
     note = repr(sizes).encode()
@@ -875,8 +930,9 @@ def _capture(
 def _pages(
     settings: Settings, shape: EngineShape, machine: Machine, page_bytes: int, shared: int | None
 ) -> int:
-    """Pages without the dummy: what fits, and no more than all slots can use. shared: as
-    Machine.free_for_pages has it."""
+    """Returns pages without the dummy: as many as fit, and no more than all slots can use. shared:
+    as in Machine.free_for_pages.
+    """
     free = machine.free_for_pages(settings.memory_fraction, shared)
     pages = free // page_bytes - 1
     if pages < 1:

@@ -1,12 +1,13 @@
-"""LoRA adapters of an engine: read apart from the event loop, then put where steps find them.
+"""LoRA adapters of an engine: read on threads beside the event loop, then put where steps find
+them.
 
-    check_adapter, load_adapter   from files to matrices as one rank's share of a model has them
-    AdapterLoads                  what one rank was asked to load
+    check_adapter, load_adapter   files to matrices in the layout of one rank's shard of a model
+    AdapterLoads                  adapters that one rank was asked to load
 
-What is put takes the place of another adapter, so it goes to the device behind the steps that were
-submitted before, and before those that come later: the scheduler admits nobody to the slot until
-then. Files are checked by checkpoint/lora.py; layers/lora.py says what layers do with adapters.
-Knows a bank and a device; no scheduler and no request.
+A new adapter takes the slot of another one, so it goes to the device behind the steps that were
+submitted before, and before those that come later: the scheduler admits no request with this slot
+until then. Files are checked by checkpoint/lora.py; layers/lora.py computes with adapters. Uses a
+bank and a device; no scheduler and no request.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def check_adapter(files: AdapterFiles, bank: AdapterBank) -> None:
-    """Raises ConfigurationError for a module that the model has not, or has in another shape."""
+    """Raises ConfigurationError for a module that the model does not have, or has in another
+    shape.
+    """
     shapes = bank.shapes()
     for name, pair in files.pairs.items():
         shape = shapes.get(name)
@@ -51,8 +54,10 @@ def check_adapter(files: AdapterFiles, bank: AdapterBank) -> None:
 
 
 def load_adapter(adapter: Adapter, bank: AdapterBank) -> AdapterWeights:
-    """The adapter's matrices on the host, as `bank` has them. Raises ConfigurationError for files
-    that are not `adapter`'s any more, and as check_adapter and read_adapter do."""
+    """Returns the adapter's matrices on the host, in the layout of `bank`. Raises
+    ConfigurationError for files that have changed since `adapter` was named, and as check_adapter
+    and read_adapter do.
+    """
     folder = Path(adapter.path)
     files = read_adapter(folder, bank.rank)
     check_adapter(files, bank)
@@ -80,7 +85,14 @@ def _read_pairs(files: AdapterFiles) -> dict[str, LowRankPair]:
 
 
 class _Read(NamedTuple):
-    """An adapter that was read. after: how many steps were submitted before it was asked for."""
+    """An adapter that was read.
+
+    Attributes:
+    - message: the LoadAdapter that asked for the adapter
+    - weights: matrices; None: they lie in the slot already, or cannot be read
+    - error: "" or why they cannot be read
+    - after: number of steps that were submitted before the LoadAdapter came
+    """
 
     message: LoadAdapter
     weights: AdapterWeights | None
@@ -89,7 +101,7 @@ class _Read(NamedTuple):
 
 
 class AdapterLoads:
-    """What one rank was asked to load. All calls are on the event loop."""
+    """The adapters that one rank was asked to load. All calls are on the event loop."""
 
     def __init__(self, bank: AdapterBank, device: Device) -> None:
         self._bank = bank
@@ -100,7 +112,9 @@ class AdapterLoads:
         self._read: deque[_Read] = deque()
 
     def begin(self, message: LoadAdapter, submitted: int, ready: Callable[[], None]) -> None:
-        """Reads the adapter; calls ready() when `put_ready` may put it. submitted: steps so far."""
+        """Begins to read the adapter; ready() is called when `put_ready` may put it. submitted:
+        number of steps so far.
+        """
         pending = self._pending.get(message.slot)
         if pending is not None and _name(pending) == _name(message):  # asked for again
             return
@@ -124,12 +138,13 @@ class AdapterLoads:
         ready()
 
     def put_ready(self, launched: int) -> Iterator[AdapterRead]:
-        """Puts what was read into its slot, once the steps before it were launched: what is to be
-        said of it. launched: steps so far."""
+        """Puts adapters that were read into their slots, as far as the steps before them were
+        launched; yields a report of each. launched: number of steps so far.
+        """
         while self._read and self._read[0].after <= launched:
             read = self._read.popleft()
             message, slot = read.message, read.message.slot
-            if self._pending.get(slot) != message:  # what was asked for later counts
+            if self._pending.get(slot) != message:  # a later LoadAdapter counts
                 continue
             del self._pending[slot]
             if read.weights is not None:
@@ -138,12 +153,14 @@ class AdapterLoads:
             yield AdapterRead(message.epoch, message.number, read.error)
 
     async def close(self) -> None:
-        """Waits for what is being read."""
+        """Waits for the adapters that are being read."""
         await asyncio.gather(*self._tasks)
 
 
 def _name(message: LoadAdapter) -> tuple[int, int]:
-    """The same in all that is sent again, behind whichever plans."""
+    """Returns the epoch and number of a message, which are equal in all its repetitions, whatever
+    plans they follow.
+    """
     return message.epoch, message.number
 
 

@@ -1,4 +1,4 @@
-"""Everything of an engine that depends on the kind of device: host or GPU.
+"""Machines: all of an engine that depends on the kind of device, host or GPU.
 
     Machine        protocol: device, kernels, memory for pages, warm-up
     HostMachine    the CPU, shared by the ranks on this host
@@ -9,7 +9,7 @@
 Work for a GPU is called at once, and its kernels are queued. While a callback waits for an event,
 the event loop polls the oldest event instead of sleeping: a waiting thread would compete with the
 loop for the interpreter, and a core that sleeps between two steps runs the code of the next step
-with cold caches. Knows dummy steps; no request and no model.
+with cold caches. Uses dummy steps; no request and no model.
 """
 
 from __future__ import annotations
@@ -63,32 +63,35 @@ class Machine(Protocol):
 
     @property
     def where(self) -> torch.device:
-        """Where its tensors are."""
+        """The torch device of tensors."""
         ...
 
     @property
     def device(self) -> Device:
-        """What works off its steps."""
+        """The device that runs steps."""
         ...
 
     @property
     def kernels(self) -> Kernels:
-        """For tensors that are there."""
+        """Kernels for tensors on `where`."""
         ...
 
     @property
     def step_tokens(self) -> int:
-        """Of the largest step, unless settings say otherwise."""
+        """Tokens of the largest step, unless settings set another number."""
         ...
 
     def build(self, work: Callable[[], Built], /) -> Built:
-        """What `work` gives, called on the thread that builds engines here."""
+        """Calls `work` on the thread that builds engines on this machine; returns its result."""
         ...
 
     def warm_up(self, runner: Runner, max_tokens: int, shares_device: bool, /) -> None:
-        """Has everything compiled and allocated that steps need, before memory is looked at; a
-        request has at most so many tokens. shares_device: another engine serves on this device, so
-        that large steps would delay its own."""
+        """Compiles and allocates all that steps need, before free memory is measured.
+
+        - max_tokens: tokens of the longest request
+        - shares_device: whether another engine serves on this device, so that large steps would
+          delay its steps
+        """
         ...
 
     @property
@@ -97,31 +100,35 @@ class Machine(Protocol):
         ...
 
     def free_for_pages(self, fraction: float, shared: int | None = None, /) -> int:
-        """Bytes for KV pages, if `fraction` of its memory may be in use. shared: bytes of this
-        process that a standby shares; as much as the rest is left to it. None: there is none."""
+        """Returns bytes for KV pages, if `fraction` of the machine's memory may be in use. shared:
+        bytes of this process that a standby shares; as much as the rest of this process takes is
+        left for the standby. None: there is no standby.
+        """
         ...
 
     @property
     def allocate(self) -> Allocate:
-        """Makes memory that can outlive this process."""
+        """Allocates memory that can outlive this process."""
         ...
 
     def scratch(self, size: int, /) -> DeviceMemory:
-        """Addresses for `size` bytes of such memory, which are scratch until it is mapped there."""
+        """Returns addresses for `size` bytes of such memory, scratch until memory is mapped
+        there.
+        """
         ...
 
     def trim(self) -> None:
-        """Gives back what was freed and is held for later."""
+        """Gives cached free memory back to the system."""
         ...
 
 
 class HostMachine:
-    """This host, one of `ranks` that share it."""
+    """This host, as one of `ranks` that share it."""
 
     step_tokens = HOST_STEP_TOKENS
 
     def __init__(self, threads: int, ranks: int) -> None:
-        """Sets torch's number of threads; 0: all cores, shared with the other ranks."""
+        """Sets torch's number of threads; 0: all cores, divided by the number of ranks."""
         if threads or ranks > 1:
             torch.set_num_threads(threads or max(torch.get_num_threads() // ranks, 1))
         self.device = HostDevice()
@@ -132,22 +139,23 @@ class HostMachine:
         self._sampling_bytes = 0
 
     def build(self, work: Callable[[], Built]) -> Built:
-        """On the thread that computes steps. OpenMP has a team of threads for each thread that ever
-        computed anything large; with two such teams on the same cores each barrier of a step would
-        put its threads to sleep, and steps took up to twice as long."""
+        """Calls `work` on the thread that computes steps. OpenMP has a team of threads for each
+        thread that ever computed anything large; with two such teams on the same cores each barrier
+        of a step would put its threads to sleep, and steps took up to twice as long.
+        """
         built: list[Built] = []
         self.device.run(lambda: built.append(work()))
         return built[0]
 
     def warm_up(self, runner: Runner, max_tokens: int, shares_device: bool) -> None:
-        """Nothing is compiled here; what sampling takes is noted."""
+        """Notes the memory that sampling takes; nothing is compiled on a host."""
         self._sampling_bytes = runner.sampling_bytes
 
     def scratch(self, size: int) -> DeviceMemory:
         return HostMemory(size, scratch=True)
 
     def trim(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no free memory is cached."""
 
     @property
     def total_bytes(self) -> int:
@@ -160,7 +168,9 @@ class HostMachine:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can be taken without swapping, within the control group's limit if it has one."""
+    """Returns bytes that can be taken without swapping, within the control group's limit if it has
+    one.
+    """
     free, left = _meminfo(root / "proc/meminfo"), memory_left(root)
     return free if left is None else min(free, left)
 
@@ -174,15 +184,18 @@ def _meminfo(path: Path) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-# Calls before a capture: lazy initialisation must not be captured. Most of it is of the first.
+# Calls before a capture: lazy initialisation must not be captured, and happens mostly in the first
+# call.
 FIRST_TRIES, TRIES = 2, 1
-SHARED_TOKENS = 512  # of a standby's first step: 20 ms of a model of 14B on an H200
+SHARED_TOKENS = 512  # tokens of a standby's first step: 20 ms of a model of 14B on an H200
 LONG = 0.05  # seconds that are measured of any work
 EVENT_PAIRS = 16  # more than are under way, two a step; an end is also read for the event after it
 
 
 class CudaEvent:
-    """See StepEvent; between two events of the stream, `before` them the end of the last."""
+    """The StepEvent of a CudaDevice: work between two events of the stream; `before` is the end of
+    the work before it.
+    """
 
     def __init__(
         self,
@@ -227,7 +240,9 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """See Device. What `work` raises is raised by `submit`: it could not be queued."""
+    """A stream of a GPU as a Device. Errors of `work` are raised by `submit`: it could not be
+    queued.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -239,11 +254,11 @@ class CudaDevice:
         self._last: torch.cuda.Event | None = None
         self._callbacks: deque[tuple[CudaEvent, Callable[[], None]]] = deque()
         self._polling = False
-        self._memory: Any = None  # of all that is captured
+        self._memory: Any = None  # memory pool of all captured graphs
 
     def submit(self, work: Work, /, *, before: Work = nothing) -> CudaEvent:
-        """The stream is current then, and stays it: what torch looks up to enter and leave one
-        takes as long as the launch of a graph.
+        """Queues `work` on the stream, which becomes and stays the current stream: entering and
+        leaving a stream in torch takes as long as the launch of a graph.
         """
         began, ended = self._events[self._submitted % EVENT_PAIRS]
         self._submitted += 1
@@ -262,26 +277,26 @@ class CudaDevice:
             torch.cuda.synchronize()
 
     def capture(self, body: Callable[[], Tensors]) -> Replay:
-        """As a CUDA graph."""
+        """Captures `body` as a CUDA graph, after some calls without a capture."""
         for _ in range(TRIES if self._memory else FIRST_TRIES):
             body()
         self.stream.synchronize()
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Not by torch.cuda.graph, which gives all cached memory back to the driver each time: the
-        # next call would ask for it again. Of this thread alone: NCCL has one of its own, which
-        # asks after events meanwhile.
+        # torch.cuda.graph would give all cached memory back to the driver each time, and the next
+        # call would ask for it again. The capture mode is that of this thread alone: NCCL has a
+        # thread of its own, which queries events meanwhile.
         graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
         try:
             tensors = body()
         finally:
             graph.capture_end()
         graph.replay()  # the first brings it to the device: a millisecond, here outside of any step
-        # What is captured next may use the same memory.
+        # The next capture may use the same memory.
         return Replay(graph.replay, tuple(map(non_owning_view, tensors)))
 
     def seconds(self, work: Work, times: int) -> float:
-        """Less often if it takes long: what disturbs it takes as long as always."""
+        """Measures fewer runs if they take long: a disturbance weighs less in a long run."""
         found: list[float] = []
         while len(found) < times and sum(found) < LONG:
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -301,7 +316,7 @@ class CudaDevice:
     def ask(
         self, loop: asyncio.AbstractEventLoop, event: CudaEvent, call: Callable[[], None]
     ) -> None:
-        """`call` on `loop`, which is the same one always, when `event` has ended."""
+        """Schedules `call` on `loop` for the end of `event`; all calls must name the same loop."""
         self._callbacks.append((event, call))
         if not self._polling:
             self._polling = True
@@ -309,8 +324,8 @@ class CudaDevice:
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> None:
         """Calls the callbacks of events that have ended, and polls again in the loop's next
-        iteration while callbacks are left. What a callback raises goes to the loop's exception
-        handler."""
+        iteration while callbacks are left. Errors of a callback go to the loop's exception handler.
+        """
         try:
             while self._callbacks and self._callbacks[0][0].ready:
                 self._callbacks.popleft()[1]()  # which may ask for the next one
@@ -320,12 +335,13 @@ class CudaDevice:
                 loop.call_soon(self._ask, loop)
 
 
-WORDS = {1: "|i1", 2: "<i2", 4: "<i4"}  # by bytes: bfloat16 has no name there
+WORDS = {1: "|i1", 2: "<i2", 4: "<i4"}  # integers by bytes: bfloat16 has no name there
 
 
 def array_interface(tensor: torch.Tensor) -> dict[str, object]:
-    """Where its numbers are, as integers of their size. Source:
-    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
+    """Returns the tensor's __cuda_array_interface__, with numbers as integers of their size.
+    Source: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html.
+    """
     size = tensor.itemsize
     return {
         "shape": tuple(tensor.shape),
@@ -337,18 +353,20 @@ def array_interface(tensor: torch.Tensor) -> dict[str, object]:
 
 
 class _NonOwning:
-    """What torch makes a tensor of; it keeps nothing but this.
+    """An object from which torch makes a tensor that keeps only this object alive, not the memory.
 
-    What a CUDA graph leaves behind is read before another graph runs. If each kept it, hundreds of
-    graphs would hold logits of some hundred MB each."""
+    The results of a CUDA graph are read before another graph runs. If each graph kept its own,
+    hundreds of graphs would hold logits of some hundred MB each.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__cuda_array_interface__ = array_interface(tensor)
 
 
 def non_owning_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in the same place on a GPU, until that is given to others; `tensor` itself
-    where torch makes no such view."""
+    """Returns a tensor of the same memory on a GPU that does not keep the memory; valid until the
+    memory is used for other data. Returns `tensor` itself if torch makes no such view.
+    """
     if not tensor.numel() or tensor.itemsize not in WORDS:
         return tensor
     try:
@@ -364,13 +382,14 @@ SWITCH_SECONDS = 2e-4
 
 
 class CudaMachine:
-    """See Machine."""
+    """The machine of one GPU."""
 
     step_tokens = GPU_STEP_TOKENS
 
     def __init__(self, ordinal: int, threads: int) -> None:
-        """Makes GPU `ordinal` the current one, and sets how long Python lets a thread run;
-        `threads` of torch on the host, if not 0."""
+        """Makes GPU `ordinal` the current one, and sets how long Python lets a thread run. threads:
+        of torch on the host; 0: torch's own number.
+        """
         if threads:
             torch.set_num_threads(threads)
         # The thread that launches steps must not wait 5 ms, the default, for another one of Python.
@@ -384,28 +403,29 @@ class CudaMachine:
         self.allocate: Allocate = CudaMemory
 
     def build(self, work: Callable[[], Built]) -> Built:
-        """On the caller's thread, which also launches steps."""
+        """Calls `work` on the caller's thread, which also launches steps."""
         return work()
 
     def warm_up(self, runner: Runner, max_tokens: int, shares_device: bool) -> None:
         """Runs the largest step, and small ones of each kind: kernels are compiled and loaded.
-        Beside another engine, once, a step with all rows but few tokens: that engine has found out
-        what memory the largest one takes, and its kernels were compiled for it."""
+        Beside another engine, runs once a step with all rows but few tokens: that engine has
+        measured the memory of the largest step, and its kernels are compiled.
+        """
         hashing().join()
         page_size, rows = runner.pool.page_size, runner.largest.rows
         most = runner.largest
         if shares_device:
             most = replace(most, tokens=min(most.tokens, max(SHARED_TOKENS, rows)))
         largest = largest_step(most, page_size, max_tokens)
-        for _ in range(1 if shares_device else 2):  # the first one also allocates what stays
+        for _ in range(1 if shares_device else 2):  # the first one also allocates memory that stays
             launched = runner.launch(largest)
             runner.sample_masked(launched, allow_all)
             launched.take()
         runner.run(dummy_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
         runner.run(dummy_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
         if runner.shares and rows > MIN_SHARED_DECODES:
-            # Graphs in which decodes share are captured at once, the others later, and each
-            # doubling of rows is cut by a kernel of its own, which must be there by then.
+            # Shared-prefix graphs are captured at once, the others later, and each doubling of rows
+            # needs a kernel of its own, which must be loaded by then.
             doubled = (
                 1 << power for power in range(MIN_SHARED_DECODES.bit_length(), rows.bit_length())
             )
@@ -427,8 +447,9 @@ class CudaMachine:
         return torch.cuda.mem_get_info()[1]
 
     def free_for_pages(self, fraction: float, shared: int | None = None) -> int:
-        """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the
-        warm-up's pool is gone. A standby takes as much at its start."""
+        """Returns `fraction` of the GPU's memory less all that is, and was, in use; to be called
+        when the warm-up's pool is freed. A standby takes as much at its start.
+        """
         self.trim()
         transient = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
         free, total = torch.cuda.mem_get_info()
@@ -453,8 +474,15 @@ TABLE_HEAD = (
 
 @dataclass(frozen=True)
 class GpuKind:
-    """GPUs of one capability. shared_bytes: of memory that a block may have; run: what was run
-    on one, in words; missing: what never was, though code is there for it."""
+    """GPUs of one compute capability.
+
+    Attributes:
+    - capability: major and minor
+    - names: GPUs
+    - shared_bytes: shared memory of a block
+    - run: what was run on such a GPU, in words
+    - missing: what was never run on such a GPU, though there is code for it
+    """
 
     capability: tuple[int, int]
     names: str
@@ -464,12 +492,14 @@ class GpuKind:
 
     @property
     def number(self) -> str:
-        """As NVIDIA writes it."""
+        """The capability as NVIDIA writes it, such as 9.0."""
         return "{}.{}".format(*self.capability)
 
     @property
     def backends(self) -> dict[str, tuple[int, ...]]:
-        """Head sizes by the attention backend that takes them in bfloat16, all packages there."""
+        """Head sizes by attention backend that takes them in bfloat16, with all packages
+        installed.
+        """
         found = {
             name: tuple(dim for dim in HEADS if self._supports(name, dim))
             for name in registry.BACKENDS
@@ -482,7 +512,7 @@ class GpuKind:
 
     @property
     def fp8_weights(self) -> str:
-        """In which format FP8 weights are computed: their own, or plain."""
+        """Format in which FP8 weights are computed: their own, or plain."""
         fits = (
             self.capability >= FP8_MIN_CAPABILITY and self.shared_bytes >= MIN_SHARED_MEMORY_BYTES
         )
@@ -490,17 +520,17 @@ class GpuKind:
 
     @property
     def int4_weights(self) -> str:
-        """In which format 4-bit weights are computed: their own, or plain."""
+        """Format in which 4-bit weights are computed: their own, or plain."""
         return YES if self.shared_bytes >= MIN_SHARED_MEMORY_BYTES else PLAIN
 
     @property
     def fp8_kv(self) -> str:
-        """The backends that take it, for heads of 128."""
+        """Names of the backends that take FP8 keys and values, for heads of 128."""
         names = [name for name in registry.BACKENDS if self._supports(name, 128, e4m3=True)]
         return ", ".join(names)
 
     def cells(self) -> tuple[str, ...]:
-        """A row of the table, under TABLE_HEAD."""
+        """Returns a row of the table, with the columns of TABLE_HEAD."""
         groups: dict[tuple[int, ...], list[str]] = {}
         for name, dims in self.backends.items():
             groups.setdefault(dims, []).append(name)
@@ -529,7 +559,7 @@ KINDS: Sequence[GpuKind] = (
 
 
 def doctor_line(capability: tuple[int, int]) -> str:
-    """The line of `pipeinfer doctor` about a GPU of that capability."""
+    """Returns the line of `pipeinfer doctor` about a GPU of that capability."""
     kind = next((one for one in KINDS if one.capability == capability), None)
     if kind is None:
         return "pipeinfer was never run on this kind of GPU"
@@ -538,6 +568,6 @@ def doctor_line(capability: tuple[int, int]) -> str:
 
 
 def table() -> str:
-    """All kinds, in Markdown."""
+    """Returns the table of all kinds, in Markdown."""
     rows = (TABLE_HEAD, ("---",) * len(TABLE_HEAD), *(kind.cells() for kind in KINDS))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

@@ -1,8 +1,9 @@
-"""What requests with a grammar may sample next: one source of masks for each slot that has one.
+"""Masks of requests with a grammar: one source of masks for each slot that has a grammar.
 
-All of it can be built again from what a step says of its new rows. Called step by step, in the
-order of steps, on the event loop. What masks cost is counted now and then, and goes out with the
-result: costly rows get turns. Knows steps and grammars; no device and no torch.
+All state can be built again from the descriptions of new rows in a step. Called step by step, in
+the order of steps, on the event loop. The cost of masks is counted now and then, and reported with
+the result: the scheduler spreads costly rows over steps. Uses steps and grammars; no device and no
+torch.
 """
 
 from __future__ import annotations
@@ -29,18 +30,23 @@ from pipeinfer.grammars.masks import (
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import Constrained, MaskRows, Sampled, Step
 
-MAX_THREADS = 8  # that fill masks: more of them wait for each other
+MAX_THREADS = 8  # threads that fill masks: more of them wait for each other
 SLOW = 0.005  # seconds of a step's masks after which it is counted which rows they were of
 EVERY = 16  # masks of a row; then it is counted in any case, because its lexer grows by them
 
-# Of a step of an epoch that is over, whose result is dropped.
+# Source for rows of a step whose epoch is over: the result is dropped.
 NO_REQUEST = RowSource(FailedSource("its request is gone"), 0)
 
 
 @dataclass
 class _Cost:
-    """Of one row. counted: all when it was counted last, for `masks` masks since then. units: of a
-    mask, as it was told."""
+    """Mask cost of one row.
+
+    Attributes:
+    - counted: total cost when it was counted last
+    - masks: masks since then
+    - units: cost of one mask, as reported last
+    """
 
     counted: MaskCost
     masks: int = 0
@@ -48,7 +54,7 @@ class _Cost:
 
 
 class Masks(Protocol):
-    """What rows with a grammar may sample: GrammarMasks of rank 0, ReceivedMasks of the others."""
+    """The masks of rows with a grammar: GrammarMasks on rank 0, ReceivedMasks on other ranks."""
 
     def prepare(
         self,
@@ -58,32 +64,37 @@ class Masks(Protocol):
         released: Sequence[int],
         /,
     ) -> None:
-        """See GrammarStore; in `released` slots there are no requests any more."""
+        """Compiles a grammar, see GrammarStore.prepare; first frees the grammars in `released`
+        slots, whose requests have ended.
+        """
         ...
 
     def wait(self) -> None:
-        """See GrammarStore."""
+        """Waits for the vocabulary, see GrammarStore.wait."""
         ...
 
     def fill(self, step: Step, words: np.ndarray, /) -> dict[int, str]:
-        """The masks of the step's masked rows into `words` int32 [N, W]. Returns the rows that
-        sample, by number, for which nothing is allowed, with the reason."""
+        """Writes the masks of the step's masked rows into `words` int32 [N, W]. Returns, by row of
+        logits, the reason why nothing is allowed, for rows without an allowed id.
+        """
         ...
 
     def take(self, step: Step, sampled: Sampled, /) -> Sampled:
-        """What the step gave; before the masks of the next one are filled. Returned with what
-        grammars force behind it."""
+        """Takes the ids that the step sampled, before the masks of the next step are filled.
+        Returns `sampled` with the ids that grammars force after them.
+        """
         ...
 
     def close(self) -> None:
-        """No step follows."""
+        """Ends the threads of masks and grammars: no step follows."""
         ...
 
 
 class GrammarMasks:
-    """Of rank 0; its grammars come from `store`. See Masks for what the functions do.
+    """Masks of rank 0, whose grammars come from `store`. See Masks for the methods.
 
-    store: keeps and compiles the grammars. threads: that fill masks, at most MAX_THREADS.
+    - store: keeps and compiles the grammars
+    - threads: threads that fill masks, at most MAX_THREADS
     """
 
     def __init__(self, store: GrammarStore, threads: int) -> None:
@@ -93,7 +104,7 @@ class GrammarMasks:
         self._sources: dict[int, RowSource] = {}
         self._grammars: dict[int, Grammar] = {}
         self._costs: dict[int, _Cost] = {}
-        self._seconds = 0.0  # that the masks of the step have taken so far
+        self._seconds = 0.0  # time of the step's masks so far
 
     def prepare(
         self,
@@ -136,7 +147,7 @@ class GrammarMasks:
         forced: dict[int, list[int]] = {}
         for row, slot, ids in _given(step.masked, sampled):
             source = self._sources.get(slot, NO_REQUEST)
-            # What is wrong with them is said of the next mask.
+            # An error in the ids is reported by the next mask.
             if ids and not source.feed(ids) and (forced_ids := source.force()):
                 forced[row] = forced_ids
         self._seconds += time.perf_counter() - begun
@@ -145,7 +156,7 @@ class GrammarMasks:
         return sampled.followed_by(forced) if forced else sampled
 
     def _mask_costs(self, masked: MaskRows) -> dict[int, int]:
-        """Mask costs to report, by row."""
+        """Returns the mask costs to report, by row of logits."""
         costs: dict[int, int] = {}
         slow = self._seconds > SLOW
         for row, slot in zip(masked.rows.tolist(), masked.slots.tolist(), strict=True):
@@ -166,7 +177,7 @@ class GrammarMasks:
         return costs
 
     def _release(self, slots: Iterable[int]) -> None:
-        """Those of requests that are gone."""
+        """Frees the grammars in these slots, whose requests have ended."""
         for slot in slots:
             self._sources.pop(slot, None)
             self._costs.pop(slot, None)
@@ -177,7 +188,7 @@ class GrammarMasks:
         self._store.close()
 
     def _leave(self, step: Step) -> None:
-        """Slots that have new requests."""
+        """Frees the grammars of slots whose requests have ended or that have new requests."""
         self._release(step.delta.dropped_grammars)
         self._release(step.delta.admitted.tolist())
 
@@ -210,7 +221,7 @@ class GrammarMasks:
 
 
 class ReceivedMasks:
-    """Of a rank above 0: each step brings it the masks of rank 0 (Sampler.masks).
+    """Masks of a rank above 0: each step brings it the masks of rank 0 (Sampler.masks).
 
     A lexer's limits trip depending on what was kept in memory, on which row came first and on when
     a grammar was compiled anew. Ranks that filled masks by themselves would sometimes disagree on
@@ -224,26 +235,26 @@ class ReceivedMasks:
         slow: bool,
         released: Sequence[int],
     ) -> None:
-        """This rank needs no grammar, so any of them is ready."""
+        """Reports success at once: this rank needs no grammar."""
         then("")
 
     def wait(self) -> None:
-        """There is no vocabulary to wait for."""
+        """Returns at once: this rank builds no vocabulary."""
 
     def fill(self, step: Step, words: np.ndarray) -> dict[int, str]:
-        """Leaves `words` as they are. Rank 0 alone says which rows fail; here they give none."""
+        """Leaves `words` unchanged and refuses no row: only rank 0 decides which rows fail."""
         return {}
 
     def take(self, step: Step, sampled: Sampled) -> Sampled:
-        """Rank 0 alone says what grammars force."""
+        """Returns `sampled`: only rank 0 adds forced ids."""
         return sampled
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: this rank has no threads of masks."""
 
 
 def _given(masked: MaskRows, sampled: Sampled) -> list[tuple[int, int, list[int]]]:
-    """(row, slot, its new ids) of the masked rows."""
+    """Returns (row of logits, slot, its new ids) of the masked rows."""
     ends = np.cumsum(sampled.num_sampled)
     begins, ids = (ends - sampled.num_sampled).tolist(), sampled.ids.tolist()
     ends = ends.tolist()

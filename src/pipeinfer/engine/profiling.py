@@ -1,4 +1,4 @@
-"""How long the host spends on each phase of a step, and profiles for nsys and Perfetto.
+"""Time of the host for each phase of a step, and profiles for nsys and Perfetto.
 
     Phases         seconds of each phase: sums, percentiles of the last steps, ranges on a timeline
     StepProfile    --profile N: a torch profiler's trace of N steps, as JSON that Perfetto opens
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# plan: pages and arrays of a step. pack, upload: what the device needs of them, on a GPU.
-# attention_plan: index arrays of the attention backend; before them, of a step without a graph,
-# scatter_words, propose_ngrams and prepare_inputs, which a graph holds itself. forward, sample:
-# launched, or on a CPU computed. masks: of rows with a grammar. result: the ids on their way to the
-# scheduler.
+# plan: pages and arrays of a step. pack, upload: arrays of the step for a GPU. attention_plan:
+# index arrays of the attention backend; for a step without a graph also scatter_words,
+# propose_ngrams and prepare_inputs, which a graph contains. forward, sample: launched, or on a CPU
+# computed. masks: of rows with a grammar. result: the ids on their way to the scheduler.
 PHASES = ("plan", "pack", "upload", "attention_plan", "forward", "masks", "sample", "result")
 HOST = "host"  # all phases of a step together
 SAMPLES = 1024  # steps that percentiles are made of: sorting them delays a step
@@ -41,7 +40,7 @@ QUANTILES = {"p50": 0.5, "p99": 0.99}
 
 
 class TimelineRanges(Protocol):
-    """Ranges on a timeline, nested, of the calling thread."""
+    """Nested ranges on a timeline, of the calling thread."""
 
     def push(self, name: str) -> None: ...
 
@@ -52,14 +51,14 @@ class NoRanges:
     """Ranges without a timeline."""
 
     def push(self, name: str) -> None:
-        """Nothing."""
+        """Does nothing: there is no timeline."""
 
     def pop(self) -> None:
-        """Nothing."""
+        """Does nothing: there is no timeline."""
 
 
 class PhaseSpan:
-    """One phase of one step, as a context manager."""
+    """A context manager that times a phase of a step."""
 
     __slots__ = ("_begin", "_number", "_phase", "_phases", "_ranges")
 
@@ -80,9 +79,12 @@ class PhaseSpan:
 
 
 class Phases:
-    """All steps of a process. Several threads may add, each its own phases of a step.
+    """Times of the phases of all steps of a process. Several threads may add, each its own phases
+    of a step.
 
-    `seconds`: wall time of the host by phase since the start. `ranges` may be replaced at any time.
+    Attributes:
+    - seconds: wall time of the host by phase since the start
+    - ranges: timeline; may be replaced at any time
     """
 
     def __init__(self, ranges: TimelineRanges | None = None, samples: int = SAMPLES) -> None:
@@ -92,18 +94,20 @@ class Phases:
         self._at = {phase: index for index, phase in enumerate(PHASES)}
         self._microseconds = np.zeros((len(PHASES), samples), dtype=np.float32)
         self._done = np.zeros(samples, dtype=bool)
-        # Of full steps: rows, 0 where there is none, and microseconds.
+        # Full steps: rows, 0 for an unused entry, and microseconds.
         self._rows = np.zeros(samples, dtype=np.int32)
         self._full = np.zeros((len(PHASES), samples), dtype=np.float32)
         self._fulls = self._largest = 0
 
     def span(self, phase: str, number: int) -> PhaseSpan:
-        """Times a phase of step `number`; at most once for each step and phase."""
+        """Returns a context that times a phase of step `number`; at most once for each step and
+        phase.
+        """
         return PhaseSpan(self, phase, number)
 
     @contextmanager
     def range(self, name: str) -> Generator[None]:
-        """A range on the timeline that is not timed."""
+        """Returns a context with a range on the timeline that is not timed."""
         ranges = self.ranges
         ranges.push(name)
         try:
@@ -112,12 +116,14 @@ class Phases:
             ranges.pop()
 
     def add(self, phase: str, number: int, seconds: float) -> None:
-        """Phase `phase` of step `number` took that long."""
+        """Adds `seconds` to phase `phase` of step `number`."""
         self.seconds[phase] += seconds
         self._microseconds[self._at[phase], number % self._samples] = seconds * 1e6
 
     def done(self, number: int, rows: int, decodes: int) -> None:
-        """Step `number` is over; it had `rows`, of which `decodes` computed one token."""
+        """Notes that step `number` has ended; it had `rows`, of which `decodes` computed one
+        token.
+        """
         at = number % self._samples
         self._done[at] = True
         if decodes < rows:
@@ -130,14 +136,14 @@ class Phases:
             self._fulls += 1
 
     def begin_anew(self) -> None:
-        """Percentiles are those of the steps from now on."""
+        """Drops the steps so far from the percentiles."""
         self._done[:] = False
         self._rows[:] = 0
         self._fulls = self._largest = 0
 
     def statistics(self) -> dict[str, float]:
-        """Sums, and percentiles in microseconds: of all steps, and of decode steps with at least
-        7/8 of the rows of the largest ("full"). 0 where there is nothing yet.
+        """Returns sums, and percentiles in microseconds: of all steps, and of decode steps with at
+        least 7/8 of the rows of the largest ("full"). 0 if there is no step yet.
         """
         found = {f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
         full = self._full[:, self._rows >= max(FULL * self._largest, 1)]
@@ -147,7 +153,7 @@ class Phases:
         return found | {"full_rows": self._largest, "full_steps": full.shape[1]}
 
     def _percentiles(self, times: np.ndarray, unit: str) -> dict[str, float]:
-        """Of the microseconds [phases, n]."""
+        """Returns percentiles of the microseconds [phases, n], by name."""
         names = [f"{phase}_{unit}" for phase in (*PHASES, HOST)]
         if not times.size:
             return {f"{name}_{which}": 0.0 for name in names for which in QUANTILES}
@@ -161,7 +167,9 @@ class Phases:
 
 
 def _quantile(ordered: np.ndarray, quantile: float) -> np.ndarray:
-    """Of each row of [rows, n], which are sorted: between the two nearest, as np.percentile."""
+    """Returns the quantile of each row of [rows, n], sorted ascending: between the two nearest
+    values, as np.percentile.
+    """
     exact = quantile * (ordered.shape[1] - 1)
     low = int(exact)
     high = min(low + 1, ordered.shape[1] - 1)
@@ -172,7 +180,7 @@ WARM_STEPS = 20  # with decodes, before the first one that is recorded
 
 
 def profile_path(settings: Settings, name: str) -> Path | None:
-    """The file for the stage `name`, if --profile asks for one; its folder is there then.
+    """Returns the file for the stage `name`, whose folder is created; None without --profile.
 
     Raises ConfigurationError if the folder cannot be made or written to.
     """
@@ -189,7 +197,7 @@ def profile_path(settings: Settings, name: str) -> Path | None:
 
 
 class StepProfile:
-    """Records `steps` steps into the file `path`; a StepObserver (engine/executor.py)."""
+    """A StepObserver (engine/executor.py) that records `steps` steps into the file `path`."""
 
     def __init__(self, steps: int, path: Path, phases: Phases) -> None:
         self._path = path
@@ -201,7 +209,7 @@ class StepProfile:
         self._recording: profile | None = None
 
     def before(self, step: Step) -> None:
-        """`step` is about to be launched, on this thread."""
+        """Begins or goes on with the recording; `step` is about to be launched, on this thread."""
         if self._recording is not None:
             if self._remaining == 0:
                 self.close()
@@ -212,7 +220,7 @@ class StepProfile:
             self._remaining -= 1
 
     def close(self) -> None:
-        """Writes what was recorded, if it is not written yet; on the same thread."""
+        """Writes what was recorded, if it is not written yet; on the thread of `before`."""
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -221,7 +229,7 @@ class StepProfile:
         import torch
 
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what is still running belongs to the trace
+            torch.cuda.synchronize()  # kernels that still run belong to the trace
         recording.stop()
         recording.export_chrome_trace(str(self._path))
         log.info("a profile of %d steps is in %s", self._steps - remaining, self._path)
@@ -263,7 +271,7 @@ class NvtxRanges:
         torch.cuda.nvtx.range_push(name)  # pyright: ignore[reportUnknownMemberType]
 
     def pop(self) -> None:
-        """Closes the innermost one."""
+        """Closes the innermost range of this thread."""
         import torch
 
         torch.cuda.nvtx.range_pop()
@@ -291,12 +299,12 @@ class ProfilerRanges:
         self._opened.ranges.append(opened)
 
     def pop(self) -> None:
-        """Closes the innermost one."""
+        """Closes the innermost range of this thread."""
         self._opened.ranges.pop().__exit__(None, None, None)
 
 
 def nvtx_if_loaded() -> TimelineRanges:
-    """NVTX where torch has CUDA and a GPU, else none."""
+    """Returns NVTX ranges if torch sees a GPU, else ranges without a timeline."""
     import torch
 
     return NvtxRanges() if torch.cuda.is_available() else NoRanges()

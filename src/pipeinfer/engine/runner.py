@@ -4,11 +4,11 @@
                       -> sample -> download, all queued
     sample_masked:    masks -> sample -> download, of a step with masked rows
 
-The device works off what it is handed in order, and is the one writer of what lies there by slot. A
-forward pass is the replay of a CUDA graph, which also prepares its inputs, and samples by
-temperature alone (where a row wants more, all rows are sampled again behind it), or goes kernel by
-kernel. Knows arrays of a step; no plan of the scheduler, no request, no policy and no kind of
-device."""
+Work runs in the order of submission on one stream, which is the only writer of the state of slots.
+A forward pass is the replay of a CUDA graph, or runs kernel by kernel. A graph also prepares its
+inputs, and samples by temperature alone; if a row needs more, all rows are sampled again after it.
+Uses arrays of a step; no plan of the scheduler, no request, no policy and no kind of device.
+"""
 
 from __future__ import annotations
 
@@ -64,17 +64,22 @@ from pipeinfer.step_cost import StepCost
 
 @dataclass
 class PackedStep:
-    """One launch of `step`: what the host packed, and what is computed of it on the way.
+    """A launch of `step`: what the host packed, and results of the device's work on the way.
 
-    buffers: of its parity; `num_words` of their pinned words are uploaded. views: of the device's
-    buffers. graph: that is replayed; None: kernel by kernel.
-    unpadded_rows: int64 [step's L], which rows of `logits` are the step's, in their order; all
-    others are a graph's padding. None: the first ones.
-    overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
-    truncated: int64 [K], which of the step's rows of logits are sampled at random with top-k, top-p
-    or min-p; biased: whether the logits of some of them are raised or lowered.
-    logprobs: where log-probs are asked for. logits: [views' L, shard] once computed, None if no row
-    samples.
+    Attributes:
+    - step: the step
+    - buffers: of the step's parity; `num_words` of their pinned words are uploaded
+    - views: views of the device's buffers, in the shape of the step or of its graph
+    - graph: graph that is replayed; None: the step runs kernel by kernel
+    - num_words: words to upload
+    - unpadded_rows: int64 [step's L], which rows of `logits` are the step's, in their order; all
+      others are a graph's padding. None: the first ones
+    - overflow_changes: int32 [2n], changes of the state of slots that do not fit into the words
+    - truncated: int64 [K], which of the step's rows of logits are sampled at random with top-k,
+      top-p or min-p
+    - biased: whether the logits of some row are raised or lowered
+    - logprobs: collects log-probs and vectors; None: the step has none
+    - logits: [views' L, shard] once computed, None if no row samples
     """
 
     step: Step
@@ -91,8 +96,12 @@ class PackedStep:
 
 
 class StepMetadata(NamedTuple):
-    """What attention shares over the layers of a step. drafts: of the draft model; None: there is
-    none, or it does not follow this step."""
+    """The attention metadata that all layers of a step share.
+
+    Attributes:
+    - model: of the model
+    - drafts: of the draft model; None: there is none, or it does not follow this step
+    """
 
     model: AttentionMetadata
     drafts: AttentionMetadata | None
@@ -100,8 +109,8 @@ class StepMetadata(NamedTuple):
 
 # An array or a tensor with an entry for each row of logits.
 RowsOfLogits = TypeVar("RowsOfLogits", np.ndarray, torch.Tensor)
-# Called with int32 [N, W], a bit mask over the vocabulary for each of a step's N masked rows, which
-# it writes. Returns {row that samples: reason} of those that must not sample anything.
+# Called with int32 [N, W], to write a bit mask over the vocabulary for each of a step's N masked
+# rows. Returns {row that samples: reason} for rows that must not sample anything.
 FillMasks = Callable[[np.ndarray], dict[int, str]]
 # Called with each step before the host waits for its buffers and packs it: see Runner.launch.
 BeforeLaunch = Callable[[Step], None]
@@ -109,17 +118,24 @@ BeforeLaunch = Callable[[Step], None]
 
 @dataclass
 class LaunchedStep:
-    """`step` on its way through the device, in `buffers` of its parity.
+    """A step that was launched, in `buffers` of its parity.
 
-    event: its end. two_phase: the same, of a step with masked rows: not ready before
-    `sample_masked`. packed: set when the host has packed it, taken by the device's work; of a step
-    with masked rows it stands there again until `sample_masked`. refused: those of its rows that
-    must not sample, with the reason.
+    Attributes:
+    - step: the step
+    - buffers: of the step's parity
+    - event: the end of the step
+    - two_phase: equal to `event` for a step with masked rows: not ready before `sample_masked`.
+      None: the step has no masked rows
+    - packed: set when the host has packed the step, taken by the device's work; for a step with
+      masked rows the device's work sets it again, until `sample_masked`
+    - refused: by masked row that must not sample, the reason
 
-    Written by the device's work, read when the step has ended:
-    drawn: int64 [L, 2], how many tokens each row of logits gave, and which: a view of the parity's
-    pinned buffer, valid until that parity's next launch (`take` copies). unpadded_rows: as in
-    PackedStep. logprobs: where log-probs are asked for. logits: [L, vocab], if they are kept.
+    Attributes that the device's work writes, to be read when the step has ended:
+    - drawn: int64 [L, 2], number of tokens and sampled id of each row of logits: a view of the
+      parity's pinned buffer, valid until that parity's next launch (`take` copies)
+    - unpadded_rows: as in PackedStep
+    - logprobs: log-probs and vectors; None: the step has none
+    - logits: [L, vocab], if they are kept
     """
 
     step: Step
@@ -135,7 +151,9 @@ class LaunchedStep:
     _sampled: Sampled | None = None
 
     def take(self) -> Sampled:
-        """The step's result; waits for its end, and raises what the step raised."""
+        """Returns the step's result; waits for the end of the step, and raises what the step
+        raised.
+        """
         if self._sampled is None:
             self.event.wait()
             sampled = Sampled.of(self.real(self.drawn), self.refused)
@@ -143,7 +161,9 @@ class LaunchedStep:
         return self._sampled
 
     def real(self, by_logits: RowsOfLogits) -> RowsOfLogits:
-        """Of an entry for each row of logits, those of the step's own rows."""
+        """Returns the entries of the step's own rows, without a graph's padding. by_logits: an
+        entry for each row of logits.
+        """
         rows = self.unpadded_rows
         return by_logits[: self.step.num_logits] if rows is None else by_logits[rows]
 
@@ -151,10 +171,15 @@ class LaunchedStep:
 class Runner:
     """Launches the steps of one rank, and keeps what they need on its device.
 
-    pool: KV pages. device: where steps are queued. largest: the step that buffers have room for.
-    phases: the host's time of each part of a launch. keep_logits: whether results keep their
-    logits, for tests. step_cost: what steps take, once `measure` was called; None: not measured.
-    adapters: memory for low-rank adapters; None: no row has one.
+    Attributes:
+    - pool: KV pages
+    - device: queue of steps
+    - largest: capacity of the buffers
+    - phases: the host's time of each part of a launch
+    - keep_logits: whether results keep their logits, for tests
+    - step_cost: what steps take, once `measure` was called; None: not measured
+    - measured_cost: `step_cost` as measured, before the costs of padded sizes replaced some
+    - adapters: memory for low-rank adapters; None: no row has one
     """
 
     def __init__(
@@ -167,7 +192,11 @@ class Runner:
         device: Device,
         kernels: Kernels,
     ) -> None:
-        """`sampler`: of the whole model, or of a rank's part; `kernels`: the device's."""
+        """Allocates the buffers of steps and slots, and binds the pool.
+
+        - sampler: of the whole model, or of a rank's shard of the vocabulary
+        - kernels: those of the device
+        """
         self.pool = pool
         self.device = device
         self.phases = Phases(nvtx_if_loaded())
@@ -207,15 +236,15 @@ class Runner:
         self._launched = 0
         self._latest: list[LaunchedStep | None] = [None] * PARITIES  # the last of each parity
         self._graphs = Graphs(device)
-        self._adapter_graphs = Graphs(device)  # of steps in which some row has an adapter
-        # Of the rows that were packed last: their sampling fields, and what follows from these for
-        # all steps of the same rows: `truncated` and `biased` of PackedStep.
+        self._adapter_graphs = Graphs(device)  # graphs of steps in which some row has an adapter
+        # Sampling fields of the rows that were packed last, and their `truncated` and `biased` of
+        # PackedStep, which hold for all steps of the same rows.
         self._sampling_flags: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
         self.bind(pool)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Numbers of decode rows that have a graph, or get one later."""
+        """Numbers of decode rows that have a graph or a deferred one, ascending."""
         deferred = (shape.num_decodes for shape in self._graphs.deferred if not shape.num_prefills)
         return tuple(sorted({*self._graphs.decodes, *deferred}))
 
@@ -226,25 +255,27 @@ class Runner:
 
     @property
     def sampling_bytes(self) -> int:
-        """What sampling takes beside the model's logits: the counts of penalties, and a copy of the
-        logits of all rows in float32, which is as large."""
+        """Bytes that sampling takes beside the model's logits: the counts of penalties, and a copy
+        of the logits of all rows in float32, which is as large.
+        """
         return 2 * self._penalties.bytes
 
     def use_adapters(self, bank: AdapterBank) -> None:
-        """Rows of later steps may have adapters of `bank`; graphs must be captured after this."""
+        """Gives rows of later steps the adapters of `bank`; graphs must be captured after this."""
         bank.reserve(self.largest.tokens)
         self.adapters = bank
 
     def use_draft_model(self, model: LanguageModel, backend: Attention, sampler: Sampler) -> None:
-        """`model` makes the draft tokens of later steps, and has the last layers of the pool.
-        Graphs must be captured after this. See DraftModel."""
+        """Makes the draft tokens of later steps by `model`, whose layers are the last ones of the
+        pool. Graphs must be captured after this. See DraftModel.
+        """
         self._draft = DraftModel(
             model, backend, sampler, self.largest, self.pool, self._state, self._kernels
         )
         self._propose = self._draft.propose
 
     def bind(self, pool: KVPool) -> None:
-        """The pool of later steps; graphs must be captured after this."""
+        """Sets the pool of later steps; graphs must be captured after this."""
         if self._draft is not None:
             self._draft.bind(pool)
         self.pool = pool
@@ -258,15 +289,15 @@ class Runner:
         return self.launch(step).take()
 
     def launch(self, step: Step, before: BeforeLaunch | None = None) -> LaunchedStep:
-        """Queues the step behind those that were launched before: calls `before(step)`, waits for
-        the buffers of the step's parity, packs the step into them, and launches its kernels.
+        """Queues the step after all launched steps: calls `before(step)`, waits for the buffers of
+        the step's parity, packs the step into them, and launches its kernels.
 
-        On a GPU all of this happens within the call, and its errors are raised here. It waits only
-        if the step before last has not ended: never on rank 0, where the scheduler sends step N
-        when it has the result of step N - 2; other ranks may lag. And where pages must become zero,
-        or a step changes more of what lies by slot than its words have room for. On a CPU all of it
-        happens on the device's thread. If any row is masked, the launch ends with the logits of all
-        rows, and `sample_masked` samples them.
+        On a GPU all of this happens within the call, and its errors are raised here. launch waits
+        in three cases: (1) the step before last has not ended (never on rank 0, where the scheduler
+        sends step N when it has the result of step N - 2; other ranks may lag); (2) pages must be
+        zeroed; (3) the step has more changes of the state of slots than its words have room for. On
+        a CPU all of it happens on the device's thread. If any row is masked, the launch ends with
+        the logits of all rows, and `sample_masked` samples them.
         """
         parity = self._launched % PARITIES
         self._launched += 1
@@ -284,20 +315,21 @@ class Runner:
     def _wait_and_pack(
         self, launched: LaunchedStep, last: LaunchedStep | None, before: BeforeLaunch | None
     ) -> None:
-        """The host's part, before the device begins: waits for the buffers and fills them."""
+        """Waits for the buffers and fills them: the host's part, before the device begins."""
         step, buffers = launched.step, launched.buffers
         if before is not None:
             before(step)
         with self.phases.range("wait for buffers"):
-            if last is not None:  # what it reads is free then, and what it gave taken
+            if last is not None:  # its buffers are free then, and its result taken
                 last.take()
         with self.phases.span("pack", step.number):
             launched.packed = self._pack(step, buffers, self._fitting(step))
 
     @torch.inference_mode()
     def _compute(self, launched: LaunchedStep) -> None:
-        """The device's work: queues upload, prepare_inputs, attention metadata, forward, sampling
-        and download."""
+        """Queues upload, prepare_inputs, attention metadata, forward pass, sampling and download:
+        the device's work.
+        """
         packed, launched.packed = launched.packed, None
         assert packed is not None
         number, span = packed.step.number, self.phases.span
@@ -314,8 +346,9 @@ class Runner:
             self._sample(packed, launched)
 
     def sample_masked(self, launched: LaunchedStep, fill: FillMasks) -> None:
-        """Queues the rest of a step with masked rows, which was launched last. `fill` writes their
-        masks."""
+        """Queues the sampling of a step with masked rows; the step must be the last one that was
+        launched. `fill` writes the masks.
+        """
         masked, event = launched.step.masked, launched.two_phase
         assert masked is not None and event is not None
         count, width = len(masked.rows), -(-self._sampler.vocab // 32)
@@ -326,14 +359,16 @@ class Runner:
 
     @torch.inference_mode()
     def _sample_masked(self, launched: LaunchedStep, words: torch.Tensor) -> None:
-        """As the device's work: `words` int32 [N, W] are the masks of the step's masked rows."""
+        """Applies the masks and samples: the device's work. words: int32 [N, W], the masks of the
+        step's masked rows.
+        """
         packed, launched.packed = launched.packed, None
         if packed is None:  # the first part has failed
             return
         masked, logits, logprobs = packed.step.masked, packed.logits, packed.logprobs
         assert masked is not None and logits is not None
         if logprobs is not None and packed.graph is not None:
-            logprobs.add_outputs(logits)  # of what the model said, before all else
+            logprobs.add_outputs(logits)  # the model's own logits, before any change
         launched.logits = self._kept_logits(logits)
         rows = masked.rows if packed.unpadded_rows is None else packed.unpadded_rows[masked.rows]
         device_rows = tensor_of(rows).to(logits.device, non_blocking=True)
@@ -343,16 +378,17 @@ class Runner:
             self._sample(packed, launched)
 
     def _fitting(self, step: Step) -> Captured | None:
-        """A graph that the step fits into. None where vectors are asked for, or log-probs that a
-        graph's logits do not have: it computes those of rows that sample alone, with ids that these
-        must not sample yet at -inf."""
+        """Returns a graph that the step fits into. None if there is none, if vectors or prompt
+        log-probs are asked for, or if output log-probs need logits that a graph does not keep: a
+        graph's logits already have ids that must not be sampled yet at -inf.
+        """
         suppressed = step.logprobs is not None and step.logprobs.suppressed
         hidden = step.prompt_logprob_chunks or step.vectors is not None
         graphs = self._adapter_graphs if step.adapted else self._graphs
         return None if suppressed or hidden else graphs.fitting(step)
 
     def _pack(self, step: Step, buffers: StepBuffers, graph: Captured | None) -> PackedStep:
-        """The step in these buffers, for that graph or none."""
+        """Packs the step into these buffers, for that graph or none."""
         if graph is None:
             views = self._device_buffers.views(shape_of(step), step.num_logits, padded=False)
         else:
@@ -384,9 +420,9 @@ class Runner:
         return packed
 
     def _upload(self, packed: PackedStep) -> None:
-        """Queues the upload of slot changes and of the step, on the current stream."""
+        """Queues the upload of changes of slots and of the step, on the current stream."""
         pages_to_zero, overflow = packed.step.delta.pages_to_zero, packed.overflow_changes
-        if len(pages_to_zero):  # rare: it waits for a copy, and so does what follows
+        if len(pages_to_zero):  # rare: waits for a copy, and so does later work
             self.pool.zero_pages(pages_to_zero)
         if overflow is not None:
             pairs = tensor_of(overflow).to(self._state.words.device).view(-1, 2)
@@ -395,8 +431,9 @@ class Runner:
 
     def _prepare_attention(self, packed: PackedStep) -> StepMetadata | None:
         """Without a graph, runs prepare_inputs and builds the attention metadata. A graph runs
-        prepare_inputs itself; its metadata is built anew, at the addresses of the first, only where
-        the backend wants lengths on the host, else None is returned."""
+        prepare_inputs itself; its metadata is built anew, at the addresses of the first, only if
+        the backend reads lengths on the host, else None is returned.
+        """
         buffers = packed.buffers
         if packed.graph is None:
             self._prepare(packed.views, packed.step.verifies)
@@ -406,7 +443,7 @@ class Runner:
         return buffers.attention_metadata
 
     def _prepare(self, views: DeviceStep, verifies: bool) -> None:
-        """Runs prepare_inputs; if the step verifies draft tokens, they are made before."""
+        """Runs prepare_inputs; if the step verifies draft tokens, they are made first."""
         self._device_buffers.prepare(views, self._propose if verifies else None)
 
     def _build_metadata(self, packed: PackedStep) -> StepMetadata:
@@ -418,7 +455,9 @@ class Runner:
         return StepMetadata(self._backend.build_metadata(inputs), of_drafts)
 
     def _forward(self, packed: PackedStep, metadata: StepMetadata | None) -> torch.Tensor | None:
-        """Logits [L, shard], ready to be sampled; None if there is no graph and no row samples."""
+        """Returns logits [L, shard], ready to be sampled; None if there is no graph and no row
+        samples.
+        """
         if packed.graph is None:
             assert metadata is not None
             return self._logits(packed.views, metadata, packed.logprobs, packed.step.adapted)
@@ -448,10 +487,11 @@ class Runner:
         logprobs: StepLogprobs | None = None,
         adapted: bool = False,
     ) -> torch.Tensor | None:
-        """Logits [L, shard] after prepare_inputs, ready to be sampled; None if no row samples.
+        """Returns logits [L, shard] after prepare_inputs, ready to be sampled; None if no row
+        samples.
 
-        logprobs: gets the hidden states and logits that log-probs need. adapted: whether some row
-        has an adapter.
+        - logprobs: gets the hidden states and logits that log-probs and vectors need
+        - adapted: whether some row has an adapter
         """
         attend = StepAttention(self._backend, metadata.model, self._store, views.slot_mapping)
         samples, rows = views.num_logits, None
@@ -476,7 +516,7 @@ class Runner:
         return logits
 
     def _adapters_of(self, views: DeviceStep, adapted: bool) -> AbstractContextManager[None]:
-        """Within it the model computes with the adapters of the step's rows."""
+        """Returns a context in which the model computes with the adapters of the step's rows."""
         if not adapted:
             return nullcontext()
         if self.adapters is None:
@@ -491,7 +531,9 @@ class Runner:
         self._kernels.apply_logit_edits(logits, slots, positions, edits, first, add_bias)
 
     def _draw(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
-        """int64 [L, 2]: what the graph has sampled, unless some row needs more than temperature."""
+        """Returns int64 [L, 2], number of tokens and id of each row: the output of the graph,
+        unless some row needs more than temperature.
+        """
         step, views, graph = packed.step, packed.views, packed.graph
         unpadded_rows = packed.unpadded_rows
         temperature_only = (
@@ -514,7 +556,9 @@ class Runner:
         return drawn
 
     def _kept_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """A copy where `keep_logits`; complete when the step has ended."""
+        """Returns a copy of all logits if `keep_logits`, else None; complete when the step has
+        ended.
+        """
         return self._sampler.gather_logits(logits).clone() if self.keep_logits else None
 
     # --------------------------------------------------------------------------------------- graphs
@@ -527,11 +571,16 @@ class Runner:
         drop_slower: bool = False,
         later: bool = False,
     ) -> None:
-        """Captures decode steps of these sizes, and steps with prompts where the backend's part for
-        them can be captured; progress(done, total).
+        """Captures decode steps of these sizes, and steps with prompts if the backend's part for
+        them can be captured.
 
-        `drop_slower`: small sizes that measure slower than the next are left out; not where ranks
-        must agree. `later`: most are left to `capture_next`; not where ranks must take the same.
+        - sizes: numbers of decode rows
+        - mixed: shapes of steps with prompts
+        - progress: called as progress(done, total)
+        - drop_slower: leave out small sizes that measure slower than the next larger one; not for
+          several ranks that must agree
+        - later: leave most shapes to `capture_next`; not for several ranks that must use the same
+          graphs
         """
         traits = self._backend.traits
         if not (traits.captures_decode and sizes):
@@ -564,17 +613,18 @@ class Runner:
 
     @property
     def graphs(self) -> int:
-        """How many graphs there are."""
+        """Number of captured graphs."""
         return len(self._graphs)
 
     @property
     def graphs_deferred(self) -> int:
-        """How many graphs `capture_next` has still to capture."""
+        """Number of graphs that `capture_next` has still to capture."""
         return len(self._graphs.deferred)
 
     def capture_next(self) -> StepEvent:
         """Queues the capture of the next deferred graph. Only while no step is in flight: the
-        capture uses a step's buffers."""
+        capture uses a step's buffers.
+        """
         graphs = self._graphs
 
         @torch.inference_mode()
@@ -592,13 +642,13 @@ class Runner:
         agreed: Callable[[Container[int]], frozenset[int]],
         known: StepCost | None = None,
     ) -> None:
-        """Measures `step_cost`, and finds the numbers of tokens whose steps take the next larger
-        graph because that is faster. To be called when all graphs that there will be are captured
-        or deferred; does nothing where the backend captures none.
+        """Measures `step_cost`, and finds the numbers of tokens whose steps are faster with the
+        next larger graph. To be called when all graphs are captured or deferred; does nothing if
+        the backend captures none.
 
-        agreed: called with the numbers of tokens for which this rank found a larger graph to be
-        faster; returns those for which all ranks found so.
-        known: what was measured before on this GPU, for this runner's graphs.
+        - agreed: called with the numbers of tokens for which this rank found a larger graph to be
+          faster; returns those for which all ranks found so
+        - known: what was measured before on this GPU, for this runner's graphs
         """
         if not self._backend.traits.captures_decode:
             return
@@ -636,7 +686,9 @@ class Runner:
         return found[0]
 
     def _padding(self, shape: StepShape) -> tuple[DeviceStep, StepMetadata]:
-        """A step of padding rows in the buffers that graphs read, and its metadata."""
+        """Writes a step of padding rows into the buffers that graphs read; returns the views and
+        the metadata.
+        """
         rows = min(shape.num_rows, self.largest.rows)
         samples = shape.num_tokens if shape.verifies else rows
         return self._pack_for_graph(
@@ -644,7 +696,7 @@ class Runner:
         )
 
     def _pack_for_graph(self, views: DeviceStep, step: Step) -> tuple[DeviceStep, StepMetadata]:
-        """The step in the buffers that graphs read, and its metadata."""
+        """Writes the step into the buffers that graphs read; returns the views and the metadata."""
         packed = self._make_packed(step, self._buffers[0], views, None)
         self._upload(packed)
         return views, self._build_metadata(packed)
@@ -652,7 +704,7 @@ class Runner:
     def _body(
         self, views: DeviceStep, metadata: StepMetadata, adapted: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a graph holds; see graphs.py."""
+        """The work that a graph captures; see graphs.py."""
         self._prepare(views, views.shape.verifies)
         logits = self._logits(views, metadata, adapted=adapted)
         assert logits is not None
@@ -661,6 +713,6 @@ class Runner:
 
 
 def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callable[[], None]:
-    """Each call is one more of `total`."""
+    """Returns a function whose calls count up to `total`, and report each count to `progress`."""
     done = itertools.count(1)
     return lambda: None if progress is None else progress(next(done), total)

@@ -1,11 +1,13 @@
-"""From hidden states to ids, on one rank that has all logits or on several that have a part each.
+"""Sampling: hidden states to ids, on one rank that has all logits or on several that have a shard
+each.
 
-    Sampler      logits, and what each row samples; LocalSampler and ShardedSampler
-    Penalties    counts of ids by slot, and logits less what they cost
-    StepLogprobs log-probs of what a step samples, and of prompt tokens, queued behind the logits
+    Sampler      logits, and the sampled id of each row; LocalSampler and ShardedSampler
+    Penalties    counts of ids by slot, and their effect on logits
+    StepLogprobs log-probs of the ids that a step samples, and of prompt tokens, queued behind the
+                 logits
 
-Nobody waits for the device. Knows rows of parameters by name, and what ranks exchange; no request
-and no device. The kernels are those of kernels/interface.py.
+No function waits for the device. Uses rows of parameters by name, and what ranks exchange; no
+request and no device. The kernels are those of kernels/interface.py.
 """
 
 from __future__ import annotations
@@ -36,25 +38,29 @@ NONE = np.empty(0, dtype=np.int64)  # rows
 
 
 class Sampler(Protocol):
-    """From hidden states to ids; `logits` are this rank's part of them, which the others take.
+    """Computes ids from hidden states; `logits` are this rank's shard, which the other methods
+    take.
 
-    first_id: the id of their first column. vocab: how many ids there are, on all ranks together.
+    Attributes:
+    - first_id: the id of the shard's first column
+    - vocab: number of ids on all ranks together
     """
 
     first_id: int
     vocab: int
 
     def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """[L, hidden] to [L, share]."""
+        """Returns logits [L, shard] of hidden states [L, hidden]."""
         ...
 
     def gather_logits(self, logits: torch.Tensor, /) -> torch.Tensor:
-        """[L, vocab]; all ranks must call it."""
+        """Returns logits [L, vocab]; all ranks must call it."""
         ...
 
     def masks(self, words: torch.Tensor, /) -> torch.Tensor:
-        """int32 [N, W], on the device: rank 0's `words`, whatever those of other ranks hold; all
-        ranks must call it."""
+        """Returns rank 0's masks int32 [N, W] on the device, whatever `words` of other ranks hold;
+        all ranks must call it.
+        """
         ...
 
     def sample(
@@ -65,27 +71,28 @@ class Sampler(Protocol):
         truncated: np.ndarray,
         /,
     ) -> torch.Tensor:
-        """int64 [L, 2], how many tokens each row gave and which, the same on all ranks; ids also go
-        to last_token at `write_slots`. A row of bad logits gives none. truncated: int64, the rows
-        with top-k, top-p or min-p.
+        """Samples; returns int64 [L, 2], number of tokens and id of each row, the same on all
+        ranks. Ids are also written to last_token at `write_slots`. A row of bad logits gives no
+        token. truncated: int64, the rows with top-k, top-p or min-p.
         """
         ...
 
     def logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int, /
     ) -> torch.Tensor:
-        """int32 [N, 2 + 2 alternatives]: log-probs of `ids` int64 [N], each with so many
-        alternatives, from logits [N, share] that nothing has changed; all ranks must call it."""
+        """Returns int32 [N, 2 + 2 alternatives], log-prob records of `ids` int64 [N] with
+        `alternatives` each, from logits [N, shard] as the model gave them; all ranks must call it.
+        """
         ...
 
 
 class LocalSampler:
-    """For one rank, whose model gives all logits."""
+    """The Sampler of a single rank, whose model gives all logits."""
 
     first_id = 0
 
     def __init__(self, model: LanguageModel, kernels: Kernels, exact: bool = False) -> None:
-        """exact: see `_as_exact`."""
+        """Sampler of `model`. exact: see `_as_exact`."""
         self._exact = exact
         self.logits = model.logits
         self.vocab = model.vocab_shard.vocab_size
@@ -114,37 +121,38 @@ class LocalSampler:
 
 
 def _as_exact(logits: torch.Tensor) -> torch.Tensor:
-    """float32, as a step has them in which some row has a bias or a penalty: the sums of top-p have
-    another order in other dtypes, so exact mode has one."""
+    """Returns float32 logits, as in steps in which some row has a bias or a penalty: the sums of
+    top-p have another order in other dtypes, so exact mode uses one dtype.
+    """
     return logits.to(torch.float32)
 
 
 class Ranks(Protocol):
-    """What ranks exchange; see collectives.py."""
+    """Exchange between ranks; see collectives.py."""
 
     def all_gather_stacked(self, partial: torch.Tensor) -> torch.Tensor:
-        """[size, ...]: `partial` of every rank."""
+        """Returns [size, ...], `partial` of every rank."""
         ...
 
     def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
-        """[..., n] of every rank, side by side: [..., n * size]."""
+        """Returns [..., n * size], [..., n] of every rank side by side."""
         ...
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, which become those of rank 0 in place."""
+        """Returns `values`, replaced in place by those of rank 0."""
         ...
 
 
 class ShardedSampler:
-    """For a rank whose model gives the logits of a run of the vocabulary.
+    """The Sampler of a rank whose model gives the logits of a shard of the vocabulary.
 
-    A few numbers a row and rank are exchanged; of rows that are truncated all logits, too.
+    Ranks exchange a few numbers for each row; for truncated rows they exchange all logits, too.
     """
 
     def __init__(
         self, model: LanguageModel, ranks: Ranks, kernels: Kernels, exact: bool = False
     ) -> None:
-        """exact: see `_as_exact`."""
+        """Sampler of this rank's shard of `model`. exact: see `_as_exact`."""
         self._exact = exact
         rows = model.vocab_shard
         self.logits = model.local_logits
@@ -188,14 +196,15 @@ class ShardedSampler:
 
 
 def truncated(fields: Mapping[str, np.ndarray]) -> np.ndarray:
-    """int64 [K], which of the L rows of logits are sampled at random with top-k, top-p or min-p.
-    fields: see Step.fields."""
+    """Returns int64 [K], which of the L rows of logits are sampled at random with top-k, top-p or
+    min-p. fields: see Step.fields.
+    """
     return np.flatnonzero(
         is_truncated(fields["temperature"], fields["top_k"], fields["top_p"], fields["min_p"])
     )
 
 
-# [ranks, ...]: what every rank has made.
+# (tensor) -> [ranks, ...]: the tensors of all ranks.
 Collect = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -207,22 +216,24 @@ def log_probs(
     first_id: int,
     collect: Collect,
 ) -> torch.Tensor:
-    """As Kernels.logprobs, from logits [N, share] of the ids from `first_id` on; the same on all
-    ranks."""
+    """Returns the records of Kernels.logprobs, from logits [N, shard] of the ids from `first_id`
+    on; equal on all ranks.
+    """
     keys = collect(kernels.logit_keys(logits, ids, first_id)).amax(0)
     return kernels.merge_topk(
         collect(kernels.local_topk(logits, keys, alternatives, first_id)), keys
     )
 
 
-ROWS_AT_ONCE = 32  # rows, so that what is in between stays small
-IN_PROMPT, IN_OUTPUT = 1, 2  # of a count: the lowest bit, and all others
+ROWS_AT_ONCE = 32  # rows, so that intermediate tensors stay small
+IN_PROMPT, IN_OUTPUT = 1, 2  # bits of a count: the lowest one, and all others
 
 
 class Penalties:
-    """Of one rank, which has the logits of `ids`: int32 counts [slots, ids], allocated at once,
-    because all memory that is free later is given to KV pages. On a CPU they become real memory
-    only for slots whose requests have penalties."""
+    """Penalties on one rank, which has the logits of `ids`: int32 counts [slots, ids], allocated at
+    the start, because all memory that is free later is given to KV pages. On a CPU they become real
+    memory only for slots whose requests have penalties.
+    """
 
     def __init__(self, slots: int, ids: range, device: torch.device | str) -> None:
         self._first_id = ids.start
@@ -230,17 +241,18 @@ class Penalties:
 
     @property
     def bytes(self) -> int:
-        """What the counts take."""
+        """Bytes of the counts."""
         return self._counts.nbytes
 
     def apply(
         self, logits: torch.Tensor, rows: PenaltyRows, unpadded_rows: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Changes logits float32 [L, ids and padding] in place, by what was said so far. Returns
-        int64 [N] each: which of them are those of `rows`, and their slots.
+        """Changes logits float32 [L, ids and padding] in place, by the counts of earlier tokens.
+        Returns int64 [N] each: which rows of `logits` have penalties, and their slots.
 
-        unpadded_rows: int64, which rows of `logits` are the step's, in their order; None: the first
-            ones.
+        - rows: the rows with penalties
+        - unpadded_rows: int64, which rows of `logits` are the step's, in their order; None: the
+          first ones
         """
         for history in rows.new:
             self._begin(history, self._counts[history.slot])
@@ -254,8 +266,9 @@ class Penalties:
         return indices, slots
 
     def count(self, drawn: torch.Tensor, indices: torch.Tensor, slots: torch.Tensor) -> None:
-        """Counts the tokens of those rows of `drawn` int64 [L, 2]: how many each row gave, and
-        which. indices, slots: as `apply` has returned them."""
+        """Counts the sampled tokens of those rows of `drawn` int64 [L, 2]: number of tokens and id
+        of each row. indices, slots: return values of `apply`.
+        """
         produced, ids = drawn.to(self._counts.device)[indices].unbind(1)
         column = ids - self._first_id
         in_shard = (produced > 0) & (column >= 0) & (column < self._counts.shape[1])
@@ -270,7 +283,7 @@ class Penalties:
         counts.index_add_(0, output, torch.full_like(output, IN_OUTPUT, dtype=torch.int32))
 
     def _columns(self, ids: np.ndarray, width: int) -> torch.Tensor:
-        """int64: where those of `ids` int32 stand that this rank has."""
+        """Returns int64, the columns of those `ids` int32 that this rank has."""
         column = ids.astype(np.int64) - self._first_id
         return self._tensor(column[(column >= 0) & (column < width)])
 
@@ -279,9 +292,10 @@ class Penalties:
 
 
 def penalized(logits: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """float32 [n, ids] of float32 [n, ids], counts int32 [n, ids] and factors float32 [n, 3].
+    """Returns logits with penalties, float32 [n, ids], from logits float32 [n, ids], counts int32
+    [n, ids] and factors float32 [n, 3].
 
-    What is finite stays finite, whatever the factors: only the model makes logits bad.
+    Finite logits stay finite, whatever the factors: only the model makes logits bad.
     """
     finite = logits.isfinite()
     repetition, frequency, presence = factors.chunk(3, dim=1)
@@ -297,11 +311,15 @@ TOKENS_AT_ONCE = 64  # tokens of a prompt whose logits there are at a time
 
 @dataclass(frozen=True)
 class HostLogprobs:
-    """The log-probs of one step, on the host; complete when the step has ended.
+    """The log-probs and vectors of one step on the host; complete when the step has ended.
 
-    words: int32, the log-probs of its rows, with as many alternatives each as the one that wants
-    most, then vectors, as long as the longest each, then the log-probs of its prompts' chunks.
-    rows, vectors, chunks: whose these are."""
+    Attributes:
+    - words: int32; first the records of `rows`, each with the largest number of alternatives of any
+      row, then the vectors, each as long as the longest, then the records of `chunks`
+    - rows: rows whose requests ask for log-probs of sampled ids; None: no row
+    - vectors: rows whose requests ask for vectors; None: no row
+    - chunks: prompt tokens whose log-probs are asked for
+    """
 
     words: np.ndarray
     rows: LogprobRows | None
@@ -309,7 +327,7 @@ class HostLogprobs:
     chunks: tuple[PromptLogprobChunk, ...]
 
     def added_to(self, sampled: Sampled) -> Sampled:
-        """The same with log-probs."""
+        """Returns `sampled` with log-probs and vectors."""
         offset, made = 0, b""
         if self.rows is not None:
             num_rows, width = len(self.rows.rows), _width(int(self.rows.num_alternatives.max()))
@@ -331,8 +349,9 @@ class HostLogprobs:
         return replace(sampled, logprobs=made, prompt_logprobs=tuple(prompts))
 
     def _with_vectors(self, logprobs: bytes, table: np.ndarray, counts: np.ndarray) -> bytes:
-        """The log-probs of rows, and the vectors int32 [N, words] of others, in the rows' order.
-        counts: int32 [L], how many ids each row gave."""
+        """Returns the log-prob records of rows, and the vectors int32 [N, words] of other rows, in
+        the rows' order. counts: int32 [L], number of ids of each row.
+        """
         assert self.vectors is not None
         parts, at = dict[int, bytes](), 0
         if self.rows is not None:
@@ -348,28 +367,31 @@ class HostLogprobs:
 
 
 class StepLogprobs:
-    """The log-probs of one step while the device computes it."""
+    """The log-probs and vectors of one step while the device computes it."""
 
     def __init__(self, step: Step, unpadded_rows: np.ndarray | None, sampler: Sampler) -> None:
-        """unpadded_rows: which rows of logits are the step's, in their order; None: the first
-        ones."""
+        """Collector for `step`. unpadded_rows: which rows of logits are the step's, in their order;
+        None: the first ones.
+        """
         self._rows = step.logprobs
         self._vectors = step.vectors
         self._chunks = step.prompt_logprob_chunks
         self._unpadded_rows = unpadded_rows
         self._sampler = sampler
         self._raw: torch.Tensor | None = None
-        self._words: list[torch.Tensor] = []  # of prompts
+        self._words: list[torch.Tensor] = []  # records of prompts
         self._vector_words: list[torch.Tensor] = []
         self._row_words: list[torch.Tensor] = []
 
     @property
     def of_prompts(self) -> bool:
-        """Whether logits of prompts' tokens are needed, too."""
+        """Whether logits of prompt tokens are needed, too."""
         return bool(self._chunks)
 
     def tokens(self, last: torch.Tensor) -> torch.Tensor:
-        """int64: `last`, whose tokens are sampled behind, and those of the prompts' chunks."""
+        """Returns int64: `last`, the tokens after which the step samples, followed by the tokens of
+        the prompts' chunks.
+        """
         positions = [
             np.arange(chunk.at, chunk.at + len(chunk.ids), dtype=np.int64) for chunk in self._chunks
         ]
@@ -389,8 +411,9 @@ class StepLogprobs:
                 begin += len(part)
 
     def add_vectors(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """Keeps the vectors, out of the hidden states [L, hidden] of the rows of logits, or of the
-        logits [L, share] as the model gave them."""
+        """Keeps the vectors, from the hidden states [L, hidden] of the rows of logits, or from the
+        logits [L, shard] as the model gave them.
+        """
         asked = self._vectors
         if asked is None:
             return
@@ -405,7 +428,9 @@ class StepLogprobs:
     def _logits_of_ids(
         self, hidden: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor | None, width: int
     ) -> torch.Tensor:
-        """float32 [N, width]: as add_vectors, where some rows want logits."""
+        """Returns float32 [N, width], the vectors of a step in which some rows ask for logits of
+        ids.
+        """
         assert self._vectors is not None
         token_ids = self._vectors.token_ids
         gathered = self._sampler.gather_logits(_chosen(logits, indices, len(token_ids)))
@@ -418,7 +443,9 @@ class StepLogprobs:
         return vectors
 
     def add_outputs(self, logits: torch.Tensor) -> None:
-        """Logits [L, share] as the model gave them, which may be changed from now on."""
+        """Keeps the logits [L, shard] of the rows as the model gave them; the caller may change
+        them afterwards.
+        """
         if self._rows is not None:
             indices = self._indices_on(logits.device, self._rows.rows)
             self._raw = (
@@ -426,8 +453,11 @@ class StepLogprobs:
             )
 
     def add_sampled(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
-        """Computes the log-probs of what the rows have drawn, int64 [L, 2]. logits: [L, share] as
-        the model gave them, unless they were kept."""
+        """Computes the log-probs of the sampled ids.
+
+        - logits: [L, shard] as the model gave them, unless `add_outputs` kept them
+        - drawn: int64 [L, 2], number of tokens and id of each row
+        """
         if self._rows is None:
             return
         rows = self._rows.rows
@@ -438,13 +468,13 @@ class StepLogprobs:
         self._row_words.append(made.flatten())
 
     def download(self, buffer: Download) -> HostLogprobs:
-        """To the host; there when the step has ended."""
+        """Queues the copy to the host; the result is complete when the step has ended."""
         parts = [*self._row_words, *self._vector_words, *self._words]
         words = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
         return HostLogprobs(buffer.download(words), self._rows, self._vectors, self._chunks)
 
     def _indices_on(self, device: torch.device, rows: np.ndarray) -> torch.Tensor | None:
-        """Where the logits of `rows` int64 lie; None: they are the first ones, in order."""
+        """Returns where the logits of `rows` int64 lie; None: they are the first ones, in order."""
         indices = rows if self._unpadded_rows is None else self._unpadded_rows[rows]
         if np.array_equal(indices, np.arange(len(indices))):
             return None
@@ -452,13 +482,14 @@ class StepLogprobs:
 
 
 def _chosen(table: torch.Tensor, indices: torch.Tensor | None, num_rows: int) -> torch.Tensor:
-    """The entries of `num_rows` rows; `indices`: see StepLogprobs._indices_on."""
+    """Returns the entries of `num_rows` rows of `table`; indices: see StepLogprobs._indices_on."""
     return table[:num_rows] if indices is None else table[indices]
 
 
 def _bytes(table: np.ndarray, alternatives: np.ndarray) -> bytes:
-    """Of log-prob records int32 [N, words], each with the alternatives that its row asked for,
-    `alternatives` [N]."""
+    """Returns the bytes of records int32 [N, words], each cut to the number of alternatives that
+    its row asked for. alternatives: [N].
+    """
     if len(set(alternatives.tolist())) <= 1:
         return narrow_logprobs(table, int(alternatives.max(initial=0))).tobytes()
     return b"".join(
@@ -472,6 +503,7 @@ def _width(alternatives: int) -> int:
 
 
 def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """What is copied from memory that is not pinned has been read when this returns, but the copy
-    itself waits for its turn on the stream."""
+    """Copies to the device. Memory that is not pinned has been read when this returns, but the copy
+    itself waits for its turn on the stream.
+    """
     return tensor_of(array).to(device, non_blocking=True)

@@ -1,11 +1,11 @@
-"""What an engine gives back while it sleeps, and has again when it wakes: pages and weights.
+"""Memory that an engine gives back while it sleeps and takes back when it wakes: pages and weights.
 
     EngineMemory      a rank's pool and weights, and what its memory holder has of them
     GpuWeights, HostWeights   weights in one piece of memory (weight_memory.py), which is given
-                      back, and there again where it was
+                      back, and taken back at the same addresses
     ReloadableModel   any other model of a host, which can be dropped and loaded anew
 
-Knows no plan.
+No plan is known here.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ WITHOUT_WEIGHTS = 2  # the level of sleep from which on weights are loaded anew
 
 
 class SleepingWeights(Protocol):
-    """A rank's weights, of which no step is under way."""
+    """A rank's weights, while no step is in flight."""
 
     @property
     def memories(self) -> dict[str, DeviceMemory]:
-        """Their memory that a memory holder has, by name."""
+        """Memory of the weights that a memory holder has, by name."""
         ...
 
     @property
     def notes(self) -> dict[str, bytes]:
-        """What its memory holder is to hand over with each of `memories`."""
+        """Note that the memory holder hands over with each of `memories`, by name."""
         ...
 
     def check(self) -> None:
-        """Raises RuntimeError if they are not as they were when this process had them first."""
+        """Raises RuntimeError if the weights have changed since this process had them first."""
         ...
 
     def give_back(self, level: int, /) -> None:
-        """As SetSleep(level) says; they may be at a lower level already."""
+        """Gives memory back as SetSleep(level) asks for; the weights may be at a lower level
+        already.
+        """
         ...
 
     def take_back(self) -> None:
-        """They are as before, or as files are by now, at the same addresses."""
+        """Makes the weights as before, or as the files are now, at the same addresses."""
         ...
 
 
@@ -61,27 +63,29 @@ class WeightFiles(Protocol):
 
     @property
     def key(self) -> bytes:
-        """Of the files as of the last `look`, see model_key."""
+        """Key of the files as of the last `look`, see model_key."""
         ...
 
     def look(self) -> None:
-        """Before weights are read anew. Raises RuntimeError for files of which another engine would
-        be made."""
+        """Takes note of the files, before weights are read anew. Raises RuntimeError for files that
+        need another engine.
+        """
         ...
 
     def check(self) -> None:
-        """When they were read. Raises RuntimeError if the files are others than at the last
-        `look`."""
+        """Checks the files after the weights were read. Raises RuntimeError if the files have
+        changed since the last `look`.
+        """
         ...
 
 
 class EngineMemory:
-    """Pool and weights of one rank, whose pool is in `kept` (KeptMemory.opened). Where weights are
-    read anew, from `files` that are others by now, what is kept belongs to those afterwards.
+    """Pool and weights of one rank whose pool is in `kept` (KeptMemory.opened). If weights are read
+    anew from `files` that have changed, what is kept belongs to the new files afterwards.
 
     To sleep: `withdraw`, then `give_back`. To wake: `take_back`, then `keep`. give_back and
-    take_back take long, and may be called on any thread; `run` calls what they do where steps are
-    computed, when all that was launched has ended.
+    take_back take long, and may be called on any thread; `run` does their work on the device's
+    thread, when all launched steps have ended.
     """
 
     def __init__(
@@ -101,14 +105,15 @@ class EngineMemory:
         self._has_pool = True
 
     def withdraw(self) -> None:
-        """Nobody believes the pages any more, and the memory holder has no memory of this rank that
-        it would keep from others. On the event loop."""
+        """Makes the page directory unusable, and withdraws this rank's memory from the memory
+        holder, which would hold it otherwise. On the event loop.
+        """
         self._directory.make_unusable()
         names = [name for one in self._weights for name in one.memories]
         self._withdrawn += self._kept.withdraw(POOL, *names)
 
     def give_back(self, level: int) -> None:
-        """Memory that others may use; `level`: of SetSleep."""
+        """Gives memory back, for others to use. level: of SetSleep."""
         self._run(lambda: self._give_back(level))
 
     def _give_back(self, level: int) -> None:
@@ -121,7 +126,9 @@ class EngineMemory:
         gc.collect()
 
     def take_back(self) -> None:
-        """All is there again, pages as zeros. Raises RuntimeError where there is no memory."""
+        """Takes all memory back, pages as zeros. Raises RuntimeError if there is not enough
+        memory.
+        """
         self._run(self._take_back)
 
     def _take_back(self) -> None:
@@ -136,7 +143,7 @@ class EngineMemory:
         self._has_pool = True
 
     def keep(self) -> None:
-        """The memory holder has all again. On the event loop."""
+        """Gives the memory to the memory holder again. On the event loop."""
         self._kept.belong_to(self._files.key)
         memory: dict[str, DeviceMemory] = {POOL: self._pool}
         notes: dict[str, bytes] = {}
@@ -150,11 +157,16 @@ class EngineMemory:
 
 
 class ReloadableModel:
-    """See LanguageModel and SleepingWeights. Its weights are in memory of the host already, so at
-    level 1 they stay."""
+    """LanguageModel and SleepingWeights of a model that is loaded anew when it wakes. Its weights
+    are in memory of the host already, so at level 1 they stay.
+    """
 
     def __init__(self, load: Callable[[], LanguageModel], trim: Callable[[], None]) -> None:
-        """load: makes the model with its weights. trim: gives freed memory to the kernel."""
+        """Loads the model.
+
+        - load: makes the model with its weights
+        - trim: gives freed memory to the kernel
+        """
         self._load, self._trim = load, trim
         self._model: LanguageModel | None = load()
         self._shapes = self._model.attention_shapes()
@@ -182,7 +194,7 @@ class ReloadableModel:
         return self._shapes
 
     def check(self) -> None:
-        """No other process has them."""
+        """Does nothing: no other process has these weights."""
 
     def give_back(self, level: int) -> None:
         if level >= WITHOUT_WEIGHTS:
@@ -203,8 +215,13 @@ class ReloadableModel:
 
 
 class WeightsNote(msgspec.Struct, frozen=True):
-    """size: bytes of all parameters. checksum: their sum as int64, modulo 2^64; 0 where they are
-    sealed. table: bytes at the end of the memory, the PackedMatrices (weight_memory.py)."""
+    """Note that a memory holder keeps with weights.
+
+    Attributes:
+    - size: bytes of all parameters
+    - checksum: sum of the parameters as int64, modulo 2^64; 0 for sealed memory
+    - table: bytes of the PackedMatrices (weight_memory.py) at the end of the memory; 0: none
+    """
 
     size: int
     checksum: int
@@ -212,7 +229,7 @@ class WeightsNote(msgspec.Struct, frozen=True):
 
 
 class HostWeights:
-    """See SleepingWeights. They are in memory of the host already, so at level 1 they stay."""
+    """SleepingWeights in memory of the host, sealed. At level 1 they stay there."""
 
     def __init__(
         self,
@@ -221,8 +238,13 @@ class HostWeights:
         note: WeightsNote,
         read: Callable[[], WeightsNote],
     ) -> None:
-        """name: that they are kept under. memory: has them, sealed. read: makes them anew in
-        `memory` that was given back."""
+        """Weights that were read or taken.
+
+        - name: under which the memory is kept
+        - memory: has the weights, sealed
+        - note: of the weights
+        - read: reads the weights anew into `memory` that was given back
+        """
         self._name, self._memory, self._note, self._read = name, memory, note, read
         self._there = True
         self.memories: dict[str, DeviceMemory] = {name: memory}
@@ -232,7 +254,7 @@ class HostWeights:
         return {self._name: msgspec.msgpack.encode(self._note)}
 
     def check(self) -> None:
-        """They are sealed."""
+        """Does nothing: sealed memory cannot change."""
 
     def give_back(self, level: int) -> None:
         if level >= WITHOUT_WEIGHTS and self._there:
@@ -252,7 +274,7 @@ class ProtectedMemory(DeviceMemory, Protocol):
 
 
 class WeightsCopy(Protocol):
-    """See HostCopy."""
+    """A copy of weights on the host, such as HostCopy."""
 
     @property
     def data(self) -> torch.Tensor: ...
@@ -261,7 +283,7 @@ class WeightsCopy(Protocol):
 
 
 class GpuWeights:
-    """See SleepingWeights. At level 1 a copy of them is in memory of the host."""
+    """SleepingWeights in memory of a GPU. At level 1 memory of the host has a copy."""
 
     def __init__(
         self,
@@ -270,8 +292,13 @@ class GpuWeights:
         fill: Callable[[torch.Tensor], None],
         copy: Callable[[torch.Tensor], WeightsCopy] = HostCopy,
     ) -> None:
-        """name: that they are kept under. memory: has them, read-only. fill: loads them into
-        `memory.data`."""
+        """Weights that were loaded or taken.
+
+        - name: under which the memory is kept
+        - memory: has the weights, read-only
+        - fill: loads the weights into `memory.data`
+        - copy: makes the copy on the host
+        """
         self._name = name
         self._memory, self._fill, self._copied = memory, fill, copy
         self._checksum = checksum_of(memory.data)
@@ -319,5 +346,5 @@ class GpuWeights:
 
 
 def checksum_of(data: torch.Tensor) -> int:
-    """See WeightsNote."""
+    """Returns the sum of `data` as int64, see WeightsNote."""
     return int(data.view(torch.int64).sum())

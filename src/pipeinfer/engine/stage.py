@@ -41,7 +41,9 @@ MEETING = 120.0  # seconds that ranks wait for each other while they start
 
 
 def build(context: StageContext) -> Stage:
-    """ConfigurationError, before any weight is read, for a checkpoint that does not fit."""
+    """Builds the stage. Raises ConfigurationError, before any weight is read, for a checkpoint that
+    does not fit the settings.
+    """
     settings, identity = context.settings, context.identity
     state: State = "starting"
 
@@ -49,14 +51,15 @@ def build(context: StageContext) -> Stage:
         context.report_status(state, text)
 
     def wait() -> None:
-        """Of a standby, until it is to serve."""
+        """For a standby: returns when it is to serve."""
         nonlocal context
         with start.waiting():
             context = context.promoted()
 
     def kept_memory() -> KeptMemory | None:
-        """Where memory outlives this process. To a standby it is lent; without it, a standby has
-        nothing to do before it is to serve."""
+        """Returns the link to memory that outlives this process. A standby is lent memory; if none
+        is kept, a standby waits here until it is to serve.
+        """
         until = wait if context.promotion is not None else None
         if keeps_memory(settings):
             return KeptMemory.from_environment(os.environ, until)
@@ -121,7 +124,7 @@ def build(context: StageContext) -> Stage:
     if masks is not None and loaded.device != "cpu":
         with start.phase("vocabulary"):
             masks.wait()
-    if loaded.device == "cpu":  # what was only needed to read weights
+    if loaded.device == "cpu":  # memory that was only needed to read weights
         return_freed_memory()
     details.info("started: %s", start, extra={"start": start.seconds, "graphs": start.graphs})
     profile_observer = None
@@ -139,7 +142,9 @@ def build(context: StageContext) -> Stage:
 
 
 def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:
-    """What runs where, and for how many tokens there is memory. `ordinal`: this rank's GPU."""
+    """Returns the text of what runs where, and for how many tokens there is memory. ordinal: this
+    rank's GPU.
+    """
     import torch
 
     if loaded.device == "cpu":
@@ -156,7 +161,7 @@ def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:
 
 
 def _prefixes(cache: PrefixCache, count: int, ids: int) -> tuple[Prefix, ...]:
-    """The cache's largest ones, as they travel."""
+    """Returns the cache's largest prefixes as messages."""
     return tuple(
         Prefix(
             tokens=one.num_tokens,
@@ -193,7 +198,9 @@ def _hello(context: StageContext, loaded: LoadedEngine) -> Hello:
 
 
 def _facts(loaded: LoadedEngine) -> dict[str, Any]:
-    """What a replay needs to build the same engine; `pages` counts the dummy page."""
+    """Returns the facts that a replay needs to build the same engine; `pages` counts the dummy
+    page.
+    """
     import torch
 
     names = (
@@ -207,7 +214,7 @@ def _facts(loaded: LoadedEngine) -> dict[str, Any]:
 
 
 def _collectives(context: StageContext, device: str, ordinal: int) -> TorchCollectives | None:
-    """The other ranks, when there are any; waits for them. `ordinal`: this rank's GPU."""
+    """Joins the other ranks, and waits for them; None: there are none. ordinal: this rank's GPU."""
     size, identity = context.settings.tp, context.identity
     if size == 1:
         return None
@@ -218,7 +225,7 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
 
     context.report_status("loading", "waiting for the other ranks")
     first = context.topology.address(f"engine-{identity.group}-0")
-    # Longer than the scheduler's patience, which is the one to say what happened.
+    # Longer than the scheduler's patience, because the scheduler reports the reason.
     timeout = max(MEETING, context.settings.watchdog + 10)
     shared = zmq.Context[zmq.Socket[bytes]].instance()
     wires = SocketFactory(context.topology, shared, identity.id)
@@ -227,9 +234,11 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
 
 
 def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
-    """For requests with a grammar. For a GPU, rank 0's vocabulary is built while torch's libraries
-    are loaded: it holds the interpreter, which little else at the start leaves free. On a CPU its
-    memory counts for more than the steps that the first grammar delays."""
+    """Returns the masks for requests with a grammar; None: grammars are off. For a GPU, rank 0's
+    vocabulary is built while torch's libraries are loaded: it holds the interpreter, which little
+    else at the start leaves free. On a CPU its memory counts for more than the steps that the first
+    grammar delays.
+    """
     if settings.grammar_backend == "none":
         return None
     from pipeinfer.engine.masks import GrammarMasks, ReceivedMasks

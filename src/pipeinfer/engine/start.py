@@ -23,10 +23,10 @@ from functools import lru_cache
 from pathlib import Path
 
 # process: Python, the shell and the modules that every stage has, up to the builder. imports: torch
-# and what is built on it. checks: settings against the checkpoint. ranks: waited for. weights: read
-# and put where they belong. attention: kernels of packages loaded. warm_up: steps that compile and
-# load everything else. pool: measured and allocated. graphs: captured. step_times: measured.
-# vocabulary: of grammars, waited for.
+# and modules that import it. checks: settings against the checkpoint. ranks: waiting for other
+# ranks. weights: read and put into place. attention: kernels of packages loaded. warm_up: steps
+# that compile and load everything else. pool: measured and allocated. graphs: captured. step_times:
+# measured. vocabulary: waiting for that of grammars.
 PHASES = (
     "process", "imports", "checks", "ranks", "weights", "attention", "warm_up", "pool", "graphs",
     "step_times", "vocabulary",
@@ -49,9 +49,14 @@ GIB = 2**30
 class Start:
     """Seconds of an engine's start, and its status texts.
 
-    seconds: by phase.
-    graphs: "captured of total"; "" without CUDA graphs.
-    say: called with the status text at the beginning of a phase and as weights and graphs progress.
+    Attributes:
+    - seconds: by phase
+    - graphs: "captured of total"; "" without CUDA graphs
+
+    Arguments:
+    - say: called with the status text at the beginning of a phase and as weights and graphs
+      progress
+    - clock: seconds
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class Start:
 
     @contextmanager
     def waiting(self) -> Generator[None]:
-        """The body is no part of the start, also within a phase: a standby waits."""
+        """Excludes the body from the times, also within a phase: a standby waits."""
         began = self._clock()
         try:
             yield
@@ -90,16 +95,16 @@ class Start:
         self.seconds[name] += seconds
 
     def read(self, done: int, total: int) -> None:
-        """`done` of `total` bytes of weights."""
+        """Reports `done` of `total` bytes of weights."""
         self._say(f"{WORDS['weights']}, {done / GIB:.2f} of {total / GIB:.2f} GiB")
 
     def captured(self, done: int, total: int) -> None:
-        """`done` of `total` graphs."""
+        """Reports `done` of `total` graphs."""
         self.graphs = f"{done} of {total}"
         self._say(f"capturing CUDA graphs, {self.graphs}")
 
     def __str__(self) -> str:
-        """For a person."""
+        """Returns the phases that took long enough to be shown, for the log."""
         many = {"graphs": f" ({self.graphs})"}
         return ", ".join(
             f"{name.replace('_', ' ')} {seconds:.2f} s{many.get(name, '')}"
@@ -108,7 +113,7 @@ class Start:
         )
 
     def statistics(self) -> dict[str, float]:
-        """`start_PHASE_seconds`, and of all together."""
+        """Returns `start_PHASE_seconds`, and `start_seconds` for all phases together."""
         found = {f"start_{name}_seconds": seconds for name, seconds in self.seconds.items()}
         return found | {"start_seconds": sum(self.seconds.values())}
 
@@ -123,13 +128,13 @@ def process_age(stat: Path = Path("/proc/self/stat")) -> float:
 
 log = logging.getLogger(__name__)
 
-# In the order and with the flags of `import torch`. Not libtorch_python: what is run when that is
-# loaded may need the interpreter.
+# In the order and with the flags of `import torch`. Not libtorch_python: its initialisation may
+# need the interpreter.
 LIBRARIES = (
     ("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL),
     ("libtorch.so", os.RTLD_NOW),
 )
-WAKE = "cudaSetDevice", "cudaFree"  # what the first call of the latter does is make a context
+WAKE = "cudaSetDevice", "cudaFree"  # the first cudaFree makes a context
 
 
 def preload_torch(gpu: int | None) -> threading.Thread:
@@ -140,7 +145,7 @@ def preload_torch(gpu: int | None) -> threading.Thread:
     libraries load is killed by a signal."""
     spin_briefly(os.environ)
     limit_kernel_cache(os.environ)
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it wakes one
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # torch sets it before it wakes a GPU
     thread = threading.Thread(target=_load, args=(gpu,), name="libraries", daemon=True)
     thread.start()
     return thread
@@ -174,7 +179,9 @@ NAMES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"  # oneDNN's, and
 
 
 def limit_kernel_cache(environ: MutableMapping[str, str]) -> None:
-    """To be called before torch is imported; what the user has set stays."""
+    """Limits the caches of kernels, unless the user has set the variables. To be called before
+    torch is imported.
+    """
     for name in NAMES:
         environ.setdefault(name, str(MAX_CACHED_KERNELS))
 
@@ -188,7 +195,9 @@ SPINS = 3_000
 
 
 def spin_briefly(environ: MutableMapping[str, str]) -> None:
-    """To be called before torch is imported; what the user has set stays."""
+    """Limits spinning at barriers, unless the user has set a policy or a count. To be called before
+    torch is imported.
+    """
     if "OMP_WAIT_POLICY" not in environ:
         environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
@@ -204,7 +213,7 @@ def hashing() -> threading.Thread:
 def _hash() -> None:
     try:
         from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:  # no part of what triton promises
+    except ImportError as error:  # triton_key is not part of triton's API
         log.debug("triton's hash is left to the first kernel: %s", error)
     else:
         triton_key()

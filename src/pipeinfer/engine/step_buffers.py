@@ -6,13 +6,14 @@
                                           v                           ^
                                      slot state (SlotState) ----------+
 
-Two parities of pinned words, since the host packs step N + 1 while the copy of step N may be under
-way; what is downloaded has two, too. On the device there is one of each, at fixed addresses, with
-room for the largest step. The forward stream alone writes it. It is read on that stream, and, in
-graphs with decode rows and prefill rows, by the attention of the latter on a stream that forks from
-the forward stream and joins it again in each layer (PagedBackend.attend, attention/interface.py):
-so whatever the forward stream does later comes behind all reads. In plain NumPy on the host, and
-nothing loops over rows: this is the hot path of the engine's host. Knows no model and no request.
+The pinned words have two parities, since the host packs step N + 1 while the copy of step N may be
+in flight; so have the buffers of downloads. The device has one buffer of each kind, at fixed
+addresses, with room for the largest step. Only the forward stream writes them. They are read on
+that stream, and, in graphs with decode rows and prefill rows, by the attention of the prefill rows
+on a stream that forks from the forward stream and joins it again in each layer
+(PagedBackend.attend, attention/interface.py): so later work of the forward stream comes after all
+reads. The host uses plain NumPy, without loops over rows: this is the hot path of the engine's
+host. No model and no request is known here.
 """
 
 from __future__ import annotations
@@ -49,24 +50,23 @@ from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, MAX_BAD_WORDS
 from pipeinfer.step import BadWords, DraftDelta, RequestLogitEdits, Step, StepDelta
 from pipeinfer.wire import NO_DRAFTS
 
-Propose = Callable[[DeviceStep, SlotTables], None]  # as Kernels.propose_ngrams
+Propose = Callable[[DeviceStep, SlotTables], None]  # such as Kernels.propose_ngrams
 
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
 NONE = np.empty(0, dtype=np.int32)
-MAX_VIEWS = 1024  # that are kept: making views takes as long as packing a step
+MAX_VIEWS = 1024  # views that are kept: making views takes as long as packing a step
 MAX_CHANGES = 1 << 14  # changes of the slots' state that are uploaded with a step
 
 
 class Layout(NamedTuple):
-    """The words, int32, at which a step's arrays begin in what is uploaded of it: one copy a step.
+    """The first word (int32) of each array in the words that are uploaded, by one copy a step.
 
         | num_changes | slots | starts | counts | logits_rows | leaders | ranks | tokens | changes |
           ALIGN         R       R        R        R             R         R       T        2n
 
-    R rows and T tokens are those of the shape; kernels/interface.py says what the arrays hold.
-    Changes are pairs (index, value) of SlotState.words. leaders, ranks: DeviceStep's
-    prefix_leaders and prefix_ranks. Written by StepPacker, read by the kernels scatter_words and
-    prepare_inputs.
+    R rows and T tokens are those of the shape; kernels/interface.py describes the arrays. Changes
+    are pairs (index, value) of SlotState.words. leaders, ranks: DeviceStep's prefix_leaders and
+    prefix_ranks. Written by StepPacker, read by the kernels scatter_words and prepare_inputs.
     """
 
     slots: int
@@ -81,7 +81,7 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout(shape: StepShape) -> Layout:
-    """Every array begins at a multiple of 16 bytes."""
+    """Returns the layout of `shape`, in which every array begins at a multiple of 16 bytes."""
     at = [ALIGN]
     for size in (*[shape.num_rows] * 6, shape.num_tokens):
         at.append(at[-1] + -(-size // ALIGN) * ALIGN)
@@ -89,8 +89,8 @@ def layout(shape: StepShape) -> Layout:
 
 
 class StepPacker:
-    """Writes steps into `words` int32, one after the other, as Layout says. Padding rows have the
-    slot `padding_slot`.
+    """Writes steps into `words` int32, one after the other, in the arrangement of Layout. Padding
+    rows have the slot `padding_slot`.
     """
 
     def __init__(self, words: np.ndarray, padding_slot: int) -> None:
@@ -102,12 +102,13 @@ class StepPacker:
     def pack(
         self, step: Step, shape: StepShape, num_logits: int, changes: np.ndarray
     ) -> tuple[int, np.ndarray | None]:
-        """The step, and `changes` int32 [2n] of what changes before it.
+        """Writes the step, and `changes` int32 [2n] of the state of slots before it. Returns the
+        number of words that are used, and int64, which rows of logits are the step's, all others
+        being padding; None if they are the first.
 
-        Its decodes are the shape's first decode rows, its prompts the first prefill rows. There are
-        `num_logits` rows of logits (L): in a shape of decode rows with one for each, every row has
-        its own, else those of the step are the first ones. Returns how many words are of use, and
-        which rows of logits are the step's, all others being padding; None if they are the first.
+        The step's decodes are the shape's first decode rows, its prompts the first prefill rows.
+        There are `num_logits` rows of logits (L): in a shape of decode rows with one row of logits
+        each, every row has its own, else those of the step are the first ones.
         """
         at, words, last = layout(shape), self.words, self._last
         starts = step.starts
@@ -156,7 +157,7 @@ class StepPacker:
 
 
 def _same_rows(one: Step, last: Step) -> bool:
-    """Whether they are the same but for `starts`: such steps share their arrays."""
+    """Whether two steps are equal but for `starts`: such steps share their arrays."""
     return (
         one.slots is last.slots
         and one.counts is last.counts
@@ -170,7 +171,9 @@ def _same_rows(one: Step, last: Step) -> bool:
 def _spread(
     view: np.ndarray, values: np.ndarray, shape: StepShape, decodes: int, filler: int
 ) -> None:
-    """Decodes where the shape has decode rows, prompts where it has prefill rows."""
+    """Writes decodes into the shape's decode rows, prompts into its prefill rows, and `filler` into
+    padding rows.
+    """
     if len(values) == len(view):
         view[:] = values
         return
@@ -182,8 +185,9 @@ def _spread(
 
 
 def _number(logits_rows: np.ndarray, sampling: np.ndarray, num_logits: int) -> None:
-    """The first rows of logits are those of rows that sample; each of the rest, which are padding,
-    is named by a row that does not."""
+    """Numbers the rows of logits: the first ones belong to rows that sample; each of the remaining
+    ones, which are padding, is named by a row that does not sample.
+    """
     logits_rows[:] = NO_LOGITS
     sampling_rows = np.flatnonzero(sampling)
     logits_rows[sampling_rows] = np.arange(len(sampling_rows))
@@ -193,10 +197,12 @@ def _number(logits_rows: np.ndarray, sampling: np.ndarray, num_logits: int) -> N
 
 
 class DeviceBuffers:
-    """For steps up to `largest`, of which attention wants what its `traits` say.
+    """The device's buffers for steps up to `largest`, with the tensors that the attention backend's
+    `traits` ask for.
 
-    words: int32, what the host uploads of a step, see Layout. max_changes: changes of the
-    slots' state that fit into it.
+    Attributes:
+    - words: int32, the words that the host uploads, see Layout
+    - max_changes: changes of the state of slots that fit into the words
     """
 
     def __init__(
@@ -235,10 +241,10 @@ class DeviceBuffers:
         self._sampling_words = zeros(logits * FIELD_WORDS)
 
     def views(self, shape: StepShape, num_logits: int, padded: bool) -> DeviceStep:
-        """For steps of that shape with so many rows of logits. padded: others may be smaller, and
-        every other row is padding.
+        """Returns the views for steps of that shape with `num_logits` rows of logits. padded: steps
+        may be smaller than the shape, with padding rows.
 
-        Raises ValueError for more than there is room for.
+        Raises ValueError for a shape that the buffers have no room for.
         """
         known = shape, num_logits, padded
         if known not in self._views:
@@ -296,8 +302,10 @@ class DeviceBuffers:
         )
 
     def prepare(self, step: DeviceStep, propose: Propose | None = None) -> None:
-        """On the current stream: the slots' state changes, then what was uploaded becomes what
-        kernels index with. propose: makes the draft tokens in between, if rows have any."""
+        """Applies the changes of the state of slots, then expands the uploaded arrays to the
+        tensors that kernels index with; on the current stream. propose: makes the draft tokens in
+        between; None: no row has any.
+        """
         self._kernels.scatter_words(step.changes, step.num_changes, self._state.words)
         if propose is not None:
             propose(step, self._state.by_slot)
@@ -306,9 +314,10 @@ class DeviceBuffers:
     def attention_inputs(
         self, views: DeviceStep, parity: int, words: np.ndarray, step: Step
     ) -> AttentionInputs:
-        """For attention. words: the step's on the host, read only if the traits want lengths
-        there."""
-        if views.padded:  # whatever steps a graph will run
+        """Returns the inputs of attention. words: the step's words on the host, read only if the
+        backend wants lengths there.
+        """
+        if views.padded:  # bounds of all steps that a graph will run
             shape = views.shape
             queries = shape.num_tokens if shape.num_prefills else 1
             if shape.verifies:
@@ -321,7 +330,7 @@ class DeviceBuffers:
         return AttentionInputs(views, queries, pages, parity, host)
 
     def _on_host(self, views: DeviceStep, words: np.ndarray) -> HostLengths:
-        """Lengths and indptrs as the device computes them from the words."""
+        """Computes lengths and indptrs on the host, as the device computes them from the words."""
         at, rows = layout(views.shape), views.shape.num_rows
         starts, counts = (words[begin : begin + rows] for begin in (at.starts, at.counts))
         counts = np.maximum(counts, views.padding_row_tokens)
@@ -337,7 +346,7 @@ class DeviceBuffers:
 
 
 def _indptr(sizes: np.ndarray) -> np.ndarray:
-    """int32 [n + 1]: where each of them begins, and the end."""
+    """Returns int32 [n + 1], where each of `sizes` begins, and the end."""
     found = np.zeros(len(sizes) + 1, dtype=np.int32)
     np.cumsum(sizes, out=found[1:])
     return found
@@ -349,15 +358,16 @@ BLOCK = 256  # words that uploads are a multiple of, so that few sizes of them o
 
 
 class PinnedWords:
-    """Pinned int32 words on the host, as many as were taken at most; none before the first
-    `take`."""
+    """Pinned int32 words on the host, as many as the largest `take` so far; none before the first
+    `take`.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._pinned: torch.Tensor | None = None
 
     def take(self, count: int) -> torch.Tensor:
-        """int32 [count], until they are taken again."""
+        """Returns int32 [count], valid until the next `take`."""
         if self._pinned is None or len(self._pinned) < count:
             self._pinned = self._device.pinned((1 << (count - 1).bit_length(),), torch.int32)
         return self._pinned[:count]
@@ -370,21 +380,25 @@ class Download:
         self._words = PinnedWords(device)
 
     def download(self, words: torch.Tensor) -> np.ndarray:
-        """Copies int32 [n] from the device, on the current stream: there when that is done, and
-        until the next download."""
+        """Copies int32 [n] from the device, on the current stream. The result is complete when the
+        copy has ended, and valid until the next download.
+        """
         here = self._words.take(len(words))
         here.copy_(words, non_blocking=True)
         return here.numpy()
 
 
 class StepBuffers:
-    """Pinned host memory of one parity: what a step uploads, and what is downloaded of it.
+    """Pinned memory of the host of one parity: uploads and downloads of a step.
 
-    parity: which of the PARITIES double buffers, 0 or 1; the n-th launch of a runner has parity
-    n % PARITIES, whatever the number of its step.
-    packer: writes steps into the words that are uploaded. logprobs, masks: memory for those of a
-    step. attention_metadata: of the last step that was launched in them; its memory is in use until
-    that step has ended.
+    Attributes:
+    - parity: which of the PARITIES double buffers, 0 or 1; the n-th launch of a runner has parity n
+      % PARITIES, whatever the number of its step
+    - packer: writes steps into the words that are uploaded
+    - logprobs: words for the download of log-probs
+    - masks: words for the upload of masks
+    - attention_metadata: of the last step that was launched in these buffers; its memory is in use
+      until that step has ended
     """
 
     def __init__(
@@ -403,7 +417,9 @@ class StepBuffers:
         self.masks = PinnedWords(device)
 
     def download(self, drawn: torch.Tensor) -> np.ndarray:
-        """Copies int64 [L, 2] from the device, on the current stream: there when that is done."""
+        """Copies int64 [L, 2] from the device, on the current stream. The result is complete when
+        the copy has ended.
+        """
         count = len(drawn)
         if count not in self._rows:
             self._rows[count] = self._drawn[:count]
@@ -411,8 +427,9 @@ class StepBuffers:
         return self._drawn_on_host[:count]
 
     def upload(self, words: int, target: torch.Tensor) -> None:
-        """Copies the first `words`, or a few more, to the beginning of `target`, which is the same
-        always, on the current stream."""
+        """Copies the first `words`, or a few more, to the beginning of `target` on the current
+        stream. `target` must be the same tensor in every call.
+        """
         words = min(-(-words // BLOCK) * BLOCK, len(self._pinned))
         if words not in self._upload_views:
             if len(self._upload_views) >= MAX_UPLOAD_VIEWS:
@@ -430,12 +447,11 @@ SEQUENCES = 2 * MAX_BAD_WORDS  # each has two spellings
 BAD_WORDS_SIZE = (
     BAD_WORDS_HEADER + MAX_BAD_WORD_IDS + SEQUENCES + 1 + MAX_BAD_IDS
 )  # words of a slot
-TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bits
+TORCH = {8: torch.int64, 4: torch.int32}  # dtypes by bytes; unsigned ones are viewed as bits
 
 
 class SlotState:
-    """On the device, what is kept of the requests in their slots, as regions of one buffer of
-    words:
+    """State of the requests in slots on the device, as regions of one buffer of words:
 
         region              shape
         page table          [rows, pages]
@@ -444,20 +460,23 @@ class SlotState:
         numbers of edits    [rows]
         edits               [3, rows, max_edits]
         bad words           [rows, BAD_WORDS_SIZE]
-        lengths             [rows]                  these three where drafts are made: SlotDrafts
+        lengths             [rows]                  these three if drafts are made: SlotDrafts
         token ids           [rows, max_tokens]
         drafts              [rows, max_drafts]
 
-    rows: a row for each of `slots` requests, and one for the padding slot. One buffer, so that
-    whatever changes (StepDelta) is a list of indices and values. Written on the forward stream by
-    scatter_words (all changes of a step that fit into its words; else the runner copies them),
-    apply_logit_edits (the latest ids of requests with bad words), propose_ngrams (drafts) and
-    accept_drafts (lengths and token ids). Beside it lies last_token, int64 [rows], the id that each
-    slot sampled last, which sampling kernels write, and accept_drafts for rows with drafts.
+    rows: a row for each of `slots` requests, and one for the padding slot. All regions are in one
+    buffer, so that all changes (StepDelta) are a list of indices and values. Written on the forward
+    stream by scatter_words (all changes of a step that fit into its words; else the runner copies
+    them), apply_logit_edits (the latest ids of requests with bad words), propose_ngrams (drafts)
+    and accept_drafts (lengths and token ids). A tensor of its own is last_token, int64 [rows], the
+    id that each slot sampled last, which sampling kernels write, and accept_drafts for rows with
+    drafts.
 
-    padding_slot: the last one, which padding rows have. by_slot, logit_edits, adapter_slots: what
-    kernels read. words: all of the buffer. biased: on the host, bool [slots], whose edits raise or
-    lower logits.
+    Attributes:
+    - padding_slot: slot of padding rows, the last one
+    - by_slot, logit_edits, adapter_slots: tensors that kernels read
+    - words: the whole buffer
+    - biased: on the host, bool [slots], whether a slot's edits raise or lower logits
     """
 
     def __init__(
@@ -470,8 +489,15 @@ class SlotState:
         max_drafts: int = 0,
         acceptance: float = -1.0,
     ) -> None:
-        """max_tokens: of a request, where up to `max_drafts` draft tokens of it are verified at a
-        time. acceptance: see SlotDrafts."""
+        """Allocates the buffer.
+
+        - slots: requests
+        - pages: pages of a request
+        - max_edits: logit edits of a request
+        - max_tokens: tokens of a request; used only if drafts are made
+        - max_drafts: draft tokens of a row that are verified at a time; 0: no drafts are made
+        - acceptance: see SlotDrafts
+        """
         self.padding_slot, num_rows = slots, slots + 1
         self._pages = pages
         self._max_edits = max_edits
@@ -519,8 +545,9 @@ class SlotState:
         )
 
     def apply_on_host(self, delta: StepDelta) -> np.ndarray:
-        """Brings `biased` up to date, and returns what is to be written on the device: int32 [2n],
-        the indices in `words` that `delta` changes, each with its new value."""
+        """Updates `biased`, and returns the changes for the device: int32 [2n], the indices in
+        `words` that `delta` changes, each with its new value.
+        """
         indices, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
         if len(delta.admitted):
             admitted = self._admitted_changes(delta)
@@ -535,7 +562,7 @@ class SlotState:
         return pairs
 
     def _admitted_changes(self, delta: StepDelta) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of slots that were filled: fields, adapter slots, and edits."""
+        """Returns (indices, values) of slots that were filled: fields, adapter slots, and edits."""
         num_rows, slots = self.padding_slot + 1, delta.admitted
         found: list[tuple[np.ndarray, np.ndarray]] = []
         begin = self._fields_at
@@ -574,7 +601,9 @@ class SlotState:
         return found
 
     def _logit_edit_changes(self, edits: RequestLogitEdits) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Raises ValueError for more edits than there is room for."""
+        """Returns (indices, values) of logit edits. Raises ValueError for more edits than there is
+        room for.
+        """
         num_rows, count = self.padding_slot + 1, len(edits.ids)
         if count > self._max_edits:
             raise ValueError(f"{count} edits of logits, where there is room for {self._max_edits}")
@@ -587,7 +616,9 @@ class SlotState:
     def _bad_word_changes(
         self, slot: int, bad_words: BadWords
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """All but how many there are. Raises ValueError for more than there is room for."""
+        """Returns (indices, values) of bad words, without the number of sequences. Raises
+        ValueError for more sequences or ids than there is room for.
+        """
         if len(bad_words.ends) > SEQUENCES or len(bad_words.ids) > MAX_BAD_IDS:
             raise ValueError(
                 f"no room for {len(bad_words.ends)} sequences of {len(bad_words.ids)} ids"
@@ -610,7 +641,7 @@ class SlotState:
 
 
 def fields_by_name(words: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
-    """Views [count] into the words of `count` slots' or rows' fields."""
+    """Returns views [count] into the words of the fields of `count` slots or rows, by name."""
     views: dict[str, torch.Tensor] = {}
     begin = 0
     for field in ORDER:

@@ -1,15 +1,16 @@
-"""Builds the arrays of a step from what the memory decided: Rows become a Step and its StepDelta.
+"""Builds the arrays of a step from what the memory manager decided: Rows become a Step and its
+StepDelta.
 
     StepBuilder     rows of the plan -> rows of the step, decodes first; what changed by slot
-    RequestTable    how the request in each slot wants to be sampled, as arrays over slots
+    RequestTable    sampling parameters of the request in each slot, as arrays over slots
     FIELDS          sampling parameters of one number each: tables over slots, what steps carry,
                     uploads and padding follow from it. The samplers (kernels/by_triton.py,
                     kernels/host.py) name those that they read: they must follow by hand
 
-Knows no policy and no torch. This is the hot path of the engine's host: plain decodes are handled
-as arrays. There are loops over rows that compute known tokens, over those with draft tokens, over
-those with penalties or vectors, over prompts whose log-probs are asked for, over requests that come
-or go, and, while some request may not sample every id, over all rows of logits.
+Uses no policy and no torch. This is the hot path of the engine's host: plain decodes are handled as
+arrays. There are loops over rows that compute known tokens, over rows with draft tokens, over rows
+with penalties or vectors, over prompts whose log-probs are asked for, over requests that come or
+go, and, while some request may not sample every id, over all rows of logits.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ from pipeinfer.wire import DRAFT_TOKEN, NO_DRAFTS, unpack
 
 
 class StepBuilder:
-    """One plan after the other. Keeps the last step, of which most of the next one may be the
-    same: its arrays are shared then, and never written to. shares: steps say what decodes
-    begin with in common.
+    """Builds the steps of one plan after the other. Keeps the last step, because most of the next
+    one may be the same: the arrays are shared then, and never written to. shares: whether steps
+    list shared prefixes of decodes.
     """
 
     def __init__(self, memory: MemoryManager, requests: RequestTable, shares: bool = False) -> None:
@@ -63,17 +64,17 @@ class StepBuilder:
         self._shares = shares
         self._requests = requests
         self._last: tuple[Step, np.ndarray] | None = None
-        # Pages, since the last step that computes anything: see Rows.
+        # Pages to zero, since the last step that computes anything: see Rows.
         self._pages_to_zero: list[np.ndarray] = []
         self._lengths = dict[int, int]()  # see DraftDelta, since that step
 
     def build(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
-        """(step, plan_rows) of the plan that the memory applied last.
+        """Returns (step, plan_rows) of the plan that the memory manager applied last.
 
-        plan_rows: int64 [L]; of each row of logits its row in the plan.
+        - plan_rows: int64 [L], the row of the plan that each row of logits belongs to
 
-        Rows that compute nothing are left out; rows with one token come first. What changed
-        in the slots waits for a step that computes something.
+        Rows that compute nothing are left out; rows with one token come first. Changes of slots
+        wait for a step that computes something.
         """
         last = self._last
         self._lengths.update(rows.first_drafts)
@@ -96,7 +97,8 @@ class StepBuilder:
         if rows.drafts is not None:
             drafts = rows.drafts[order]
             last = np.repeat(sampling, 1 + drafts[sampling].clip(min=0))
-            # Where the row is for certain; what it must not sample yet is looked up by position.
+            # A lower bound of the position; the device checks by position which ids are suppressed.
+            # by position.
             ends = np.where(drafts == NO_DRAFTS, ends, memory.slots.num_known[slots])
         step = Step(
             epoch=epoch,
@@ -115,7 +117,7 @@ class StepBuilder:
             if self._requests.prompt_logprobs
             else (),
             masked=self._requests.masked(slots[last]),
-            # Where steps go on with the same rows, these only get pages of their own.
+            # Rows that go on in later steps only get pages of their own, so the prefixes stay.
             shared_prefixes=find_shared_prefixes(memory.table, slots[:decodes], memory.page_size)
             if self._shares
             else None,
@@ -126,7 +128,7 @@ class StepBuilder:
         return step, order[last]
 
     def _next(self, last: Step, rows: Rows) -> Step:
-        """`last`, one token further."""
+        """Returns the step after `last`, with the same rows, one token further."""
         penalties = last.penalties
         if penalties is not None and penalties.new:
             penalties = replace(penalties, new=())
@@ -155,13 +157,17 @@ class StepBuilder:
         )
 
     def _next_logprobs(self, last: Step, rows: Rows) -> LogprobRows | None:
-        """As the last step's; what must not be sampled yet may be sampled now."""
+        """Returns the log-prob rows of the last step; ids that were suppressed there may be allowed
+        now.
+        """
         if last.logprobs is None or not last.logprobs.suppressed:
             return last.logprobs
         return self._requests.logprobs(rows.slots, rows.starts + rows.counts)
 
     def _prompt_logprob_chunks(self, rows: Rows, order: np.ndarray) -> Iterator[PromptLogprobChunk]:
-        """The rows that compute what comes before prompt tokens whose log-probs are asked for."""
+        """Yields the prompt tokens whose log-probs are asked for, of rows that compute the token
+        before each.
+        """
         counts = rows.counts[order]
         begins = np.cumsum(counts) - counts
         for at in np.flatnonzero(rows.ids_known[order]).tolist():
@@ -176,7 +182,7 @@ class StepBuilder:
                 )
 
     def _delta(self) -> StepDelta:
-        """What changed since the last step that computes anything."""
+        """Takes the changes since the last step that computes anything."""
         pages, requests = self._memory.table.take_changes(), self._requests.take_changes()
         delta = NO_CHANGES if pages is None else StepDelta(*pages)
         if requests is not None:
@@ -202,7 +208,9 @@ class StepBuilder:
 
 
 def _order(counts: np.ndarray) -> tuple[np.ndarray, int]:
-    """Rows with one token, then rows with more, each in plan order; and how many the first are."""
+    """Returns rows with one token, then rows with more, each in plan order; and the number of the
+    first.
+    """
     singles = np.flatnonzero(counts == 1)
     if len(singles) == len(counts):
         return singles, len(singles)
@@ -210,8 +218,9 @@ def _order(counts: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
-    """int32 [T]: the known ids of rows that have any left, LAST_TOKEN for decodes, with DRAFT_TOKEN
-    behind it."""
+    """Returns int32 [T]: the known ids of rows that have any left; for decodes LAST_TOKEN, followed
+    by DRAFT_TOKEN for each draft token.
+    """
     counts = rows.counts[order]
     ends = np.cumsum(counts)
     tokens = np.full(int(ends[-1]) if len(ends) else 0, LAST_TOKEN, dtype=np.int32)
@@ -226,7 +235,7 @@ def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
     return tokens
 
 
-# Of one request: those that it names, and a model's own ends.
+# Entries of one request: the ids that it names, and a model's end tokens.
 MAX_LOGIT_EDITS = MAX_STOP_TOKENS + MAX_BIASES + 2 * MAX_BAD_WORDS + 256
 LAST_POSITION = 2**31 - 1
 NO_LOGPROBS = -1  # in place of a number of alternatives
@@ -236,13 +245,16 @@ _NO_IDS = np.empty(0, dtype=np.int64)
 
 
 class RequestTable:
-    """On the host, sampling parameters by slot, [max_slots] each; stale in empty slots, which are
-    not read."""
+    """Sampling parameters by slot on the host, arrays [max_slots]; stale in empty slots, which are
+    not read.
+    """
 
     def __init__(self, max_slots: int, keeps_token_ids: bool = False) -> None:
-        """keeps_token_ids: for steps whose drafts are made out of them."""
+        """Makes an empty table. keeps_token_ids: whether steps need the known ids of new requests,
+        to make drafts.
+        """
         self._keeps_token_ids = keeps_token_ids
-        self._token_ids: dict[int, np.ndarray] = {}  # by slot, since they were taken last
+        self._token_ids: dict[int, np.ndarray] = {}  # ids by slot, since the last take
         self._fields = filled(max_slots)
         self._adapter_slots = np.zeros(max_slots, dtype=np.int32)
         self._edits: dict[int, RequestLogitEdits] = {}
@@ -251,19 +263,19 @@ class RequestTable:
         self._penalized = np.zeros(max_slots, dtype=bool)
         self._penalty_histories: dict[
             int, PenaltyHistory
-        ] = {}  # of slots that have not sampled yet
-        self._alternatives = np.full(max_slots, NO_LOGPROBS, dtype=np.int32)  # of outputs
+        ] = {}  # histories of slots that have not sampled yet
+        self._alternatives = np.full(max_slots, NO_LOGPROBS, dtype=np.int32)  # for outputs
         self._vector_sizes = np.zeros(max_slots, dtype=np.int32)
         self._vector_ids: list[np.ndarray] = [_NO_IDS] * max_slots
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
-        self._extended: dict[int, list[AppendedTokens]] = {}  # of those, since they sampled last
+        self._extended: dict[int, list[AppendedTokens]] = {}  # by slot, since its last sample
         self._dropped_grammars: set[int] = set()  # slots of those, since they were taken
         # By slot: see prompt_logprob_span().
         self.prompt_logprobs: dict[int, tuple[int, int, int]] = {}
 
     def put(self, admit: Admit) -> None:
-        """Takes the parameters of a request that enters `admit.slot`."""
+        """Takes the parameters of the request that enters `admit.slot`."""
         slot, params = admit.slot, admit.params
         self._admitted[slot] = None
         if self._keeps_token_ids:
@@ -298,14 +310,18 @@ class RequestTable:
             self.prompt_logprobs[slot] = first, admit.prompt_len, alternatives
 
     def extend(self, slot: int, first: int, ids: np.ndarray) -> None:
-        """An AppendTokens gave the request in `slot` output `ids` int32 [n], from position `first`
-        on."""
+        """Notes output `ids` int32 [n] that an AppendTokens gave the request in `slot`, from
+        position `first` on.
+        """
         if slot in self._constrained:
             self._extended.setdefault(slot, []).append(AppendedTokens(slot, first, ids))
 
     def logprobs(self, slots: np.ndarray, positions: np.ndarray) -> LogprobRows | None:
-        """Of those of the `slots` int32 [L] that ask for any, for what they sample at `positions`;
-        None if none does."""
+        """Returns the rows that ask for log-probs of what they sample; None if no row does.
+
+        - slots: int32 [L], the slot of each row of logits
+        - positions: [L], the position of each sampled id
+        """
         rows = np.flatnonzero(self._alternatives[slots] != NO_LOGPROBS)
         if len(rows) == 0:
             return None
@@ -314,7 +330,7 @@ class RequestTable:
         return LogprobRows(rows, self._alternatives[chosen], suppressed)
 
     def vectors(self, slots: np.ndarray) -> VectorRows | None:
-        """Of those of the `slots` int32 [L] that ask for one; None if none does."""
+        """Returns the rows that ask for vectors, of `slots` int32 [L]; None if no row does."""
         rows = np.flatnonzero(self._vector_sizes[slots])
         if len(rows) == 0:
             return None
@@ -324,12 +340,15 @@ class RequestTable:
         return VectorRows(rows, self._vector_sizes[chosen], token_ids)
 
     def adapter_slots(self, slots: np.ndarray) -> np.ndarray:
-        """int32 [n], where the adapters of the requests in `slots` int32 [n] lie; 0: no adapter."""
+        """Returns int32 [n], where the adapters of the requests in `slots` int32 [n] lie; 0: no
+        adapter.
+        """
         return self._adapter_slots[slots]
 
     def prompt_logprob_span(self, slot: int, first: int, end: int) -> tuple[int, int, int] | None:
-        """(first, end, alternatives) of the prompt tokens there whose log-probs are asked
-        for."""
+        """Returns (first, end, alternatives) of the prompt tokens within `first` .. `end` - 1 whose
+        log-probs are asked for; None if there are none.
+        """
         asked = self.prompt_logprobs.get(slot)
         if asked is None:
             return None
@@ -339,8 +358,8 @@ class RequestTable:
     def take_changes(
         self,
     ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[RequestLogitEdits, ...]] | None:
-        """The slots that were filled since the last call, int32 [a], their fields [a] and the edits
-        of those that have any; None if there are none.
+        """Returns the slots that were filled since the last call, int32 [a], their fields [a] by
+        name, and the logit edits of requests that have some; None if no slot was filled.
         """
         if not self._admitted:
             return None
@@ -350,16 +369,16 @@ class RequestTable:
         return slots, dict(self.fields(slots)), edits
 
     def take_token_ids(self) -> dict[int, np.ndarray]:
-        """By slot, all known ids, int32 [n], of requests that came since the last call."""
+        """Takes the known ids, int32 [n] by slot, of requests that came since the last call."""
         token_ids, self._token_ids = self._token_ids, {}
         return token_ids
 
     def fields(self, slots: np.ndarray) -> Mapping[str, np.ndarray]:
-        """Of `slots` int32 [L], by name."""
+        """Returns the sampling fields of `slots` int32 [L], by name."""
         return {name: values[slots] for name, values in self._fields.items()}
 
     def penalties(self, slots: np.ndarray) -> PenaltyRows | None:
-        """Of those of the `slots` int32 [L] that have any; None if none has."""
+        """Returns the rows that have penalties, of `slots` int32 [L]; None if no row has any."""
         rows = np.flatnonzero(self._penalized[slots])
         if len(rows) == 0:
             return None
@@ -372,21 +391,23 @@ class RequestTable:
         return PenaltyRows(rows, chosen, self._factors[chosen], new)
 
     def drop_grammars(self, slots: Iterable[int]) -> None:
-        """The requests in these slots have gone; their grammars are dropped."""
+        """Marks the grammars in these slots as dropped: their requests have ended."""
         self._dropped_grammars.update(slot for slot in slots if slot in self._constrained)
 
     def drop_all_grammars(self) -> None:
-        """Drops the grammars of all slots."""
+        """Marks the grammars of all slots as dropped."""
         self._dropped_grammars.update(self._constrained)
 
     def take_dropped_grammars(self) -> tuple[int, ...]:
-        """Slots whose requests had a grammar and have gone since the last call."""
+        """Takes the slots whose requests had a grammar and have ended since the last call."""
         dropped = tuple(self._dropped_grammars)
         self._dropped_grammars.clear()
         return dropped
 
     def masked(self, slots: np.ndarray) -> MaskRows | None:
-        """Those of the `slots` int32 [L] that may not sample every id; None if all may."""
+        """Returns the rows that may not sample every id, of `slots` int32 [L]; None if all rows
+        may.
+        """
         if not self._constrained:
             return None
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._constrained]
@@ -403,8 +424,10 @@ class RequestTable:
 
 
 def constrained(admit: Admit) -> Constrained:
-    """What holds for a request that enters its slot. It jumps only where a forced id means nothing
-    but that it is the next one: where nobody wants its log-prob, nor counts it, nor bans it."""
+    """Returns the restrictions of a request that enters its slot. It may jump forward only if a
+    forced id has no effect but its place in the output: no log-prob is asked for, no penalty counts
+    it, and no id is suppressed.
+    """
     ids, params = unpack(admit.token_ids), admit.params
     spec, budget = params.structured_outputs, params.thinking_token_budget
     output = ids[admit.prompt_len :]
@@ -416,8 +439,9 @@ def constrained(admit: Admit) -> Constrained:
 
 
 def logit_edits_of(admit: Admit) -> RequestLogitEdits:
-    """What a request must not sample, what it suppresses, and what it makes more or less likely;
-    some ids may be all of that. Where it names all that are allowed, only these are left.
+    """Returns the logit edits of a request: ids that it must not sample, ids that it suppresses,
+    and ids that it makes more or less likely; an id may be all of these. If the request lists
+    allowed ids, only these are left.
 
     Outputs are counted from the prompt's end, not from the admission: a request that was preempted
     comes back with outputs among its known tokens.
@@ -426,7 +450,7 @@ def logit_edits_of(admit: Admit) -> RequestLogitEdits:
     never = dict.fromkeys([ids[0] for ids in admit.bad_word_ids if len(ids) == 1], 0.0)
     suppressed = never | dict.fromkeys(
         admit.suppressed_ids, 0.0
-    )  # those that are not sampled come first
+    )  # ids that are not sampled come first
     values = suppressed | params.logit_bias
     if allowed is not None:
         allowed_ids = frozenset(allowed)
@@ -443,7 +467,7 @@ def logit_edits_of(admit: Admit) -> RequestLogitEdits:
 
 
 def _bad_words(admit: Admit) -> BadWords | None:
-    """Of more than one id each."""
+    """Returns the bad words of more than one id each; None if there are none."""
     longer = [ids for ids in admit.bad_word_ids if len(ids) > 1]
     if not longer:
         return None
@@ -454,15 +478,22 @@ def _bad_words(admit: Admit) -> BadWords | None:
     return BadWords(ends, ids, admit.prompt_len, len(known), recent)
 
 
-# Whatever a request says, its numbers fit into the dtypes of FIELDS. What the API accepts is
-# narrower: see params.py.
+# MAX_TOP_K and MAX_FLOAT32 bound the numbers of any request, so that they fit into the dtypes of
+# FIELDS. The API accepts narrower ranges: see params.py.
 MAX_TOP_K = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class Field:
-    """filler: of an empty slot. of: the number of the request that `admit` admits."""
+    """A sampling parameter of one number.
+
+    Attributes:
+    - name: name of the field
+    - dtype: of NumPy
+    - filler: value in an empty slot
+    - of: returns the value of the request that `admit` admits
+    """
 
     name: str
     dtype: Any
@@ -482,7 +513,9 @@ FIELDS = (
 
 
 def filled(count: int, **values: ArrayLike) -> dict[str, np.ndarray]:
-    """[count] of each field, by name: `values`, of all or of each, and fillers for the others."""
+    """Returns [count] of each field, by name: `values` (one for all entries, or one for each), and
+    fillers for the other fields.
+    """
     return {
         field.name: np.full(count, values.get(field.name, field.filler), dtype=field.dtype)
         for field in FIELDS

@@ -1,12 +1,13 @@
-"""A model whose weights outlive its engine: all that stays of them lies in one piece of memory.
+"""Models whose weights outlive their engine: all parameters that stay lie in one piece of memory.
 
     WeightMemory        places in that memory, one behind the other
     build_on_gpu        a model with its weights in memory of cuMemCreate
-    build_on_host       the same in a memfd that is sealed
+    build_on_host       a model with its weights in a memfd that is sealed
 
-A successor builds the same model, so each parameter has the same place again, over addresses behind
-which there is scratch, and then maps the memory there: it fills nothing and lays nothing out. What
-oneDNN has packed has its place, too, behind the parameters, in the order in which it was packed.
+A successor builds an equal model, so each parameter gets the same place, at addresses with scratch
+behind them, and then maps the memory there: it fills no parameter and packs no matrix. Matrices
+that oneDNN has packed have places, too, behind the parameters, in the order in which they were
+packed.
 """
 
 from __future__ import annotations
@@ -36,8 +37,14 @@ Fill = Callable[[CausalLM], None]  # loads weights and packs them
 
 
 class PackedMatrix(msgspec.Struct, frozen=True, array_like=True):
-    """What was made when the model was packed: `size` bytes from `begin` on, a matrix of `shape` in
-    the dtype that torch names so. layout: its index in PackedMatrices.layouts."""
+    """A matrix that was made when the model was packed.
+
+    Attributes:
+    - begin, size: its bytes in the memory
+    - shape: of the matrix
+    - dtype: torch's name, without "torch."
+    - layout: index in PackedMatrices.layouts
+    """
 
     begin: int
     size: int
@@ -47,15 +54,21 @@ class PackedMatrix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedMatrices(msgspec.Struct, array_like=True):
-    """All of a model, in the order in which they are packed. layouts: oneDNN's different ones; b""
-    of matrices that torch reads."""
+    """All packed matrices of a model, in the order in which they were packed.
+
+    Attributes:
+    - layouts: the different layouts of oneDNN; b"" for matrices that torch reads
+    - matrices: the matrices
+    """
 
     layouts: list[bytes]
     matrices: list[PackedMatrix]
 
 
 class ParameterSizes:
-    """A ParameterMemory that has no memory. size: bytes of the parameters that stay."""
+    """A ParameterMemory without memory, which counts bytes. size: bytes of the parameters that
+    stay.
+    """
 
     final = True
 
@@ -65,14 +78,14 @@ class ParameterSizes:
     def stays(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A tensor on the device "meta"."""
+        """Counts the bytes; returns a tensor on the device "meta"."""
         self.size += aligned(prod(shape) * dtype.itemsize)
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def temporary(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A tensor on the device "meta"."""
+        """Returns a tensor on the device "meta"."""
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def packed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -80,16 +93,22 @@ class ParameterSizes:
 
 
 class WeightMemory:
-    """A ParameterMemory within `data` uint8 [size], from its begin on.
+    """A ParameterMemory within `data` uint8 [size], from its beginning on.
 
-    used: bytes. complete: all that stays is there.
+    Attributes:
+    - used: bytes
+    - complete: whether all that stays is in the memory
     """
 
     def __init__(
         self, data: torch.Tensor, matrices: PackedMatrices | None = None, *, final: bool = False
     ) -> None:
-        """matrices: in which each is noted that is packed, or, if all is final, was; None: what is
-        made when the model is packed is not put there."""
+        """Memory for one model.
+
+        - matrices: list in which packed matrices are noted, or, if `final`, were noted; None:
+          packed matrices are not put into the memory
+        - final: the memory has, or will have, its final values
+        """
         self.final = final
         self.used, self.complete = 0, True
         self._data, self._matrices = data, matrices
@@ -141,20 +160,24 @@ class WeightMemory:
 
 
 def aligned(size: int) -> int:
-    """Bytes to the next parameter."""
+    """Returns `size` rounded up: bytes to the next parameter."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def build_on_gpu(
     kept: KeptMemory, name: str, build: Build, fill: Fill, least: Callable[[int], int]
 ) -> tuple[CausalLM, GpuWeights | None]:
-    """A model whose weights are final, and those, kept under `name`; None: not all that stays is in
-    one piece. least: from a number of this rank to the least of all ranks, which all call it."""
+    """Returns a model with final weights, and the weights, kept under `name`; None: not all that
+    stays is in one piece of memory. least: returns the least of the numbers with which all ranks
+    call it.
+    """
     sizes, others = ParameterSizes(), torch.cuda.memory_allocated()
     build(sizes)
 
     def fill_again(data: torch.Tensor) -> None:
-        """By another model with the same places, which is packed once, as the first was."""
+        """Fills `data` by another model with the same places, which is packed once, as the first
+        was.
+        """
         fill(build(WeightMemory(data)))
 
     found = _left_on_gpu(kept, name, sizes.size, build)
@@ -183,8 +206,9 @@ def build_on_gpu(
 def _left_on_gpu(
     kept: KeptMemory, name: str, size: int, build: Build
 ) -> tuple[CausalLM, CudaMemory] | None:
-    """The model over the weights that an engine before has left, and their memory; None: there are
-    none of `size` bytes, or they have changed. What is not of use is given back."""
+    """Returns the model over the weights that an earlier engine has left, and their memory; None:
+    there are none of `size` bytes, or they have changed. Weights of no use are given back.
+    """
     note = _note_of(kept, name, size)
     if note is None:
         return None
@@ -202,7 +226,9 @@ def _left_on_gpu(
 
 
 def _note_of(kept: KeptMemory, name: str, size: int) -> WeightsNote | None:
-    """Of what was left; None: nothing of `size` bytes was."""
+    """Returns the note of weights that were left; None: there are none of `size` bytes. Weights of
+    another size are given back.
+    """
     raw = kept.note(name)
     note = None if raw is None else msgspec.msgpack.decode(raw, type=WeightsNote)
     if note is not None and note.size != size:
@@ -214,8 +240,9 @@ def _note_of(kept: KeptMemory, name: str, size: int) -> WeightsNote | None:
 def build_on_host(
     kept: KeptMemory, name: str, build: Build, fill: Fill
 ) -> tuple[CausalLM, HostWeights]:
-    """A model whose weights are final, and those, kept under `name`. A standby that is lent none
-    has weights of its own."""
+    """Returns a model with final weights, and the weights, kept under `name`. A standby that is
+    lent no weights reads its own.
+    """
     sizes = ParameterSizes()
     build(sizes)
     note = _note_of(kept, name, sizes.size)
@@ -243,7 +270,7 @@ def build_on_host(
 def _read(
     memory: SealedMemory, parameters: int, build: Build, fill: Fill
 ) -> tuple[CausalLM, WeightsNote]:
-    """A model in `memory`, which is scratch before, and sealed then."""
+    """Reads a model into `memory`, which is scratch before and sealed afterwards."""
     memory.take_back()
     matrices = PackedMatrices([], [])
     places = WeightMemory(memory.data, matrices)
@@ -256,8 +283,9 @@ def _read(
 
 
 def no_room_for_weights() -> str:
-    """Why a host gives no addresses for them, as with strict accounting of memory; "" where it
-    does."""
+    """The reason why the host gives no addresses for weights, such as strict accounting of memory;
+    "" if it gives them.
+    """
     try:
         SealedMemory(2 * _host_bytes())
     except OSError as error:
@@ -266,6 +294,7 @@ def no_room_for_weights() -> str:
 
 
 def _host_bytes() -> int:
-    """What packed matrices cannot take more than: they are no larger by much than what they are
-    made of, but by how much oneDNN alone knows."""
+    """Upper bound of the bytes of packed matrices: the host's memory. Packed matrices are not much
+    larger than their sources, but only oneDNN can tell by how much.
+    """
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,11 +1,11 @@
 """The model of a GGUF file in the terms of other checkpoints: its configuration in the fields of
 config.json, its tensors under transformers' names.
 
-- `config_json`, `document`, `tokenizer`: what a folder's files would say. Every size is checked
+- `config_json`, `document`, `tokenizer`: the content of a folder's files. Every size is checked
   against a bound or against the file's own tensors before anything is allocated by it.
   checkpoint/config.py reads the fields.
-- `GgufTensor`, `model_tensors`: the file's tensors under transformers' names, with what has to be
-  undone in their values.
+- `GgufTensor`, `model_tensors`: the file's tensors under transformers' names, with the changes that
+  have to be undone in their values.
 - `WeightFile`: decodes slices of tensors as float32, a few megabytes at a time.
 
 Imports no torch.
@@ -66,7 +66,8 @@ LLAMA3 = {
 class Keys:
     """The key-values of a model, without the architecture's name that their keys begin with.
 
-    architecture: llama.cpp's name, such as "qwen3moe".
+    Attributes:
+    - architecture: llama.cpp's name, such as "qwen3moe"
 
     All methods that read a value raise ConfigurationError, which names the key, for a wrong one.
     """
@@ -81,7 +82,7 @@ class Keys:
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive whole number, at most the bound in UPPER_BOUNDS, or LARGEST if there is none.
 
-        default: stands for a missing key; None: the key is required.
+        - default: stands for a missing key; None: the key is required
         """
         value = self._header.metadata.get(f"{self.architecture}.{name}", default)
         most = UPPER_BOUNDS.get(name, LARGEST)
@@ -92,7 +93,7 @@ class Keys:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive finite number.
 
-        default: stands for a missing key; None: the key is required.
+        - default: stands for a missing key; None: the key is required
         """
         value = self._header.metadata.get(f"{self.architecture}.{name}", default)
         if isinstance(value, (bool, str, list)) or value is None or not 0 < value < math.inf:
@@ -127,8 +128,9 @@ class Keys:
 class Architecture:
     """An architecture that can be read.
 
-    name: in config.json.
-    extra_fields: makes the fields of config.json that only this architecture has.
+    Attributes:
+    - name: in config.json
+    - extra_fields: makes the fields of config.json that only this architecture has
     """
 
     name: str
@@ -359,10 +361,10 @@ class WeightFile:
     ) -> Iterator[tuple[slice, np.ndarray]]:
         """Decodes a part of a tensor, piece by piece.
 
-        packed: a tensor of one or two dimensions.
-        slices: the part, one slice for each dimension.
-        as_int4_blocks: of a matrix whose type is one of INT4_TYPES, and whose columns begin and end
-            between groups of INT4_GROUP.
+        - packed: a tensor of one or two dimensions
+        - slices: the part, one slice for each dimension
+        - as_int4_blocks: of a matrix whose type is one of INT4_TYPES, and whose columns begin and
+          end between groups of INT4_GROUP
 
         Yields (rows, values): a slice of the part's first dimension, counted from the part's
         beginning, and float32 values, or what `int4_blocks` returns.
@@ -452,14 +454,16 @@ UNUSED = ("rope_freqs.weight",)  # part of the configuration, see _llama3
 class GgufTensor:
     """A model's tensor in a GGUF file. The first four attributes are those of StoredTensor.
 
-    file: where it is.
-    dtype: the file's type, such as "Q4_K".
-    shape: slowest dimension first.
-    nbytes: its size.
-    offset: in bytes from the file's beginning.
-    interleaved_heads: heads whose rows the file has in RoPE's interleaved order; 0: rows are in the
-        model's order.
-    norm_offset: what was added to all values when the file was written, and is subtracted again.
+    Attributes:
+    - file: the file with the tensor
+    - dtype: the file's type, such as "Q4_K"
+    - shape: slowest dimension first
+    - nbytes: its size
+    - offset: in bytes from the file's beginning
+    - interleaved_heads: heads whose rows the file has in RoPE's interleaved order; 0: rows are in
+      the model's order
+    - norm_offset: number that was added to all values when the file was written, and is subtracted
+      again
     """
 
     file: Path
@@ -540,13 +544,13 @@ def int4_modules(header: GgufHeader) -> frozenset[str]:
 
 
 def int4_blocks(kind: str, raw: np.ndarray) -> np.ndarray:
-    """uint8 [rows, groups, 24] of raw uint8 [rows, blocks, bytes of a block]: the same layout for
-    all types.
+    """Returns uint8 [rows, groups, 24] of raw uint8 [rows, blocks, bytes of a block]: the same
+    layout for all types.
 
     A group has the numbers n of 32 values, the first 16 in the lower bits of 16 bytes, the others
     in the upper ones, then a scale and a zero in float32: a value is (n - 8) * scale + zero.
 
-    kind: one of INT4_TYPES.
+    - kind: one of INT4_TYPES
     """
     rows = raw.shape[0]
     scale, zero, numbers = _INT4_PARTS[kind](raw)
@@ -556,7 +560,9 @@ def int4_blocks(kind: str, raw: np.ndarray) -> np.ndarray:
 
 
 def _halves(raw: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
-    """float32 [..., 1] each, of float16 in bytes begin .. end - 1 of blocks [..., bytes]."""
+    """Returns float32 [..., 1] each, of float16 in bytes begin .. end - 1 of blocks [...,
+    bytes].
+    """
     halves = np.ascontiguousarray(raw[..., begin:end]).view(np.float16).astype(np.float32)
     return np.split(halves, halves.shape[-1], -1)
 
@@ -588,9 +594,9 @@ _INT4_PARTS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
 
 
 def decode(kind: str, raw: np.ndarray) -> np.ndarray:
-    """float32 [rows, values] of raw uint8 [rows, bytes of whole blocks].
+    """Returns float32 [rows, values] of raw uint8 [rows, bytes of whole blocks].
 
-    kind: the type, of BLOCKS.
+    - kind: the type, of BLOCKS
     """
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize

@@ -43,14 +43,15 @@ Value: TypeAlias = "str | int | float | bool | list[Value]"
 
 
 class InvalidFile(ValueError):
-    """The file contradicts itself or the format; the message says how."""
+    """The file contradicts itself or the format; the message is the reason."""
 
 
 class Cursor:
     """Reads values of a file, one after another.
 
-    at: the byte that is read next.
-    remaining: bytes from there to the file's end.
+    Attributes:
+    - at: the byte that is read next
+    - remaining: bytes from there to the file's end
 
     All methods that read raise InvalidFile if the file ends too early or has a wrong value.
     """
@@ -85,9 +86,9 @@ class Cursor:
         return self._text(self._skipped(size), self.at)
 
     def value(self, kind: int) -> Value:
-        """The next value.
+        """Reads the next value.
 
-        kind: its type: STRING, ARRAY or a key of NUMBERS.
+        - kind: its type: STRING, ARRAY or a key of NUMBERS
         """
         if kind == STRING:
             return self.string()
@@ -105,8 +106,8 @@ class Cursor:
     def skip(self, kind: int, depth: int = 0) -> None:
         """Goes past the next value without decoding it.
 
-        kind: its type.
-        depth: arrays around it.
+        - kind: its type
+        - depth: arrays around it
         """
         if kind == STRING:
             self._skipped(self.count(1))
@@ -315,7 +316,9 @@ def only_gguf(folder: Path) -> Path | None:
 
 
 def absolute(file: Path) -> Path:
-    """Under its own name: what it links to may have another, as in the hub's cache."""
+    """Returns the absolute path with the file's own name: the target of a link may have another, as
+    in the hub's cache.
+    """
     return file.parent.resolve() / file.name
 
 
@@ -351,11 +354,12 @@ LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of an empty name, one dimension, a typ
 class TensorInfo:
     """A tensor in a GGUF file.
 
-    name: llama.cpp's, such as "blk.0.attn_q.weight".
-    type: such as "F32" or "Q4_K".
-    shape: slowest dimension first, as in torch; the file has it the other way round.
-    offset: in bytes from the file's beginning.
-    nbytes: its size; 0 if the type cannot be decoded.
+    Attributes:
+    - name: llama.cpp's, such as "blk.0.attn_q.weight"
+    - type: such as "F32" or "Q4_K"
+    - shape: slowest dimension first, as in torch; the file has it the other way round
+    - offset: in bytes from the file's beginning
+    - nbytes: its size; 0 if the type cannot be decoded
     """
 
     name: str
@@ -371,7 +375,7 @@ class FileMetadata(Mapping[str, Value]):
     """
 
     def __init__(self, path: Path, data: mmap.mmap, offsets: dict[str, tuple[int, int]]) -> None:
-        """offsets: (type, byte offset) of each value, by key."""
+        """Values of the header. offsets: (type, byte offset) of each value, by key."""
         self._path = path
         self._data = data
         self._offsets = offsets
@@ -394,10 +398,11 @@ class FileMetadata(Mapping[str, Value]):
 class GgufHeader:
     """The header of a GGUF file.
 
-    path: of the file.
-    metadata: the key-values.
-    tensors: by name.
-    data: the mapped file.
+    Attributes:
+    - path: of the file
+    - metadata: the key-values
+    - tensors: by name
+    - data: the mapped file
     """
 
     path: Path
@@ -485,8 +490,8 @@ def _located(listed: list[TensorInfo], begin: int, size: int) -> dict[str, Tenso
     """The tensors by name, with offsets from the file's beginning. Raises InvalidFile if one is
     outside of the file or overlaps another.
 
-    begin: where the weights begin.
-    size: of the file, in bytes.
+    - begin: where the weights begin
+    - size: of the file, in bytes
     """
     located: dict[str, TensorInfo] = {}
     for tensor in listed:

@@ -41,8 +41,9 @@ Json = dict[str, object]
 class _AddedIds(NamedTuple):
     """The special tokens around each prompt, as texts; None: there is none.
 
-    bos: in front.
-    eos: behind.
+    Attributes:
+    - bos: in front
+    - eos: behind
     """
 
     bos: str | None
@@ -52,7 +53,7 @@ class _AddedIds(NamedTuple):
 def tokenizer_json(metadata: Metadata) -> Json:
     """The object of tokenizer.json; `Tokenizer.from_str` reads it as JSON.
 
-    metadata: the file's key-values. Lists in the result share its texts.
+    - metadata: the file's key-values. Lists in the result share its texts
 
     The tokenizer gives the ids of the model's own. Raises ConfigurationError for a model or
     pre-tokenizer that is not supported, and for metadata that is incomplete or contradicts itself.
@@ -251,8 +252,8 @@ def _added(vocabulary: GgufVocabulary, replaced: bool) -> list[Json]:
     """The entries of `added_tokens`. All but USER_DEFINED tokens are special: they are left out of
     decoded text.
 
-    replaced: whether USER_DEFINED tokens that contain SPACE are looked for in the normalized text,
-        where spaces are replaced; all others are looked for in the text as it came.
+    - replaced: whether USER_DEFINED tokens that contain SPACE are looked for in the normalized
+      text, where spaces are replaced; all others are looked for in the text as it came
     """
     return [
         {
@@ -273,7 +274,7 @@ def _added(vocabulary: GgufVocabulary, replaced: bool) -> list[Json]:
 def _added_ids(metadata: Metadata, vocabulary: GgufVocabulary, add_bos: bool) -> _AddedIds:
     """The special tokens around each prompt.
 
-    add_bos: whether there is one in front where the file does not say.
+    - add_bos: whether there is one in front where the file does not say
     """
     return _AddedIds(
         _added_id(metadata, vocabulary, ADD_BOS, "bos_token", add_bos),
@@ -427,11 +428,12 @@ _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 class PreTokenizer(NamedTuple):
     """How a text is split before BPE.
 
-    splits: regular expressions of Oniguruma. Each splits the pieces of the one before it into its
-        matches and the text between them.
-    whole_words: whether a piece that is a token needs no merges.
-    add_bos: whether prompts begin with the bos token, where the file does not say.
-    nfc: whether text is normalized to NFC first.
+    Attributes:
+    - splits: regular expressions of Oniguruma. Each splits the pieces of the one before it into its
+      matches and the text between them
+    - whole_words: whether a piece that is a token needs no merges
+    - add_bos: whether prompts begin with the bos token, if the file does not define it
+    - nfc: whether text is normalized to NFC first
     """
 
     splits: tuple[str, ...]
@@ -521,10 +523,11 @@ ORDINARY = frozenset((TokenType.UNDEFINED, TokenType.NORMAL))
 class GgufVocabulary(NamedTuple):
     """The tokens of a file.
 
-    tokens: texts by id, all different.
-    kinds: a TokenType for each token.
-    ids: ids by text.
-    named: ids by names of tokenizer_config.json, such as "eos_token", as far as the file has them.
+    Attributes:
+    - tokens: texts by id, all different
+    - kinds: a TokenType for each token
+    - ids: ids by text
+    - named: ids by names of tokenizer_config.json, such as "eos_token", as far as the file has them
     """
 
     tokens: list[str]

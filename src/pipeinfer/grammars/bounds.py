@@ -1,8 +1,10 @@
-"""What can be said of a grammar before it is compiled, by the gateway too, which has no compiler.
+"""Properties of a grammar that are known before it is compiled, also for the gateway, which has no
+compiler.
 
-- `check`: bounds on a grammar's size, of its text. The compiler may still refuse what passes.
+- `check`: bounds on a grammar's size, by its text. The compiler may still refuse a grammar that
+  passes.
 - `GrammarError`: why a grammar is refused.
-- what a JSON schema demands of values, as far as it is easily seen. Changes no schema.
+- demands of a JSON schema on values, as far as they are easily seen. Changes no schema.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ MAX_GRAMMAR_DEPTH = 128
 MAX_GBNF_LETTERS = 16 * 1024
 # The error if an engine has no memory for a grammar now; a later request may succeed.
 NO_GRAMMAR_MEMORY = "the grammars in use leave no memory for another one; try again later"
-# Before what a compiler says of a client's grammar, parts of which that may quote.
+# Prefix of a compiler's error about a client's grammar, which may quote parts of the grammar.
 GRAMMAR_ERROR = "structured_outputs: "
 # Bytes of stack for compiling in a validation; an engine's thread has twice as much (compiling.py).
 VALIDATION_STACK_BYTES = 32 * 1024 * 1024
@@ -47,13 +49,14 @@ _OPEN, _CLOSE = "[{(", "]})"
 
 
 class VocabularySetup(msgspec.Struct, frozen=True, array_like=True):
-    """What a GrammarVocabulary is built from.
+    """The arguments of a GrammarVocabulary.
 
-    tokenizer: tokenizer.json as text.
-    width: of the logits.
-    end_ids: ids that end a request.
-    known_ids: ids that the tokenizer has.
-    stack: bytes of stack to compile with in a validation.
+    Attributes:
+    - tokenizer: tokenizer.json as text
+    - width: of the logits
+    - end_ids: ids that end a request
+    - known_ids: ids that the tokenizer has
+    - stack: bytes of stack to compile with in a validation
     """
 
     tokenizer: str
@@ -64,11 +67,13 @@ class VocabularySetup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GrammarError(ValueError):
-    """A grammar is not served. The message says why, for the client."""
+    """A grammar is not served. The message is the reason, for the client."""
 
 
 def form_of(spec: StructuredOutputs) -> str:
-    """Which of FORMS `spec` has. Raises GrammarError unless it has exactly one."""
+    """Returns the member of FORMS that `spec` has. Raises GrammarError unless it has exactly
+    one.
+    """
     given = [form for form in FORMS if getattr(spec, form) is not None]
     if len(given) != 1:
         said = " and ".join(given) or "none"
@@ -231,8 +236,8 @@ def exactly(schema: Schema) -> list[JsonValue] | None:
 def split(
     values: list[JsonValue], others: list[JsonValue]
 ) -> tuple[list[JsonValue], list[JsonValue]]:
-    """(values of `values` that are in `others`, the rest), by JSON's equality: true is not 1,
-    1.0 is.
+    """Returns (values of `values` that are in `others`, the rest), by JSON's equality: true is not
+    1, 1.0 is.
     """
     texts = set(map(_text, others))
     inside: list[JsonValue] = []
@@ -261,7 +266,8 @@ def _text(value: JsonValue) -> str:
 class SchemaFacts:
     """Facts about the subschemas of one schema.
 
-    root: the schema, in which references are looked up.
+    Attributes:
+    - root: the schema, in which references are looked up
     """
 
     def __init__(self, root: JsonObject) -> None:
@@ -367,7 +373,7 @@ class SchemaFacts:
     def are_disjoint(self, one: Schema, other: Schema, closed: bool) -> bool:
         """Whether certainly no value fits both schemas.
 
-        closed: whether objects have no properties but the named ones, unless a keyword opens them.
+        - closed: whether objects have no properties but the named ones, unless a keyword opens them
         """
         one, other = self.resolved(one), self.resolved(other)
         if one is False or other is False:
@@ -408,8 +414,9 @@ class SchemaFacts:
         return ""
 
     def names(self, schema: Schema) -> list[str] | None:
-        """The names of the properties that an object may have, if it is closed where it does not
-        say; None if a keyword opens it, or if the schema is not about an object.
+        """Returns the names of the properties that an object may have, if `schema` closes the
+        object or does not open it; None if a keyword opens it, or if the schema is not about an
+        object.
         """
         found = list(self._names(schema, 0))
         if not found or None in found:

@@ -95,12 +95,13 @@ def limits() -> LLParserLimits:
 class GrammarVocabulary:
     """The model's tokens, for grammars. Masks are int32 [words], one bit a token, lowest bit first.
 
-    width: of the logits.
-    end_ids: ids that end a request.
-    tokens: the tokenizer, in llguidance's form.
-    sampled_mask: all ids that the tokenizer has; other ids are never sampled.
-    no_end_mask: the same without `end_ids`.
-    space_mask: ids of tokens that are white space alone.
+    Attributes:
+    - width: of the logits
+    - end_ids: ids that end a request
+    - tokens: the tokenizer, in llguidance's form
+    - sampled_mask: all ids that the tokenizer has; other ids are never sampled
+    - no_end_mask: the same without `end_ids`
+    - space_mask: ids of tokens that are white space alone
     """
 
     def __init__(self, tokenizer: str, width: int, end_ids: Sequence[int], known: Sequence[int]):
@@ -125,15 +126,15 @@ class GrammarVocabulary:
         return self._texts[token]
 
     def tokens_of_text(self, text: str) -> list[int]:
-        """Ids of `text`; one id if a token has exactly this text."""
+        """Returns the ids of `text`; one id if a token has exactly this text."""
         return self.tokens.tokenize_str(text)
 
     def tokens_completing(self, text: bytes, begun: int) -> np.ndarray | None:
         """A mask of the tokens that complete a text and go on with more than white space; None:
         there are none.
 
-        text: to be completed, such as a closing tag.
-        begun: bytes of it that are there already.
+        - text: to be completed, such as a closing tag
+        - begun: bytes of it that are there already
         """
         if (text, begun) not in self._beyond:
             found = [
@@ -160,21 +161,24 @@ class GrammarVocabulary:
 
 
 def vocabulary_of(setup: VocabularySetup) -> GrammarVocabulary:
-    """The vocabulary that `setup` says. Give it away: it takes MB that no grammar needs."""
+    """Builds the vocabulary of `setup`. Pass `setup` on without keeping it: it takes MB that no
+    grammar needs.
+    """
     return GrammarVocabulary(setup.tokenizer, setup.width, setup.end_ids, setup.known_ids)
 
 
 class Grammar:
     """A compiled grammar; matchers are copies of it.
 
-    vocabulary: of the model.
-    allows_leading_space: whether white space in front of the grammar's text is harmless: it is
-        JSON.
-    seconds: that compiling took.
-    num_copies: compiled copies.
-    has_all_copies: whether no more copies will be made.
-    generation: how often the grammar was compiled again.
-    num_rows: rows that use it.
+    Attributes:
+    - vocabulary: of the model
+    - allows_leading_space: whether white space in front of the grammar's text is harmless, as in
+      JSON
+    - seconds: time of the compilation
+    - num_copies: number of compiled copies
+    - has_all_copies: whether no more copies will be made
+    - generation: how often the grammar was compiled again
+    - num_rows: rows that use it
 
     Matchers of one compiled copy share its lexer, and wait for each other when they fill masks, so
     for many rows there may be several copies. A lexer keeps the states that it has built, so
@@ -194,11 +198,11 @@ class Grammar:
         self.num_rows = 0
         self._compiled_bytes = BASE_BYTES + TEXT_BYTES * len(self._text)
         self._compiled_bytes += COMPILED_BYTES * mask_cost(self._copies[0]).fuel
-        self._fuel = 0  # that the lexers used since compiling
+        self._fuel = 0  # fuel that the lexers used since compiling
 
     @property
     def num_copies(self) -> int:
-        """Compiled copies."""
+        """Number of compiled copies."""
         return len(self._copies)
 
     @property
@@ -210,7 +214,7 @@ class Grammar:
 
     @property
     def has_grown(self) -> bool:
-        """Whether compiling it again would free more than half of `bytes`."""
+        """Whether compiling the grammar again would free more than half of `bytes`."""
         return self.bytes > 2 * self._compiled_bytes
 
     def add_fuel(self, fuel: int) -> None:
@@ -218,8 +222,8 @@ class Grammar:
         self._fuel += fuel
 
     def recompile(self) -> None:
-        """Compiles it again, without the states of its lexers; rows move to the new copy. May be
-        called from any thread, one call at a time. Raises GrammarError.
+        """Compiles the grammar again, without the states of its lexers; rows move to the new copy.
+        May be called from any thread, one call at a time. Raises GrammarError.
         """
         self._copies = [self._compile()]
         self._fuel = 0
@@ -234,7 +238,7 @@ class Grammar:
     def matcher(self, row: int = 0) -> LLMatcher:
         """A matcher at the beginning of the grammar.
 
-        row: the number of the row, which decides which compiled copy it uses.
+        - row: the number of the row, which decides which compiled copy it uses
         """
         originals = self._copies
         return originals[row % len(originals)].deep_copy()
@@ -270,8 +274,8 @@ def _definition(spec: StructuredOutputs) -> str:
 
 
 def _from_schema(text: str) -> str:
-    """The grammar of a JSON schema in llguidance's form. Raises GrammarError for malformed
-    keywords, and for those that cannot be enforced.
+    """Returns the grammar of a JSON schema in llguidance's form. Raises GrammarError for malformed
+    keywords, and for keywords that cannot be enforced.
     """
     found = compilable_schema(schema_of(text), closed=False, narrow=True)
     if found.malformed:
@@ -333,11 +337,12 @@ _COUNT = re.compile(r'"(\w+)": (\d+)')
 
 
 class MaskCost(NamedTuple):
-    """What a matcher has cost since its grammar was compiled, or between two moments.
+    """The cost of a matcher since its grammar was compiled, or between two moments.
 
-    items: of the parser.
-    fuel: of the lexer.
-    nodes: of the tree of all tokens that were walked.
+    Attributes:
+    - items: of the parser
+    - fuel: of the lexer
+    - nodes: nodes of the tree of all tokens that were walked
     """
 
     items: int = 0
@@ -359,8 +364,9 @@ class MaskCost(NamedTuple):
 
 
 def mask_cost(matcher: LLMatcher) -> MaskCost:
-    """The cost of `matcher` and of what it was copied from. Takes about 0.1 ms: the library shows
-    its counters only in an error message, so a copy of the matcher is made to fail.
+    """Returns the cost of `matcher` and of the matcher that it was copied from. Takes about 0.1 ms:
+    the library shows its counters only in an error message, so a copy of the matcher is made to
+    fail.
     """
     copy = matcher.deep_copy()
     copy.consume_token(_NO_TOKEN)
@@ -388,14 +394,16 @@ Job = Callable[[], None]
 class GrammarStore:
     """The compiled grammars of an engine. All methods may be called from any thread.
 
-    setup: returns what the vocabulary is built from; called once, when the first grammar needs it.
-    most_bytes: of all grammars that are kept or used.
-    ahead: whether the vocabulary is built at once, in the background.
+    Arguments:
+    - setup: returns the arguments of the vocabulary; called once, when the first grammar needs it
+    - max_bytes: of all grammars that are kept or used
+    - ahead: whether the vocabulary is built at once, in the background
 
-    _futures: grammars by spec, least recently used first.
-    _live: grammars that are kept or used.
-    _recompiling: grammars that are being compiled again.
-    _with_copies: grammars for which several copies were asked for.
+    Attributes:
+    - _futures: grammars by spec, least recently used first
+    - _live: grammars that are kept or used
+    - _recompiling: grammars that are being compiled again
+    - _with_copies: grammars for which several copies were asked for
     """
 
     def __init__(
@@ -429,23 +437,23 @@ class GrammarStore:
                     self._vocabulary = vocabulary_of(self._setup())
                 except Exception as error:  # raised when a grammar is asked for
                     self._vocabulary_error = f"this model serves no grammars: {error}"
-                return_freed_memory()  # what it was built from is as large as the vocabulary
+                return_freed_memory()  # the setup is as large as the vocabulary
 
     def prepare(
         self, spec: StructuredOutputs, then: Callable[[str], None], slow: bool = False
     ) -> None:
         """Compiles a grammar in the background.
 
-        spec: the grammar.
-        then: called with the error, or with "", once the grammar is compiled: at once if it is
-            already, otherwise on another thread.
-        slow: whether compiling takes long; it runs on a thread of its own then, and other grammars
-            do not wait for it.
+        - spec: the grammar
+        - then: called with the error, or with "", once the grammar is compiled: at once if it is
+          already, otherwise on another thread
+        - slow: whether compiling takes long; it runs on a thread of its own then, and other
+          grammars do not wait for it
         """
         self._future(spec, slow).add_done_callback(lambda one: then(_error_of(one)))
 
     def grammar(self, spec: StructuredOutputs) -> Grammar:
-        """The compiled grammar; waits for it if need be. Raises GrammarError."""
+        """Returns the compiled grammar; waits for its compilation. Raises GrammarError."""
         return self._future(spec).result()
 
     @property

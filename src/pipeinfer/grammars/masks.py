@@ -1,11 +1,12 @@
-"""Which tokens each row of a step may sample: one mask a row, a function of the row's ids alone.
+"""Masks of the tokens that each row of a step may sample: a row's mask is a function of its ids
+alone.
 
 A row has a MaskSource. It is transient: it can be built again from the row's ids at any time, and
 gives the same masks then.
 
 - GrammarSource: by a grammar.
-- AfterReasoningSource: by a grammar that begins behind the thoughts.
-- ThinkingBudgetSource: ends the thoughts after a number of tokens.
+- AfterReasoningSource: by a grammar that begins after the reasoning.
+- ThinkingBudgetSource: ends the reasoning after a number of tokens.
 - UnconstrainedSource, FailedSource: allow everything, nothing.
 - RowSource: around one of the others, with tokens that are forced ahead (jump-forward decoding).
 """
@@ -43,7 +44,7 @@ class MaskSource(Protocol):
         ...
 
     def feed(self, ids: Sequence[int], /) -> str:
-        """Takes the row's next output ids. Returns what is wrong with them; "": nothing."""
+        """Takes the row's next output ids. Returns the error in them; "": none."""
         ...
 
     def force(self) -> list[int]:
@@ -55,21 +56,24 @@ class MaskSource(Protocol):
     def check(self, words: np.ndarray, /) -> str:
         """Completes a mask.
 
-        words: int32 [W], as the matcher has filled it; holds the allowed ids' bits afterwards.
+        - words: int32 [W], as the matcher has filled it; holds the allowed ids' bits afterwards
 
-        Returns why no id is allowed; "": some are.
+        Returns the reason why no id is allowed; "": some are.
         """
         ...
 
 
 class GrammarSource:
-    """Allows what a grammar allows. Ids that end a request are not fed to the grammar, which is
-    over then.
+    """Allows the tokens that a grammar allows. Ids that end a request are not fed to the grammar,
+    which has ended then.
 
-    grammar: what is allowed.
-    ids: the row's output so far.
-    row: the number of the row, which decides which compiled copy it uses.
-    error: what is wrong; "": nothing.
+    Arguments:
+    - grammar: decides which tokens are allowed
+    - ids: the row's output so far
+    - row: the number of the row, which decides which compiled copy it uses
+
+    Attributes:
+    - error: error in the ids; "": none
     """
 
     def __init__(self, grammar: Grammar, ids: Sequence[int] = (), row: int = 0) -> None:
@@ -124,7 +128,7 @@ class GrammarSource:
         return ids if ids and not self.feed(ids) else []
 
     def check(self, words: np.ndarray) -> str:
-        if self._matcher.is_error():  # its mask is that of an ordinary end
+        if self._matcher.is_error():  # the mask of an ordinary end
             self.error = self.error or error_message(self._matcher)
         if not self.error:
             words &= self._vocabulary.sampled_mask
@@ -136,15 +140,16 @@ class GrammarSource:
 
 
 class AfterReasoningSource:
-    """Allows what a grammar allows behind the thoughts.
+    """Allows the tokens that a grammar allows after the reasoning.
 
-    - Amid the thoughts all tokens are allowed except those that end the request, and those that
+    - Within the reasoning all tokens are allowed except those that end the request, and those that
       complete the closing tag and go on with more than white space.
-    - Before them, these are allowed: the opening tag, if it is one token; a little white space, if
-      it is harmless in front of the grammar's text; the grammar's first tokens.
+    - Before the reasoning, these are allowed: the opening tag, if it is one token; a little white
+      space, if it is harmless in front of the grammar's text; the grammar's first tokens.
 
-    grammar, ids, row: as for GrammarSource.
-    reasoning: tags of the thoughts, and their state behind the prompt.
+    Arguments:
+    - grammar, ids, row: as for GrammarSource
+    - reasoning: tags of the reasoning, and its state after the prompt
     """
 
     def __init__(
@@ -175,7 +180,7 @@ class AfterReasoningSource:
         return ""
 
     def _read(self, token: int) -> str:
-        """Takes the next token while the thoughts are not over. Returns an error or ""."""
+        """Takes the next token while the reasoning has not ended. Returns an error or ""."""
         reasoning, before = self._reasoning, self._reasoning.state
         reasoning.read(token)
         if before == "before" and reasoning.state == "open":  # the grammar begins anew behind them
@@ -237,13 +242,14 @@ class UnconstrainedSource:
 
 
 class ThinkingBudgetSource:
-    """Forces the closing tag after a number of tokens of thoughts; otherwise allows what `behind`
-    allows.
+    """Forces the closing tag after a number of tokens of reasoning; otherwise allows the tokens
+    that `answer` allows.
 
-    behind: the source for all other tokens; has read `output` already.
-    budget: tokens of thoughts.
-    reasoning: tags of the thoughts, and their state behind the prompt.
-    output: the row's output ids so far.
+    Arguments:
+    - answer: the source for all other tokens; has read `output` already
+    - budget: tokens of reasoning
+    - reasoning: tags of the reasoning, and its state after the prompt
+    - output: the row's output ids so far
     """
 
     def __init__(
@@ -293,10 +299,7 @@ class ThinkingBudgetSource:
 
 
 class FailedSource:
-    """Allows nothing: the row's grammar does not compile any more.
-
-    error: why.
-    """
+    """Allows nothing: the row's grammar does not compile any more. error: the reason."""
 
     matcher = None
 
@@ -317,10 +320,11 @@ class FailedSource:
 class RowSource:
     """The source of one row, with tokens forced ahead of sampling.
 
-    source: decides which tokens are allowed, or forced.
-    at: the position of the next output id.
-    jumps: whether ids may be forced ahead. Once ids are forced, `feed` must get them before any
-        other id, whether they were sampled or passed by the scheduler.
+    Attributes:
+    - source: decides which tokens are allowed, or forced
+    - at: the position of the next output id
+    - jumps: whether ids may be forced ahead. Once ids are forced, `feed` must get them before any
+      other id, whether they were sampled or passed by the scheduler
     """
 
     def __init__(self, source: MaskSource, at: int, jumps: bool = True) -> None:
@@ -335,7 +339,7 @@ class RowSource:
         return None if self._forced else self._source.matcher
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Takes the next output ids. Returns what is wrong with them; "": nothing."""
+        """Takes the next output ids. Returns the error in them; "": none."""
         self._position += len(ids)
         said = min(len(self._forced), len(ids))
         for token in ids[:said]:
@@ -344,7 +348,7 @@ class RowSource:
         return self._error or (self._source.feed(ids[said:]) if said < len(ids) else "")
 
     def feed_from(self, first: int, ids: Sequence[int]) -> str:
-        """Takes `ids`, the output from position `first` on; skips those that were fed already."""
+        """Takes `ids`, the output from position `first` on; skips ids that were fed already."""
         return self.feed(ids[self._position - first :])
 
     def force(self) -> list[int]:
@@ -376,12 +380,12 @@ def _allow_only(token: int, words: np.ndarray) -> None:
 def make_source(
     grammar: Grammar, output: Sequence[int], reasoning: ReasoningContext | None, row: int = 0
 ) -> MaskSource:
-    """The source of a request with a grammar.
+    """Returns the source of a request with a grammar.
 
-    grammar: what is allowed.
-    output: the request's output ids so far.
-    reasoning: behind which the grammar begins; None: there are none.
-    row: as for GrammarSource.
+    - grammar: decides which tokens are allowed
+    - output: the request's output ids so far
+    - reasoning: the grammar begins after it; None: there is no reasoning
+    - row: as for GrammarSource
     """
     if reasoning is None or reasoning.state == "over":
         return GrammarSource(grammar, output, row)
@@ -391,11 +395,11 @@ def make_source(
 def fill_masks(executor: LLExecutor, sources: Sequence[MaskSource], masks: np.ndarray) -> list[str]:
     """Fills the masks of all rows in one parallel call.
 
-    sources: of R rows.
-    masks: int32 [R, W], row i for source i.
+    - sources: of R rows
+    - masks: int32 [R, W], row i for source i
 
-    Returns what went wrong for each row; "": nothing. A row with an error allows nothing; the other
-    rows are not affected.
+    Returns the error of each row; "": none. A row with an error allows nothing; the other rows are
+    not affected.
     """
     by_grammar = [(m, i) for i, source in enumerate(sources) if (m := source.matcher) is not None]
     if by_grammar:
@@ -404,16 +408,17 @@ def fill_masks(executor: LLExecutor, sources: Sequence[MaskSource], masks: np.nd
 
 
 class ReasoningTracker:
-    """Follows the thoughts of one answer, token by token.
+    """Follows the reasoning of one answer, token by token.
 
-    state: "before", "open" or "over", as ReasoningState.
-    text_after_closing: bytes behind the closing tag, in the token that completed the tag.
+    Attributes:
+    - state: "before", "open" or "over", as ReasoningState
+    - text_after_closing: bytes behind the closing tag, in the token that completed the tag
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, reasoning: ReasoningContext) -> None:
         self._vocabulary = vocabulary
         self._opening, self._closing = reasoning.opening.encode(), reasoning.closing.encode()
-        # The end of the text so far. "before": all of it; "open": what may begin the closing tag.
+        # End of the text so far. "before": all of it; "open": a possible start of the closing tag.
         self._tail = b""
         self.state: ReasoningState = reasoning.state
         self.text_after_closing = b""
@@ -438,7 +443,7 @@ class ReasoningTracker:
 
     @property
     def only_white_space(self) -> bool:
-        """Whether the thoughts have not begun, and the answer has only white space so far."""
+        """Whether the reasoning has not begun, and the answer has only white space so far."""
         return self.state == "before" and not self._tail.strip()
 
     def closing_and_more(self) -> np.ndarray | None:

@@ -51,7 +51,7 @@ EXACT = 2**53  # whole numbers up to here are exact in the compiler's float64
 LEAST_INT64, LARGEST_INT64 = -(2**63), 2**63 - 1
 LEAST_COMPILABLE = LEAST_INT64 + 1024  # the float64 above LEAST_INT64, which does not compile
 
-# Keywords that the compiler enforces, and those that references need. The others are removed.
+# Keywords that the compiler enforces, and keywords that references need. The others are removed.
 _SUPPORTED = frozenset(
     ("anyOf", "oneOf", "allOf", "$ref", "const", "enum", "type", "items", "additionalItems",
      "prefixItems", "minItems", "maxItems", "properties", "additionalProperties",
@@ -74,10 +74,11 @@ _DEFINED = re.compile(r"#/(?:\$defs|definitions)/[^/]*$")
 class CompilableSchema:
     """A schema for the compiler.
 
-    schema: what is compiled.
-    unsupported: keywords that it does not enforce, each with its place, such as "uniqueItems at
-        properties.tags".
-    malformed: those of `unsupported` whose values are not valid in JSON Schema.
+    Attributes:
+    - schema: the schema that is compiled
+    - unsupported: keywords that `schema` does not enforce, each with its place, such as
+      "uniqueItems at properties.tags"
+    - malformed: those of `unsupported` whose values are not valid in JSON Schema
     """
 
     schema: JsonObject | bool
@@ -88,11 +89,11 @@ class CompilableSchema:
 def compilable_schema(
     schema: JsonObject | bool, closed: bool = True, narrow: bool = False
 ) -> CompilableSchema:
-    """`schema` with only the keywords that the compiler knows.
+    """Returns `schema` with only the keywords that the compiler supports.
 
-    closed: whether objects have no properties but the named ones, unless `additionalProperties` or
-        a similar keyword is given.
-    narrow: whether to allow fewer values rather than to leave a keyword out.
+    - closed: whether objects have no properties but the named ones, unless `additionalProperties`
+      or a similar keyword is given
+    - narrow: whether to allow fewer values rather than to leave a keyword out
 
     Raises GrammarError if the schema is too large.
     """
@@ -106,7 +107,8 @@ def compilable_schema(
 class _SchemaRewriter:
     """Rewrites one schema, subschema by subschema. Each subschema is copied and the copy changed.
 
-    unsupported, malformed: as in CompilableSchema; the keys are an ordered set.
+    Attributes:
+    - unsupported, malformed: as in CompilableSchema; the keys are an ordered set
 
     In the methods, `made` is the copy that is changed, `at` its place in the schema, and `more`
     collects schemas that must hold beside it.
@@ -134,8 +136,8 @@ class _SchemaRewriter:
     def schema(self, given: Schema, at: str, within: bool = False) -> Schema:
         """Rewrites the subschema `given` at place `at`.
 
-        within: whether it is about the same value as the schema around it, which then closes the
-            object.
+        - within: whether it is about the same value as the schema around it, which then closes the
+          object
         """
         if isinstance(given, bool):
             return given
@@ -198,8 +200,8 @@ class _SchemaRewriter:
         self.malformed[f"{key} at {at}" if at else key] = None
 
     def _reference(self, made: JsonObject, at: str) -> None:
-        """Mends references: those outside of the definitions get a moved target, those without a
-        target are removed.
+        """Mends references: a reference outside of the definitions gets a moved target, a reference
+        without a target is removed.
         """
         to = made.get("$ref")
         if not isinstance(to, str):
@@ -353,7 +355,7 @@ class _SchemaRewriter:
     def _branches(self, made: JsonObject, part: JsonObject) -> list[Schema] | None:
         """The branches of a condition; [] if it demands nothing; None if they cannot be told apart.
 
-        part: has if, and may have then and else.
+        - part: has if, and may have then and else
         """
         then, other = part.get("then", True), part.get("else", True)
         if then is True and other is True:
@@ -542,7 +544,9 @@ def _allow_only(made: JsonObject, values: list[JsonValue]) -> None:
 
 
 def _patterns(pattern: str) -> tuple[list[str], bool]:
-    """As `without_lookaround`, in the compiler's dialect; there may be no pattern left."""
+    """Returns the result of `without_lookaround`, in the compiler's dialect; there may be no
+    pattern left.
+    """
     patterns, whole = without_lookaround(pattern)
     each = [to_compiler_dialect(one) for one in patterns]
     return [one for one in each if one is not None], whole and None not in each
@@ -602,7 +606,7 @@ def with_plain_digits(pattern: str) -> str:
 
 
 def without_lookaround(pattern: str) -> tuple[list[str], bool]:
-    """(patterns, exact): patterns without look-around that must all match, at least one.
+    """Returns (patterns, exact): patterns without look-around that must all match, at least one.
 
     exact: whether together they mean the same as `pattern`. If not, they allow more.
     """
@@ -645,7 +649,7 @@ def _never(body: str) -> str | None:
 
 
 def _other(one: str) -> str:
-    """A class of all characters but those of `one`, a character or a class."""
+    """Returns a class of all characters but those of `one`, a character or a class."""
     if one.startswith("[^"):
         return f"[{one[2:]}"
     if one.startswith("["):

@@ -54,9 +54,10 @@ MAX_RUNS = 2  # tries of a grammar: the first fork may have been killed for anot
 class ValidationTask(msgspec.Struct, frozen=True, array_like=True):
     """A grammar to be validated.
 
-    spec: the grammar.
-    seconds: the most processor time.
-    niceness: to be added to the process's own.
+    Attributes:
+    - spec: the grammar
+    - seconds: the most processor time
+    - niceness: to be added to the process's own
     """
 
     spec: StructuredOutputs
@@ -67,9 +68,10 @@ class ValidationTask(msgspec.Struct, frozen=True, array_like=True):
 class ValidationOutcome(msgspec.Struct, frozen=True, array_like=True):
     """The outcome of one run. Without a verdict, either `slow` or `died` is true.
 
-    refusal: why the grammar is not served; "": it is served.
-    slow: the processor time was used up.
-    died: the fork crashed.
+    Attributes:
+    - refusal: why the grammar is not served; "": it is served
+    - slow: the processor time was used up
+    - died: the fork crashed
     """
 
     refusal: str = ""
@@ -84,8 +86,9 @@ class TooSlow(Exception):
 class ValidationProcess:
     """A process that validates grammars.
 
-    seconds, niceness: as in ValidationTask.
-    ended_runs: runs that gave no verdict.
+    Attributes:
+    - seconds, niceness: as in ValidationTask
+    - ended_runs: runs that gave no verdict
 
     `start` and `verdict` block, and are called from one thread. `kill` must not run at the same
     time as one of them; `close` may.
@@ -139,7 +142,7 @@ class ValidationProcess:
 
     def close(self) -> None:
         """Ends the process for good; a `verdict` that waits raises RuntimeError. May be called from
-        any thread. `kill` must be called afterwards to release what the process used.
+        any thread. `kill` must be called afterwards to release the resources of the process.
         """
         self._closed = True
         process = self._process
@@ -269,7 +272,7 @@ def main() -> None:
     setup = msgspec.msgpack.decode(frames.get(), type=VocabularySetup)
     threading.stack_size(setup.stack)
     vocabulary = vocabulary_of(setup)
-    del setup  # as large as the tokenizer's file
+    del setup  # takes as much memory as the tokenizer's file
     write_frame(answers, b"")
 
     def validate(spec: StructuredOutputs, outcome: list[str]) -> None:

@@ -64,7 +64,7 @@ def _scatter_words_kernel(pairs, count, words, INPUTS_BLOCK: tl.constexpr):
 
 
 def scatter_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
-    """See interface.py."""
+    """Writes changed words, see Kernels.scatter_words."""
     _scatter_words_kernel[(MAX_PROGRAMS_PER_ROW,)](
         pairs, count, words, INPUTS_BLOCK=INPUTS_BLOCK, num_warps=4
     )
@@ -72,7 +72,7 @@ def scatter_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor)
 
 @triton.jit
 def _load_starts(starts, slots, lengths, index, mask, HAS_DRAFTS: tl.constexpr):
-    """Where rows start: below 0, at their slots' lengths."""
+    """Returns the starts of rows; a start below 0 is replaced by the length of its slot."""
     start = tl.load(starts + index, mask=mask, other=0)
     if HAS_DRAFTS:
         slot = tl.load(slots + index, mask=mask, other=0)
@@ -86,7 +86,7 @@ def _tokens_and_pages_before(
     starts, counts, slots, lengths, row, PAGE: tl.constexpr, PADDING_ROW_TOKENS: tl.constexpr,
     HAS_DRAFTS: tl.constexpr, INPUTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(tokens, pages) of the rows before `row`."""
+    """Returns (tokens, pages) of the rows before `row`."""
     tokens = tl.zeros((INPUTS_BLOCK,), tl.int32)
     pages = tl.zeros((INPUTS_BLOCK,), tl.int32)
     for begin in range(0, row, INPUTS_BLOCK):
@@ -106,7 +106,9 @@ def _token_inputs(
     start, count, known, capacity, step, PAGE: tl.constexpr, HAS_DRAFTS: tl.constexpr,
     INPUTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of one row's `count` tokens; tokens from `known` on are padding."""
+    """Writes this program's share of the inputs of one row's `count` tokens; tokens from `known` on
+    are padding.
+    """
     for begin in range(tl.program_id(1) * INPUTS_BLOCK, count, step):
         index = begin + tl.arange(0, INPUTS_BLOCK)
         at = first + index
@@ -133,8 +135,9 @@ def _sampling_inputs(
     sample_positions, sampling_words, num_slots, num_logits, NUM_WIDE: tl.constexpr,
     NUM_NARROW: tl.constexpr,
 ):  # fmt: skip
-    """What the sampler reads for the row of logits `sample`, as logits_rows names it, or `offset`
-    rows behind: nothing if the row has no logits; a padding row gets the padding slot."""
+    """Writes the inputs of the sampler for the row of logits `sample`, as logits_rows names it, or
+    `offset` rows behind: nothing if the row has no logits; a padding row gets the padding slot.
+    """
     real, any = sample >= 0, sample != _NO_LOGITS
     at = tl.where(real, sample + offset, -1 - sample)
     slot = tl.where(real, slot, num_slots - 1)
@@ -232,7 +235,7 @@ def _prepare_inputs_kernel(
 
 
 def prepare_inputs(step: DeviceStep, slot_tables: SlotTables, page_size: int) -> None:
-    """See interface.py."""
+    """Writes the prepared arrays of a step, see Kernels.prepare_inputs."""
     count, capacity = len(step.counts), len(step.positions)
     width = slot_tables.page_table.shape[1]
     programs_per_row = min(triton.cdiv(max(capacity, width), INPUTS_BLOCK), MAX_PROGRAMS_PER_ROW)
@@ -256,7 +259,7 @@ def prepare_inputs(step: DeviceStep, slot_tables: SlotTables, page_size: int) ->
 
 
 HISTORY_BLOCK = 1024  # tokens of a request that are compared at a time
-_POSITION_BITS = tl.constexpr(27)  # of the position in the key of a match, below its length
+_POSITION_BITS = tl.constexpr(27)  # bits of the position in the key of a match, below its length
 _POSITION_MASK = tl.constexpr((1 << 27) - 1)
 
 
@@ -265,7 +268,9 @@ def _propose_ngrams_kernel(
     slots, starts, counts, lengths, token_ids, drafts, width, max_drafts, MAX_NGRAM: tl.constexpr,
     DRAFTS_BLOCK: tl.constexpr, HISTORY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program: row. The greatest key (tokens that match, position of the last of them) wins."""
+    """Program (row): writes the row's draft tokens. The greatest key (tokens that match, position
+    of the last of them) wins.
+    """
     row = tl.program_id(0)
     count = tl.load(counts + row)
     if (tl.load(starts + row) < 0) & (count > 1):
@@ -297,7 +302,9 @@ def _propose_ngrams_kernel(
 
 
 def propose_ngrams(step: DeviceStep, slot_tables: SlotTables) -> None:
-    """See interface.py, here and below."""
+    """Writes draft tokens, see Kernels.propose_ngrams. The public functions below without a
+    docstring are those of Kernels, too.
+    """
     state = slot_tables.drafts
     if state is None:
         return
@@ -314,7 +321,7 @@ def _accept_drafts_kernel(
     slots, starts, counts, logits_rows, sample_positions, drawn, lengths, token_ids, drafts,
     last_token, width, max_drafts, acceptance,
 ):  # fmt: skip
-    """Program: row."""
+    """Program (row): accepts the row's draft tokens."""
     row = tl.program_id(0)
     sample = tl.load(logits_rows + row)
     start = tl.load(starts + row)
@@ -397,8 +404,9 @@ def _mask_bad_words(
 ):  # fmt: skip
     """Sets the logit of each id to -inf that would complete one of the slot's bad words.
 
-    own_bad_words: the slot's row of SlotBadWords.words. RECORD_TOKEN: the last token, if it was
-    sampled in this slot, first joins the history at the position before this one.
+    - own_bad_words: the slot's row of SlotBadWords.words
+    - RECORD_TOKEN: the last token, if it was sampled in this slot, first joins the history at the
+      position before this one
     """
     history = own_bad_words + _BAD_WORDS_HEADER
     ends = history + HISTORY
@@ -478,7 +486,7 @@ def apply_logit_edits(
     first_id: int = 0,
     add_bias: bool = False,
 ) -> None:
-    """See interface.py."""
+    """Edits logits, see Kernels.apply_logit_edits."""
     if not len(logits):
         return
     assert logits.dtype is torch.float32 or not add_bias
@@ -510,7 +518,7 @@ def _bitmask_kernel(logits, rows, words, stride, width, first_id, num_words, BLO
 def apply_token_bitmask(
     logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0
 ) -> None:
-    """See interface.py."""
+    """Masks logits, see Kernels.apply_token_bitmask."""
     if not len(rows):
         return
     width = logits.shape[1]
@@ -529,7 +537,7 @@ _NO_ID = tl.constexpr(NO_ID)
 
 @triton.jit(do_not_specialize=["stride", "width", "first_id"])
 def _logit_keys_kernel(logits, ids, keys, stride, width, first_id):
-    """Program (row): the key of the row's id, if it lies in this rank's shard."""
+    """Program (row): writes the key of the row's id, if the id lies in this rank's shard."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids + row)
     column = token - first_id
@@ -554,10 +562,10 @@ def _scan_block(
     logits, ids, token_keys, records, stride, width, first_id, num_top, BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block): the block's record.
+    """Program (row, block): writes the block's record.
 
-    WHOLE: logits are those of the whole vocabulary; the keys of the rows' `ids` are written to
-        token_keys, which otherwise has them before.
+    - WHOLE: logits are those of the whole vocabulary, and this kernel writes the keys of the rows'
+      `ids` to token_keys; else token_keys has them already
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -582,7 +590,7 @@ def _scan_block(
 
 @triton.jit
 def _log_sum(values):
-    """log(sum(exp(values))); -inf if all values are."""
+    """Returns log(sum(exp(values))); -inf if all values are -inf."""
     peak = tl.max(values, axis=0)
     base = tl.where(peak > float("-inf"), peak, 0.0)
     return base + tl.log(tl.sum(tl.exp(values - base), axis=0))
@@ -592,8 +600,9 @@ def _log_sum(values):
 def _load_records(
     records, record_stride, count, num_top, RECORDS: tl.constexpr, MAX_KEYS: tl.constexpr
 ):
-    """(logsumexp, num_above, keys [RECORDS * MAX_KEYS]) of `count` records, `record_stride` words
-    apart."""
+    """Returns (logsumexp, num_above, keys [RECORDS * MAX_KEYS]) of `count` records, `record_stride`
+    words apart.
+    """
     part = tl.arange(0, RECORDS).to(tl.int64)
     present = part < count
     first = records + part * record_stride
@@ -610,7 +619,7 @@ def _load_records(
 def _merge_blocks(
     block_records, records, count, num_top, RECORDS: tl.constexpr, MAX_KEYS: tl.constexpr
 ):
-    """Program (row): one record of those of its blocks."""
+    """Program (row): merges the records of the row's blocks into one."""
     row = tl.program_id(0).to(tl.int64)
     size = num_top + _RECORD_HEADER
     total, num_above, keys = _load_records(
@@ -621,7 +630,7 @@ def _merge_blocks(
 
 @triton.jit
 def _ids_and_logprobs(keys, total):
-    """(ids, bits of float32 log-probs) of keys; NO_ID and -inf for absent ones."""
+    """Returns (ids, bits of float32 log-probs) of keys; NO_ID and -inf for absent ones."""
     present = keys != _NO_KEY
     values = tl.where(present, key_score(keys) - total, float("-inf"))
     return tl.where(present, key_token(keys), _NO_ID), values.to(tl.int32, bitcast=True)
@@ -639,10 +648,10 @@ def _merge_records(
     RECORDS: tl.constexpr,
     MAX_KEYS: tl.constexpr,
 ):
-    """Program (row): its log-probs, from `count` records.
+    """Program (row): writes the row's log-probs, from `count` records.
 
-    row_stride, record_stride: words from a row's first record to the next row's, and from a record
-        to the next of the row.
+    - row_stride, record_stride: words from a row's first record to the next row's, and from a
+      record to the next of the row
     """
     row = tl.program_id(0).to(tl.int64)
     size = num_top + _RECORD_HEADER
@@ -662,7 +671,9 @@ def _merge_records(
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> torch.Tensor:
-    """See interface.py, here and below."""
+    """Returns log-prob records, see Kernels.logprobs. The public functions below without a
+    docstring are those of Kernels, too.
+    """
     ids = ids.contiguous()
     token_keys = torch.empty_like(ids)
     block_records = _block_records(logits, ids, token_keys, num_top, 0, whole=True)
@@ -702,7 +713,7 @@ def _block_records(
     logits: torch.Tensor, ids: torch.Tensor, token_keys: torch.Tensor, num_top: int, first_id: int,
     whole: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """int64 [N, blocks, 2 + num_top]: a record of each block."""
+    """Returns int64 [N, blocks, 2 + num_top], a record of each block."""
     rows, width = logits.shape
     blocks = max(triton.cdiv(width, BLOCK), 1)
     block_records = token_keys.new_empty(rows, blocks, 2 + num_top)
@@ -717,7 +728,7 @@ def _block_records(
 def _merged(
     records: torch.Tensor, token_keys: torch.Tensor, count: int, row_stride: int, record_stride: int
 ) -> torch.Tensor:
-    """int32 [N, 2 + 2 num_top]: see _merge_records."""
+    """Returns int32 [N, 2 + 2 num_top], see _merge_records."""
     rows, num_top = len(token_keys), records.shape[-1] - 2
     out = token_keys.new_empty(rows, 2 + 2 * num_top, dtype=torch.int32)
     if rows:
@@ -732,7 +743,9 @@ def _merged(
 def sample(
     logits: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, truncate: bool
 ) -> torch.Tensor:
-    """See interface.py, here and below."""
+    """Samples, see Kernels.sample. The public functions below without a docstring are those of
+    Kernels, too.
+    """
     return sampling_kernels.sample(
         logits,
         sampling["temperature"],

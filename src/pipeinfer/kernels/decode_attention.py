@@ -57,12 +57,13 @@ class DecodePrefixes:
     """The shared prefixes of R rows, int32. At most MAX_PREFIXES; a row has tokens after its
     prefix.
 
-    leaders [R]: leader * PACKING_BASE + pages: so many of the row's first pages are those of row
-        `leader`, which may be the row itself; 0: the row shares no prefix.
-    ranks [R]: rank * PACKING_BASE + rows: the row's rank among the rows with this leader, and their
-        number.
-    members [R]: written by `split_rows`: rows leader by leader, in the order of ranks.
-    merges [R, MERGE_WORDS]: written by `split_rows`: which splits make a row.
+    Attributes:
+    - leaders [R]: leader * PACKING_BASE + pages: the row's first `pages` pages are those of row
+      `leader`, which may be the row itself; 0: the row shares no prefix
+    - ranks [R]: rank * PACKING_BASE + rows: the row's rank among the rows with this leader, and
+      their number
+    - members [R]: written by `split_rows`: rows leader by leader, in the order of ranks
+    - merges [R, MERGE_WORDS]: written by `split_rows`: the splits whose results make a row
     """
 
     leaders: torch.Tensor
@@ -91,9 +92,9 @@ def _split_rows_kernel(
     BLOCK: tl.constexpr, PREFIX_BLOCK: tl.constexpr, PADDED_CAPACITY: tl.constexpr,
     PAGE: tl.constexpr, PREFIX_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): each looks at all rows to find where its own splits stand.
+    """Program (row): finds and writes the row's own splits, by the lengths of all rows.
 
-    PREFIX_ROWS: rows that a split of a prefix serves; 0: no prefixes are shared.
+    - PREFIX_ROWS: rows that a split of a prefix serves; 0: no prefixes are shared
     """
     own_row, row, index = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, MAX_SPLITS)
     length = tl.load(seq_lens + row, mask=row < rows, other=0)
@@ -173,7 +174,7 @@ def _split_rows_kernel(
 def max_total_splits(rows: int, config: DecodeConfig, prefix_rows: int = 0) -> int:
     """Splits of `rows` rows at most.
 
-    prefix_rows: rows that a split of a prefix serves; 0: no prefixes are shared.
+    - prefix_rows: rows that a split of a prefix serves; 0: no prefixes are shared
     """
     return rows + config.extra_splits + max_prefix_splits(rows, config, prefix_rows)
 
@@ -186,12 +187,12 @@ def max_prefix_splits(rows: int, config: DecodeConfig, prefix_rows: int) -> int:
 
 
 def empty_splits(count: int, device: torch.device) -> torch.Tensor:
-    """int32 [count, SPLIT_WORDS], for `split_rows`."""
+    """Returns int32 [count, SPLIT_WORDS], for `split_rows`."""
     return torch.empty((count, SPLIT_WORDS.value), dtype=torch.int32, device=device)
 
 
 def empty_prefix_merges(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(members, merges) of DecodePrefixes, for so many rows."""
+    """Returns (members, merges) of DecodePrefixes for `rows` rows, not filled."""
     members = torch.empty(rows, dtype=torch.int32, device=device)
     return members, torch.empty((rows, MERGE_WORDS.value), dtype=torch.int32, device=device)
 
@@ -207,12 +208,12 @@ def split_rows(
 ) -> None:
     """Writes the splits of rows.
 
-    lengths: int32 [R], keys of each row; R is at most 32,768.
-    splits: int32 [max_total_splits, SPLIT_WORDS], written. Splits of prefixes stand first, then
-        those of rows; all splits of a row stand together, longer ones before those of other rows.
-    window: keys that a query sees; earlier ones have no splits, but for the rest of a block.
-    prefixes: of rows without window; members and merges are written.
-    prefix_rows: rows that a split of a prefix serves.
+    - lengths: int32 [R], keys of each row; R is at most 32,768
+    - splits: int32 [max_total_splits, SPLIT_WORDS], written. Splits of prefixes stand first, then
+      those of rows; all splits of a row stand together, longer ones before those of other rows
+    - window: keys that a query sees; earlier ones have no splits, but for the rest of a block
+    - prefixes: of rows without window; members and merges are written
+    - prefix_rows: rows that a split of a prefix serves
     """
     rows = len(lengths)
     if rows:
@@ -232,8 +233,9 @@ def split_rows(
 def split_rows_reference(
     lengths: torch.Tensor, config: DecodeConfig, window: int | None = None
 ) -> list[tuple[int, int, int, int, int]]:
-    """(row, first token, end token, first split of the row, its splits) of all splits in order, in
-    plain Python."""
+    """Returns (row, first token, end token, first split of the row, its splits) of all splits in
+    order, in plain Python.
+    """
     spans = []
     for row, length in enumerate(lengths.tolist()):
         begin = max(length - (window or 2**30), 0) // config.load.block_n * config.load.block_n
@@ -270,11 +272,12 @@ ROW_SPLITS = tl.constexpr(2)
 class DecodeRows:
     """R rows with one query each, int32.
 
-    seq_lens [R]: keys of each row; a row may have none.
-    kv_indptr [R or more]: where a row's pages begin in kv_indices.
-    kv_indices: pages.
-    splits: of the rows, see split_rows.
-    prefixes: the rows' shared prefixes; None: each row reads all of its keys.
+    Attributes:
+    - seq_lens [R]: keys of each row; a row may have none
+    - kv_indptr [R or more]: where a row's pages begin in kv_indices
+    - kv_indices: pages
+    - splits: of the rows, see split_rows
+    - prefixes: the rows' shared prefixes; None: each row reads all of its keys
     """
 
     seq_lens: torch.Tensor
@@ -294,7 +297,9 @@ def load_pages(kv_indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def token_offsets(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK]: where the keys of these tokens lie, in elements from the begin of the pool."""
+    """Returns [BLOCK], where the keys of these tokens lie, in elements from the begin of the
+    pool.
+    """
     offset = (at + tl.arange(0, BLOCK)) % PAGE
     return page.to(tl.int64) * page_stride + offset * token_stride
 
@@ -306,10 +311,11 @@ def _attend_split(
     WINDOWED: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, E4M3_PAGES: tl.constexpr,
     CACHE: tl.constexpr,
 ):  # fmt: skip
-    """(greatest score [QUERY_ROWS], sum of weights [QUERY_ROWS], weighted sum [QUERY_ROWS, DIM])
-    over tokens start .. stop - 1, without those before `window_start`.
+    """Returns (greatest score [QUERY_ROWS], sum of weights [QUERY_ROWS], weighted sum [QUERY_ROWS,
+    DIM]) over tokens start .. stop - 1, without those before `window_start`.
 
-    q, odd: see _load_queries. WHOLE_BLOCKS: the tokens fill whole blocks.
+    - q, odd: see _load_queries
+    - WHOLE_BLOCKS: the tokens fill whole blocks
     """
     COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
     column = tl.arange(0, COLUMNS)
@@ -372,11 +378,11 @@ def _scores_of(q, odd, keys, E4M3_PAGES: tl.constexpr):
 def _load_queries(
     at, real, scale, DIM: tl.constexpr, E4M3_PAGES: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
-    """(queries [QUERY_ROWS, DIM], odd queries, the scale that is left for their scores).
+    """Returns (queries [QUERY_ROWS, DIM], odd queries, the scale that is left for their scores).
 
-    at: the addresses of the queries.
-    E4M3_PAGES: even and odd numbers of the queries, [QUERY_ROWS, DIM / 2] each, since keys come in
-        pairs; otherwise the second result is not used.
+    - at: the addresses of the queries
+    - E4M3_PAGES: even and odd numbers of the queries, [QUERY_ROWS, DIM / 2] each, since keys come
+      in pairs; otherwise the second result is not used
 
     Two numbers of e4m3 become float16 in one instruction, bfloat16 in four, and both formats hold
     them exactly. Queries in bfloat16 are scaled before they become float16, which has less range.
@@ -516,12 +522,12 @@ def _decode_attention_kernel(
 ):  # fmt: skip
     """Program (KV head, split). The program of a row's last split to end merges all of the row.
 
-    E4M3_PAGES: pages hold pairs of e4m3; values are multiplied by v_scale, and `scale` includes the
-        scale of the keys.
-    PREFIX_QUERIES: queries that a split of a prefix serves; 0: no prefixes are shared.
-    WHICH_SPLITS: ALL_SPLITS, PREFIX_SPLITS or ROW_SPLITS.
-    USE_PDL: with two launches, that of the prefixes waits for the kernel before it begins, and that
-        of the rows waits for the other one when it ends: so the next kernel waits for both.
+    - E4M3_PAGES: pages hold pairs of e4m3; values are multiplied by v_scale, and `scale` includes
+      the scale of the keys
+    - PREFIX_QUERIES: queries that a split of a prefix serves; 0: no prefixes are shared
+    - WHICH_SPLITS: ALL_SPLITS, PREFIX_SPLITS or ROW_SPLITS
+    - USE_PDL: with two launches, that of the prefixes waits for the kernel before it begins, and
+      that of the rows waits for the other one when it ends: so the next kernel waits for both
     """
     head, split = tl.program_id(0), tl.program_id(1)
     COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
@@ -549,7 +555,7 @@ def _decode_attention_kernel(
             _prefetch_keys_values(k + of_head, v + of_head, element, COLUMNS)
             gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
-    # What the launch has not waited for itself must not be read from the L1 cache.
+    # Data that the launch has not waited for itself must not be read from the L1 cache.
     CACHE: tl.constexpr = ".cg" if USE_PDL and WHICH_SPLITS == ROW_SPLITS else ""
     if WHICH_SPLITS == ALL_SPLITS and PREFIX_QUERIES > 0:
         in_prefix = prefix_rows > 0
@@ -620,7 +626,8 @@ def _attend_prefix_split(
 ):  # fmt: skip
     """A split of a shared prefix, for the queries of `prefix_rows` rows at once.
 
-    k, v: of the head. members: the first row that the split serves.
+    - k, v: of the head
+    - members: the first row that the split serves
     """
     dim, query = tl.arange(0, DIM), tl.arange(0, QUERY_ROWS)
     member = query // GROUP
@@ -672,13 +679,15 @@ def _prefetch_keys_values(k, v, element, COLUMNS: tl.constexpr):
 
 
 class DecodeWorkspace:
-    """What the programs of a launch leave for those that merge. Float32, but for the counters.
+    """Results of the programs of a launch for the programs that merge them. Float32, but for the
+    counters.
 
-    partial_out: [splits, heads, dim], weighted sums of values.
-    partial_max_sum: [splits, heads, 2], greatest score and sum of weights.
-    prefix_partial_out, prefix_partial_max_sum: the same of splits of prefixes, [prefix_splits,
-        kv_heads, prefix_queries, ...].
-    counters: int32 [rows, kv_heads], splits that have ended; zeros between launches.
+    Attributes:
+    - partial_out: [splits, heads, dim], weighted sums of values
+    - partial_max_sum: [splits, heads, 2], greatest score and sum of weights
+    - prefix_partial_out, prefix_partial_max_sum: results of splits of prefixes, [prefix_splits,
+      kv_heads, prefix_queries, ...]
+    - counters: int32 [rows, kv_heads], splits that have ended; zeros between launches
     """
 
     def __init__(
@@ -690,10 +699,11 @@ class DecodeWorkspace:
         prefix_splits: int = 0,
         prefix_queries: int = 0,
     ) -> None:
-        """rows, splits, prefix_splits: of a launch at most.
+        """Allocates the workspace.
 
-        heads: query heads, KV heads, and their size.
-        prefix_queries: queries that a split of a prefix serves.
+        - rows, splits, prefix_splits: of a launch at most
+        - heads: query heads, KV heads, and their size
+        - prefix_queries: queries that a split of a prefix serves
         """
         num_heads, kv_heads, dim = heads
         shared = prefix_splits * kv_heads * prefix_queries
@@ -720,18 +730,18 @@ def decode_attention(
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v of each row's last token: `out`, which is returned. float32 inside.
 
-    q: [R, heads, dim]; rows may be strided.
-    k, v: [pages, page_size, kv_heads, dim], laid out alike; dim is a power of two, in e4m3 at least
-        32.
-    rows: split by `split_rows` with the same config, window and prefixes.
-    scale: of scores.
-    out: [R, heads, dim]; rows without keys are not written.
-    workspace: large enough for the rows and their splits.
-    window: keys that a query sees, its own included.
-    use_pdl: False right after the rows were split: the launch reads splits before the kernel before
-        has ended, but nothing else.
-    sinks: [heads], attention sinks: a score without a value that every query of the head sees.
-    scales: of k and v in e4m3, which are multiplied as float16 where q is bfloat16.
+    - q: [R, heads, dim]; rows may be strided
+    - k, v: [pages, page_size, kv_heads, dim], laid out alike; dim is a power of two, in e4m3 at
+      least 32
+    - rows: split by `split_rows` with the same config, window and prefixes
+    - scale: of scores
+    - out: [R, heads, dim]; rows without keys are not written
+    - workspace: large enough for the rows and their splits
+    - window: keys that a query sees, its own included
+    - use_pdl: False right after the rows were split: the launch reads splits before the kernel
+      before has ended, but nothing else
+    - sinks: [heads], attention sinks: a score without a value that every query of the head sees
+    - scales: of k and v in e4m3, which are multiplied as float16 where q is bfloat16
     """
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
     k, v, is_e4m3 = as_int16_pairs(k), as_int16_pairs(v), k.dtype == E4M3

@@ -3,11 +3,11 @@
 RMSNorm: alone, with residual addition, of partial sums, to FP8, and with the all-reduce over ranks.
 The all-reduce reads every rank's partial sums in memory that all ranks have mapped, without
 multicast and without nvcc; collectives.py maps the memory and chooses messages. Quantization has a
-scale a row or a group of values, and runs by itself or as the end of another kernel
-(`store_quantized`). For devices on which no library's kernel is better, and for what no library's
-kernel takes. Needs triton; formats.py has quantization in plain torch. Knows tensors and addresses,
-no layer. Sources: https://arxiv.org/abs/2002.05202 (GLU variants), https://arxiv.org/abs/2412.19437,
-3.3.2 (scales of groups).
+scale for each row or group of values, and runs by itself or as the end of another kernel
+(`store_quantized`). For devices on which no library's kernel is better, and for operations without
+a library's kernel. Needs triton; formats.py has quantization in plain torch. Uses tensors and
+addresses, no layer. Sources: https://arxiv.org/abs/2002.05202 (GLU variants),
+https://arxiv.org/abs/2412.19437, 3.3.2 (scales of groups).
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ def _rms_norm_kernel(
     OFFSET: tl.constexpr, GROUP_SIZE: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
     STORE_UNQUANTIZED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row).
+    """Program (row): computes the norm of a row.
 
-    PARTIALS: partial sums in x. ADD: the residual is added, and the sum written back to it.
-    GROUP_SIZE: values of out, in e4m3, that share an out_scale; 0: out is not quantized.
-    STORE_UNQUANTIZED: unquantized_out gets the result, too.
+    - PARTIALS: partial sums in x
+    - ADD: the residual is added, and the sum written back to it
+    - GROUP_SIZE: values of out, in e4m3, that share an out_scale; 0: out is not quantized
+    - STORE_UNQUANTIZED: unquantized_out gets the result, too
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -65,7 +66,7 @@ def _rms_norm_kernel(
         at = residual + row * SIZE + column
         value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         tl.store(at, value, mask=inside)
-        # The norm is of the sum as it is stored: what a later layer will add to.
+        # The norm is of the sum as it is stored, which a later layer will add to.
         value = value.to(residual.dtype.element_ty).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
     normed = value * scale * factor
@@ -87,9 +88,9 @@ def rms_norm(
 ) -> torch.Tensor:
     """RMSNorm of x, or of x + residual, which is then also written into `residual`.
 
-    x: [T, size]; rows may be strided.
-    weight: [size], to which `offset` is added.
-    residual, out: [T, size], contiguous; out may be x if that is contiguous.
+    - x: [T, size]; rows may be strided
+    - weight: [size], to which `offset` is added
+    - residual, out: [T, size], contiguous; out may be x if that is contiguous
 
     float32 inside, rounded once (layer by layer in bfloat16 the product with the weight rounds
     again). Source: https://arxiv.org/abs/1910.07467.
@@ -108,11 +109,11 @@ def rms_norm_quantized(
     group_size: int = 0,
     unquantized_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 [T, size], float32 scales [T, size / group_size]) of `rms_norm`, rounded once.
+    """Returns (e4m3 [T, size], float32 scales [T, size / group_size]) of `rms_norm`, rounded once.
 
-    x: [T, size], or partial sums float32 [P, T, size] as for `sum_rms_norm`.
-    group_size: values that share a scale; 0: all of a row.
-    unquantized_out: [T, size], contiguous; gets the norm itself if given.
+    - x: [T, size], or partial sums float32 [P, T, size] as for `sum_rms_norm`
+    - group_size: values that share a scale; 0: all of a row
+    - unquantized_out: [T, size], contiguous; gets the norm itself if given
     """
     output = Fp8Output.empty(x.device, *x.shape[-2:], group_size)
     values, scale = output.kernel_args
@@ -154,7 +155,7 @@ def _launch_rms_norm(
     scale: torch.Tensor | None = None,
     unquantized_out: torch.Tensor | None = None,
 ) -> None:
-    """x: [T, size], or [P, T, size]."""
+    """Launches the norm of x [T, size], or of partial sums [P, T, size]."""
     tokens, partials = x.shape[-2], x.shape[0] if x.dim() == 3 else 1
     if tokens:
         _rms_norm_kernel[(tokens,)](
@@ -197,13 +198,14 @@ def rms_norm_quantized_reference(
 
 @dataclass(frozen=True)
 class SymmetricMemory:
-    """One region of memory in each rank, laid out alike, as seen from one rank.
+    """A region of memory in each rank, laid out alike, as seen from one rank.
 
-    addresses: of every rank's region, multiples of 16.
-    rank: whose view this is.
-    signals: offset in bytes of SIGNAL_BYTES, zero at first, with which ranks signal each other.
-    expected: int32 [MAX_PROGRAMS], zero at first, of this rank alone: the signals for which each
-        program has waited so far.
+    Attributes:
+    - addresses: of every rank's region, multiples of 16
+    - rank: the rank that sees the regions
+    - signals: offset in bytes of SIGNAL_BYTES, zero at first, with which ranks signal each other
+    - expected: int32 [MAX_PROGRAMS], zero at first, of this rank alone: the signals for which each
+      program has waited so far
     """
 
     addresses: tuple[int, ...]
@@ -236,7 +238,7 @@ def _wait_for_peers(peers, signals, target, RANK: tl.constexpr):
     mine = (peers[RANK] + signals + tl.program_id(0) * SIGNAL_STRIDE).to(tl.pointer_type(tl.int32))
     while tl.atomic_add(mine, 0, sem="acquire", scope="sys") - target < 0:
         pass
-    tl.debug_barrier()  # what one thread has acquired holds for all
+    tl.debug_barrier()  # memory that one thread has acquired is visible to all
 
 
 # Each rank reads and writes the others beginning with the next one, itself last, so that not all
@@ -285,7 +287,7 @@ def _all_reduce_norm_kernel(
         own = tl.load(residual + following, mask=inside, other=0.0)
         rounded = total.to(residual.dtype.element_ty)
         tl.store(residual + at, rounded, mask=inside)
-        # The norm is of the sum as it is stored: what a later layer will add to.
+        # The norm is of the sum as it is stored, which a later layer will add to.
         total = rounded.to(tl.float32)
         scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
         normed = (total * scale * norm_weight).to(residual.dtype.element_ty)
@@ -298,7 +300,7 @@ def _all_reduce_norm_kernel(
             tl.store(out + at, normed, mask=inside)
     if BARRIERS:
         if TWO_SHOTS:
-            tl.debug_barrier()  # all threads have written before one says so
+            tl.debug_barrier()  # all threads have written before one signals it
             _signal_peers(peers, signals, RANKS)
             target += RANKS
             _wait_for_peers(peers, signals, target, RANK)
@@ -317,15 +319,15 @@ def all_reduce_norm(
 ) -> None:
     """Makes `out` the norm of the ranks' partial sums plus `residual`.
 
-    memory: of all ranks.
-    partials: offset in bytes of the partial sums [T, size] in every region, of residual's dtype.
-    out, residual: [T, size].
-    weight: [size].
-    results: offset in bytes of `out` in every region: the kernel runs in two shots. Rank r computes
-        the rows t with t % ranks == r and writes them to all ranks, and only these rows of
-        `residual` become the sum. None: in one shot every rank computes all rows; `out` is any
-        memory, and all of `residual` becomes the sum.
-    barriers: False for one process that plays all ranks.
+    - memory: of all ranks
+    - partials: offset in bytes of the partial sums [T, size] in every region, of residual's dtype
+    - out, residual: [T, size]
+    - weight: [size]
+    - results: offset in bytes of `out` in every region: the kernel runs in two shots. Rank r
+      computes the rows t with t % ranks == r and writes them to all ranks, and only these rows of
+      `residual` become the sum. None: in one shot every rank computes all rows; `out` is any
+      memory, and all of `residual` becomes the sum
+    - barriers: False for one process that plays all ranks
 
     In float32, in the order of ranks, rounded once to the residual and once to `out`. All ranks
     call it with the same shapes, on one stream each. In one shot the partial sums must stay as they
@@ -367,7 +369,9 @@ def _constants(
 def all_reduce_norm_reference(
     partials: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm, sum), both [T, size], of the ranks' partials [ranks, T, size], in plain torch."""
+    """Returns (norm, sum), both [T, size], of the ranks' partials [ranks, T, size], in plain
+    torch.
+    """
     total = partials.float().sum(dim=0) + residual.float()
     total = total.to(residual.dtype)
     normed = torch.nn.functional.rms_norm(total.float(), total.shape[1:], weight.float(), eps)
@@ -375,7 +379,7 @@ def all_reduce_norm_reference(
 
 
 ACTIVATION_BLOCK = 1024  # values of SwiGLU or GeGLU in one program
-GELU_SLOPE = 2 * math.sqrt(2 / math.pi)  # of the approximation of GELU by tanh, twice its factor
+GELU_SLOPE = 2 * math.sqrt(2 / math.pi)  # slope of GELU's approximation by tanh, twice its factor
 QUANTIZE_VALUES_PER_THREAD = 16  # values of a thread, where a program may have so many
 
 
@@ -486,7 +490,9 @@ def store_quantized(
 ):  # fmt: skip
     """Quantizes `values`, float32 [BLOCK], zeros from SIZE on, as row `row`.
 
-    out: e4m3 [rows, SIZE]. scale: [rows, SIZE / GROUP_SIZE]. GROUP_SIZE: SIZE, or a power of two.
+    - out: e4m3 [rows, SIZE]
+    - scale: [rows, SIZE / GROUP_SIZE]
+    - GROUP_SIZE: SIZE, or a power of two
     """
     out += row * SIZE
     scale += row * (SIZE // GROUP_SIZE)
@@ -541,7 +547,9 @@ def _quantize_kernel(
     TAIL: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, SWIGLU: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row, in two powers of two: its first BLOCK values, and the TAIL after them."""
+    """Program (row): quantizes a row in two powers of two: its first BLOCK values, and the TAIL
+    after them.
+    """
     row = tl.program_id(0).to(tl.int64)
     if USE_PDL:
         gdc_wait()  # for all that the kernel before it writes
@@ -566,8 +574,9 @@ def _quantize_kernel(
 class Fp8Output:
     """Rows in e4m3 that a kernel writes, with their scales.
 
-    values: e4m3 [T, size].
-    scale: float32 [T, size / group_size].
+    Attributes:
+    - values: e4m3 [T, size]
+    - scale: float32 [T, size / group_size]
     """
 
     values: torch.Tensor
@@ -575,7 +584,9 @@ class Fp8Output:
 
     @classmethod
     def empty(cls, device: torch.device, rows: int, size: int, group_size: int) -> Fp8Output:
-        """group_size: values that share a scale; 0: all of a row."""
+        """Returns arrays that are not filled. group_size: values that share a scale; 0: all of a
+        row.
+        """
         return cls(
             torch.empty(rows, size, dtype=E4M3, device=device),
             torch.empty(rows, size // (group_size or size), dtype=torch.float32, device=device),
@@ -615,9 +626,10 @@ def _quantized(
 
 
 def quantize_groups(x: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 [T, n], float32 scales [T, n / group_size]) of x, any float dtype [T, n], strided rows.
+    """Returns (e4m3 [T, n], float32 scales [T, n / group_size]) of x, any float dtype [T, n],
+    strided rows.
 
-    group_size: values that share a scale; 0: all of a row.
+    - group_size: values that share a scale; 0: all of a row
     """
     return _quantized(x, x.shape[1], group_size, gated=False)
 
@@ -625,8 +637,9 @@ def quantize_groups(x: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor,
 def swiglu_quantize_groups(
     merged: torch.Tensor, group_size: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantize_groups`, of SwiGLU of merged [T, 2 n], gate first, which is not rounded
-    before."""
+    """Returns the result of `quantize_groups` for SwiGLU of merged [T, 2 n], gate first, which is
+    not rounded before.
+    """
     return _quantized(merged, merged.shape[1] // 2, group_size, gated=True)
 
 

@@ -56,17 +56,18 @@ MIN_PROGRAMS = 528
 # flight; of decodes: warps and steps. Bits do not depend on these. By the most bytes of a key.
 PREFILL = (256, (128, 8, 3)), (512, (64, 8, 2)), (1024, (64, 8, 1))
 DECODE = (512, (4, 3)), (1024, (4, 1))
-MIN_PADDED_ROWS = 64  # of prompts: fewer numbers of rows are fewer compilations
+MIN_PADDED_ROWS = 64  # rows of prompts: fewer numbers of rows are fewer compilations
 
 
 @dataclass(frozen=True)
 class ExactRows:
-    """R rows, int32.
+    """R rows of a step, int32.
 
-    seq_lens [R]: keys of each row, those of its queries included; a row may have none.
-    kv_indptr [R or more]: where a row's pages begin in kv_indices.
-    kv_indices: pages.
-    qo_indptr [R + 1]: the first query of each row; None: each row has one.
+    Attributes:
+    - seq_lens [R]: keys of each row, those of its queries included; a row may have none
+    - kv_indptr [R or more]: where a row's pages begin in kv_indices
+    - kv_indices: pages
+    - qo_indptr [R + 1]: the first query of each row; None: each row has one
     """
 
     seq_lens: torch.Tensor
@@ -76,15 +77,21 @@ class ExactRows:
 
 
 class ExactWorkspace:
-    """What programs of decode rows leave for the last one of their row. Float32, but for counters.
+    """Results of the programs of decode rows for the last program of each row. Float32, but for
+    counters.
 
-    partial_out: [rows, MAX_PARTIALS, heads, dim], weighted sums of values.
-    partial_max_sum: [rows, MAX_PARTIALS, heads, 2], greatest score and sum of weights.
-    counters: int32 [rows, kv_heads], programs that have ended; zeros between launches.
+    Attributes:
+    - partial_out: [rows, MAX_PARTIALS, heads, dim], weighted sums of values
+    - partial_max_sum: [rows, MAX_PARTIALS, heads, 2], greatest score and sum of weights
+    - counters: int32 [rows, kv_heads], programs that have ended; zeros between launches
     """
 
     def __init__(self, rows: int, heads: tuple[int, int, int], device: torch.device) -> None:
-        """rows: of a step at most. heads: query heads, KV heads, and their size."""
+        """Allocates the workspace.
+
+        - rows: of a step at most
+        - heads: query heads, KV heads, and their size
+        """
         num_heads, kv_heads, dim = heads
         split = max((n for n in range(1, rows + 1) if num_programs(n, kv_heads) > 1), default=0)
         partials = split * MAX_PARTIALS * num_heads
@@ -116,11 +123,12 @@ def _attend_blocks(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr, MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks begin .. end - 1 of keys join the segment's state (max_score, sum_exp, acc), which
-    joins the total where a segment ends.
+    """Adds blocks begin .. end - 1 of keys to the segment's state (max_score, sum_exp, acc), which
+    is added to the total at the end of a segment.
 
-    position: [QUERIES], of each query. stop: the first token without a key. MASKED: queries may not
-        see all of these keys.
+    - position: [QUERIES], of each query
+    - stop: the first token without a key
+    - MASKED: queries may not see all of these keys
     """
     column, ones = tl.arange(0, DIM), tl.full((BLOCK, ONES), 1.0, queries.dtype)
     page = load_pages(kv_indices, first, begin * BLOCK, stop, PAGE, BLOCK)
@@ -165,8 +173,9 @@ def _attend(
     token_stride, begin, end, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr, QUERIES: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """(greatest score, sum of weights, weighted sum) of blocks begin .. end - 1. lowest: the least
-    position of a query."""
+    """Returns (greatest score, sum of weights, weighted sum) of blocks begin .. end - 1. lowest:
+    the least position of a query.
+    """
     total_max = tl.full((QUERIES,), float("-inf"), tl.float32)
     total_sum = tl.zeros((QUERIES,), tl.float32)
     total_acc = tl.zeros((QUERIES, DIM), tl.float32)
@@ -228,7 +237,7 @@ def _exact_prefill_kernel(
         query, lane = tl.arange(0, QUERIES) // GROUP, tl.arange(0, QUERIES) % GROUP
         token = first_query + query
         real = (query < PER_TILE) & (token < row_end)
-        offset = length - row_end  # of a query's position from its place in q
+        offset = length - row_end  # position of a query, less its place in q
         lowest = first_query + offset
         highest = tl.minimum(first_query + PER_TILE, row_end) - 1 + offset
         position = tl.minimum(token + offset, highest)
@@ -259,7 +268,7 @@ def _exact_decode_kernel(
     first partial is all the earlier segments of a row that has more than MAX_PARTIALS. The row's
     last program to end merges the partials.
 
-    SPLIT: there are several parts; else one program has all the segments.
+    - SPLIT: there are several parts; else one program has all the segments
     """
     if USE_PDL:
         gdc_wait()  # for all that the kernel before it writes
@@ -337,17 +346,18 @@ def exact_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v, causal, of all queries: `out`, which is returned. float32 inside;
-    weights are rounded to q's dtype before they are summed and multiplied with values.
+    """Attends, causally, for all queries: writes softmax(q k^T * scale) v into `out`, and returns
+    `out`. float32 inside; weights are rounded to q's dtype before they are summed and multiplied
+    with values.
 
-    q: [T, heads, dim]; rows may be strided.
-    k, v: [pages, page_size, kv_heads, dim], laid out alike; dim is a power of two of at least 16.
-    rows: whose queries are q, the last ones of their keys.
-    scale: of scores.
-    out: [T, heads, dim], contiguous; rows without keys are not written.
-    workspace: for decodes of as many rows.
-    window: keys that a query sees, its own included.
-    sinks: [heads], attention sinks: a score without a value that every query of the head sees.
+    - q: [T, heads, dim]; rows may be strided
+    - k, v: [pages, page_size, kv_heads, dim], laid out alike; dim is a power of two of at least 16
+    - rows: the rows of the queries; a row's queries belong to the last ones of its keys
+    - scale: of scores
+    - out: [T, heads, dim], contiguous; rows without keys are not written
+    - workspace: for decodes of as many rows
+    - window: keys that a query sees, its own included
+    - sinks: [heads], attention sinks: a score without a value that every query of the head sees
     """
     (tokens, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
     count, group = len(rows.seq_lens), heads // kv_heads
@@ -418,10 +428,11 @@ def _exact_gemm_kernel(
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SWAP_AB: tl.constexpr, WHOLE_N: tl.constexpr,
     WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [rows, N]. Row blocks of one band share columns of the weight in the cache.
+    """Computes one tile of out [rows, N]. Row blocks of one band share columns of the weight in the
+    cache.
 
-    SWAP_AB: weights are the first operand, of which tensor cores take 64 rows at full speed.
-    WHOLE_N, WHOLE_K: tiles divide the shape of the weight [N, K].
+    - SWAP_AB: weights are the first operand, of which tensor cores take 64 rows at full speed
+    - WHOLE_N, WHOLE_K: tiles divide the shape of the weight [N, K]
     """
     program = tl.program_id(0)
     row_blocks = tl.cdiv(rows, BLOCK_M)
@@ -450,7 +461,7 @@ def _exact_gemm_kernel(
                 w = tl.load(right + begin)
             else:
                 w = tl.load(right + begin, mask=there, other=0.0)
-        else:  # what is added behind the end are zeros, which change no sum
+        else:  # only zeros are added behind the end, which change no sum
             inside = (begin + depth < K)[None, :]
             a = tl.load(left + begin, mask=real & inside, other=0.0)
             w = tl.load(right + begin, mask=there & inside, other=0.0)
@@ -470,13 +481,14 @@ def exact_gemm(
     config: ExactGemmConfig | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias, [T, width]: float32 inside, rounded once, the same bits for every T.
+    """Returns x @ weight.T + bias, [T, width]: float32 inside, rounded once, the same bits for
+    every T.
 
-    x: [T, depth]; rows may be strided, all else is contiguous.
-    weight: [width, depth], of x's dtype.
-    bias: [width], added before the result is rounded.
-    config: the tile, which bits do not depend on; None: that of tile_configs.py.
-    out: [T, width], contiguous; None: it is made, of x's dtype.
+    - x: [T, depth]; rows may be strided, all else is contiguous
+    - weight: [width, depth], of x's dtype
+    - bias: [width], added before the result is rounded
+    - config: the tile, which bits do not depend on; None: that of tile_configs.py
+    - out: [T, width], contiguous; None: it is made, of x's dtype
     """
     (rows, depth), width = x.shape, weight.shape[0]
     if out is None:

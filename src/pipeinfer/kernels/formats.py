@@ -2,9 +2,9 @@
 
 e4m3 (FP8) has a sign, 4 bits of exponent and 3 of mantissa, and goes with a scale; source:
 https://arxiv.org/abs/2209.05433. Keys in e4m3 are Hadamard-transformed before: queries and keys
-transformed alike have the same scores, and what is large in a head spreads over all of it; source:
-QuaRot, https://arxiv.org/abs/2404.00456. Knows tensors. Needs no triton; triton_support.py and
-store.py have the same inside of kernels.
+transformed alike have the same scores, and large values of a head spread over all of it; source:
+QuaRot, https://arxiv.org/abs/2404.00456. Uses tensors. Needs no triton; triton_support.py and
+store.py have the same formats inside of kernels.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0  # the largest number of e4m3
 SCALE_BLOCK = 128  # rows, and columns, of a weight matrix that share a scale, where blocks do
 SCALE_CANDIDATES = 8  # scales that are tried for a row, within a factor of two
-EXPONENT_BITS = 0x7F800000  # of a float32
-LEAST_EXPONENT_BITS = (127 - 6) << 23  # of 2^-6, below which e4m3 is denormal
+EXPONENT_BITS = 0x7F800000  # exponent bits of a float32
+LEAST_EXPONENT_BITS = (127 - 6) << 23  # exponent bits of 2^-6, below which e4m3 is denormal
 MIN_SCALE = 1e-12  # the scale of a row of zeros, which are zeros in any scale
 
 INT4_PER_WORD = 8  # numbers in a word of 32 bits
@@ -28,9 +28,10 @@ INT4_TILE_K = 128  # columns of a tile; a matrix with other columns is one tile
 
 
 class KVScales(NamedTuple):
-    """The scales of a layer's KV pages: a number is what is stored, times the scale.
+    """The scales of a layer's KV pages: a number is the stored value, times the scale.
 
-    k, v: of keys and of values.
+    Attributes:
+    - k, v: of keys and of values
     """
 
     k: float = 1.0
@@ -41,9 +42,10 @@ UNIT_KV_SCALES = KVScales()
 
 
 def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """e4m3 of values / scale, of any float dtype: the nearest number, ties to even.
+    """Returns e4m3 of values / scale, for any float dtype: the nearest number, ties to even.
 
-    What is too large becomes the largest number. NaN stays NaN, by which bad rows are found.
+    Values beyond the largest number become the largest number. NaN stays NaN, by which bad rows are
+    found.
     """
     wide = values.float()
     if scale != 1:
@@ -59,16 +61,18 @@ def dequantize_e4m3(stored: torch.Tensor, scale: float, dtype: torch.dtype) -> t
 
 
 def quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 [..., n], float32 scales [..., 1]) of values [..., n] of any float dtype, with a scale
-    a row: its largest value is 448 times the scale."""
+    """Returns (e4m3 [..., n], float32 scales [..., 1]) of values [..., n] of any float dtype, with
+    a scale a row: its largest value is 448 times the scale.
+    """
     wide = values.float()
     scale = (wide.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp_(min=MIN_SCALE)
     return (wide * scale.reciprocal()).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
 
 
 def quantize_rows_min_error(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantize_rows`, with the scale of the least square error among SCALE_CANDIDATES: from
-    that of `quantize_rows` to twice as much. For weights, which are quantized once.
+    """Quantizes rows as `quantize_rows` does, with the scale of the least square error among
+    SCALE_CANDIDATES: from the scale of `quantize_rows` to twice as much. For weights, which are
+    quantized once.
 
     Numbers of e4m3 lie as densely around one power of two as around the next, so scales outside of
     a factor of two would only repeat.
@@ -98,8 +102,8 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard_transform(heads: torch.Tensor) -> torch.Tensor:
-    """float32 [..., dim] of heads [..., dim] of any float dtype, dim even. Orthonormal, and its own
-    inverse.
+    """Returns float32 [..., dim] of heads [..., dim] of any float dtype, dim even. Orthonormal, and
+    its own inverse.
 
     In blocks of as many values as the largest power of two that divides dim: neighbours in both
     halves of a head. Value by value, so that a token's bits depend on no other token.
@@ -128,7 +132,7 @@ def hadamard_half_block(dim: int) -> int:
 
 
 def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, tiles, words] of numbers uint8 [rows, columns], each 0 to 15."""
+    """Returns int32 [rows, tiles, words] of numbers uint8 [rows, columns], each 0 to 15."""
     threads, words_each = _thread_layout(numbers.shape[1])
     tiles = numbers.to(torch.int32).unflatten(1, (-1, PAIRS_PER_WORD, words_each, threads, 2))
     words = (tiles << _bit_shifts(numbers.device)).sum((2, 5), dtype=torch.int32)
@@ -145,17 +149,17 @@ def unpack_int4(words: torch.Tensor) -> torch.Tensor:
 def dequantize_int4(
     words: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(number - zero) * scale, [rows, columns], rounded to `dtype` once.
+    """Returns (number - zero) * scale, [rows, columns], rounded to `dtype` once.
 
-    words: int32, of `pack_int4`.
-    scale, zero: [rows, groups] of neighbouring columns, of any float dtype and of any dtype.
+    - words: int32, of `pack_int4`
+    - scale, zero: [rows, groups] of neighbouring columns, of any float dtype and of any dtype
     """
     groups = unpack_int4(words).unflatten(1, (scale.shape[1], -1)).float()
     return ((groups - zero[..., None]) * scale[..., None].float()).flatten(1).to(dtype)
 
 
 def _bit_shifts(device: torch.device) -> torch.Tensor:
-    """int32 [pairs, 1, 1, 2]: where the numbers of each pair begin in a word, in bits."""
+    """Returns int32 [pairs, 1, 1, 2], where the numbers of each pair begin in a word, in bits."""
     places = torch.arange(INT4_PER_WORD, dtype=torch.int32, device=device).view(2, PAIRS_PER_WORD)
     return 4 * places.t()[:, None, None, :]
 
@@ -166,7 +170,9 @@ def int4_tile_k(columns: int) -> int:
 
 
 def _thread_layout(columns: int) -> tuple[int, int]:
-    """(threads that share a tile, words of each); a tile of other columns is not reordered."""
+    """Returns (threads that share a tile, words of each); a tile of other columns is not
+    reordered.
+    """
     if columns % INT4_TILE_K:
         return 1, columns // INT4_PER_WORD
     return INT4_TILE_K // INT4_PER_WORD // WORDS_PER_THREAD, WORDS_PER_THREAD

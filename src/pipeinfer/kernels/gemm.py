@@ -76,9 +76,9 @@ def _small_m_kernel(
 ):  # fmt: skip
     """Program (columns, split of K, rows): one tile of out [SPLIT_K, rows, N].
 
-    SWIGLU: weight is [2 N, K], and out = silu(x @ first.T) * (x @ second.T).
-    SCALES: of x and weight in FP8. ROW_SCALES: x_scale [rows], scale [N]; BLOCK_SCALES: x_scale
-        [rows, K / 128], scale [N / 128, K / 128].
+    - SWIGLU: weight is [2 N, K], and out = silu(x @ first.T) * (x @ second.T)
+    - SCALES: of x and weight in FP8. ROW_SCALES: x_scale [rows], scale [N]; BLOCK_SCALES: x_scale
+      [rows, K / 128], scale [N / 128, K / 128]
     """
     share: tl.constexpr = K // SPLIT_K
     swap_ab: tl.constexpr = BLOCK_M < 64
@@ -129,8 +129,9 @@ def _small_m_kernel(
 class GemmScales(NamedTuple):
     """float32 scales of x [T, depth] and weight [width, depth] in e4m3.
 
-    x: [T, 1], or [T, depth / 128] for blocks.
-    weight: [width, 1], or [width / 128, depth / 128] for blocks, which must be whole.
+    Attributes:
+    - x: [T, 1], or [T, depth / 128] for blocks
+    - weight: [width, 1], or [width / 128, depth / 128] for blocks, which must be whole
     """
 
     x: torch.Tensor
@@ -169,13 +170,14 @@ def small_m_gemm(
     scales: GemmScales | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias: [T, width] of `dtype`, by default x's. float32 inside, rounded once.
+    """Returns x @ weight.T + bias, [T, width] of `dtype`, by default x's dtype. float32 inside,
+    rounded once.
 
-    x: [T, depth]; rows may be strided, all else is contiguous.
-    weight: [width, depth].
-    config: split_k is 1; the tile divides the shape. Block scales want a block_k of at most 128.
-    bias: [width].
-    scales: of x and weight in e4m3.
+    - x: [T, depth]; rows may be strided, all else is contiguous
+    - weight: [width, depth]
+    - config: split_k is 1; the tile divides the shape. Block scales want a block_k of at most 128
+    - bias: [width]
+    - scales: of x and weight in e4m3
     """
     out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype, device=x.device)
     _launch_small_m(config, x, weight, bias, out, scales=scales)
@@ -199,7 +201,8 @@ def split_k_gemm(
     bias: torch.Tensor | None = None,
     scales: GemmScales | None = None,
 ) -> torch.Tensor:
-    """float32 [split_k, T, width], whose sum over the first dimension is x @ weight.T + bias.
+    """Returns float32 [split_k, T, width], whose sum over the first dimension is x @ weight.T +
+    bias.
 
     As `small_m_gemm` otherwise.
     """
@@ -212,7 +215,9 @@ def split_k_gemm(
 def gemm_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`small_m_gemm`, or the sum of what `split_k_gemm` returns, in plain torch: float32."""
+    """Returns the result of `small_m_gemm`, or the sum of the result of `split_k_gemm`, in plain
+    torch: float32.
+    """
     wide = None if bias is None else bias.float()
     return torch.nn.functional.linear(x.float(), weight.float(), wide)
 
@@ -229,7 +234,7 @@ def _block_scaled_kernel(
     K: tl.constexpr, BLOCK_M: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [rows, N]: BLOCK_M rows, and the columns of a scale block."""
+    """Computes one tile of out [rows, N]: BLOCK_M rows, and the columns of a scale block."""
     program = tl.program_id(0)
     column_blocks: tl.constexpr = N // SCALE_BLOCK
     band = program // (GROUP_M * column_blocks)
@@ -264,11 +269,13 @@ def block_scaled_gemm(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias: [T, width] of `dtype`. All operands are contiguous.
+    """Returns x @ weight.T + bias: [T, width] of `dtype`. All operands are contiguous.
 
-    x: e4m3 [T, depth]; x_scale: float32 [T, depth / 128].
-    weight: e4m3 [width, depth]; scale: float32 [width / 128, depth / 128].
-    bias: [width].
+    - x: e4m3 [T, depth]
+    - x_scale: float32 [T, depth / 128]
+    - weight: e4m3 [width, depth]
+    - scale: float32 [width / 128, depth / 128]
+    - bias: [width]
 
     Sums are float32; each 128 of the depth are scaled and added in order.
     """
@@ -319,7 +326,7 @@ def _integer_at(words, PLACE: tl.constexpr):
 
 @triton.jit
 def _load_zeros_scales(scales_zeros, at, dtype: tl.constexpr, PAIRS: tl.constexpr):
-    """(zeros, scales) of scales_zeros [.., 2] at `at`, as _dequantize_pair wants them.
+    """Returns (zeros, scales) of scales_zeros [.., 2] at `at`, in the form of _dequantize_pair.
 
     float32; if PAIRS, int32 that hold a value twice. Integers made from mantissas are 128 too large
     in bfloat16, 1,024 in float16; so are the zeros then.
@@ -349,7 +356,9 @@ def _load_zeros_scales(scales_zeros, at, dtype: tl.constexpr, PAIRS: tl.constexp
 
 @triton.jit
 def _dequantize_pair(words, zero, scale, P: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr):
-    """[.., 2] of dtype: (number - zero) * scale, of numbers P and P + 4 of each of `words`."""
+    """Returns [.., 2] of dtype: (number - zero) * scale, of numbers P and P + 4 of each of
+    `words`.
+    """
     if PAIRS:
         shifted = words >> (4 * P)
         if dtype == tl.bfloat16:
@@ -399,7 +408,9 @@ def _dequantize_tile(
     words, scales_zeros, column, k_tile, BLOCK_N: tl.constexpr, N: tl.constexpr,
     GROUP_SIZE: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, _TILE_K] of dtype, of words [BLOCK_N, _TILE_WORDS]: one tile of each column."""
+    """Returns [BLOCK_N, _TILE_K] of dtype, of words [BLOCK_N, _TILE_WORDS]: one tile of each
+    column.
+    """
     zero, scale = _group_zeros_scales(
         scales_zeros, column, k_tile, 0, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
     )
@@ -434,8 +445,8 @@ def _int4_small_m_kernel(
 ):  # fmt: skip
     """Program (BLOCK_N columns, split of K, BLOCK_M rows): one tile of parts [SPLIT_K, rows, N].
 
-    MERGE_SPLITS: the last program of a tile, by `counters`, adds its parts in order into `out`.
-    PAIRS: two weights are dequantized at once.
+    - MERGE_SPLITS: the last program of a tile, by `counters`, adds its parts in order into `out`
+    - PAIRS: two weights are dequantized at once
     """
     tiles_per_split: tl.constexpr = K // _TILE_K // SPLIT_K
     dtype: tl.constexpr = x.dtype.element_ty
@@ -506,16 +517,17 @@ def int4_small_m_gemm(
     bias: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias, for weights of four bits, which are rounded to x's dtype; sums are
-    float32.
+    """Returns x @ weight.T + bias, for weights of four bits, which are rounded to x's dtype; sums
+    are float32.
 
-    x: [T, depth]; rows may be strided.
-    packed: int32 [tiles, width, 16], see formats.py.
-    scales_zeros: [depth / group, width, 2] of x's dtype, scales and zeros; a group is whole tiles,
-        or 16, 32 or 64 columns.
-    config: block_n divides width, and split_k * k_tiles the tiles of the depth.
-    bias: [width].
-    counters: int32, a zero for each tile of the result if there are splits; zeros again afterwards.
+    - x: [T, depth]; rows may be strided
+    - packed: int32 [tiles, width, 16], see formats.py
+    - scales_zeros: [depth / group, width, 2] of x's dtype, scales and zeros; a group is whole
+      tiles, or 16, 32 or 64 columns
+    - config: block_n divides width, and split_k * k_tiles the tiles of the depth
+    - bias: [width]
+    - counters: int32, a zero for each tile of the result if there are splits; zeros again
+      afterwards
 
     With counters the result is [1, T, width] of x's dtype; without them float32 [split_k, T,
     width], whose sum over the first dimension remains to be made.
@@ -568,17 +580,17 @@ MIN_RANK = 16  # columns that tensor cores take at least; smaller ranks are padd
 SPLIT_DEPTH = 512  # depth of one part of shrink's sums
 MAX_SPLITS = 16
 FEW_TOKENS = 64, 256  # tokens of a step up to which programs are an adapter's, by compilation
-MAX_MODULES = 3  # of one launch of expand
+MAX_MODULES = 3  # modules of one launch of expand
 
 
 @triton.jit
 def _rows(
     token_adapters, tokens, ADAPTER_SLOTS: tl.constexpr, BLOCK_T: tl.constexpr, FEW: tl.constexpr
 ):
-    """(tokens of this program, the adapter slot of each, 0 where there is none).
+    """Returns (tokens of this program, the adapter slot of each; 0: it has none).
 
-    FEW: the tokens that the step has at most: programs are adapter by adapter, of each as many as
-        all tokens need. 0: a block of neighbours.
+    - FEW: the tokens that the step has at most: programs are adapter by adapter, for each as many
+      as all tokens need. 0: a program has a block of neighbours
     """
     program, place = tl.program_id(0), tl.arange(0, BLOCK_T)
     if FEW:
@@ -587,7 +599,7 @@ def _rows(
         mine = (tl.load(token_adapters + every, mask=every < tokens, other=0) == adapter).to(
             tl.int32
         )
-        number = tl.cumsum(mine, 0) - 1  # of a token among its adapter's
+        number = tl.cumsum(mine, 0) - 1  # number of a token among its adapter's
         found = (mine[None, :] > 0) & (number[None, :] == wanted[:, None])
         row = tl.sum(tl.where(found, every[None, :], 0), axis=1)
         slot = tl.where(wanted < tl.sum(mine, axis=0), adapter, 0)
@@ -720,7 +732,7 @@ def _expand_kernel(
 
 
 def block_sizes(rank: int) -> tuple[int, int]:
-    """(columns of x and A that shrink takes at a time, rows of B that expand takes)."""
+    """Returns (columns of x and A that shrink takes at a time, rows of B that expand takes)."""
     return (32, 32) if rank > LARGE_RANK else (128, 128)
 
 
@@ -733,12 +745,14 @@ def add_low_rank(
     y: torch.Tensor,
     by_adapter: bool = True,
 ) -> None:
-    """Adds to y [T, out] what the tokens' adapters make of x [T, in]; rows may be strided.
+    """Adds to y [T, out] the products of the tokens' adapters with x [T, in]; rows may be strided.
 
-    a: [adapter slots, modules * rank, in]. b: [adapter slots, out, rank]. parts: where each
-    module's rows are in the product. token_adapters: int32 [T], adapter slots from 1 on; 0: none.
-    by_adapter: programs for few tokens are adapter by adapter; False: a token's sums are the same
-    bits however many tokens there are.
+    - a: [adapter slots, modules * rank, in]
+    - b: [adapter slots, out, rank]
+    - parts: where each module's rows are in the product
+    - token_adapters: int32 [T], adapter slots from 1 on; 0: none
+    - by_adapter: programs for few tokens are adapter by adapter; False: a token's sums are the same
+      bits however many tokens there are
     """
     (tokens, depth), (adapter_slots, width, rank), modules = x.shape, b.shape, len(parts)
     if not tokens:

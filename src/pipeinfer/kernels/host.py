@@ -79,8 +79,8 @@ def philox_words(
 def gumbel_noise(
     seeds: np.ndarray, positions: np.ndarray, vocab: int, start: int = 0
 ) -> np.ndarray:
-    """float32 [R, vocab] standard Gumbel noise of rows with `seeds` uint64 and `positions` int64,
-    for ids start .. start + vocab - 1.
+    """Returns float32 [R, vocab] standard Gumbel noise of rows with `seeds` uint64 and `positions`
+    int64, for ids start .. start + vocab - 1.
 
     Costs about 6 ns a value on one core; `gumbel_noise_at` is cheaper for less than a sixth of the
     ids.
@@ -102,7 +102,9 @@ def gumbel_noise(
 
 
 def gumbel_noise_at(seeds: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """float32 [N]: the same noise as `gumbel_noise`, for single (seed, position, id) triples."""
+    """Returns float32 [N], the same noise as `gumbel_noise`, for single (seed, position, id)
+    triples.
+    """
     out = np.empty(len(ids), dtype=np.float32)
     for begin in range(0, len(ids), WORDS_PER_BLOCK // 4):
         block = slice(begin, begin + WORDS_PER_BLOCK // 4)
@@ -113,7 +115,7 @@ def gumbel_noise_at(seeds: np.ndarray, positions: np.ndarray, ids: np.ndarray) -
 
 
 def _to_gumbel(word: np.ndarray) -> None:
-    """In place: float32 of 32-bit words to Gumbel variates."""
+    """Turns float32 values of 32-bit words into Gumbel variates, in place."""
     word *= np.float32(2.0**-32)
     word += np.float32(2.0**-33)
     np.minimum(word, LARGEST_UNIFORM, out=word)
@@ -135,12 +137,12 @@ TOPK_BLOCK = 128  # ids whose greatest logit is looked at first, for the best lo
 def truncation_thresholds(
     x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> np.ndarray:
-    """float32 [N, 1]: what top-k, top-p and min-p leave of row r are the ids with x >= threshold.
+    """Returns float32 [N, 1]: top-k, top-p and min-p leave the ids of row r with x >= threshold.
 
-    x: float32 [N, vocab], logits after temperature, shifted so that each row's maximum is 0.
-    top_k: int32 [N], applied first; 0 is off.
-    top_p: float32 [N], applied to the rest of the probability, renormalised; 1 is off.
-    min_p: float32 [N], relative to the largest probability; 0 is off.
+    - x: float32 [N, vocab], logits after temperature, shifted so that each row's maximum is 0
+    - top_k: int32 [N], applied first; 0 is off
+    - top_p: float32 [N], applied to the rest of the probability, renormalised; 1 is off
+    - min_p: float32 [N], relative to the largest probability; 0 is off
 
     The maximum always stays. Equal logits stand or fall together, so that neither ids nor the order
     of a sort decide; a threshold depends on its own row only.
@@ -209,8 +211,9 @@ def is_truncated(
     min_p: np.ndarray,
     vocab: float = inf,
 ) -> np.ndarray:
-    """bool [L]: rows that sample at random and leave out some of `vocab` ids. By default any top-k
-    counts."""
+    """Returns bool [L]: rows that sample at random and leave out some of `vocab` ids. By default
+    any top-k counts.
+    """
     leaves_out = (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
     return leaves_out & (temperature >= GREEDY_BELOW)
 
@@ -239,7 +242,9 @@ class SamplingRows:
 def sample(
     logits: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, truncate: bool = True
 ) -> torch.Tensor:
-    """See interface.py, here and below. Of equal best candidates the lowest id wins."""
+    """Samples, see Kernels.sample. For equal best candidates the lowest id wins. The public
+    functions below without a docstring are those of Kernels, too.
+    """
     values, rows = logits.float().numpy(), SamplingRows.of(sampling)
     ids = values.argmax(axis=-1)
     peaks = np.take_along_axis(values, ids[:, None], axis=-1)
@@ -258,7 +263,7 @@ def sample(
 
 
 def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
-    """float64 [L, 3]: | score of the best candidate | its id | the greatest logit |"""
+    """Returns float64 [L, 3]: | score of the best candidate | its id | the greatest logit |"""
     values, rows = logits.float().numpy(), SamplingRows.of(sampling)
     count, width = values.shape
     mine = np.full((count, 3), -np.inf)
@@ -289,8 +294,9 @@ def global_argmax(
 def _sampled(
     ids: np.ndarray, good: np.ndarray, sampling: SamplingTensors, last_token: torch.Tensor
 ) -> torch.Tensor:
-    """int64 [L, 2]: one token, of `ids` [L], for the rows in `good` bool [L]; 0 tokens for
-    others."""
+    """Returns int64 [L, 2], one token, of `ids` [L], for the rows in `good` bool [L]; 0 tokens for
+    others.
+    """
     made = np.empty((len(ids), 2), dtype=np.int64)
     made[:, 0] = good
     # A bad row may be part of one more step: it goes on from an id that exists.
@@ -314,7 +320,7 @@ def _scaled(
     The peak goes first: differences are exact where they matter, and nothing overflows upwards.
     """
     x = values[block]
-    with np.errstate(over="ignore"):  # what lies that far below the peak is never sampled anyway
+    with np.errstate(over="ignore"):  # values that far below the peak are never sampled
         x -= peaks[block]
         x /= rows.temperature[block, None]
     return x
@@ -326,7 +332,9 @@ def _sample_from_row(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np
 
 
 def _sample_from_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
-    """Gumbel-max over what truncation leaves; noise is made only for these ids, if they are few."""
+    """Samples by Gumbel-max over the ids that truncation leaves; noise is made only for these ids,
+    if they are few.
+    """
     keep = x >= truncation_thresholds(x, rows.top_k[block], rows.top_p[block], rows.min_p[block])
     flat = np.flatnonzero(keep)
     if len(flat) * SPARSE_NOISE_COST > x.size:
@@ -342,7 +350,9 @@ def _sample_from_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> n
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> torch.Tensor:
-    """See interface.py, here and below."""
+    """Returns log-prob records, see Kernels.logprobs. The public functions below without a
+    docstring are those of Kernels, too.
+    """
     token_keys = logit_keys(logits, ids, 0)
     return merge_topk(local_topk(logits, token_keys, num_top, 0)[None], token_keys)
 
@@ -398,7 +408,7 @@ def _num_above(row: np.ndarray, key: int, first_id: int) -> int:
 
 
 def _greatest_keys(row: np.ndarray, num_top: int, first_id: int) -> np.ndarray:
-    """int64 [num_top], or as many as there are: the greatest keys, falling.
+    """Returns int64 [num_top], or as many as there are: the greatest keys, falling.
 
     At least num_top blocks have a maximum from the num_top-th greatest maximum on: only ids with
     such logits can be among the best. That takes one pass.
@@ -430,7 +440,7 @@ def _pack_keys(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids int32, logits float32) of keys; NO_ID and -inf for absent ones."""
+    """Returns (ids int32, logits float32) of keys; NO_ID and -inf for absent ones."""
     ids = HIGHEST_ID - (keys & 0xFFFFFFFF)
     ordered = (keys >> 32).int()
     logits = torch.where(ordered < 0, ordered ^ HIGHEST_ID, ordered).view(torch.float32)
@@ -448,8 +458,8 @@ def apply_bad_words(
 ) -> None:
     """Sets the logit of each id to -inf that would complete a bad word at `position`.
 
-    logits: [ids] of one row, those from `first_id` on.
-    record_token: the last token joins the history before, if it was sampled in this slot.
+    - logits: [ids] of one row, those from `first_id` on
+    - record_token: the last token joins the history before, if it was sampled in this slot
     """
     words = bad_words.words.numpy()[slot]
     count, begin, known, _ = words[:BAD_WORDS_HEADER].tolist()
@@ -467,7 +477,7 @@ def apply_bad_words(
 
 
 def scatter_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
-    """See interface.py."""
+    """Writes changed words, see Kernels.scatter_words."""
     num_pairs = int(count)
     if num_pairs:
         changes = pairs.numpy()[: 2 * num_pairs]
@@ -491,7 +501,7 @@ def prepare_inputs(step: DeviceStep, slot_tables: SlotTables, page_size: int) ->
 
 
 def _starts(step: DeviceStep, slot_tables: SlotTables) -> np.ndarray:
-    """int32 [R], where rows start, also those of which only the device knows."""
+    """Returns int32 [R], the starts of rows, also those that only the device knows."""
     starts = step.starts.numpy()
     if slot_tables.drafts is None or starts.min(initial=0) >= 0:
         return starts
@@ -501,10 +511,10 @@ def _starts(step: DeviceStep, slot_tables: SlotTables) -> np.ndarray:
 def _token_inputs(
     step: DeviceStep, slot_tables: SlotTables, page_size: int, by_row: tuple[np.ndarray, ...]
 ) -> None:
-    """Inputs by token. Tokens after the last row's, and padding, have no KV slot."""
+    """Writes the inputs by token. Tokens after the last row's, and padding, have no KV slot."""
     slots, starts, counts, sizes, firsts = by_row
     num_tokens, row, index = int(firsts[-1]), None, None
-    slot, position = slots, starts  # of one token each
+    slot, position = slots, starts  # rows of one token each
     if num_tokens != len(slots) or sizes is not counts:
         row = np.repeat(np.arange(len(slots)), sizes)
         index = np.arange(num_tokens) - firsts[row]
@@ -572,7 +582,7 @@ def _sampling_inputs(
         sizes = np.where(several[rows], step.counts.numpy()[rows], 1)
         rows, entry = np.repeat(rows, sizes), np.repeat(entry, sizes)
         entry = entry + np.arange(len(entry)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    of = np.empty(len(rows), dtype=np.int64)  # of each row of logits, its row
+    of = np.empty(len(rows), dtype=np.int64)  # the row of each row of logits
     of[np.where(entry >= 0, entry, -1 - entry)] = rows
     slot, token, position = slots[of], firsts[of + 1] - 1, lengths[of]
     if several is not None:  # a row of logits for each token of these rows
@@ -584,7 +594,7 @@ def _sampling_inputs(
         slot = np.where(padding, len(slot_tables.page_table) - 1, slot)
         position = np.where(padding, 0, position)
         token[padding] = 0
-    if step.shape.verifies:  # of padding tokens, which no row names
+    if step.shape.verifies:  # rows of padding tokens, which no row names
         more = np.zeros(step.num_logits - len(of), dtype=np.int64)
         token, position = np.append(token, more), np.append(position, more)
         slot = np.append(slot, more + len(slot_tables.page_table) - 1)
@@ -605,13 +615,15 @@ def _sampling_inputs(
 
 
 def _verifying(step: DeviceStep) -> np.ndarray | None:
-    """bool [R], rows with draft tokens; None if there are none."""
+    """Returns bool [R], rows with draft tokens; None if there are none."""
     found = (step.starts.numpy() < 0) & (step.counts.numpy() > 1)
     return found if found.any() else None
 
 
 def propose_ngrams(step: DeviceStep, slot_tables: SlotTables) -> None:
-    """See interface.py, here and below."""
+    """Writes draft tokens, see Kernels.propose_ngrams. The public functions below without a
+    docstring are those of Kernels, too.
+    """
     state, verifying = slot_tables.drafts, _verifying(step)
     if state is None or verifying is None:
         return
@@ -622,10 +634,11 @@ def propose_ngrams(step: DeviceStep, slot_tables: SlotTables) -> None:
 
 
 def next_of_ngram(known: np.ndarray, count: int) -> np.ndarray:
-    """int32 [count]: what followed the last tokens of `known` int32 [n] where they stood before;
-    see Kernels.propose_ngrams."""
+    """Returns int32 [count], the tokens that followed an earlier occurrence of the last tokens of
+    `known` int32 [n]; see Kernels.propose_ngrams.
+    """
     drafts = np.full(count, known[-1], dtype=np.int32)
-    found = np.flatnonzero(known[:-1] == known[-1])  # where an occurrence ends
+    found = np.flatnonzero(known[:-1] == known[-1])  # ends of occurrences
     for size in range(1, min(MAX_NGRAM, len(known))):
         longer = found[found >= size]
         longer = longer[known[longer - size] == known[-1 - size]]

@@ -97,11 +97,11 @@ def _topk_softmax_kernel(
 def topk_softmax(
     router_logits: torch.Tensor, top_k: int, renormalize: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights of `dtype`, experts int32), both [T, top_k], the best first.
+    """Returns (weights of `dtype`, experts int32), both [T, top_k], the best first.
 
-    router_logits: any float dtype [T, experts], rows may be strided; or float32 [P, T, experts],
-        partial sums whose total is rounded to `dtype`.
-    renormalize: weights add up to one, in float32.
+    - router_logits: any float dtype [T, experts], rows may be strided; or float32 [P, T, experts],
+      partial sums whose total is rounded to `dtype`
+    - renormalize: weights add up to one, in float32
 
     Softmax over all experts in float32; of equal logits the lower expert's comes first. NaN gives
     weights of NaN, and experts that exist.
@@ -141,11 +141,12 @@ def topk_softmax_reference(
 class MoeAlignment:
     """Pairs sorted by expert, in blocks of one expert each.
 
-    sorted_pair_ids: int32 [capacity]; pair t * top_k + j is choice j of token t; entries that pad a
-        block hold the number of pairs.
-    expert_ids: int32 [capacity / block_m], the expert of each block.
-    num_padded_pairs: int32 [1], entries of sorted_pair_ids that count; later blocks are undefined.
-    block_m: entries of a block.
+    Attributes:
+    - sorted_pair_ids: int32 [capacity]; pair t * top_k + j is choice j of token t; entries that pad
+      a block hold the number of pairs
+    - expert_ids: int32 [capacity / block_m], the expert of each block
+    - num_padded_pairs: int32 [1], entries of sorted_pair_ids that count; later blocks are undefined
+    - block_m: entries of a block
     """
 
     sorted_pair_ids: torch.Tensor
@@ -160,8 +161,10 @@ def _align_kernel(
     NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAIRS_PER_CHUNK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program e counts the pairs of all experts, and writes the blocks of expert e after those of
-    lower experts. Counting everything costs less than a second launch or other programs' counts."""
+    """Program (expert): counts the pairs of all experts, and writes the blocks of its expert after
+    those of lower experts. Counting everything costs less than a second launch or other programs'
+    counts.
+    """
     if USE_PDL:
         gdc_wait()  # for topk_ids
         gdc_launch_dependents()
@@ -199,10 +202,10 @@ def moe_align_block_size(
 ) -> MoeAlignment:
     """Groups the pairs by expert, without synchronisation.
 
-    topk_ids: int [T, top_k].
-    num_experts, first_expert: expert e of the result is first_expert + e of topk_ids; pairs of
-        experts outside of first_expert .. first_expert + num_experts - 1 are left out.
-    block_m: entries of a block.
+    - topk_ids: int [T, top_k]
+    - num_experts, first_expert: expert e of the result is first_expert + e of topk_ids; pairs of
+      experts outside of first_expert .. first_expert + num_experts - 1 are left out
+    - block_m: entries of a block
     """
     num_pairs = topk_ids.numel()
     topk_ids = topk_ids.contiguous()
@@ -252,11 +255,12 @@ def moe_align_block_size_reference(
 class ClampedSwiglu:
     """SwiGLU with bounds and biases, as gpt-oss has it: (up + 1) * gate * sigmoid(slope * gate).
 
-    slope: of the sigmoid.
-    limit: gate is at most `limit`, and up between -limit and limit.
-    gate_up_bias: [experts, 2 n], gate first.
-    down_bias: [experts, hidden], added before the router's weight multiplies; None: another rank
-        adds it.
+    Attributes:
+    - slope: of the sigmoid
+    - limit: gate is at most `limit`, and up between -limit and limit
+    - gate_up_bias: [experts, 2 n], gate first
+    - down_bias: [experts, hidden], added before the router's weight multiplies; None: another rank
+      adds it
 
     Source: https://arxiv.org/abs/2508.10925.
     """
@@ -269,8 +273,9 @@ class ClampedSwiglu:
 
 @triton.jit
 def grouped_tile(row_blocks, column_blocks, GROUP_M: tl.constexpr):
-    """(row block, column block) of this program. GROUP_M: row blocks that share columns in the L2
-    cache."""
+    """Returns (row block, column block) of this program. GROUP_M: row blocks that share columns in
+    the L2 cache.
+    """
     program = tl.program_id(0)
     band = program // (GROUP_M * column_blocks)
     height = tl.minimum(row_blocks - band * GROUP_M, GROUP_M)
@@ -300,7 +305,8 @@ def _scale_pointers(
     """The address of the first block scale for the columns of `part`; in MXFP4 the addresses
     [BLOCK_N] of their first four exponents.
 
-    scale: of an expert. SCALES_PER_ROW: words of scales in a row.
+    - scale: of an expert
+    - SCALES_PER_ROW: words of scales in a row
     """
     if SCALES == MXFP4_SCALES:
         at = scale + tl.minimum(column, N - 1) * SCALES_PER_ROW
@@ -345,10 +351,10 @@ def _gate_up_kernel(
 ):  # fmt: skip
     """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T) for one tile of pairs and columns.
 
-    scale: ROW_SCALES: [experts, 2 INTERMEDIATE]; BLOCK_SCALES: [experts, 2 INTERMEDIATE / 128,
-        SCALES_PER_ROW]; MXFP4_SCALES: int32 [experts, 2 INTERMEDIATE, SCALES_PER_ROW], four
-        exponents each.
-    bias: [experts, 2 INTERMEDIATE].
+    - scale: ROW_SCALES: [experts, 2 INTERMEDIATE]; BLOCK_SCALES: [experts, 2 INTERMEDIATE / 128,
+      SCALES_PER_ROW]; MXFP4_SCALES: int32 [experts, 2 INTERMEDIATE, SCALES_PER_ROW], four exponents
+      each
+    - bias: [experts, 2 INTERMEDIATE]
     """
     tl.static_assert(SCALES != BLOCK_SCALES or SCALE_BLOCK_CE % BLOCK_N == 0)
     tl.static_assert(
@@ -438,8 +444,8 @@ def _down_kernel(
     """out[pair] = topk_weights[pair] * (hidden[pair] @ weight.T + bias), for one tile of pairs and
     columns.
 
-    scale: as for _gate_up_kernel, with HIDDEN in place of 2 INTERMEDIATE.
-    bias: [experts, HIDDEN].
+    - scale: as for _gate_up_kernel, with HIDDEN in place of 2 INTERMEDIATE
+    - bias: [experts, HIDDEN]
     """
     tl.static_assert(SCALES != BLOCK_SCALES or SCALE_BLOCK_CE % BLOCK_N == 0)
     tl.static_assert(
@@ -491,7 +497,7 @@ def _moe_sum_kernel(
     by_pair, topk_ids, out, first_expert, num_local_experts, TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, LOCAL_ONLY: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the rows of a token's pairs. LOCAL_ONLY: those of this rank's experts only."""
+    """Adds up the rows of a token's pairs. LOCAL_ONLY: only pairs of this rank's experts."""
     if USE_PDL:
         gdc_wait()  # for the pairs
         gdc_launch_dependents()
@@ -523,24 +529,23 @@ def fused_experts(
     down_scale: torch.Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
-    """[T, hidden]: the weighted sum of each token's experts.
+    """Returns [T, hidden], the weighted sum of each token's experts.
 
-    x: [T, hidden]; rows may be strided.
-    gate_up: [experts, 2 n, hidden], gate first, contiguous.
-    down: [experts, hidden, n], contiguous.
-    topk_weights: any float dtype [T, top_k].
-    topk_ids: int [T, top_k].
-    config: tiles; None: those of tile_configs.py.
-    first_expert, num_global_experts: gate_up and down are those of experts first_expert and
-        following, out of num_global_experts (0: of all). Pairs of others add nothing.
-    gate_up_scale, down_scale: of weights in FP8, which become x's dtype, float32: [experts, rows,
-        1], or of blocks of 128 x 128 [experts, rows / 128, columns / 128].
-    clamped: another SwiGLU, with biases.
+    - x: [T, hidden]; rows may be strided
+    - gate_up: [experts, 2 n, hidden], gate first, contiguous
+    - down: [experts, hidden, n], contiguous
+    - topk_weights: any float dtype [T, top_k]
+    - topk_ids: int [T, top_k]
+    - config: tiles; None: those of tile_configs.py
+    - first_expert, num_global_experts: gate_up and down are those of experts first_expert and
+      following, out of num_global_experts (0: of all). Pairs of other experts add nothing
+    - gate_up_scale, down_scale: of weights in FP8, which become x's dtype, float32: [experts, rows,
+      1], or of blocks of 128 x 128 [experts, rows / 128, columns / 128]
+    - clamped: another SwiGLU, with biases
 
     In MXFP4, for x of 16 bits, weights are uint8 [experts, rows, columns / 2], the first of two in
     the lower bits, and scales are exponents, uint8 [experts, rows, groups]: one for each 32
-        columns,
-    filled up with others (no NaN) to a multiple of 4.
+    columns, filled up with others (no NaN) to a multiple of 4.
 
     Raises ValueError for scales that do not divide the weights.
     """
@@ -579,8 +584,8 @@ def fused_experts_by_pair(
     down_scale: torch.Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
-    """[T, top_k, hidden], whose sum over the second dimension is `fused_experts` of the same
-    arguments. Pairs of other ranks' experts are not written.
+    """Returns [T, top_k, hidden], whose sum over the second dimension is `fused_experts` of the
+    same arguments. Pairs of other ranks' experts are not written.
     """
     (tokens, hidden), num_experts, top_k = x.shape, down.shape[0], topk_ids.shape[1]
     if tokens == 0:
@@ -605,10 +610,10 @@ def gate_up_gemm(
     config: MoeConfig,
     clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
-    """[T * top_k, n]: SwiGLU of each pair's token, by its expert.
+    """Returns [T * top_k, n], SwiGLU of each pair's token, by its expert.
 
-    x, weight [experts, 2 n, hidden], scale, clamped: as for `fused_experts`.
-    alignment: of blocks of config.block_m. Pairs outside of it are not written.
+    - x, weight [experts, 2 n, hidden], scale, clamped: as for `fused_experts`
+    - alignment: of blocks of config.block_m. Pairs outside of it are not written
     """
     slope, limit = (1.0, 0.0) if clamped is None else (clamped.slope, clamped.limit)
     bias = None if clamped is None else clamped.gate_up_bias
@@ -634,13 +639,15 @@ def down_gemm(
     config: MoeConfig,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[pairs, hidden]: topk_weights[pair] * (x[pair] @ weight.T + bias), by the pair's expert.
+    """Returns [pairs, hidden]: topk_weights[pair] * (x[pair] @ weight.T + bias), by the pair's
+    expert.
 
-    x: [pairs, n], contiguous.
-    weight: [experts, hidden, n].
-    topk_weights: as many as pairs, contiguous.
-    bias: [experts, hidden].
-    The rest as for `gate_up_gemm`.
+    - x: [pairs, n], contiguous
+    - weight: [experts, hidden, n]
+    - topk_weights: as many as pairs, contiguous
+    - bias: [experts, hidden]
+
+    Other arguments: as for `gate_up_gemm`.
     """
     (size, inter), (num_local_experts, hidden, _), gemm = x.shape, weight.shape, config.down
     out, scaled = x.new_empty(size, hidden), _scale_options(weight, scale)
@@ -664,21 +671,22 @@ def launch_options(gemm: MoeGemmConfig) -> dict[str, int]:
 def _kernel_weights(
     weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """(weight, scale, bias) as kernels take them; the weight again in place of None."""
+    """Returns (weight, scale, bias) as kernels take them; the weight again in place of None."""
     if weight.dtype == torch.uint8 and scale is not None:
         scale = scale.view(torch.int32)
     return as_kernel_arg(weight), *(weight if one is None else one for one in (scale, bias))
 
 
 def _weight_bits(weight: torch.Tensor) -> int:
-    """Bits of a weight as it is stored; 16 for those that have more."""
+    """Returns the bits of a weight as it is stored; 16 for dtypes of more bits."""
     return 4 if weight.dtype == torch.uint8 else min(8 * weight.element_size(), 16)
 
 
 def _scale_options(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
-    """SCALES: what has a scale of its own; SCALES_PER_ROW: words of scales in a row of the matrix.
+    """Returns the options of kernels for the scales of `weight`: SCALES, the parts that have a
+    scale of their own, and SCALES_PER_ROW, words of scales in a row of the matrix.
 
-    Raises ValueError if these do not divide the weights.
+    Raises ValueError if the scales do not divide the weights.
     """
     if scale is None:
         return {"SCALES": NO_SCALES.value, "SCALES_PER_ROW": 0}
@@ -703,10 +711,10 @@ def _scale_options(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str
 def moe_sum(
     by_pair: torch.Tensor, topk_ids: torch.Tensor, first_expert: int | None, num_local_experts: int
 ) -> torch.Tensor:
-    """[T, hidden], the sum of by_pair [T, top_k, hidden] over the second dimension.
+    """Returns [T, hidden], the sum of by_pair [T, top_k, hidden] over the second dimension.
 
-    topk_ids: [T, top_k], contiguous.
-    first_expert, num_local_experts: only pairs of these experts are added; None: all.
+    - topk_ids: [T, top_k], contiguous
+    - first_expert, num_local_experts: only pairs of these experts are added; None: all
     """
     tokens, top_k, hidden = by_pair.shape
     out = by_pair.new_empty(tokens, hidden)

@@ -70,15 +70,15 @@ def _gate_up_w8a8_kernel(
 ):  # fmt: skip
     """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T), for a tile of pairs and columns.
 
-    x_scale: [tokens, HIDDEN / BLOCK_K].
-    scale: [experts, 2 INTERMEDIATE] if SCALES_PER_ROW is 0, else [experts, 2 INTERMEDIATE / 128,
-        SCALES_PER_ROW].
-    out, out_scale: e4m3 [pairs, INTERMEDIATE], and [pairs, INTERMEDIATE / GROUP_SIZE].
+    - x_scale: [tokens, HIDDEN / BLOCK_K]
+    - scale: [experts, 2 INTERMEDIATE] if SCALES_PER_ROW is 0, else [experts, 2 INTERMEDIATE / 128,
+      SCALES_PER_ROW]
+    - out, out_scale: e4m3 [pairs, INTERMEDIATE], and [pairs, INTERMEDIATE / GROUP_SIZE]
     """
     parts: tl.constexpr = HIDDEN // BLOCK_K
     ups: tl.constexpr = (
         INTERMEDIATE // SCALE_BLOCK_CE * SCALES_PER_ROW
-    )  # scales of gate, before those of up
+    )  # scales of gate, then of up
     block, part = grouped_tile(row_blocks, INTERMEDIATE // BLOCK_N, GROUP_M)
     if USE_PDL:
         gdc_wait()  # for tokens and their order
@@ -128,8 +128,8 @@ def _down_w8a8_kernel(
     """out[pair] = topk_weights[pair] * (hidden[pair] @ weight.T), for one tile of pairs and
     columns.
 
-    hidden_scale: [pairs, INTERMEDIATE / BLOCK_K].
-    scale: [experts, HIDDEN] if SCALES_PER_ROW is 0, else [experts, HIDDEN / 128, SCALES_PER_ROW].
+    - hidden_scale: [pairs, INTERMEDIATE / BLOCK_K]
+    - scale: [experts, HIDDEN] if SCALES_PER_ROW is 0, else [experts, HIDDEN / 128, SCALES_PER_ROW]
     """
     parts: tl.constexpr = INTERMEDIATE // BLOCK_K
     block, part = grouped_tile(row_blocks, HIDDEN // BLOCK_N, GROUP_M)
@@ -183,16 +183,17 @@ def fused_experts_w8a8_by_pair(
     expert_range: tuple[int, int] = (0, 0),
     config: MoeConfig | None = None,
 ) -> torch.Tensor:
-    """bfloat16 [T, top_k, hidden], for `moe_sum`: each token's experts, times their weights.
+    """Returns bfloat16 [T, top_k, hidden], for `moe_sum`: each token's experts, times their
+    weights.
 
-    x: [T, hidden], 128 values to a scale.
-    gate_up: [experts, 2 n, hidden], gate first.
-    down: [experts, hidden, n]. hidden and n are multiples of 128.
-    topk_weights: any float dtype [T, top_k].
-    topk_ids: int [T, top_k].
-    expert_range: (first expert that is given, number of all experts; 0: these are all). Pairs of
-        others are not written.
-    config: tiles; None: those of tile_configs.py.
+    - x: [T, hidden], 128 values to a scale
+    - gate_up: [experts, 2 n, hidden], gate first
+    - down: [experts, hidden, n]. hidden and n are multiples of 128
+    - topk_weights: any float dtype [T, top_k]
+    - topk_ids: int [T, top_k]
+    - expert_range: (first expert of the matrices, number of all experts; 0: the matrices have all).
+      Pairs of other experts are not written
+    - config: tiles; None: those of tile_configs.py
     """
     (tokens, hidden), top_k = x[0].shape, topk_ids.shape[1]
     num_experts, (first_expert, num_global_experts) = len(down[0]), expert_range
@@ -208,9 +209,10 @@ def fused_experts_w8a8_by_pair(
 def gate_up_gemm_w8a8(
     x: Fp8Scaled, matrices: Fp8Scaled, alignment: MoeAlignment, top_k: int, config: MoeConfig
 ) -> Fp8Scaled:
-    """[T * top_k, n], INTERMEDIATE_GROUP to a scale: SwiGLU of each pair's token, by its expert.
+    """Returns [T * top_k, n], INTERMEDIATE_GROUP to a scale: SwiGLU of each pair's token, by its
+    expert.
 
-    alignment: of blocks of config.block_m.
+    - alignment: of blocks of config.block_m
     """
     (values, scale), weight = x, matrices[0]
     (tokens, hidden), inter, gemm = values.shape, weight.shape[1] // 2, config.gate_up
@@ -233,10 +235,11 @@ def down_gemm_w8a8(
     alignment: MoeAlignment,
     config: MoeConfig,
 ) -> torch.Tensor:
-    """bfloat16 [pairs, hidden]: topk_weights[pair] * (x[pair] @ weight.T), by the pair's expert.
+    """Returns bfloat16 [pairs, hidden], topk_weights[pair] * (x[pair] @ weight.T), by the pair's
+    expert.
 
-    x: [pairs, n], config.down.block_k values to a scale.
-    topk_weights: as many as pairs, contiguous.
+    - x: [pairs, n], config.down.block_k values to a scale
+    - topk_weights: as many as pairs, contiguous
     """
     (values, scale), weight = x, matrices[0]
     (pairs, inter), (num_local_experts, hidden, _) = values.shape, weight.shape

@@ -1,4 +1,5 @@
-"""From the merged QKV product to attention's inputs: QK norm, RoPE, and K and V into the KV cache.
+"""Kernel from the merged QKV product to attention's inputs: QK norm, RoPE, and K and V into the KV
+cache.
 
 One launch reads the product once and writes queries and pages. Needs triton. Knows the slot mapping
 (page * page_size + offset); no request and no page table.
@@ -42,7 +43,7 @@ def _hadamard_transform(
 ):  # fmt: skip
     """`hadamard_transform` of formats.py, of the halves [GROUP, BLOCK] of heads.
 
-    HADAMARD_HALF: values of a block in each half.
+    - HADAMARD_HALF: values of a block in each half
     """
     scale: tl.constexpr = (2 * HADAMARD_HALF) ** -0.5
     low, high = (low + high) * scale, (low - high) * scale
@@ -61,8 +62,9 @@ def _store_rotated(
 ):  # fmt: skip
     """Norms (if NORM), rotates and stores heads first .. first + GROUP - 1 of one token.
 
-    CENTER_KEYS: key_center is subtracted. HADAMARD_HALF: see _hadamard_transform; 0: none.
-    E4M3_PAGES: target is e4m3.
+    - CENTER_KEYS: key_center is subtracted
+    - HADAMARD_HALF: see _hadamard_transform; 0: none
+    - E4M3_PAGES: target is e4m3
     """
     half: tl.constexpr = DIM // 2
     heads = first + tl.arange(0, GROUP)[:, None]
@@ -120,10 +122,12 @@ def _rotate_and_store_kernel(
     NORM: tl.constexpr, OFFSET: tl.constexpr, ANGLE_TABLE: tl.constexpr, CENTER_KEYS: tl.constexpr,
     HADAMARD_HALF: tl.constexpr, E4M3_PAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): groups of query heads, then of key heads, then of value heads.
+    """Program (token, group): computes groups of query heads, then of key heads, then of value
+    heads.
 
-    ANGLE_TABLE: cos and sin are a table that `positions` index. E4M3_PAGES: pages hold e4m3.
-    CENTER_KEYS, HADAMARD_HALF: see _store_rotated.
+    - ANGLE_TABLE: cos and sin are a table that `positions` index
+    - E4M3_PAGES: pages hold e4m3
+    - CENTER_KEYS, HADAMARD_HALF: see _store_rotated
     """
     if USE_PDL:
         gdc_wait()  # for all that the kernel before it writes
@@ -176,16 +180,16 @@ def rotate_and_store(
 ) -> torch.Tensor:
     """Queries [T, num_heads, head_dim], normed and rotated; keys and values go into their pages.
 
-    qkv: [T, (num_heads + 2 kv_heads) * head_dim]: queries, keys, values; rows may be strided.
-    cos, sin: any float dtype: [T, head_dim / 2] of the tokens (or [T, 1, ..]); with `positions` a
-        table [max_positions, head_dim / 2].
-    slot_mapping: int [T], where in the caches; negative: nowhere.
-    k_cache, v_cache: [pages, page_size, kv_heads, head_dim].
-    positions: [T], rows of the table of angles.
-    q_norm, k_norm: [head_dim], weights of RMSNorm of each head, to which `offset` is added.
-    out: [T, num_heads, head_dim], contiguous, the result if given.
-    k_scale, v_scale: of caches in e4m3. Queries and keys are Hadamard-transformed then.
-    key_center: float32 [kv_heads, head_dim], subtracted from keys before, for caches in e4m3.
+    - qkv: [T, (num_heads + 2 kv_heads) * head_dim]: queries, keys, values; rows may be strided
+    - cos, sin: any float dtype: [T, head_dim / 2] of the tokens (or [T, 1, ..]); with `positions` a
+      table [max_positions, head_dim / 2]
+    - slot_mapping: int [T], where in the caches; negative: nowhere
+    - k_cache, v_cache: [pages, page_size, kv_heads, head_dim]
+    - positions: [T], rows of the table of angles
+    - q_norm, k_norm: [head_dim], weights of RMSNorm of each head, to which `offset` is added
+    - out: [T, num_heads, head_dim], contiguous, the result if given
+    - k_scale, v_scale: of caches in e4m3. Queries and keys are Hadamard-transformed then
+    - key_center: float32 [kv_heads, head_dim], subtracted from keys before, for caches in e4m3
 
     Raises ValueError for a layout that the kernel cannot write.
     """

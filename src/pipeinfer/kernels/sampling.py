@@ -35,19 +35,19 @@ from pipeinfer.kernels.triton_support import (
 
 # Fixed, whatever the batch: partial results must not depend on how many rows there are.
 SAMPLING_BLOCK = 4096  # logits of one program of the scan
-SCAN_WARPS = 4  # of a program of the scan
+SCAN_WARPS = 4  # warps of a program of the scan
 # A score is rounded where it is multiplied and where noise is added, in every kernel that makes it:
-# what a row samples must not depend on whether another one has top-k, which is another kernel.
+# the sample of a row must not depend on whether another row has top-k, which is another kernel.
 ROUNDING = {"enable_fp_fusion": False}
 MAX_CANDIDATES = 4096  # collected candidates of a truncated row at most, a power of two
 MAX_PER_BLOCK = 1024  # collected candidates of a block at most; no more than a block has logits
 ROW_CHUNK = 8192  # logits that are read at a time where there are more candidates
-TRUNCATED_WARPS = 16  # of a program that samples a truncated row
-TRUNCATED_MAX_REGISTERS = 0  # of a thread of such a program at most; 0: as the compiler likes
+TRUNCATED_WARPS = 16  # warps of a program that samples a truncated row
+TRUNCATED_MAX_REGISTERS = 0  # of a thread of such a program at most; 0: chosen by the compiler
 _GREEDY = tl.constexpr(GREEDY_BELOW)
-_TRUNCATED = tl.constexpr(2)  # of _row_kind
-_LOWEST_KEY = tl.constexpr(-(2**31))  # of the keys of truncation
-_NO_KEY = tl.constexpr(-(2**63))  # of packed logit keys
+_TRUNCATED = tl.constexpr(2)  # a result of _row_kind
+_LOWEST_KEY = tl.constexpr(-(2**31))  # among the keys of truncation
+_NO_KEY = tl.constexpr(-(2**63))  # among packed logit keys
 
 # Words and uniforms are bit for bit those of host.py. The Gumbel variates are made with the
 # device's quick logarithm and differ from host.py by at most 6e-6: less than the rounding of a
@@ -56,16 +56,18 @@ _NO_KEY = tl.constexpr(-(2**63))  # of packed logit keys
 
 @triton.jit
 def _wide_multiply(word, FACTOR: tl.constexpr):
-    """(high, low) word of a product: one wide multiplication."""
+    """Returns (high, low) word of a product: one wide multiplication."""
     product = word.to(tl.uint64) * FACTOR
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
 @triton.jit
 def philox_words(seed, position, counters):
-    """Four uint32 tensors: the words of ids 4 c, 4 c + 1, 4 c + 2, 4 c + 3 for each counter c.
+    """Returns four uint32 tensors: the words of ids 4 c, 4 c + 1, 4 c + 2, 4 c + 3 for each counter
+    c.
 
-    seed int64 (the bits of the uint64) and position int64 or int32, scalars.
+    - seed: int64 scalar, the bits of the uint64
+    - position: int64 or int32 scalar
     """
     position = position.to(tl.int64)
     c0 = counters.to(tl.uint32)
@@ -163,7 +165,7 @@ def _store_sample(row, token, sampled, last_token, slots, WRITE_LAST: tl.constex
 
 @triton.jit
 def _scaled_logits(logits, row_max, temperature):
-    """(logits - row_max) / temperature, rounded as the definition does."""
+    """Returns (logits - row_max) / temperature, rounded as the definition does."""
     return tl.div_rn(logits - row_max, temperature)
 
 
@@ -175,7 +177,7 @@ def _total_above(
     """The number of candidates with a key >= `key` (exact below 2^24); if WEIGH, their sum of
     exp(x).
 
-    COLLECTED: the candidates are `keys` with `weights`; else they are the whole row.
+    - COLLECTED: the candidates are `keys` with `weights`; else they are the whole row
     """
     if COLLECTED:
         total = tl.where(keys >= key, weights if WEIGH else 1.0, 0.0)
@@ -244,7 +246,7 @@ def _sample_from_candidates(
 ):  # fmt: skip
     """Gumbel-max over the collected candidates that the threshold leaves."""
     index = tl.arange(0, MAX_CANDIDATES)
-    block = tl.zeros_like(index)  # of each candidate, and where the block's begin
+    block = tl.zeros_like(index)  # each candidate's block, and the block's first candidate
     first = tl.zeros_like(index)
     end = low_key.to(tl.int32) * 0
     for one in range(0, blocks):
@@ -279,7 +281,7 @@ def _sample_from_row(
     row, vocab, low_key, k, p, floor, total, row_max, temperature, seed, position,
     SHIFT: tl.constexpr, ROW_CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gumbel-max over what the threshold leaves of the whole row."""
+    """Samples by Gumbel-max over the ids of the whole row that the threshold leaves."""
     key = _threshold_key(
         low_key, low_key, row, vocab, low_key, k, p, total, row_max, temperature, False, SHIFT,
         ROW_CHUNK,
@@ -298,11 +300,13 @@ def _sample_from_row(
 
 @triton.jit
 def _lower_bound(maxima, total, row_max, temperature, k, p, min_p, vocab, blocks):
-    """A lower bound of the row's threshold, a logit; -inf if nothing is known.
+    """Returns a lower bound of the row's threshold, a logit; -inf if there is none.
 
-    top-k: at least k blocks have a maximum from here on. top-p: what lies below weighs less than
-    1 - p of the row, even if it were all of the vocabulary. min-p: its floor. Less a margin for
-    rounding.
+    - top-k: at least k blocks have a maximum from the bound on
+    - top-p: the ids below weigh less than 1 - p of the row, even if they were all of the vocabulary
+    - min-p: its floor
+
+    The bound is lowered by a margin for rounding.
     """
     rank = tl.sum((maxima[None, :] >= maxima[:, None]).to(tl.int32), axis=1)
     by_k = tl.max(tl.where(rank >= k, maxima, float("-inf")), axis=0)
@@ -316,7 +320,9 @@ def _row_statistics(
     row, temperature, top_k, top_p, min_p, block_max, block_sums, vocab, blocks,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """(greatest logit, weight of the whole row, lower bound of the threshold, k) of a row."""
+    """Returns (greatest logit, weight of the whole row, lower bound of the threshold, k) of a
+    row.
+    """
     at = row * blocks + tl.arange(0, BLOCKS)
     inside = tl.arange(0, BLOCKS) < blocks
     maxima = tl.load(block_max + at, mask=inside, other=float("-inf"))
@@ -335,11 +341,11 @@ def _collect_candidates(
     stride, vocab, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, MAX_PER_BLOCK: tl.constexpr,
     GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block). Copies the block's candidates in order.
+    """Program (row, block): copies the block's candidates in order.
 
-    candidates, local_ids: [rows, blocks, MAX_PER_BLOCK], logits, and ids less the first id of the
-        block.
-    counts: [rows, blocks], candidates of each block, which may be more than MAX_PER_BLOCK.
+    - candidates, local_ids: [rows, blocks, MAX_PER_BLOCK], logits, and ids less the first id of the
+      block
+    - counts: [rows, blocks], candidates of each block, which may be more than MAX_PER_BLOCK
     """
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -404,7 +410,9 @@ def _sample_truncated_rows(
 
 @triton.jit
 def _row_kind(row, temperatures, top_k, top_p, min_p, vocab, TRUNCATE: tl.constexpr):
-    """0: greedy; 1: random over the whole row; _TRUNCATED: by top-k, top-p or min-p."""
+    """Returns the kind of the row: 0: greedy; 1: random over the whole row; _TRUNCATED: by top-k,
+    top-p or min-p.
+    """
     temperature = tl.load(temperatures + row)
     kind = (temperature >= _GREEDY).to(tl.int32)
     if TRUNCATE:
@@ -421,15 +429,14 @@ def _scan_blocks(
     stride, vocab, blocks, num_skipped, start, BLOCK: tl.constexpr, TRUNCATE: tl.constexpr,
     SHARDED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block). Writes one number of each block [rows, blocks]:
+    """Program (row, block): writes one number of each block [rows, blocks].
 
-    block_max: the greatest logit.
-    block_best: the packed key of the best score (logit - max) / temperature + noise with its id;
-        greedy rows without noise.
-    block_sums: of truncated rows instead of block_best: the sum of exp((logit - max) /
-        temperature).
-
-    SHARDED: the row has a shard of the vocabulary, see load_shard_quads.
+    - block_max: the greatest logit
+    - block_best: the packed key of the best score (logit - max) / temperature + noise with its id;
+      greedy rows without noise
+    - block_sums: of truncated rows instead of block_best: the sum of exp((logit - max) /
+      temperature)
+    - SHARDED: the row has a shard of the vocabulary, see load_shard_quads
     """
     row = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
@@ -465,7 +472,7 @@ def _reduce_blocks(
     temperatures, top_k, top_p, min_p, block_max, block_best, sampled, last_token, slots, vocab,
     blocks, BLOCKS: tl.constexpr, TRUNCATE: tl.constexpr, WRITE_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the best of its blocks. Does nothing for truncated rows."""
+    """Program (row): samples the best id of the row's blocks. Does nothing for truncated rows."""
     row = tl.program_id(0)
     kind = _row_kind(row, temperatures, top_k, top_p, min_p, vocab, TRUNCATE)
     if kind != _TRUNCATED:
@@ -488,14 +495,15 @@ def sample(
     out: torch.Tensor | None = None, last_token: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """int64 [L, 2]: the number of tokens of each row, and the sampled id. No synchronisation.
+    """Returns int64 [L, 2], the number of tokens of each row, and the sampled id. No
+    synchronisation.
 
-    logits: float32, bfloat16 or float16 [L, vocab], unit last stride.
-    temperature, top_k, top_p, min_p, positions: [L], as in interface.py.
-    seeds: int64 [L], the bits of the uint64.
-    truncate: False leaves top_k, top_p and min_p out, and saves two launches.
-    out: int64 [L, 2], the result if given.
-    last_token, slots: int64 [slots] and int [L]; last_token[slots[r]] becomes row r's id.
+    - logits: float32, bfloat16 or float16 [L, vocab], unit last stride
+    - temperature, top_k, top_p, min_p, positions: [L], as in interface.py
+    - seeds: int64 [L], the bits of the uint64
+    - truncate: False leaves top_k, top_p and min_p out, and saves two launches
+    - out: int64 [L, 2], the result if given
+    - last_token, slots: int64 [slots] and int [L]; last_token[slots[r]] becomes row r's id
 
     A row with a NaN, or whose maximum is not finite, gives 0 tokens, and its id is 0.
     """
@@ -540,9 +548,9 @@ def _launch_truncated(
 ) -> None:  # fmt: skip
     """Samples the truncated rows.
 
-    parameters: temperature, top_k, top_p, min_p. outputs: sampled, last_token, slots. options:
-        those
-    of _reduce_blocks.
+    - parameters: temperature, top_k, top_p, min_p
+    - outputs: sampled, last_token, slots
+    - options: as of _reduce_blocks
     """
     rows, vocab = logits.shape
     blocks, padded = block_max.shape[1], options["BLOCKS"]
@@ -617,8 +625,9 @@ def _row_reference(
 
 @triton.jit
 def _best_key(temperatures, maxima, keys):
-    """(packed key of the best candidate, greatest logit) of candidates with scores that are
-    relative to their own maxima."""
+    """Returns (packed key of the best candidate, greatest logit) of candidates with scores that are
+    relative to their own maxima.
+    """
     temperature = tl.load(temperatures)
     row_max = tl.max(maxima, axis=0)
     score = key_score(keys) + (maxima - row_max) / tl.where(temperature < _GREEDY, 1.0, temperature)
@@ -629,7 +638,7 @@ def _best_key(temperatures, maxima, keys):
 
 @triton.jit
 def _local_argmax(temperatures, block_max, block_best, candidates, blocks, BLOCKS: tl.constexpr):
-    """Program (row): the best of its blocks."""
+    """Program (row): writes the best candidate of the row's blocks."""
     row = tl.program_id(0)
     at = row * blocks + tl.arange(0, BLOCKS)
     inside = tl.arange(0, BLOCKS) < blocks
@@ -645,7 +654,7 @@ def _global_argmax(
     candidates, temperatures, sampled, last_token, slots, rows, ranks, RANKS: tl.constexpr,
     WRITE_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the best of all ranks."""
+    """Program (row): samples the best candidate of all ranks."""
     row = tl.program_id(0)
     rank = tl.arange(0, RANKS)
     at = candidates + (rank * rows + row) * 2
@@ -663,10 +672,12 @@ def local_argmax(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
     start: int,
 ) -> torch.Tensor:  # fmt: skip
-    """int64 [L, 2]: this rank's candidates for rows that nothing truncates. No synchronisation.
+    """Returns int64 [L, 2], this rank's candidates for rows that nothing truncates. No
+    synchronisation.
 
-    logits: [L, width], those of the ids from `start` on.
-    The rest as for `sample`.
+    - logits: [L, width], those of the ids from `start` on
+
+    Other arguments: as for `sample`.
     """
     rows, width = logits.shape
     candidates = logits.new_empty(rows, 2, dtype=torch.int64)
@@ -693,9 +704,10 @@ def global_argmax(
     candidates: torch.Tensor, temperature: torch.Tensor, last_token: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As `sample`, from the candidates of all ranks [ranks, L, 2], in any order of ranks.
+    """Samples as `sample` does, from the candidates of all ranks [ranks, L, 2], in any order of
+    ranks.
 
-    Of equal scores the lowest id.
+    For equal scores the lowest id wins.
     """
     ranks, rows, _ = candidates.shape
     sampled = candidates.new_empty(rows, 2)

@@ -26,12 +26,13 @@ FP8_MAX_ROWS = 16  # with more rows in FP8, libraries' kernels are as good
 
 
 class SmallMClass(NamedTuple):
-    """Which rows a tile height is for.
+    """The rows for which a tile height is used.
 
-    block_m: rows of a tile.
-    max_rows: rows of the product at most.
-    max_side: the smaller side of the weight matrix at most. Beyond, arithmetic bounds the product,
-        and libraries' kernels are better.
+    Attributes:
+    - block_m: rows of a tile
+    - max_rows: rows of the product at most
+    - max_side: the smaller side of the weight matrix at most. Beyond, arithmetic bounds the
+      product, and libraries' kernels are better
     """
 
     block_m: int
@@ -51,10 +52,11 @@ SMALL_M_CLASSES = (
 class GemmConfig:
     """The tile of one program, in elements.
 
-    block_m, block_n: rows and columns of the result.
-    block_k: depth of a step.
-    split_k: programs that share the depth of a tile.
-    num_warps, num_stages: Triton's.
+    Attributes:
+    - block_m, block_n: rows and columns of the result
+    - block_k: depth of a step
+    - split_k: programs that share the depth of a tile
+    - num_warps, num_stages: Triton's
     """
 
     block_m: int
@@ -73,13 +75,12 @@ class GemmConfig:
 
 @lru_cache(maxsize=1024)
 def small_m_gemm_config(kind: GemmKind, rows: int, width: int, depth: int) -> GemmConfig | None:
-    """For x [rows, depth] @ weight [width, depth].T; None: a library's GEMM is the faster.
+    """Returns the tile for x [rows, depth] @ weight [width, depth].T; None: a library's GEMM is
+    faster.
 
-    kind: "product": the plain GEMM.
-        "gated": with SwiGLU of two matrices [width, depth].
-        "split": with split-K, by a power of two.
-        "narrow": with split-K for a matrix of few rows, such as a router's, which has too few
-            tiles otherwise at any number of decode rows.
+    - kind: "product": the plain GEMM. "gated": with SwiGLU of two matrices [width, depth]. "split":
+      with split-K, by a power of two. "narrow": with split-K for a matrix of few rows, such as a
+      router's, which has too few tiles otherwise at any number of decode rows
     """
     if kind == "narrow":
         found = _narrow_config(rows, depth)
@@ -136,8 +137,9 @@ def _num_stages(programs: int) -> int:
 def fp8_gemm_config(
     kind: Fp8GemmKind, rows: int, width: int, depth: int, blocks: bool
 ) -> GemmConfig | None:
-    """As `small_m_gemm_config`, where x and weight are e4m3; blocks: weights have a scale a
-    block."""
+    """Returns the tile as `small_m_gemm_config` does, for x and weight in e4m3. blocks: weights
+    have a scale for each block.
+    """
     if not 0 < rows <= FP8_MAX_ROWS:
         return None
     if kind == "split":
@@ -151,7 +153,7 @@ def fp8_gemm_config(
 
 # With more rows arithmetic bounds the product, and dequantizing first is faster.
 INT4_MAX_ROWS = 128
-INT4_BLOCK_N = 64  # columns of a tile: those of one tensor core instruction
+INT4_BLOCK_N = 64  # columns of a tile: as in one tensor core instruction
 INT4_MIN_PROGRAMS = 400  # programs to aim at: three for each multiprocessor
 INT4_MIN_WIDE_TILES = 256  # tiles of 128 columns that suffice: two a multiprocessor
 
@@ -160,10 +162,11 @@ INT4_MIN_WIDE_TILES = 256  # tiles of 128 columns that suffice: two a multiproce
 class Int4GemmConfig:
     """The tile of one program.
 
-    block_m, block_n: rows and columns of the result.
-    k_tiles: tiles of INT4_TILE_K of the depth in a step.
-    split_k: programs that share the depth of a tile.
-    num_warps, num_stages: Triton's.
+    Attributes:
+    - block_m, block_n: rows and columns of the result
+    - k_tiles: tiles of INT4_TILE_K of the depth in a step
+    - split_k: programs that share the depth of a tile
+    - num_warps, num_stages: Triton's
     """
 
     block_m: int
@@ -176,8 +179,9 @@ class Int4GemmConfig:
 
 @lru_cache(maxsize=1024)
 def int4_gemm_config(rows: int, width: int, depth: int) -> Int4GemmConfig | None:
-    """For x [rows, depth] and weights [width, depth], width and depth in whole tiles; None: the
-    weights are dequantized first, and a library multiplies."""
+    """Returns the tile for x [rows, depth] and weights [width, depth], width and depth in whole
+    tiles; None: the weights are dequantized first, and a library multiplies.
+    """
     k_tiles, n_tiles = depth // INT4_TILE_K, width // INT4_BLOCK_N
     if rows <= 8 and width // 128 >= INT4_MIN_WIDE_TILES and width % 128 == 0 and k_tiles % 4 == 0:
         return Int4GemmConfig(8, 128, 1, 4)
@@ -209,11 +213,12 @@ def _int4_split_k(k_tiles: int, n_tiles: int, programs: int) -> int:
 class MoeGemmConfig:
     """The tile of one of the two GEMMs of a mixture, in elements.
 
-    block_n: columns of the result.
-    block_k: depth of a step.
-    num_warps, num_stages: Triton's.
-    swap_ab: weights are the first operand, of which tensor cores take 64 rows or more at full
-        speed, and which may lie in registers.
+    Attributes:
+    - block_n: columns of the result
+    - block_k: depth of a step
+    - num_warps, num_stages: Triton's
+    - swap_ab: weights are the first operand, of which tensor cores take 64 rows or more at full
+      speed, and which may lie in registers
     """
 
     block_n: int
@@ -227,9 +232,10 @@ class MoeGemmConfig:
 class MoeConfig:
     """The tiles of both GEMMs.
 
-    block_m: rows of a tile, pairs of a token and an expert.
-    gate_up, down: the rest of the tiles.
-    group_m: row blocks that share columns of the weights in the L2 cache.
+    Attributes:
+    - block_m: rows of a tile, pairs of a token and an expert
+    - gate_up, down: the rest of the tiles
+    - group_m: row blocks that share columns of the weights in the L2 cache
     """
 
     block_m: int
@@ -291,15 +297,15 @@ MOE_CONFIGS_BY_WEIGHT_BITS = {16: MOE_CONFIGS_W16, 8: MOE_CONFIGS_W8A16, 4: MOE_
 
 
 def moe_config(pairs: int, num_experts: int, bits: int = 16) -> MoeConfig:
-    """For so many pairs of all experts together.
+    """Returns the tiles for `pairs` pairs of all experts together.
 
-    bits: of a weight; 16 for more.
+    - bits: of a weight; 16 for more
     """
     return _first_that_covers(MOE_CONFIGS_BY_WEIGHT_BITS[bits], pairs / num_experts)
 
 
 def moe_w8a8_config(pairs: int, num_experts: int) -> MoeConfig:
-    """The same, where activations and weights are e4m3."""
+    """Returns the tiles for activations and weights in e4m3."""
     return _first_that_covers(MOE_CONFIGS_W8A8, pairs / num_experts)
 
 
@@ -310,8 +316,9 @@ def _first_that_covers(table: MoeConfigs, mean: float) -> MoeConfig:
 class LoadConfig(NamedTuple):
     """How a program reads the keys and values of a split.
 
-    block_n: tokens of a step.
-    num_warps, num_stages: Triton's; so many steps are in flight.
+    Attributes:
+    - block_n: tokens of a step
+    - num_warps, num_stages: as of Triton; num_stages steps are in flight
     """
 
     block_n: int
@@ -321,18 +328,19 @@ class LoadConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How rows are split.
+    """How rows are split for decode attention.
 
-    extra_splits: splits that there are at most beside one of each row.
-    max_splits: splits of a row at most, a power of two.
-    min_tokens: tokens of a split at least.
-    load: how splits are read.
-    prefix_queries: queries, of several rows, that a split of a shared prefix serves; 0: each row
-        reads its prefix itself.
-    extra_prefix_splits: splits of prefixes at most, beside one of each tile of prefix_queries.
-    min_prefix_tokens: tokens of a split of a prefix at least.
-    prefix_load: how splits of prefixes are read, in a launch of their own; None: as those of rows,
-        in the same launch.
+    Attributes:
+    - extra_splits: splits at most, beside one of each row
+    - max_splits: splits of a row at most, a power of two
+    - min_tokens: tokens of a split at least
+    - load: how splits are read
+    - prefix_queries: queries, of several rows, that a split of a shared prefix serves; 0: each row
+      reads its prefix itself
+    - extra_prefix_splits: splits of prefixes at most, beside one of each tile of prefix_queries
+    - min_prefix_tokens: tokens of a split of a prefix at least
+    - prefix_load: how splits of prefixes are read, in a launch of their own; None: as splits of
+      rows, in the same launch
     """
 
     extra_splits: int
@@ -353,11 +361,12 @@ class DecodeConfig:
 class ExactGemmConfig:
     """The tile of one program of a GEMM whose bits do not depend on the tile.
 
-    block_m, block_n: rows and columns of the result.
-    block_k: depth of a step.
-    num_warps, num_stages: Triton's.
-    swap_ab: weights are the first operand.
-    group_m: row blocks that share columns of the weight in the L2 cache.
+    Attributes:
+    - block_m, block_n: rows and columns of the result
+    - block_k: depth of a step
+    - num_warps, num_stages: Triton's
+    - swap_ab: weights are the first operand
+    - group_m: row blocks that share columns of the weight in the L2 cache
     """
 
     block_m: int
@@ -371,7 +380,9 @@ class ExactGemmConfig:
 
 @lru_cache(maxsize=1024)
 def exact_gemm_config(rows: int, width: int, depth: int) -> ExactGemmConfig:
-    """For x [rows, depth] @ weight [width, depth].T, each sum one chain: the depth is not split."""
+    """Returns the tile for x [rows, depth] @ weight [width, depth].T, each sum one chain: the depth
+    is not split.
+    """
     if rows <= 32:
         block_m = 16 if rows <= 16 else 32
         if width <= 2048:

@@ -1,7 +1,7 @@
-"""What several Triton kernels share: launch options, prefetch, e4m3, logits by fours, dot products.
+"""Functions that several Triton kernels share: launch options, prefetch, e4m3, logits by fours, dot
+products.
 
-Functions for other kernels to call. Needs triton. Knows no layer, no request, and no layout of
-weights.
+Needs triton. Knows no layer, no request, and no layout of weights.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -37,11 +37,11 @@ MXFP4_GROUP = tl.constexpr(32)
 
 @lru_cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Further arguments of a launch on `device`, for programmatic dependent launch (PDL).
+    """Returns further arguments of a launch on `device`, for programmatic dependent launch (PDL).
 
-    With it a kernel starts while the one before it still ends, which saves the time between two
-    short kernels of a graph. USE_PDL: the kernel waits by itself, before it reads what the kernel
-    before wrote. launch_pdl: Triton's own option, on GPUs that have PDL. Source: CUDA C++
+    With PDL a kernel starts while the kernel before it still ends, which saves the time between two
+    short kernels of a graph. USE_PDL: the kernel waits by itself, before it reads results of the
+    kernel before. launch_pdl: Triton's own option, on GPUs that have PDL. Source: CUDA C++
     Programming Guide, "Programmatic Dependent Launch and Synchronization".
     """
     cuda = device.type == "cuda"
@@ -63,14 +63,18 @@ def prefetch_l2(at):
 
 
 def as_kernel_arg(cache: torch.Tensor) -> torch.Tensor:
-    """`cache` as kernels take it: e4m3 on the CPU as bytes, all else as it is."""
+    """Returns `cache` in the form of a kernel's argument: e4m3 on the CPU as bytes, other tensors
+    unchanged.
+    """
     bits = cache.dtype == E4M3 and cache.device.type == "cpu"
     return cache.view(torch.uint8) if bits else cache
 
 
 def as_int16_pairs(cache: torch.Tensor) -> torch.Tensor:
-    """`cache` with pairs of e4m3 neighbours as one int16, for `e4m3_pairs_to_fp16`; others as they
-    are. What is read by 16 bits can be transposed on the way out of shared memory."""
+    """Returns `cache` with pairs of e4m3 neighbours as one int16, for `e4m3_pairs_to_fp16`; other
+    dtypes unchanged. Values that are read by 16 bits can be transposed on the way out of shared
+    memory.
+    """
     return cache.view(torch.int16) if cache.dtype == E4M3 else cache
 
 
@@ -82,7 +86,9 @@ def scale_to_e4m3(values, scale, kind: tl.constexpr):
 
 @triton.jit
 def to_e4m3(values, kind: tl.constexpr):
-    """float32 `values` as elements of kind; what is too large becomes the largest number."""
+    """Returns float32 `values` as elements of kind; values beyond the largest number become the
+    largest number.
+    """
     if kind != tl.float8e4nv:
         values = tl.where(values > 448.0, 448.0, values)  # comparisons leave NaN as it is
         values = tl.where(values < -448.0, -448.0, values)
@@ -125,7 +131,9 @@ def from_e4m3(stored, kind: tl.constexpr):
 
 @triton.jit
 def e4m3_pairs_to_fp16(pairs):
-    """(first numbers, second numbers) as float16, of `pairs`, int16 that hold two of e4m3 each."""
+    """Returns (first numbers, second numbers) as float16, of `pairs`, int16 that hold two of e4m3
+    each.
+    """
     if INTERPRETED:
         first = from_e4m3((pairs & 0xFF).to(tl.uint8), tl.float16)
         second = from_e4m3((pairs >> 8 & 0xFF).to(tl.uint8), tl.float16)
@@ -161,9 +169,10 @@ def load_quads(row, begin, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_shard_quads(row, begin, num_skipped, start, count, BLOCK: tl.constexpr):
-    """As `load_quads`, of a row that has the ids of a shard of the vocabulary only.
+    """Loads logits as `load_quads` does, for a row that has only the ids of a shard of the
+    vocabulary.
 
-    These are start + num_skipped .. start + num_skipped + count - 1; `start` is a multiple of 4,
+    The ids are start + num_skipped .. start + num_skipped + count - 1; `start` is a multiple of 4,
     `num_skipped` less than 4, and `begin` counts from `start`.
     """
     index = begin - num_skipped + tl.max_contiguous(tl.arange(0, BLOCK), 4)
@@ -216,7 +225,7 @@ def best_quad_key(v0, v1, v2, v3, counters):
 
 @triton.jit
 def max_logit(l0, l1, l2, l3):
-    """The largest logit; infinity if there is a NaN."""
+    """Returns the largest logit; infinity if there is a NaN."""
     low = tl.maximum(l0, l1, propagate_nan=tl.PropagateNan.ALL)
     high = tl.maximum(l2, l3, propagate_nan=tl.PropagateNan.ALL)
     peaks = tl.maximum(low, high, propagate_nan=tl.PropagateNan.ALL)
@@ -230,7 +239,7 @@ def max_logit(l0, l1, l2, l3):
 
 @triton.jit
 def zeros_accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.constexpr):
-    """float32 [ROWS, COLUMNS], or its transpose if SWAP_AB."""
+    """Returns float32 [ROWS, COLUMNS], or its transpose if SWAP_AB."""
     if not SWAP_AB:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
     else:
@@ -252,10 +261,10 @@ def dot_a_bt(a, w, total, SWAP_AB: tl.constexpr):
 def dequantizing_dot(a, w, total, at, SWAP_AB: tl.constexpr, SCALES: tl.constexpr, first=0):
     """total + a @ w.T of rows a [ROWS, DEPTH] and weights w [COLUMNS, DEPTH], or its transpose.
 
-    SCALES: BLOCK_SCALES: `at` is the address of the scale, or addresses that broadcast to total.
-        MXFP4_SCALES: a has 16 bits, w is [COLUMNS, DEPTH / 2], and `at` are the addresses [COLUMNS]
-        of int32 with four exponents each, of which `first` is that of the first column.
-        Others: scales are applied after the last step.
+    - SCALES: BLOCK_SCALES: `at` is the address of the scale, or addresses that broadcast to total.
+      MXFP4_SCALES: a has 16 bits, w is [COLUMNS, DEPTH / 2], and `at` are the addresses [COLUMNS]
+      of int32 with four exponents each, of which `first` is that of the first column. Others:
+      scales are applied after the last step
     """
     if SCALES == MXFP4_SCALES:
         total = _mxfp4_dot(a, w, tl.load(at), first, total, SWAP_AB)

@@ -32,9 +32,10 @@ from pipeinfer.layers.weight import ActivationQuantizer, Activations
 
 
 class CosSin(NamedTuple):
-    """cos, sin [T, 1, head_dim] in the model's dtype, of the T positions of a step: what each value
-    of a head is multiplied with, and what its partner, half a head apart, is. The first half of sin
-    is negative."""
+    """cos and sin [T, 1, head_dim] in the model's dtype, for the T positions of a step: the factors
+    of each value of a head, and of its partner, half a head apart. The first half of sin is
+    negative.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -42,19 +43,21 @@ class CosSin(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotation:
-    """By one RoPE, of the tokens of a step: positions int64 or int32 [T]."""
+    """A rotation of the tokens of a step by one RoPE: positions int64 or int32 [T]."""
 
     rope: Rope
     positions: torch.Tensor
 
     @cached_property
     def cos_sin(self) -> CosSin:
-        """Of these positions; the same for all layers of the step that have this RoPE."""
+        """cos and sin of the positions; the same for all layers of the step that have this RoPE."""
         return self.rope.cos_sin(self.positions)
 
 
 class Rope:
-    """Positions to rotations. Source: https://arxiv.org/abs/2104.09864, halves form as in Llama."""
+    """Rotary position embedding: positions to rotations. Source: https://arxiv.org/abs/2104.09864,
+    halves form as in Llama.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class Rope:
         device: torch.device,
         max_positions: int,
     ) -> None:
-        """`max_positions`: that the table has."""
+        """Computes the frequencies. max_positions: length of the table."""
         self._config = config
         self._dtype = dtype
         self._max_positions = max_positions
@@ -79,7 +82,7 @@ class Rope:
         self._scale = self._padded(scale, 1.0).to(device)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """positions: int64 or int32 [T]."""
+        """Returns the rotation of `positions`, int64 or int32 [T]."""
         return Rotation(self, positions)
 
     @cached_property
@@ -89,7 +92,7 @@ class Rope:
         return cos[:, 0], sin[:, 0]
 
     def cos_sin(self, positions: torch.Tensor) -> CosSin:
-        """positions: int64 or int32 [T]."""
+        """Returns cos and sin of `positions`, int64 or int32 [T]."""
         cos, sin = (part.to(self._dtype) for part in self._cos_sin(positions))
         return CosSin(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
@@ -102,17 +105,21 @@ class Rope:
         return angles.cos() * self._scale, angles.sin() * self._scale
 
     def _padded(self, values: torch.Tensor, still: float = 0.0) -> torch.Tensor:
-        """[..., pairs that are rotated] with `still` for the others: [..., head_dim / 2]."""
+        """Returns [..., head_dim / 2]: values [..., pairs that are rotated], and `still` for the
+        other pairs.
+        """
         return functional.pad(values, (0, self._unrotated_pairs), value=still)
 
     def _dynamic(self, positions: torch.Tensor) -> torch.Tensor:
-        """Inverse frequencies [T, head_dim / 2] of NTK scaling by the sequence length so far.
+        """Returns inverse frequencies [T, head_dim / 2] of NTK scaling by the sequence length so
+        far.
 
         Position p past the original context is rotated with the base of a sequence of p + 1 tokens,
-        and a cached key keeps the rotation that it was stored with: what transformers does when it
-        decodes token by token with a cache. It differs only where transformers computes a prompt
-        longer than the original context in one forward, because there all positions share the base
-        of the whole prompt; here a position's rotation must not depend on how a prompt was chunked.
+        and a cached key keeps the rotation that it was stored with: transformers does the same when
+        it decodes token by token with a cache. The result differs only if transformers computes a
+        prompt longer than the original context in one forward pass, because there all positions
+        share the base of the whole prompt; here a position's rotation must not depend on how a
+        prompt was chunked.
         """
         config = self._config
         longest = (positions + 1).to(torch.float32)[:, None] / config.original_max
@@ -122,8 +129,8 @@ class Rope:
 
 
 def neox_permutation(config: RopeConfig, head_dim: int) -> list[int] | None:
-    """Which value of a head, as files have it, belongs where, for pairs that are half a head apart;
-    None: each where it is.
+    """Returns the order of the values of a head, as files have it, for pairs that are half a head
+    apart; None: the order of the file is right.
 
     Scores are sums over a head, so that they do not change if queries and keys are put in another
     order alike.
@@ -189,7 +196,9 @@ class LayerQKV(Protocol):
 
     @property
     def merged(self) -> MergedQKV | None:
-        """What a kernel can split, norm and rotate as it stores; None: that is done."""
+        """The product that a kernel can split, norm and rotate as it stores; None: the heads are
+        ready.
+        """
         ...
 
     def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -206,11 +215,11 @@ class RotatedQKV(NamedTuple):
 
     @property
     def merged(self) -> MergedQKV | None:
-        """There is nothing left to do."""
+        """None: the heads are ready."""
         return None
 
     def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See LayerQKV."""
+        """Returns queries, keys and values, see LayerQKV."""
         return self.queries, self.keys, self.values
 
 
@@ -218,11 +227,11 @@ class MergedQKV(NamedTuple):
     """A layer's queries, keys and values as one product, not yet normed and rotated.
 
     Attributes:
-        product: [T, (num_heads + 2 num_kv_heads) * head_dim].
-        num_heads: query heads of this rank.
-        num_kv_heads: KV heads of this rank.
-        norm: the QK norm; None: there is none.
-        rotation: RoPE at the tokens' positions.
+    - product: [T, (num_heads + 2 num_kv_heads) * head_dim]
+    - num_heads: query heads of this rank
+    - num_kv_heads: KV heads of this rank
+    - norm: the QK norm; None: there is none
+    - rotation: RoPE at the tokens' positions
     """
 
     product: torch.Tensor
@@ -233,7 +242,7 @@ class MergedQKV(NamedTuple):
 
     @property
     def merged(self) -> MergedQKV | None:
-        """These."""
+        """The product itself."""
         return self
 
     def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -250,8 +259,8 @@ class MergedQKV(NamedTuple):
         return keyed[:, : self.num_heads], keyed[:, self.num_heads :], values
 
 
-# What a model calls in each layer, by its number: stores keys and values, and attends. Returns
-# [T, num_heads, head_dim].
+# (layer number, heads) -> [T, num_heads, head_dim]. The function that a model calls in each layer:
+# stores keys and values, and attends.
 Attend = Callable[[int, LayerQKV], torch.Tensor]
 
 
@@ -259,13 +268,13 @@ class AttentionHeads(NamedTuple):
     """The heads of a layer, of all ranks.
 
     Attributes:
-        queries: query heads.
-        keys: KV heads.
-        head_dim: values of a head.
-        norm: kind and epsilon of the QK norm; None: there is none.
-        permutation: of a head's values from the order in files to NeoX order (neox_permutation);
-            None: files have NeoX order.
-        sinks: whether each query head has an attention sink (see AttentionShape).
+    - queries: query heads
+    - keys: KV heads
+    - head_dim: values of a head
+    - norm: kind and epsilon of the QK norm; None: there is none
+    - permutation: of a head's values from the order in files to NeoX order (neox_permutation);
+      None: files have NeoX order
+    - sinks: whether each query head has an attention sink (see AttentionShape)
     """
 
     queries: int
@@ -277,7 +286,7 @@ class AttentionHeads(NamedTuple):
 
 
 class SelfAttention:
-    """[T, hidden] to [T, hidden]; `bias`: of queries, keys and values."""
+    """The attention of a layer: [T, hidden] to [T, hidden]. bias: of queries, keys and values."""
 
     def __init__(
         self,
@@ -312,7 +321,9 @@ class SelfAttention:
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """See Weight (weight.py); None where adapters need the rows as they are."""
+        """Quantizer of the input, see Weight (weight.py); None if adapters need the rows
+        unquantized.
+        """
         return None if is_adapted(self.qkv.adapters) else self.qkv.weight.input_quantizer
 
     def __call__(
@@ -322,13 +333,15 @@ class SelfAttention:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor | PartialSum:
-        """rows: int64 [L], whose output is wanted; None: all."""
+        """Computes the layer's attention. rows: int64 [L], the tokens whose output is wanted; None:
+        all.
+        """
         heads = MergedQKV(self.qkv(x), self.num_heads, self.num_kv_heads, self.norm, rotation)
         out = attend(self.layer, heads).flatten(1)
         return self.output(out if rows is None else out[rows])
 
     def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
-        """To be called when the weights are final."""
+        """Packs the weights; to be called when they are final."""
         if self._permutation is not None:
             self._permute(self._permutation, memory.final)
             self._permutation = None
@@ -336,8 +349,9 @@ class SelfAttention:
         self.output.weight.pack(memory)
 
     def _permute(self, permutation: list[int], permuted: bool) -> None:
-        """Of queries and keys, which are the first heads of the product. permuted: the weights are,
-        but no adapters."""
+        """Permutes queries and keys, which are the first heads of the product. permuted: the
+        weights are in that order already, but no adapters.
+        """
         keyed = (self.num_heads + self.num_kv_heads) * self.head_dim
         rows = torch.arange(keyed).unflatten(0, (-1, self.head_dim))[:, permutation].flatten()
         if self.qkv.adapters is not None:

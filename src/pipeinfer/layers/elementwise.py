@@ -28,9 +28,9 @@ class NormOps:
     """RMSNorm by one kernel.
 
     Attributes:
-        norm: (x, weight, eps) to a new tensor.
-        add_norm: (x, residual, weight, eps) to (norm of x + residual, x + residual), which may
-            overwrite x and residual.
+    - norm: (x, weight, eps) to a new tensor
+    - add_norm: (x, residual, weight, eps) to (norm of x + residual, x + residual), which may
+      overwrite x and residual
     """
 
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -41,13 +41,13 @@ class NormOps:
 
 @dataclass(frozen=True)
 class FusedOps:
-    """What a device has as fused kernels.
+    """The fused kernels of a device.
 
     Attributes:
-        norm: RMSNorm, times the weight.
-        gemma_norm: RMSNorm, times one plus the weight, rounded once.
-        silu_and_mul: [T, 2 n], gate first, to [T, n].
-        gelu_and_mul: the same with GELU as approximated by tanh.
+    - norm: RMSNorm, times the weight
+    - gemma_norm: RMSNorm, times one plus the weight, rounded once
+    - silu_and_mul: [T, 2 n], gate first, to [T, n]
+    - gelu_and_mul: [T, 2 n], gate first, to [T, n], with GELU as approximated by tanh
     """
 
     norm: NormOps
@@ -59,10 +59,11 @@ class FusedOps:
 def fused_ops(
     device: torch.device, dtype: torch.dtype, compiled: bool = False, exact: bool = False
 ) -> FusedOps | None:
-    """sgl_kernel's or FlashInfer's where they are installed and take `dtype`, else Triton's.
+    """Returns the kernels of sgl_kernel or FlashInfer if they are installed and take `dtype`, else
+    Triton's; None: torch computes operation by operation.
 
-    `compiled`: where there is none of them, by torch.compile. `exact`: Triton's in any case, since
-    bits must not depend on what is installed.
+    - compiled: without such kernels, use torch.compile
+    - exact: Triton's in any case, since bits must not depend on what is installed
     """
     if device.type == "cuda" and dtype in HALF_DTYPES:
         return _triton() if exact else _libraries()
@@ -176,7 +177,7 @@ def _gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def compiled_ops() -> FusedOps:
-    """Each is compiled when it is first called: see `warm_up_compiled`."""
+    """Returns operations that are compiled when they are first called: see `warm_up_compiled`."""
     return FusedOps(
         _compiled_norm(_rms_norm, _add_rms_norm),
         _compiled_norm(_gemma_rms_norm, _add_gemma_rms_norm),
@@ -200,15 +201,15 @@ def warm_up_compiled(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compiles what a model calls: in half a minute, or seconds when torch finds its cache.
+    """Compiles the operations that a model calls: in half a minute, or seconds when torch finds its
+    cache.
 
-    Args:
-        norm: for vectors [T, hidden].
-        multiply: the activation, for vectors [T, 2 * intermediate].
-        hidden: size of the residual stream.
-        intermediate: this rank's share of the MLP's size.
-        dtype: of the vectors.
-        device: of the vectors.
+    - norm: for vectors [T, hidden]
+    - multiply: the activation, for vectors [T, 2 * intermediate]
+    - hidden: size of the residual stream
+    - intermediate: this rank's share of the MLP's size
+    - dtype: of the vectors
+    - device: of the vectors
 
     Raises RuntimeError if there is no compiler, or it fails.
     """
@@ -240,9 +241,9 @@ class GatedActivation:
     """The activation of a gated block: gate and up, [T, 2 n], to [T, n].
 
     Attributes:
-        by_torch: operation by operation.
-        fused: which of a device's fused kernels it is.
-        in_gemm: whether weights have it built into their product (SwiGLU).
+    - by_torch: operation by operation
+    - fused: which of a device's fused kernels it is
+    - in_gemm: whether weights have it built into their product (SwiGLU)
     """
 
     by_torch: ActivationOp
@@ -290,12 +291,12 @@ def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 @dataclass(frozen=True)
 class NormKind:
-    """What a norm does with its weight.
+    """How a norm applies its weight.
 
     Attributes:
-        by_torch: (x, weight, eps) to the norm, operation by operation.
-        fused: which of a device's fused kernels it is.
-        weight_offset: what kernels that norm within something larger add to the weight.
+    - by_torch: (x, weight, eps) to the norm, operation by operation
+    - fused: selects the norm of a device's fused kernels
+    - weight_offset: number that kernels with a norm as a part add to the weight
     """
 
     by_torch: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -332,12 +333,11 @@ class RMSNorm:
         residual: torch.Tensor,
         input_quantizer: ActivationQuantizer | None = None,
     ) -> tuple[Activations, torch.Tensor]:
-        """(norm of x + residual, x + residual).
+        """Returns (norm of x + residual, x + residual).
 
-        Args:
-            x: [T, size], which may be overwritten; a PartialSum, for RMS_NORM alone; None: zero.
-            residual: [T, size], which may be overwritten.
-            input_quantizer: of the weight that multiplies the norm.
+        - x: [T, size], which may be overwritten; a PartialSum, for RMS_NORM alone; None: zero
+        - residual: [T, size], which may be overwritten
+        - input_quantizer: of the weight that multiplies the norm
         """
         if input_quantizer is not None:
             parts, sums = (x.partial, x.is_split_k) if isinstance(x, PartialSum) else (x, True)
@@ -391,12 +391,12 @@ class HeadNorm:
 
     @property
     def query_weight(self) -> torch.Tensor:
-        """[head_dim], the same for all query heads."""
+        """Weight [head_dim] of all query heads."""
         return self.weight[0]
 
     @property
     def key_weight(self) -> torch.Tensor:
-        """[head_dim], the same for all key heads."""
+        """Weight [head_dim] of all key heads."""
         return self.weight[-1]
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:

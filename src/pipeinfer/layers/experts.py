@@ -58,13 +58,13 @@ class StackedExperts:
     A weight's scale is None where the weight is unquantized (see kernels/moe.py).
 
     Attributes:
-        gate_up: weight [experts, 2 n, hidden], and its scale; gate first, for a backend with
-            `up_first` up first, as are the biases of `bounded`.
-        down: weight [experts, hidden, n], and its scale.
-        first: number of this rank's first expert.
-        num_experts: on all ranks.
-        bounded: biases and limits of experts that have them.
-        input_quantizer: quantizes rows where both sides of the products are FP8.
+    - gate_up: weight [experts, 2 n, hidden], and its scale; gate first, for a backend with
+      `up_first` up first, as are the biases of `bounded`
+    - down: weight [experts, hidden, n], and its scale
+    - first: number of this rank's first expert
+    - num_experts: on all ranks
+    - bounded: biases and limits of experts that have them
+    - input_quantizer: quantizes rows where both sides of the products are FP8
     """
 
     gate_up: tuple[torch.Tensor, torch.Tensor | None]
@@ -85,7 +85,7 @@ class TritonExperts:
     Unquantized weights, FP8 by row or by block, MXFP4.
 
     Attributes:
-        up_first: the rows of up stand before those of gate.
+    - up_first: the rows of up stand before those of gate
     """
 
     up_first = False
@@ -109,7 +109,9 @@ class TritonExperts:
     def unsummed(
         self, x: Activations, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """[top_k, T, hidden], of which `summed` are the sums; all experts are this rank's."""
+        """Returns [top_k, T, hidden], whose sums are the result of `summed`; all experts must be
+        this rank's.
+        """
         stack = self._stack
         if stack.input_quantizer is not None:
             by_pair = self._fp8_by_pair(stack.input_quantizer, x, weights, experts)
@@ -154,12 +156,13 @@ class TorchExperts:
         self._stack = stack
 
     def summed(self, x: Activations, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """As TritonExperts' `summed`. Each token's sum is made in float32 and in the router's
-        order, whatever other tokens there are."""
+        """Returns each token's weighted sum, as TritonExperts.summed. Each token's sum is made in
+        float32 and in the router's order, whatever other tokens there are.
+        """
         stack, top_k = self._stack, experts.shape[1]
         pairs = experts.flatten() - stack.first  # pair i is token i // top_k
         elsewhere = (pairs < 0) | (pairs >= stack.count)
-        pairs = torch.where(elsewhere, stack.count, pairs)  # behind those of this rank
+        pairs = torch.where(elsewhere, stack.count, pairs)  # after the pairs of this rank
         ordered, order = pairs.sort(stable=True)
         offsets = torch.searchsorted(
             ordered, torch.arange(stack.count, device=ordered.device), right=True
@@ -198,8 +201,8 @@ class FlashInferExperts:
     tokens. Some of them add a token's experts up in an order that no two runs share.
 
     Attributes:
-        TUNED_TOKENS: the largest number of tokens that kernels are timed with; steps of more tokens
-            are computed like those.
+    - TUNED_TOKENS: the largest number of tokens that kernels are timed with; steps of more tokens
+      are computed like those
     """
 
     unsummed = None
@@ -213,7 +216,7 @@ class FlashInferExperts:
         self._tuned = False
 
     def summed(self, x: Activations, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """As TritonExperts' `summed`."""
+        """Returns each token's weighted sum, as TritonExperts.summed."""
         rows = cast(torch.Tensor, x)
         if self._tuned or torch.cuda.is_current_stream_capturing():
             return self._run(rows, weights, experts)
@@ -248,7 +251,7 @@ def _flashinfer_swiglu(stack: StackedExperts, bounded: ClampedSwiglu) -> dict[st
     """FlashInfer's names for `bounded`: (up + beta) * gate * sigmoid(alpha * gate), both within
     limit."""
     weight, down_bias = stack.gate_up[0], bounded.down_bias
-    if down_bias is None:  # it takes both biases or none
+    if down_bias is None:  # the kernel takes both biases or none
         down_bias = weight.new_zeros(stack.count, weight.shape[2])
     numbers = {
         "swiglu_alpha": bounded.slope,
@@ -285,7 +288,7 @@ FLASHINFER_ALIGNMENT = 8  # numbers in bfloat16 that it reads at once
 
 
 def _not_for_flashinfer(stack: StackedExperts) -> str:
-    """Why it cannot multiply tensors of these shapes, or ""."""
+    """The reason why FlashInfer cannot multiply tensors of these shapes, or ""."""
     _, hidden, size = stack.down[0].shape
     for what, number in (("hidden size", hidden), ("share of an expert's size", size)):
         if number % FLASHINFER_ALIGNMENT:
@@ -306,10 +309,10 @@ BACKENDS: dict[str, type[MoEBackend]] = {
 
 
 def resolve_backend(name: str, device: str) -> str:
-    """The backend that `name` means on `device` ("cpu", "cuda" or "meta"); "auto" is "triton" on a
-    GPU, which was as fast or faster at all numbers of tokens that were measured.
+    """Returns the backend that `name` means on `device` ("cpu", "cuda" or "meta"); "auto" is
+    "triton" on a GPU, which was as fast or faster at all numbers of tokens that were measured.
 
-    Raises ConfigurationError, which says what to use instead.
+    Raises ConfigurationError, with a name that can be used instead.
     """
     known = ["auto", "torch"] if device != "cuda" else ["auto", *BACKENDS]
     if name not in known:
@@ -336,7 +339,7 @@ def _flashinfer_unsupported_reason() -> str:
 
 
 def choose_backend(placement: Placement) -> type[MoEBackend] | None:
-    """What computes the experts of a layer that is placed so; None on a CPU."""
+    """Returns the backend of the experts of a layer with this placement; None on a CPU."""
     return BACKENDS[placement.moe_backend] if placement.device.type == "cuda" else None
 
 
@@ -347,16 +350,20 @@ class PerExpertWeights:
     once they are final.
 
     Attributes:
-        scale: float32, by row or by block, of weights that stay in e4m3 (kernels/moe.py); None: of
-            others.
-        weights: of each expert, by itself.
+    - scale: float32, by row or by block, of weights that stay in e4m3 (kernels/moe.py); None: of
+      others
+    - weights: of each expert, by itself
     """
 
     def __init__(
         self, placement: Placement, names: Iterable[str], size: tuple[int, int, int]
     ) -> None:
-        """names: of the modules within placement's that they are made of; ConfigurationError
-        unless all are stored alike. size: experts, out, in."""
+        """Weights that are not filled yet.
+
+        - names: modules within placement's that have the matrices; ConfigurationError unless all
+          are stored alike
+        - size: experts, out, in
+        """
         form = placement.format(names)
         self._dtype = placement.dtype
         self._stacked: torch.Tensor | None = None
@@ -378,14 +385,17 @@ class PerExpertWeights:
 
     @property
     def stacked(self) -> torch.Tensor:
-        """[experts, out, in]; of weights that have to be dequantized, on a GPU, from `pack` on."""
+        """All matrices, [experts, out, in]; for weights that have to be dequantized, on a GPU, from
+        `pack` on. RuntimeError if the matrices are not one tensor.
+        """
         if self._stacked is None:
             raise RuntimeError("these matrices are not one tensor")
         return self._stacked
 
     def pack(self, memory: ParameterMemory = IN_TORCH, one_tensor: bool = False) -> None:
-        """To be called when the weights are final. one_tensor: they are to be one; else each matrix
-        is packed by itself, and has all that is left of it."""
+        """Packs the weights; to be called when they are final. one_tensor: all matrices must become
+        one tensor; else each matrix is packed by itself, and only the packed matrices remain.
+        """
         if not one_tensor:
             self._stacked, self._quantized = None, []
             for matrix in self.weights:
@@ -406,7 +416,7 @@ class MergedExpertWeights:
     a device has kernels for it.
 
     Attributes:
-        unquantized: [experts, out, in], final from `pack` on; None where they stay in MXFP4.
+    - unquantized: [experts, out, in], final from `pack` on; None where they stay in MXFP4
     """
 
     def __init__(
@@ -416,9 +426,12 @@ class MergedExpertWeights:
         placement: Placement,
         interleaved: bool = False,
     ) -> None:
-        """form: None, unquantized, or MXFP4; ConfigurationError if it is another. size: experts,
-        out, in. interleaved: rows of gate and up stand on disk in turn, and are deinterleaved in
-        `pack`."""
+        """Weights that are not filled yet.
+
+        - form: None, unquantized, or MXFP4; ConfigurationError if it is another
+        - size: experts, out, in
+        - interleaved: rows of gate and up stand on disk in turn, and are deinterleaved in `pack`
+        """
         if form not in (None, Mxfp4()):
             raise ConfigurationError(
                 "experts with bounds are stored plain or in mxfp4, not in another number format"
@@ -433,13 +446,15 @@ class MergedExpertWeights:
 
     @property
     def for_kernels(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(weight, scale) as kernels/moe.py takes them, from `pack` on; RuntimeError before."""
+        """Returns (weight, scale) as kernels/moe.py takes them, from `pack` on; RuntimeError
+        before.
+        """
         if self._packed is None:
             raise RuntimeError("these matrices are not final yet")
         return self._packed
 
     def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
-        """To be called once, when the weights are final."""
+        """Packs the weights; to be called once, when they are final."""
         unquantized, stored, self._stored = self.unquantized, self._stored, None
         if self._interleaved and not memory.final:
             for part in (unquantized,) if stored is None else (stored.values, stored.exponents):
@@ -455,7 +470,9 @@ class MergedExpertWeights:
     def sources(
         self, name: str, shape: tuple[int, int, int], held: tuple[slice, slice, slice]
     ) -> Iterator[WeightSource]:
-        """`held`: this rank's experts, out and in of `shape`, which is that of all ranks."""
+        """Yields the sources of the weights. held: this rank's experts, out and in of `shape`,
+        which is that of all ranks.
+        """
         if self._stored is not None:
             yield from self._stored.sources(name, shape, held)
         elif self.unquantized is not None:
@@ -465,13 +482,13 @@ class MergedExpertWeights:
 
 
 def deinterleave(stack: torch.Tensor) -> None:
-    """In place, puts rows 0, 2, 4 ... of each matrix before its rows 1, 3, 5 ..."""
+    """Puts rows 0, 2, 4 ... of each matrix before its rows 1, 3, 5 ..., in place."""
     for rows in stack:
         rows.copy_(torch.cat((rows[::2], rows[1::2])))
 
 
 def swap_halves(stack: torch.Tensor) -> None:
-    """In place, puts the second half of the rows of each matrix before its first half."""
+    """Puts the second half of the rows of each matrix before its first half, in place."""
     for rows in stack:
         rows.copy_(torch.cat(rows.chunk(2)[::-1]))
 
@@ -481,9 +498,9 @@ class ExpertShard:
     """A rank's part of a mixture.
 
     Attributes:
-        first, last: its experts are first .. last - 1.
-        start, stop: of each expert's intermediate size, it has start .. stop - 1.
-        size: intermediate size of an expert.
+    - first, last: its experts are first .. last - 1
+    - start, stop: of each expert's intermediate size, it has start .. stop - 1
+    - size: intermediate size of an expert
     """
 
     first: int
@@ -499,12 +516,14 @@ class ExpertShard:
 
     @property
     def local_size(self) -> int:
-        """Of each expert's intermediate size, this rank's share."""
+        """Size of this rank's share of each expert's intermediate size."""
         return self.stop - self.start
 
 
 def expert_shard(shard: Shard, num_experts: int, size: int) -> ExpertShard:
-    """This rank's part of `num_experts` experts of `size`: some whole, or a share of each."""
+    """Returns this rank's part of `num_experts` experts of `size`: some whole experts, or a share
+    of each.
+    """
     first, last = shard.expert_span(num_experts)
     start, stop = (0, size) if shard.expert_parallel else shard.span(size)
     return ExpertShard(first, last, start, stop, size)
@@ -514,14 +533,14 @@ class LocalExperts(Protocol):
     """The experts of a mixture that this rank has.
 
     Attributes:
-        shard: which they are.
+    - shard: the range of this rank's experts
     """
 
     shard: ExpertShard
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """As a Weight's, for `fused` and `unsummed`."""
+        """Quantizer of the input of `fused` and `unsummed`, see Weight."""
         ...
 
     @property
@@ -531,8 +550,9 @@ class LocalExperts(Protocol):
 
     @property
     def unsummed(self) -> FusedExperts | None:
-        """[top_k, T, hidden], what those are the sums of; None as `fused`, and if this rank has not
-        all experts."""
+        """Computes [top_k, T, hidden], whose sums are the result of `fused`; None if `fused` is
+        None, or if this rank does not have all experts.
+        """
         ...
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -547,18 +567,18 @@ class LocalExperts(Protocol):
 def sequential_experts(
     x: torch.Tensor, counts: list[int], experts: list[Callable[[torch.Tensor], torch.Tensor]]
 ) -> torch.Tensor:
-    """What LocalExperts give when they are called: each expert that got rows computes them."""
+    """Returns the output of each expert's rows, computed one expert after the other."""
     parts = zip(x.split(counts), experts, strict=True)
     outputs = [expert(rows) for rows, expert in parts if rows.shape[0]]
     return torch.cat(outputs) if outputs else x
 
 
 class _FusedByBackend(ABC):
-    """What experts give to the backend of mixtures, if the device has one.
+    """Experts that are computed by the backend of mixtures, if the device has one.
 
     Attributes:
-        shard: this rank's experts.
-        fused, unsummed: see LocalExperts; None before `pack`, too.
+    - shard: this rank's experts
+    - fused, unsummed: see LocalExperts; None before `pack`, too
     """
 
     shard: ExpertShard
@@ -568,8 +588,9 @@ class _FusedByBackend(ABC):
     _num_experts: int
 
     def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
-        """To be called once, when the weights are final; ConfigurationError if the backend cannot
-        compute them."""
+        """Packs the weights; to be called once, when they are final. ConfigurationError if the
+        backend cannot compute them.
+        """
         self._pack_weights(memory)
         if self._backend is None:
             return
@@ -648,7 +669,7 @@ class GatedExperts(_FusedByBackend):
 
 class ClampedExperts(_FusedByBackend):
     """LocalExperts with biases: (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up
-    within it on both sides. They can be called only where their weights are unquantized.
+    within it on both sides. Only unquantized weights can be computed without a backend.
     """
 
     input_quantizer = None
@@ -672,7 +693,7 @@ class ClampedExperts(_FusedByBackend):
         self._gate_up_biases = placement.empty(count, 2 * share)
         self.down = MergedExpertWeights(form, (count, hidden_size, share), placement)
         self._down_biases = placement.empty(count, hidden_size)
-        # Of an expert that is split over the ranks, one rank adds the bias to the sum.
+        # Bias of an expert that is split over the ranks: one rank adds it to the sum.
         self._adds_down_bias = placement.shard.expert_parallel or placement.shard.rank == 0
         self._experts = self._unquantized_weights()
 

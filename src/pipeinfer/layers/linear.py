@@ -1,11 +1,11 @@
-"""Linear layers, and what is made of them alone.
+"""Linear layers, and layers that consist of them alone.
 
 - Layers split over ranks by output (column) or by input (row), merged where inputs agree.
 - The token embedding and the LM head, split by vocabulary: each rank has an equal run of rows,
-  padded with zeros on the last ranks where it does not divide.
+  padded with zeros on the last ranks if the vocabulary does not divide.
 - `GatedMLP`, the gated feed-forward block: SwiGLU or GeGLU on merged gate and up projections
   (https://arxiv.org/abs/2002.05202).
-- `create_weight`: which weight a number format makes.
+- `create_weight`: the weight of a number format.
 
 Weights are [out, in], as in the checkpoint; each rank allocates its own share only. Knows no
 attention, no experts, no model, no tokenizer and no file.
@@ -62,7 +62,7 @@ class StackedTensor(QuantizedTensor, Protocol):
     """A QuantizedTensor, or a stack of them."""
 
     def __getitem__(self, index: int, /) -> QuantizedTensor:
-        """One of a stack."""
+        """Returns one matrix of a stack."""
         ...
 
 
@@ -96,13 +96,12 @@ def create_weight(
 ) -> Weight:
     """The weight for a matrix in the number format that it is stored in, not yet filled.
 
-    Args:
-        placement: device, dtype and formats.
-        names: modules within placement's, whose rows are the matrix's.
-        size: [out, in].
-        bias: [out] or None.
-        small_m: whether kernels for few rows may compute its products.
-        split_k: whether a norm may add up its products of few rows.
+    - placement: device, dtype and formats
+    - names: modules within placement's, whose rows are the matrix's
+    - size: [out, in]
+    - bias: [out] or None
+    - small_m: whether kernels for few rows may compute its products
+    - split_k: whether a norm may add up its products of few rows
 
     Raises ConfigurationError if the size does not fit the format.
     """
@@ -145,9 +144,9 @@ class ColumnShard:
     """This rank's rows of one of a column-parallel layer's matrices.
 
     Attributes:
-        name: of the matrix in the checkpoint.
-        rows: of the matrix.
-        start, stop: this rank has rows start .. stop - 1.
+    - name: of the matrix in the checkpoint
+    - rows: of the matrix
+    - start, stop: this rank has rows start .. stop - 1
     """
 
     name: str
@@ -256,7 +255,9 @@ class RowParallelLinear:
         )
 
     def unreduced(self, x: Activations) -> torch.Tensor:
-        """What this rank adds to the sum, for who has more to add; of layers without a bias."""
+        """Returns this rank's share of the sum, for a caller that adds other shares first; only for
+        layers without a bias.
+        """
         return with_adapters(self.adapters, self.weight(x), x)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
@@ -272,13 +273,14 @@ class RowParallelLinear:
 def with_adapters(
     adapters: AdaptedLinear | None, product: torch.Tensor, x: Activations
 ) -> torch.Tensor:
-    """A layer's product [T, out], to which those of adapters with its input were added."""
+    """Returns the layer's product [T, out] with the products of adapters added."""
     return product if adapters is None else adapters.add(product, unquantized(x))
 
 
 def is_adapted(adapters: AdaptedLinear | None) -> bool:
-    """Whether some token of the step has an adapter: then no kernel may take the layer's product
-    together with what comes before or behind it."""
+    """Whether some token of the step has an adapter: then no kernel may fuse the layer's product
+    with the operation before or after it.
+    """
     return adapters is not None and adapters.active
 
 
@@ -290,7 +292,9 @@ def merged_qkv(
     bias: bool,
     placement: Placement,
 ) -> ColumnParallelLinear:
-    """Rows: this rank's query heads, then its key heads, then its value heads."""
+    """Returns the merged projection; its rows are this rank's query heads, then its key heads, then
+    its value heads.
+    """
     first, last = placement.shard.span(num_heads)
     kv_first, kv_last = placement.shard.kv_span(num_kv_heads)
     heads = [
@@ -312,9 +316,10 @@ def merged_gate_up(
     placement: Placement,
     merged: bool = False,
 ) -> ColumnParallelLinear:
-    """Rows: this rank's share of the gate, then the same share of the up projection.
+    """Returns the merged projection; its rows are this rank's share of the gate, then the same
+    share of the up projection.
 
-    merged: on disk, too, they are one.
+    - merged: gate and up are one matrix on disk, too
     """
     start, stop = placement.shard.span(intermediate_size)
     if merged:
@@ -330,14 +335,15 @@ def merged_gate_up(
     return ColumnParallelLinear(hidden_size, blocks, bias, placement)
 
 
-# Of rows int64 [T], counted from this rank's first: [T, hidden].
+# (rows int64 [T], counted from this rank's first) -> [T, hidden].
 Lookup = Callable[[torch.Tensor], torch.Tensor]
 
 
 class VocabParallelWeight:
     """This rank's rows of a [vocab, hidden] matrix: [ceil(vocab / ranks), hidden].
 
-    weight: for products.
+    Attributes:
+    - weight: for products
     """
 
     def __init__(
@@ -348,7 +354,7 @@ class VocabParallelWeight:
         placement: Placement,
         looked_up: bool = True,
     ) -> None:
-        """looked_up: `lookup` will be called."""
+        """Allocates this rank's rows. looked_up: whether `lookup` will be called."""
         shard = placement.shard
         share = -(-vocab_size // shard.size)
         self._name = name
@@ -373,7 +379,9 @@ class VocabParallelWeight:
             part[used:].zero_()
 
     def lookup(self) -> Lookup:
-        """Looks rows up. Called before the matrix is packed, it keeps a plain copy."""
+        """Returns a function that looks rows up. If called before the matrix is packed, the layer
+        keeps a plain copy.
+        """
         if self._values is not None:
             return self._values.lookup
         return partial(functional.embedding, weight=self._plain.weight)
@@ -404,7 +412,7 @@ class Embedding:
 
 
 class ScaledEmbedding:
-    """As Embedding, times `scale`, which is rounded to the model's dtype first."""
+    """An Embedding times `scale`, which is rounded to the model's dtype first."""
 
     def __init__(self, rows: VocabParallelWeight, placement: Placement, scale: float) -> None:
         self.rows = rows
@@ -434,7 +442,9 @@ class LMHead:
 
 
 class GatedMLP:
-    """[T, hidden] to [T, hidden]. merged: on disk, gate and up are one matrix."""
+    """The gated feed-forward block: [T, hidden] to [T, hidden]. merged: gate and up are one matrix
+    on disk.
+    """
 
     def __init__(
         self,
@@ -453,7 +463,9 @@ class GatedMLP:
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """See Weight (weight.py); None where adapters need the rows as they are."""
+        """Quantizer of the input, see Weight (weight.py); None if adapters need the rows
+        unquantized.
+        """
         if is_adapted(self.gate_up.adapters):
             return None
         return self.gate_up.weight.input_quantizer
@@ -462,7 +474,7 @@ class GatedMLP:
         return self.down(self._activated(x))
 
     def unreduced(self, x: torch.Tensor) -> torch.Tensor:
-        """What this rank adds to the sum over ranks; of blocks without biases."""
+        """Returns this rank's share of the sum over ranks; only for blocks without biases."""
         return self.down.unreduced(self._activated(x))
 
     def _activated(self, x: Activations) -> Activations:
@@ -476,7 +488,7 @@ class GatedMLP:
         return activate(self.gate_up(x))
 
     def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
-        """To be called when the weights are final."""
+        """Packs the weights; to be called when they are final."""
         self.gate_up.weight.pack(memory)
         self.down.weight.pack(memory)
 

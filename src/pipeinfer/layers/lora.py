@@ -2,13 +2,13 @@
 
     y[t] += B[a] (A[a] x[t])        a: the adapter slot of token t; slot 0 is no adapter
 
-- AdapterBank: a rank's adapters by slot, for all layers, and which token has which.
-- AdaptedLinear: the matrices of one layer, and what they add to its product.
-- AdapterWeights: one adapter on the host, laid out as the bank has it.
+- AdapterBank: a rank's adapters by slot, for all layers, and the adapter slot of each token.
+- AdaptedLinear: the matrices of one layer, which add their products to its product.
+- AdapterWeights: one adapter on the host, in the layout of the bank.
 
-A and B are cut as the weight is: where ranks have rows of the product, B; where they have columns
-of the input, A, and each rank adds its share before the sum over ranks. All has fixed addresses,
-so that CUDA graphs may hold it. Knows no request and no file.
+A and B are cut as the weight is: if ranks have rows of the product, B; if ranks have columns of the
+input, A, and each rank adds its share before the sum over ranks. All memory has fixed addresses, so
+that CUDA graphs may hold it. Knows no request and no file.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ from pipeinfer.kernels.interface import DeviceStep
 
 
 class LowRankPair(NamedTuple):
-    """What an adapter has for one module: a [rank, in_features], b [out_features, rank], on the
-    host; what is added to the module's product is scale * b (a x)."""
+    """An adapter's matrices for one module, on the host: scale * b (a x) is added to the module's
+    product.
+
+    Attributes:
+    - a: [rank, in_features]
+    - b: [out_features, rank]
+    - scale: factor of the product
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -38,11 +44,11 @@ class AdaptedModule:
     """A matrix of the checkpoint, or a part of its rows, within a layer's product.
 
     Attributes:
-        name: of the matrix, such as model.layers.0.self_attn.q_proj.
-        shape: of the whole matrix, [out_features, in_features].
-        rows: that this rank has of its out_features.
-        columns: that this rank has of its in_features.
-        at: where those rows are in the layer's product.
+    - name: of the matrix, such as model.layers.0.self_attn.q_proj
+    - shape: of the whole matrix, [out_features, in_features]
+    - rows: that this rank has of its out_features
+    - columns: that this rank has of its in_features
+    - at: where those rows are in the layer's product
     """
 
     name: str
@@ -67,7 +73,7 @@ def add_low_rank_on_host(
     token_adapters: torch.Tensor,
     y: torch.Tensor,
 ) -> None:
-    """See AddLowRank."""
+    """Adds low-rank products on the host, see AddLowRank."""
     rank = b.shape[2]
     for adapter in torch.unique(token_adapters).tolist():
         if adapter == 0:
@@ -82,7 +88,7 @@ def add_low_rank_on_host(
 
 
 def low_rank_kernel(device: torch.device, exact: bool = False) -> AddLowRank:
-    """What adds adapters' products on `device`. exact: as in Placement."""
+    """Returns the function that adds adapters' products on `device`. exact: as in Placement."""
     if device.type != "cuda":
         return add_low_rank_on_host
     from pipeinfer.kernels.gemm import add_low_rank
@@ -92,10 +98,11 @@ def low_rank_kernel(device: torch.device, exact: bool = False) -> AddLowRank:
 
 class AdaptedLinear:
     """The adapters of one layer: a [adapter slots, modules * rank, in] and b [adapter slots, out,
-    rank], zeros where a slot has nothing for it.
+    rank], zeros if the adapter in a slot does not change the layer.
 
-    permutation: int64 [n]; the layer's row i < n is what row permutation[i] was on disk; None: as
-    on disk.
+    Attributes:
+    - permutation: int64 [n]; the layer's row i < n is row permutation[i] on disk; None: rows are as
+      on disk
     """
 
     def __init__(self, bank: AdapterBank, modules: Iterable[AdaptedModule]) -> None:
@@ -124,7 +131,7 @@ class AdaptedLinear:
         return y
 
     def laid_out(self, pairs: Mapping[str, LowRankPair]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One slot of `a` and of `b`, on the host."""
+        """Returns the content of one slot of `a` and of `b`, on the host."""
         rank = self._bank.rank
         a = torch.zeros(self.a.shape[1:], dtype=torch.float32)
         b = torch.zeros(self.b.shape[1:], dtype=torch.float32)
@@ -151,14 +158,14 @@ class AdapterBank:
     """Memory for adapters, for all layers of one rank's share.
 
     Attributes:
-        adapter_slots: how many adapters there is room for.
-        rank: of an adapter at most.
-        dtype, device: of the matrices.
-        exact: what a token gets may not depend on the others of its step.
-        active: whether some token of the step that is queued now has an adapter.
-        token_adapters: int32 [tokens], the adapter slot of each token of the step, 0 of those
-            without; `reserve` makes it.
-        layers: by the names of their modules.
+    - adapter_slots: number of adapters that there is room for
+    - rank: of an adapter at most
+    - dtype, device: of the matrices
+    - exact: the result of a token may not depend on the others of its step
+    - active: whether some token of the step that is queued now has an adapter
+    - token_adapters: int32 [tokens], the adapter slot of each token of the step, 0 for tokens
+      without; `reserve` makes it
+    - layers: by the names of their modules
     """
 
     adapter_slots: int
@@ -176,7 +183,7 @@ class AdapterBank:
         self.add_low_rank = low_rank_kernel(self.device, self.exact)
 
     def linear(self, modules: Iterable[AdaptedModule]) -> AdaptedLinear:
-        """The adapters of a layer. A model that is built again gets those that it had."""
+        """Returns the adapters of a layer. A model that is built again gets the same ones."""
         listed = tuple(modules)
         key = tuple(module.name for module in listed)
         if key not in self.layers:
@@ -184,7 +191,9 @@ class AdapterBank:
         return self.layers[key]
 
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """[out_features, in_features] of every matrix that an adapter may change, by name."""
+        """Returns [out_features, in_features] of every matrix that an adapter may change, by
+        name.
+        """
         return {
             module.name: module.shape for layer in self.layers.values() for module in layer.modules
         }
@@ -200,8 +209,9 @@ class AdapterBank:
 
     @torch.inference_mode()
     def put(self, adapter_slot: int, weights: AdapterWeights) -> None:
-        """The adapter takes the place of what was in `adapter_slot`, 1 to `adapter_slots`; on the
-        current stream."""
+        """Puts an adapter into `adapter_slot`, 1 to `adapter_slots`, in place of the one there; on
+        the current stream.
+        """
         for layer in self.layers.values():
             found = weights.layers.get(layer)
             for target, at in ((layer.a, 0), (layer.b, 1)):
@@ -211,14 +221,15 @@ class AdapterBank:
                     target[adapter_slot - 1].copy_(found[at])
 
     def reserve(self, tokens: int) -> None:
-        """Room for steps of so many tokens."""
+        """Makes room for steps of `tokens` tokens."""
         self.token_adapters = torch.zeros(tokens, dtype=torch.int32, device=self.device)
         self._numbers = torch.arange(tokens, dtype=torch.int32, device=self.device)
 
     @contextmanager
     def step(self, step: DeviceStep, adapter_slots: torch.Tensor) -> Generator[None]:
-        """The products that are queued within are those of `step`, some of whose tokens have an
-        adapter. adapter_slots: int32, by request slot, where the request's adapter lies."""
+        """Returns a context in which the products of `step` are queued, some of whose tokens have
+        an adapter. adapter_slots: int32, by request slot, where the request's adapter lies.
+        """
         tokens, rows = step.shape.num_tokens, step.shape.num_rows
         slots = step.slots
         if step.shape.num_prefills:

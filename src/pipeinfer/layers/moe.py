@@ -35,7 +35,7 @@ from pipeinfer.layers.weight import (
 
 
 class TopKRouter(Protocol):
-    """Chooses each token's experts, and what each of them counts."""
+    """Chooses each token's experts, and their weights."""
 
     num_experts: int
 
@@ -65,7 +65,11 @@ class SoftmaxRouter:
         name: str = "gate",
         bias: bool = False,
     ) -> None:
-        """normalize: the weights of a token's experts add up to one. name: on disk."""
+        """Router that is not filled yet.
+
+        - normalize: the weights of a token's experts add up to one
+        - name: on disk
+        """
         self.num_experts = num_experts
         self._name = name
         exact = exact_gemm_for(placement)
@@ -85,7 +89,7 @@ class SoftmaxRouter:
         return self._top_k_of(self._logits(x), self._top_k, self._normalize, x.dtype)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, experts], or split-K parts [split_k, T, experts]."""
+        """Returns logits [T, experts], or split-K parts [split_k, T, experts]."""
         if self._small_m is not None:
             partial = self._small_m.split_k_parts(x, self.weight.weight, self.weight.bias)
             if partial is not None:
@@ -93,7 +97,7 @@ class SoftmaxRouter:
         return self.weight(x)
 
     def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
-        """To be called when the weights are final."""
+        """Packs the weights; to be called when they are final."""
         self.weight.pack(memory)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
@@ -110,8 +114,10 @@ SoftmaxTopK = Callable[[torch.Tensor, int, bool, torch.dtype], tuple[torch.Tenso
 
 
 def _softmax_top_k_on(device: torch.device) -> SoftmaxTopK:
-    """From (logits [T, experts], top_k, normalize, dtype of weights) to weights and experts: by one
-    kernel on a GPU, which also adds up split-K parts [split_k, T, experts]."""
+    """Returns the function from (logits [T, experts], top_k, normalize, dtype of weights) to
+    weights and experts: one kernel on a GPU, which also adds up split-K parts [split_k, T,
+    experts].
+    """
     if device.type != "cuda":
         return _softmax_top_k
     from pipeinfer.kernels.moe import topk_softmax
@@ -132,8 +138,9 @@ class SigmoidLinear:
     """A linear layer and a sigmoid: x [T, hidden] to [T, size]."""
 
     def __init__(self, size: int, hidden_size: int, placement: Placement) -> None:
-        # The last row is padding. Sigmoid takes whole vectors of values that lie side by side, and
-        # the rest in another way: what a token gets would depend on how many tokens there are.
+        # The last row is padding. Sigmoid computes whole vectors of adjacent values in one way, and
+        # the remaining values in another: the result of a token would depend on the number of
+        # tokens.
         weight = placement.matrix(size + 1, hidden_size)
         if not placement.memory.final:
             weight[size:].zero_()
@@ -144,7 +151,7 @@ class SigmoidLinear:
         return self._weight(x)[:, : self._size].sigmoid()
 
     def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
-        """To be called when the weights are final."""
+        """Packs the weights; to be called when they are final."""
         self._weight.pack(memory)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
@@ -158,11 +165,11 @@ class GroupedTopK(NamedTuple):
     """How grouped top-k chooses.
 
     Attributes:
-        top_k: experts of a token.
-        groups: of neighbouring experts, of equal size.
-        top_groups: the groups, by the sum of their two best scores, that experts are taken from.
-        normalize: the weights of a token's experts add up to `scale`.
-        scale: factor of all weights.
+    - top_k: experts of a token
+    - groups: of neighbouring experts, of equal size
+    - top_groups: the groups, by the sum of their two best scores, that experts are taken from
+    - normalize: the weights of a token's experts add up to `scale`
+    - scale: factor of all weights
     """
 
     top_k: int
@@ -188,7 +195,7 @@ class SigmoidRouter:
         self._bias = exact.empty(num_experts)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights in float32."""
+        """Returns weights, in float32, and experts."""
         choice = self._grouped
         scores = self._scores(x.to(torch.float32))
         experts = self._in_best_groups(scores + self._bias).topk(choice.top_k, dim=-1).indices
@@ -198,7 +205,7 @@ class SigmoidRouter:
         return weights * choice.scale, experts
 
     def _in_best_groups(self, biased: torch.Tensor) -> torch.Tensor:
-        """[T, num_experts], where scores of experts outside of the best groups are -inf."""
+        """Returns [T, num_experts], with scores of experts outside of the best groups at -inf."""
         _, groups, top_groups, *_ = self._grouped
         if top_groups == groups:
             return biased
@@ -209,7 +216,7 @@ class SigmoidRouter:
         return grouped.masked_fill(others[..., None], float("-inf")).flatten(1)
 
     def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
-        """To be called when the weights are final."""
+        """Packs the weights; to be called when they are final."""
         self._scores.pack(memory)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
@@ -225,18 +232,20 @@ class SharedExpert:
     """The dense block that every token goes to beside a mixture, split over the ranks as any."""
 
     def __init__(self, name: str, mlp: GatedMLP, gated: bool, placement: Placement) -> None:
-        """gated: its output is multiplied with a sigmoid gate, on disk `name` and "_gate"."""
+        """Shared expert. gated: its output is multiplied with a sigmoid gate, on disk `name` and
+        "_gate".
+        """
         self._name = name
         self._mlp = mlp
         self._gate = SigmoidLinear(1, mlp.hidden_size, placement) if gated else None
 
     def unreduced(self, x: torch.Tensor) -> torch.Tensor:
-        """What this rank adds to the sum over ranks, [T, hidden]."""
+        """Returns this rank's share of the sum over ranks, [T, hidden]."""
         out = self._mlp.unreduced(x)
         return out if self._gate is None else out.mul_(self._gate(x))
 
     def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
-        """To be called when the weights are final."""
+        """Packs the weights; to be called when they are final."""
         self._mlp.pack(memory)
         if self._gate is not None:
             self._gate.pack(memory)
@@ -249,8 +258,9 @@ class SharedExpert:
 
 
 class SparseMoeBlock:
-    """[T, hidden] to [T, hidden]: the weighted sum of the experts that a router chooses, plus the
-    shared expert's output."""
+    """A mixture of experts, [T, hidden] to [T, hidden]: the weighted sum of the experts that a
+    router chooses, plus the shared expert's output.
+    """
 
     def __init__(
         self,
@@ -268,7 +278,7 @@ class SparseMoeBlock:
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """See Weight (weight.py)."""
+        """Quantizer of the input, see Weight (weight.py)."""
         return self._experts.input_quantizer
 
     def __call__(self, x: Activations) -> torch.Tensor | PartialSum:
@@ -282,7 +292,7 @@ class SparseMoeBlock:
         return self._placement.reduce_deferred(share)
 
     def _routed(self, x: Activations) -> torch.Tensor:
-        """What this rank's experts add to the sum, [T, hidden]."""
+        """Returns the share of this rank's experts of the sum, [T, hidden]."""
         weights, experts = self._router(unquantized(x))
         grouped = self._experts.fused
         if grouped is not None:
@@ -301,7 +311,7 @@ class SparseMoeBlock:
         return by_pair.view(*weights.shape, -1).mul_(weights[..., None]).sum(dim=1)
 
     def pack(self, memory: ParameterMemory = IN_TORCH) -> None:
-        """To be called when the weights are final."""
+        """Packs the weights; to be called when they are final."""
         self._router.pack(memory)
         self._experts.pack(memory)
         if self._shared is not None:

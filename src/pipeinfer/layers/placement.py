@@ -1,7 +1,8 @@
-"""Where a layer's weights are, what fills them, and which of its sums the norm that follows makes.
+"""Placement of a layer: where its weights are, their sources, and sums that the following norm
+makes.
 
 In a pre-norm transformer every sum over ranks, or over the split-K parts of a product, is added to
-the residual stream and normed. Where one kernel does all of that, a layer hands on a `PartialSum`.
+the residual stream and normed. If one kernel does all of that, a layer hands on a `PartialSum`.
 Knows no model and no file format.
 """
 
@@ -25,7 +26,7 @@ class SumNorm(Protocol):
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the sum that `partial` is for plus residual [T, size]; that sum)."""
+        """Returns (norm of the sum of `partial` plus residual [T, size]; that sum)."""
         ...
 
 
@@ -38,7 +39,9 @@ class AllReduceFusion(SumNorm, Protocol):
     """
 
     def buffer(self, rows: int, size: int) -> torch.Tensor | None:
-        """[rows, size], not filled, for this rank's share of the next sum; None: not taken."""
+        """Returns [rows, size], not filled, for this rank's share of the next sum; None: sums of
+        that size are not supported.
+        """
         ...
 
 
@@ -47,8 +50,8 @@ class PartialSum:
     """A sum [T, size] that is still to be made.
 
     Attributes:
-        partial: this rank's share [T, size] of a sum over ranks, or split-K parts [P, T, size].
-        kernel: makes the sum, adds the residual and norms.
+    - partial: this rank's share [T, size] of a sum over ranks, or split-K parts [P, T, size]
+    - kernel: makes the sum, adds the residual and norms
     """
 
     partial: torch.Tensor
@@ -56,13 +59,15 @@ class PartialSum:
 
     @property
     def is_split_k(self) -> bool:
-        """Whether it is the sum of split-K parts, without an all-reduce."""
+        """Whether the sum is one of split-K parts, without an all-reduce."""
         return self.partial.dim() == 3
 
     def add_norm(
         self, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of sum and residual [T, size], their sum, where the residual was)."""
+        """Returns (norm of sum and residual [T, size], their sum, in the memory of the
+        residual).
+        """
         return self.kernel.add_norm(self.partial, residual, weight, eps)
 
 
@@ -75,9 +80,9 @@ class Shard:
     """A rank's share of a model.
 
     Attributes:
-        rank: 0 .. size - 1.
-        size: tensor-parallel ranks.
-        expert_parallel: each rank has some experts of a mixture whole, not a share of every one.
+    - rank: 0 .. size - 1
+    - size: tensor-parallel ranks
+    - expert_parallel: each rank has some experts of a mixture whole, not a share of every one
     """
 
     rank: int = 0
@@ -85,20 +90,22 @@ class Shard:
     expert_parallel: bool = False
 
     def span(self, total: int) -> tuple[int, int]:
-        """This rank's [start, stop) of `total` things, which must divide evenly."""
+        """Returns this rank's [start, stop) of `total` things; ValueError if they do not divide
+        evenly.
+        """
         if total % self.size:
             raise ValueError(f"{total} does not divide by {self.size} ranks")
         share = total // self.size
         return self.rank * share, (self.rank + 1) * share
 
     def expert_span(self, num_experts: int) -> tuple[int, int]:
-        """This rank's experts, [start, stop): as many as another's, or one more or less."""
+        """Returns this rank's experts, [start, stop): as many as another's, or one more or less."""
         if not self.expert_parallel:
             return 0, num_experts
         return self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size
 
     def kv_span(self, num_kv_heads: int) -> tuple[int, int]:
-        """This rank's KV heads; where there are fewer heads than ranks they are replicated."""
+        """Returns this rank's KV heads, [start, stop); fewer heads than ranks are replicated."""
         if num_kv_heads >= self.size:
             return self.span(num_kv_heads)
         if self.size % num_kv_heads:
@@ -115,16 +122,17 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
-        """[..., n] of every rank, concatenated in the order of ranks: [..., n * size]."""
+        """Returns [..., n * size], [..., n] of every rank, concatenated in the order of ranks."""
         ...
 
 
 class ParameterMemory(Protocol):
-    """Where a model's parameters are. A layer says which of them stay and which are gone once it is
-    packed; what else it has when it is packed follows from those that stay.
+    """The memory of a model's parameters. A layer declares which of them stay and which are freed
+    once it is packed; all else that a packed layer has follows from the parameters that stay.
 
-    final: all that stays is there already, as it was when the model was packed first. Nothing is to
-    be filled, and `pack` computes nothing of the values.
+    Attributes:
+    - final: all that stays has its final values already, from the first model that was packed.
+      Nothing is to be filled, and `pack` computes nothing from the values
     """
 
     @property
@@ -139,13 +147,15 @@ class ParameterMemory(Protocol):
     def temporary(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, /
     ) -> torch.Tensor:
-        """A parameter that is gone once it is packed, not yet filled. Where all is final it takes
-        no memory, and cannot be filled."""
+        """Allocates a parameter that is freed once its layer is packed, not yet filled. If the
+        memory is final, the parameter takes no memory, and cannot be filled.
+        """
         ...
 
     def packed(self, make: Callable[[], torch.Tensor], /) -> torch.Tensor:
-        """What `make` makes of values that were read, when these are final; it stays, too. Where
-        all is final, `make` is not called."""
+        """Returns the tensor that `make` makes of final values; it stays, too. If the memory is
+        final, `make` is not called.
+        """
         ...
 
 
@@ -170,7 +180,9 @@ IN_TORCH = TorchMemory()
 
 @dataclass(frozen=True)
 class _Temporaries:
-    """A ParameterMemory: of `memory`, what is gone once it is packed."""
+    """A ParameterMemory of temporaries: parameters of `memory` that are freed once their layer is
+    packed.
+    """
 
     memory: ParameterMemory
 
@@ -202,23 +214,24 @@ def packs_matrices(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """What every layer is built with.
+    """The arguments that every layer is built with.
 
     Attributes:
-        shard: this rank's share.
-        dtype: of parameters and activations.
-        device: of parameters.
-        collectives: over the ranks; None: the model runs only if there is one rank.
-        compiled: element-wise operations by torch.compile where no kernel fuses them.
-        all_reduce_fusion: makes the sums over ranks that go into the residual stream, if it takes
-            them; None: they are made at once.
-        defers_sums: whether a layer may hand on a PartialSum.
-        quantization: how matrices are stored on disk; None: in a dtype of their own.
-        path: of the module on disk, with its dot.
-        moe_backend: what computes mixtures of experts on a GPU (experts.py).
-        memory: of parameters.
-        exact: what a token gets may not depend on the others of its step.
-        adapters: memory for low-rank adapters of the linear layers (lora.py); None: they have none.
+    - shard: this rank's share
+    - dtype: of parameters and activations
+    - device: of parameters
+    - collectives: over the ranks; None: the model runs only if there is one rank
+    - compiled: element-wise operations by torch.compile if no kernel fuses them
+    - all_reduce_fusion: makes the sums over ranks that go into the residual stream, if it supports
+      their size; None: the sums are made at once
+    - defers_sums: whether a layer may hand on a PartialSum
+    - quantization: how matrices are stored on disk; None: in a dtype of their own
+    - path: of the module on disk, with its dot
+    - moe_backend: backend of mixtures of experts on a GPU (experts.py)
+    - memory: of parameters
+    - exact: the result of a token may not depend on the others of its step
+    - adapters: memory for low-rank adapters of the linear layers (lora.py); None: the layers have
+      none
     """
 
     shard: Shard
@@ -236,15 +249,17 @@ class Placement:
     adapters: AdapterBank | None = None
 
     def without_adapters(self) -> Placement:
-        """For layers that adapters do not change."""
+        """Returns the placement for layers that adapters do not change."""
         return replace(self, adapters=None)
 
     def without_deferred_sums(self) -> Placement:
-        """For layers whose sums must be made before they are added to the residual stream."""
+        """Returns the placement for layers whose sums must be made before they are added to the
+        residual stream.
+        """
         return replace(self, all_reduce_fusion=None, defers_sums=False)
 
     def submodule(self, name: str) -> Placement:
-        """Of the module `name`, with its dot, within this one."""
+        """Returns the placement of the module `name`, with its dot, within this one."""
         return replace(self, path=f"{self.path}{name}")
 
     def format(self, names: Iterable[str]) -> Format | None:
@@ -264,12 +279,14 @@ class Placement:
         return self.memory.stays(shape, dtype or self.dtype, self.device)
 
     def matrix(self, *shape: int) -> torch.Tensor:
-        """As `empty`, for UnquantizedWeight, whose `pack` may put another one in its place."""
+        """Allocates a matrix for UnquantizedWeight, whose `pack` may put another one in its
+        place.
+        """
         packs = packs_matrices(self.device, self.dtype)
         return (self.temporaries() if packs else self).empty(*shape)
 
     def temporaries(self) -> Placement:
-        """For parameters that are gone once they are packed."""
+        """Returns the placement of parameters that are freed once they are packed."""
         return replace(self, memory=_Temporaries(self.memory))
 
     @property
@@ -305,7 +322,7 @@ class Placement:
 
 
 class CopyTarget(Protocol):
-    """A tensor, or what values are copied to as to a tensor."""
+    """A tensor, or an object that values are copied to like to a tensor."""
 
     @property
     def device(self) -> torch.device: ...
@@ -317,11 +334,11 @@ class CopyTarget(Protocol):
 
 @dataclass(frozen=True)
 class ConvertingTarget:
-    """A CopyTarget that converts values on the way. It takes a whole source at once.
+    """A CopyTarget that converts values on the way. A source must be copied at once.
 
     Attributes:
-        converted: what is filled.
-        convert: from the values of the file to those of `converted`.
+    - converted: tensor that is filled
+    - convert: converts the values of the file to those of `converted`
     """
 
     converted: torch.Tensor
@@ -343,9 +360,9 @@ class QuantizingTarget:
     """A CopyTarget that quantizes rows [n, columns] on the way.
 
     Attributes:
-        weight: [n, columns], quantized.
-        scale: one or more for each row.
-        quantize: from rows to (weight, scale).
+    - weight: [n, columns], quantized
+    - scale: one or more for each row
+    - quantize: from rows to (weight, scale)
     """
 
     weight: torch.Tensor
@@ -367,17 +384,18 @@ class QuantizingTarget:
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Which part of which tensor of the checkpoint fills which part of a parameter.
+    """The part of a tensor of the checkpoint that fills a part of a parameter.
 
     Attributes:
-        name: of the tensor in the checkpoint.
-        shape: of that tensor.
-        slices: of it, this rank's part; if they have fewer dimensions than the target, they are
-            broadcast.
-        target: a view into a parameter of this rank, or what converts values on the way there.
-        stored_dtypes: the tensor's possible types on disk; None: any unquantized one.
-        dummy: without a checkpoint, the standard deviation of values, or the value of a scale.
-        blocks: the target gets no values but a GGUF file's blocks of 4 bits (int4_blocks, gguf/).
+    - name: of the tensor in the checkpoint
+    - shape: of that tensor
+    - slices: this rank's part of the tensor; if there are fewer dimensions than in the target, they
+      are broadcast
+    - target: a view into a parameter of this rank, or an object that converts values on the way
+      there
+    - stored_dtypes: the tensor's possible types on disk; None: any unquantized one
+    - dummy: without a checkpoint, the standard deviation of values, or the value of a scale
+    - blocks: the target gets a GGUF file's blocks of 4 bits in place of values (int4_blocks, gguf/)
     """
 
     name: str

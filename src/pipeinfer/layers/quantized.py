@@ -76,9 +76,9 @@ class Fp8Tensor:
     """A QuantizedTensor in FP8, or a stack of them.
 
     Attributes:
-        weight: e4m3 [rows, columns].
-        scale: float32 [rows, 1], or of blocks [rows / high, columns / wide], rounded up.
-        form: the format.
+    - weight: e4m3 [rows, columns]
+    - scale: float32 [rows, 1], or of blocks [rows / high, columns / wide], rounded up
+    - form: the format
     """
 
     weight: torch.Tensor
@@ -87,7 +87,7 @@ class Fp8Tensor:
 
     @classmethod
     def empty(cls, size: tuple[int, ...], form: Fp8, placement: Placement) -> Fp8Tensor:
-        """Not yet filled; `size` ends with rows and columns."""
+        """Allocates tensors that are not filled yet; `size` ends with rows and columns."""
         *stack, rows, columns = size
         high, wide = form.block if form.scale_scope == "block" else (1, columns)
         scales = (*stack, -(-rows // high), -(-columns // wide))
@@ -98,7 +98,7 @@ class Fp8Tensor:
         )
 
     def __getitem__(self, index: int) -> Fp8Tensor:
-        """One of a stack."""
+        """Returns one matrix of a stack."""
         return Fp8Tensor(self.weight[index], self.scale[index], self.form)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
@@ -110,7 +110,7 @@ class Fp8Tensor:
         return self.weight.float().mul_(scale).to(dtype)
 
     def permute(self, rows: torch.Tensor) -> None:
-        """See Weight. ConfigurationError if rows would leave their block."""
+        """Permutes rows, see Weight.permute. ConfigurationError if rows would leave their block."""
         if self.form.scale_scope == "block":
             high = self.form.block[0]
             if not torch.equal(rows // high, torch.arange(len(rows)) // high):
@@ -126,7 +126,9 @@ class Fp8Tensor:
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
     ) -> Iterator[WeightSource]:
-        """See Weight. ConfigurationError if `slices` cut through a block."""
+        """Yields the sources, see Weight.sources. ConfigurationError if `slices` cut through a
+        block.
+        """
         weight, scale = f"{name}.weight", f"{name}.{self.form.scale}"
         if self.form.quantize_at_load:
             target = QuantizingTarget(self.weight[rows], self.scale[rows], quantize_rows_min_error)
@@ -179,8 +181,9 @@ def fp8_gemm(form: Fp8, size: tuple[int, int], placement: Placement) -> Fp8Gemm 
 
 
 def stacked_fp8(form: Fp8, size: tuple[int, int, int], placement: Placement) -> Fp8Tensor | None:
-    """Not yet filled, for matrices [count, out, in] that stay in FP8; None where each would have to
-    be dequantized."""
+    """Allocates matrices [count, out, in] that stay in FP8, not filled yet; None if each would have
+    to be dequantized.
+    """
     gemm = _gemm_for(form, size[1:], placement)
     return None if gemm is None else Fp8Tensor.empty(size, form, placement)
 
@@ -206,7 +209,9 @@ class Fp8Gemm:
     """A QuantizedGemm of FP8 with FP8; products in bfloat16."""
 
     def __init__(self, small_m: SmallMGemm, blocks: bool) -> None:
-        """blocks: weights have a scale for each 128 x 128 values, not for each row."""
+        """Products by kernels. blocks: weights have a scale for each 128 x 128 values, not for each
+        row.
+        """
         from pipeinfer.kernels import gemm as kernels
 
         self.input_quantizer = ActivationQuantizer(SCALE_BLOCK if blocks else 0)
@@ -215,7 +220,7 @@ class Fp8Gemm:
         self._large_m = _block_gemm() if blocks else _row_gemm()
 
     def pack(self, values: Fp8Tensor) -> None:
-        """They lie as they are multiplied."""
+        """Does nothing: the values already have the layout of the products."""
 
     def product(self, x: Activations, values: Fp8Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows, (weight, scale) = self._quantized(x), (values.weight, values.scale)
@@ -271,7 +276,7 @@ def _row_gemm() -> LargeMGemm:
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         x, by_row = rows.values, rows.scale
-        if x.shape[0] == 0:  # of a step that samples no row, behind the last layer's attention
+        if x.shape[0] == 0:  # a step that samples no row, after the last layer's attention
             return torch.empty(0, weight.shape[0], dtype=torch.bfloat16, device=x.device)
         if sgl_gemm is not None and x.shape[0] <= SGL_KERNEL_MAX_ROWS:
             return sgl_gemm(x, weight.t(), by_row, scale, torch.bfloat16, bias)
@@ -290,7 +295,7 @@ MXFP4_BLOCK = 32
 EXPONENT_OF_ONE = 127
 # Exponents of a row that a kernel reads at once.
 MXFP4_SCALE_MULTIPLE = 4
-# Of dummy weights: their standard deviation is about 0.02.
+# Standard deviation of dummy weights: about 0.02.
 MXFP4_DUMMY_EXPONENT = 120.0
 MXFP4_STORED_DTYPES = ("U8",)
 
@@ -300,10 +305,10 @@ class Mxfp4Tensor:
     """A matrix for each expert, in MXFP4.
 
     Attributes:
-        values: uint8 [experts, out, in / 32, 16], two values a byte, the first in the lower bits.
-        exponents: uint8 [experts, out, in / 32], views of `padded`.
-        padded: uint8 [experts, out, blocks]: the exponents of a row are filled up to a multiple of
-            MXFP4_SCALE_MULTIPLE with some that stand for 1, as kernels/moe.py takes them.
+    - values: uint8 [experts, out, in / 32, 16], two values a byte, the first in the lower bits
+    - exponents: uint8 [experts, out, in / 32], views of `padded`
+    - padded: uint8 [experts, out, blocks]: the exponents of a row are filled up to a multiple of
+      MXFP4_SCALE_MULTIPLE with some that stand for 1, as kernels/moe.py takes them
     """
 
     values: torch.Tensor
@@ -315,8 +320,9 @@ class Mxfp4Tensor:
 
     @classmethod
     def empty(cls, size: tuple[int, int, int], placement: Placement) -> Mxfp4Tensor:
-        """Not yet filled; `size`: experts, out, in. ConfigurationError unless a row has whole
-        blocks."""
+        """Allocates tensors that are not filled yet. size: experts, out, in. ConfigurationError
+        unless a row has whole blocks.
+        """
         experts, rows, columns = size
         if columns % MXFP4_BLOCK:
             raise ConfigurationError(
@@ -343,7 +349,7 @@ class Mxfp4Tensor:
 
     @property
     def for_kernels(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values uint8 [experts, out, in / 2], `padded`) as kernels/moe.py takes them."""
+        """Returns (values uint8 [experts, out, in / 2], `padded`) as kernels/moe.py takes them."""
         return self.values.flatten(2), self.padded
 
     def sources(
@@ -371,25 +377,26 @@ class Mxfp4Tensor:
         )
 
 
-# Of dummy weights: the zero point, and the scale (4.6 is the standard deviation of numbers that are
+# Dummy weights: the zero point, and the scale (4.6 is the standard deviation of numbers that are
 # drawn evenly from 0 to 15).
 INT4_DUMMY_ZERO = 8
 INT4_DUMMY_SCALE = DUMMY_STD / 4.6
 INT4_STORED_DTYPES = ("I32",)
-# Which of its eight columns each 4 bits of an int32 are, from the lowest bits on: in AWQ's files,
+# Columns (of eight) that the 4 bits of an int32 belong to, from the lowest bits on: in AWQ's files,
 AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-# and in those of the others.
+# and in other files.
 NIBBLE_ORDER = tuple(range(INT4_PER_WORD))
 
 
 @dataclass(frozen=True)
 class Int4Tensor:
-    """A QuantizedTensor in INT4, or a stack of them. What a kernel reads at a time lies together.
+    """A QuantizedTensor in INT4, or a stack of them. Numbers that a kernel reads together are
+    adjacent.
 
     Attributes:
-        qweight: int32 [runs, rows, words], eight numbers a word (kernels/int4_layout.py).
-        scales_and_zeros: [groups, rows, 2] in the model's dtype, a scale and a zero side by side.
-        form: the format.
+    - qweight: int32 [runs, rows, words], eight numbers a word (kernels/int4_layout.py)
+    - scales_and_zeros: [groups, rows, 2] in the model's dtype, a scale and a zero side by side
+    - form: the format
     """
 
     qweight: torch.Tensor
@@ -398,23 +405,24 @@ class Int4Tensor:
 
     @property
     def scale(self) -> torch.Tensor:
-        """[rows, groups]"""
+        """Scales, [rows, groups]."""
         return self.scales_and_zeros[..., 0].transpose(-1, -2)
 
     @property
     def zero(self) -> torch.Tensor:
-        """[rows, groups], whole numbers 0 to 16."""
+        """Zeros, [rows, groups], whole numbers 0 to 16."""
         return self.scales_and_zeros[..., 1].transpose(-1, -2)
 
     @property
     def words(self) -> torch.Tensor:
-        """[rows, runs, words]"""
+        """Words, [rows, runs, words]."""
         return self.qweight.transpose(-2, -3)
 
     @classmethod
     def empty(cls, size: tuple[int, ...], form: Int4, placement: Placement) -> Int4Tensor:
-        """Not yet filled; `size` ends with rows and columns. ConfigurationError if those do not
-        fit groups and words."""
+        """Allocates tensors that are not filled yet; `size` ends with rows and columns.
+        ConfigurationError if they do not fit groups and words.
+        """
         *stack, rows, columns = size
         group = form.group or columns
         if columns % group or columns % INT4_PER_WORD or rows % INT4_PER_WORD:
@@ -431,7 +439,7 @@ class Int4Tensor:
         return cls(qweight, scales_and_zeros, form)
 
     def __getitem__(self, index: int) -> Int4Tensor:
-        """One of a stack."""
+        """Returns one matrix of a stack."""
         return Int4Tensor(self.qweight[index], self.scales_and_zeros[index], self.form)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
@@ -444,7 +452,9 @@ class Int4Tensor:
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
     ) -> Iterator[WeightSource]:
-        """See Weight. ConfigurationError if `slices` cut through a group or a word."""
+        """Yields the sources, see Weight.sources. ConfigurationError if `slices` cut through a
+        group or a word.
+        """
         group = self.form.group or shape[1]
         qweight, scale, zero = self.words[rows], self.scale[rows], self.zero[rows]
         part = _FileSlices(name, shape, slices, group)
@@ -477,13 +487,13 @@ class Int4Tensor:
 
 @dataclass(frozen=True)
 class _FileSlices:
-    """This rank's part of a matrix in the checkpoint, of whose numbers several are stored as one.
+    """This rank's part of a matrix in the checkpoint that stores several numbers as one.
 
     Attributes:
-        name: of the matrix.
-        shape: [out, in].
-        slices: of it, this rank's.
-        group: columns that share a scale.
+    - name: of the matrix
+    - shape: [out, in]
+    - slices: this rank's part of the matrix
+    - group: columns that share a scale
     """
 
     name: str
@@ -492,15 +502,16 @@ class _FileSlices:
     group: int
 
     def source(self, what: str, target: CopyTarget, rows: int, columns: int) -> WeightSource:
-        """Of the tensor `what` with an entry for each `rows` x `columns` of the matrix: an int32,
-        where either is eight."""
+        """Returns the source of the tensor `what` with an entry for each `rows` x `columns` of the
+        matrix: an int32, if either is eight.
+        """
         total = self.shape[0] // rows, self.shape[1] // columns
         held = self._part(self.slices[0], rows), self._part(self.slices[1], columns)
         stored = INT4_STORED_DTYPES if INT4_PER_WORD in (rows, columns) else None
         return WeightSource(f"{self.name}.{what}", total, held, target, stored, INT4_DUMMY_SCALE)
 
     def transposed(self, what: str, target: CopyTarget, rows: int, columns: int) -> WeightSource:
-        """As `source`, of a tensor whose first dimension is that of columns."""
+        """Returns the source of a tensor whose first dimension is that of columns, see `source`."""
         (height, width), (down, across) = self.shape, self.slices
         turned = _FileSlices(self.name, (width, height), (across, down), self.group)
         return turned.source(what, target, columns, rows)
@@ -514,13 +525,13 @@ class _FileSlices:
 
 
 def _unpacked_along_columns(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
-    """int32 [n, m] to uint8 [n, 8 m]; places: of each number among the eight of a word."""
+    """Unpacks int32 [n, m] to uint8 [n, 8 m]. places: of each number among the eight of a word."""
     shifts = 4 * torch.tensor(places, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
 def _unpacked_along_rows(words: torch.Tensor) -> torch.Tensor:
-    """int32 [n, m] to uint8 [8 n, m]."""
+    """Unpacks int32 [n, m] to uint8 [8 n, m]."""
     shifts = 4 * torch.arange(INT4_PER_WORD, dtype=torch.int32, device=words.device)
     return ((words[:, None, :] >> shifts[:, None]) & 15).to(torch.uint8).flatten(0, 1)
 
@@ -546,7 +557,9 @@ class Int4Gemm:
     input_quantizer = None
 
     def __init__(self, small_m: SmallMGemm, tiles: int, device: torch.device) -> None:
-        """tiles: of INT4_BLOCK_N rows of the matrix, for each of which splits are counted."""
+        """Products by kernels. tiles: of INT4_BLOCK_N rows of the matrix, for each of which splits
+        are counted.
+        """
         from pipeinfer.kernels import gemm
 
         self._small_m = small_m
@@ -554,7 +567,7 @@ class Int4Gemm:
         self._arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 
     def pack(self, values: Int4Tensor) -> None:
-        """They lie as they are multiplied."""
+        """Does nothing: the values already have the layout of the products."""
 
     def product(
         self, x: torch.Tensor, values: Int4Tensor, bias: torch.Tensor | None
@@ -589,8 +602,8 @@ class Int8Tensor:
     """A QuantizedTensor in INT8, or a stack of them.
 
     Attributes:
-        weight: int8 [rows, columns].
-        scale: [rows], in the model's dtype.
+    - weight: int8 [rows, columns]
+    - scale: [rows], in the model's dtype
     """
 
     weight: torch.Tensor
@@ -598,11 +611,13 @@ class Int8Tensor:
 
     @classmethod
     def empty(cls, size: tuple[int, ...], form: Int8, placement: Placement) -> Int8Tensor:
-        """Not yet filled; `size` is rows and columns, before which a stack may have others."""
+        """Allocates tensors that are not filled yet; `size` is rows and columns, before which a
+        stack may have others.
+        """
         return cls(placement.empty(*size, dtype=torch.int8), placement.empty(*size[:-1]))
 
     def __getitem__(self, index: int) -> Int8Tensor:
-        """One of a stack."""
+        """Returns one matrix of a stack."""
         return Int8Tensor(self.weight[index], self.scale[index])
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
@@ -625,8 +640,9 @@ class Int8Tensor:
 
 
 def quantize_rows(values: torch.Tensor, scales: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whole numbers [n, columns], their scales [n] in the dtype `scales`) of rows [n, columns].
-    The largest of a row becomes INT8_MAX."""
+    """Returns (whole numbers [n, columns], their scales [n] in the dtype `scales`) of rows [n,
+    columns]. The largest of a row becomes INT8_MAX.
+    """
     wide = values.to(torch.float32)
     # Numbers are rounded by the scale as it is stored, so that its own rounding costs nothing.
     scale = (wide.abs().amax(-1).clamp_(min=MIN_ROW_MAX) / INT8_MAX).to(scales)
@@ -654,7 +670,7 @@ class Int8Gemm:
     input_quantizer = None
 
     def pack(self, values: Int8Tensor) -> None:
-        """They lie as they are multiplied."""
+        """Does nothing: the values already have the layout of the products."""
 
     def product(
         self, x: torch.Tensor, values: Int8Tensor, bias: torch.Tensor | None
@@ -676,9 +692,10 @@ DEQUANTIZE_BLOCKS_MIN_ROWS = 96
 
 @lru_cache(maxsize=1)
 def packed_int4_rows() -> int:
-    """Rows of a matrix that lie together where torch has packed it for this CPU: of each column the
-    first half of them in the lower bits of bytes, the second in the upper ones. 0: it is none of
-    the layouts known here, or torch cannot pack."""
+    """Returns the number of adjacent rows in a matrix that torch has packed for this CPU: of each
+    column, the first half of the rows is in the lower bits of bytes, the second in the upper ones.
+    0: torch uses another layout, or cannot pack.
+    """
     numbers = torch.arange(128 * Int4Blocks.group, dtype=torch.int32).view(128, -1) * 7 % 16
     try:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
@@ -691,13 +708,13 @@ def packed_int4_rows() -> int:
 
 
 def _unpacked_by_run(packed: torch.Tensor, rows: int) -> torch.Tensor:
-    """int8 [out / rows, in, rows], -8 to 7, of a matrix that torch has packed."""
+    """Returns int8 [out / rows, in, rows], -8 to 7, of a matrix that torch has packed."""
     blocks = packed.view(packed.shape[0] // rows, -1, rows // 2)
     return _nibbles(blocks).view(torch.int8).sub_(8)
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 2 n] of uint8 [..., n]: the lower bits of all, then the upper ones."""
+    """Returns uint8 [..., 2 n] of uint8 [..., n]: the lower bits of all, then the upper ones."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
@@ -706,10 +723,10 @@ class Int4BlocksTensor:
     """A QuantizedTensor in INT4 blocks. Its values: (n - 8) * scale + zero.
 
     Attributes:
-        numbers: uint8 [rows, columns / 2], n of column c in the lower bits of a byte, of column
-            c + columns / 2 in its upper ones; from Int4BlocksGemm.pack on as torch packs them,
-            a run of rows after the other.
-        scales_and_zeros: [blocks, rows, 2] in the model's dtype.
+    - numbers: uint8 [rows, columns / 2], n of column c in the lower bits of a byte, of column c +
+      columns / 2 in its upper ones; from Int4BlocksGemm.pack on as torch packs them, a run of rows
+      after the other
+    - scales_and_zeros: [blocks, rows, 2] in the model's dtype
     """
 
     numbers: torch.Tensor
@@ -719,7 +736,9 @@ class Int4BlocksTensor:
     def empty(
         cls, size: tuple[int, ...], form: Int4Blocks, placement: Placement
     ) -> Int4BlocksTensor:
-        """Not yet filled; `size`: rows and columns, which divide into blocks."""
+        """Allocates tensors that are not filled yet. size: rows and columns, which divide into
+        blocks.
+        """
         rows, columns = size
         numbers = placement.empty(rows, columns // 2, dtype=torch.uint8)
         return cls(numbers, placement.empty(columns // Int4Blocks.group, rows, 2))
@@ -756,7 +775,7 @@ class _BlocksTarget:
         return self.numbers.device
 
     def copy_(self, blocks: torch.Tensor) -> None:
-        """blocks: uint8 [n, blocks, 24], see gguf/config.py."""
+        """Unpacks `blocks` uint8 [n, blocks, 24], see gguf/config.py."""
         packed, floats = blocks[..., :16], blocks[..., 16:].contiguous().view(torch.float32)
         first, second = _nibbles(packed).flatten(1).chunk(2, -1)
         self.numbers.copy_(first | second << 4)
@@ -785,12 +804,13 @@ class Int4BlocksGemm:
     input_quantizer = None
 
     def __init__(self, rows: int) -> None:
-        """rows: see packed_int4_rows."""
+        """Products by torch. rows: see packed_int4_rows."""
         self._rows = rows
 
     def pack(self, values: Int4BlocksTensor) -> None:
-        """In place, because what is allocated and freed between weights that stay would leave
-        holes."""
+        """Packs the numbers in place: allocating and freeing between weights that stay would leave
+        holes in memory.
+        """
         pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         for numbers in values.numbers.split(self._rows):
             numbers.copy_(pack(_nibbles(numbers).int(), 1))
@@ -798,7 +818,7 @@ class Int4BlocksGemm:
     def product(
         self, x: torch.Tensor, values: Int4BlocksTensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """values: which are packed."""
+        """Returns x @ values.T + bias. values: packed."""
         packed, scales_and_zeros = values.numbers, values.scales_and_zeros
         if x.shape[0] >= DEQUANTIZE_BLOCKS_MIN_ROWS:
             product = torch.matmul(x, self._dequantized(packed, scales_and_zeros))
@@ -809,7 +829,7 @@ class Int4BlocksGemm:
         return product if bias is None else product.add_(bias)
 
     def _dequantized(self, packed: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:
-        """[in, out]"""
+        """Returns the dequantized matrix, [in, out]."""
         numbers = _unpacked_by_run(packed, self._rows).to(scales_and_zeros.dtype)
         runs, columns, rows = numbers.shape
         # [blocks, out, 2] to two [runs, blocks, 1, rows], laid out as numbers are

@@ -44,9 +44,9 @@ class QuantizedActivations:
     """Rows that a weight multiplies in FP8.
 
     Attributes:
-        values: e4m3 [T, n].
-        scale: float32, of each row, [T, 1], or of each group of values of a row, [T, groups].
-        unquantized: [T, n], the rows as they were, where more than the weight reads them.
+    - values: e4m3 [T, n]
+    - scale: float32, of each row, [T, 1], or of each group of values of a row, [T, groups]
+    - unquantized: [T, n], the rows as they were, where more than the weight reads them
     """
 
     values: torch.Tensor
@@ -60,11 +60,11 @@ class QuantizedActivations:
 
     @property
     def shape(self) -> torch.Size:
-        """[T, n]."""
+        """Shape of the rows, [T, n]."""
         return self.values.shape
 
 
-# The input of a weight: a torch.Tensor [T, n], or what its `input_quantizer` has made of one.
+# Input of a weight: a torch.Tensor [T, n], or a result of the weight's `input_quantizer`.
 Activations = Any
 
 
@@ -75,12 +75,16 @@ def unquantized(x: Activations) -> torch.Tensor:
 
 
 class ActivationQuantizer:
-    """Quantizes rows to FP8 as one weight wants them, by itself or as the last step of what comes
-    before that weight. Needs Triton."""
+    """Quantizes rows to FP8 for one weight, by itself or as the last step of the operation before
+    that weight. Needs Triton.
+    """
 
     def __init__(self, group_size: int = 0, keep_unquantized: bool = False) -> None:
-        """group_size: values of a row that share a scale; 0: all of them. keep_unquantized: norms
-        and rows as they were are wanted, too."""
+        """Chooses the kernels.
+
+        - group_size: values of a row that share a scale; 0: all of them
+        - keep_unquantized: norms and unquantized rows are wanted, too
+        """
         from pipeinfer.kernels import elementwise
 
         self._group_size, self._keep_unquantized = group_size, keep_unquantized
@@ -98,12 +102,11 @@ class ActivationQuantizer:
     ) -> QuantizedActivations:
         """RMSNorm of x plus `residual`, quantized.
 
-        Args:
-            x: [T, n], or the parts [P, T, n] of a sum.
-            weight: [n].
-            eps: added to the mean square.
-            residual: [T, n], which becomes the sum with x; None: there is none.
-            offset: added to the weight.
+        - x: [T, n], or the parts [P, T, n] of a sum
+        - weight: [n]
+        - eps: added to the mean square
+        - residual: [T, n], which becomes the sum with x; None: there is none
+        - offset: added to the weight
         """
         plain = weight.new_empty(x.shape[-2:]) if self._keep_unquantized else None
         rounded = self._norm(x, weight, eps, residual, offset, self._group_size, plain)
@@ -139,7 +142,7 @@ class SmallMGemm:
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """x @ weight.T + bias, [T, width]."""
+        """Returns x @ weight.T + bias, [T, width]."""
         tile = small_m_gemm_config("product", x.shape[0], *weight.shape)
         return None if tile is None else self._kernels.small_m_gemm(x, weight, tile, bias)
 
@@ -151,7 +154,9 @@ class SmallMGemm:
     def split_k(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> PartialSum | None:
-        """x @ weight.T + bias, [T, width], as split-K parts that the norm that follows adds up."""
+        """Returns x @ weight.T + bias, [T, width], as split-K parts that the norm that follows adds
+        up.
+        """
         tile = small_m_gemm_config("split", x.shape[0], *weight.shape)
         if tile is None:
             return None
@@ -169,14 +174,15 @@ class SmallMGemm:
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SumNorm; `partial`: split-K parts [split_k, T, size]."""
+        """Adds and norms, see SumNorm. partial: split-K parts [split_k, T, size]."""
         return self._norm.sum_rms_norm(partial, residual, weight, eps), residual
 
 
 @lru_cache(maxsize=8)
 def small_m_gemm_for(device: torch.device, dtype: torch.dtype) -> SmallMGemm | None:
-    """None where the device has less shared memory than the tiles take, or no tensor cores for
-    `dtype`."""
+    """Returns the kernels; None if the device has less shared memory than the tiles take, or no
+    tensor cores for `dtype`.
+    """
     if device.type != "cuda" or dtype not in HALF_DTYPES:
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -185,8 +191,9 @@ def small_m_gemm_for(device: torch.device, dtype: torch.dtype) -> SmallMGemm | N
 
 
 class Gemm(Protocol):
-    """Products that replace a library's; None where it is the faster one, or there is no such
-    kernel."""
+    """Products that replace a library's; None if the library is faster, or if there is no such
+    kernel.
+    """
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -216,15 +223,16 @@ class ExactGemm:
     """Products whose rows are the same bits whatever else is computed: x [T, depth] times weights
     [width, depth]. Needs Triton.
 
-    By the project's own kernel; and by torch's library for as many rows, of this shape, as gave the
-    own kernel's bits for random numbers when they were first computed, which is not while a graph
-    is captured. For this process the library is told not to split the depth.
+    Computed by the project's own kernel. Torch's library computes numbers of rows for which, with
+    this shape, it gave the own kernel's bits for random numbers. That comparison is made when a
+    shape is first computed outside of the capture of a graph. For this process the library is set
+    not to split the depth.
     """
 
     def __init__(self) -> None:
         from pipeinfer.kernels.exact import exact_gemm
 
-        torch.backends.cuda.preferred_blas_library("cublaslt")  # which alone can be told so
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # only cublaslt has that setting
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
         self._own = exact_gemm
@@ -233,7 +241,7 @@ class ExactGemm:
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """x @ weight.T + bias, [T, width]."""
+        """Returns x @ weight.T + bias, [T, width]."""
         out = x.new_empty(x.shape[0], weight.shape[0])
         begin = 0
         for rows in exact_pieces(x.shape[0]):
@@ -246,7 +254,9 @@ class ExactGemm:
         return out
 
     def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """None: gate and up are rounded before, as they are with more rows."""
+        """Returns None: gate and up are rounded before the activation, as they are with more
+        rows.
+        """
         return
 
     def _library_gives_the_same(
@@ -284,8 +294,9 @@ class ExactGemm:
 
 
 def exact_pieces(rows: int) -> Iterator[int]:
-    """How many of `rows` rows ExactGemm multiplies at a time: a rest below the smallest number, and
-    before it those of EXACT_LIBRARY_ROWS."""
+    """Yields numbers of rows that ExactGemm multiplies at a time, out of `rows` rows: numbers of
+    EXACT_LIBRARY_ROWS, then a rest below the smallest of them.
+    """
     for size in EXACT_LIBRARY_ROWS:
         while rows >= size:
             yield size
@@ -297,7 +308,7 @@ def exact_pieces(rows: int) -> Iterator[int]:
 def _library_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """x @ weight.T + bias, to `out` [T, width], which is returned."""
+    """Writes x @ weight.T + bias to `out` [T, width], and returns `out`."""
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -314,7 +325,7 @@ def exact_gemm_for(placement: Placement) -> ExactGemm | None:
     return _exact_gemm() if placement.exact and placement.device.type == "cuda" else None
 
 
-# Rows that oneDNN's packed layout is chosen for: those of a decode step. Any number may come.
+# Numbers of rows for which oneDNN chooses the packed layout: decode steps. Others work, too.
 PACKING_HINT_ROWS = 64
 
 
@@ -324,7 +335,7 @@ class Weight(Protocol):
     Few and many rows may round differently.
 
     Attributes:
-        bias: [out], added to products; None: there is none.
+    - bias: [out], added to products; None: there is none
     """
 
     bias: torch.Tensor | None
@@ -335,17 +346,21 @@ class Weight(Protocol):
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """How it quantizes x, which may come as this has made it; None: it takes x as it is."""
+        """Quantizer of x, which may be quantized by it before; None: the weight takes x
+        unquantized.
+        """
         ...
 
     def swiglu(self, x: Activations, /) -> torch.Tensor | None:
-        """SwiGLU of the product without the bias, gate first, in one kernel: [T, out / 2]; None if
-        there is none for so many rows or for this format."""
+        """Returns SwiGLU of the product without the bias, gate first, in one kernel: [T, out / 2];
+        None if there is no kernel for this number of rows or this format.
+        """
         ...
 
     def split_k(self, x: Activations, /) -> PartialSum | None:
-        """The product, [T, out], as split-K parts that the norm that follows adds up; None as for
-        `swiglu`."""
+        """Returns the product, [T, out], as split-K parts, which the norm that follows adds up;
+        None if there is no kernel for this number of rows or this format.
+        """
         ...
 
     def into(
@@ -356,19 +371,21 @@ class Weight(Protocol):
         ...
 
     def pack(self, memory: ParameterMemory = IN_TORCH, /) -> None:
-        """To be called when the values are final: lays them out as products want them. memory: of
-        the parameters."""
+        """Lays the values out as products want them; to be called when the values are final.
+        memory: of the parameters.
+        """
         ...
 
     def permute(self, rows: torch.Tensor, /) -> None:
-        """Row i becomes what row rows[i] was, for i < n; rows: int64 [n]. Before `pack`."""
+        """Moves row rows[i] to row i, for i < n; rows: int64 [n]. Before `pack`."""
         ...
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice], /
     ) -> Iterator[WeightSource]:
-        """What fills `rows` of the matrix: `slices` of the checkpoint's matrix `name`, whose shape
-        is `shape`."""
+        """Yields the sources of `rows` of the matrix: `slices` of the checkpoint's matrix `name`,
+        whose shape is `shape`.
+        """
         ...
 
 
@@ -389,9 +406,14 @@ class UnquantizedWeight:
         split_k: SmallMGemm | None = None,
         packed: torch.Tensor | None = None,
     ) -> None:
-        """weight: [out, in]. gemm: computes the products that it does not leave to the library;
-        split_k: those that a norm adds up; None: the library computes them. packed: as `reordered`
-        makes it, in place of `weight`."""
+        """Unquantized matrix.
+
+        - weight: [out, in]; None: `packed` is given
+        - bias: [out] or None
+        - gemm: computes products; those that it does not take are left to the library
+        - split_k: computes products that a norm adds up; None: the library computes them
+        - packed: a result of `reordered`, in place of `weight`
+        """
         self.bias = bias
         self._weight = weight
         self._packed = packed
@@ -399,7 +421,7 @@ class UnquantizedWeight:
 
     @property
     def weight(self) -> torch.Tensor:
-        """[out, in], to be filled; raises RuntimeError once it is packed."""
+        """The matrix [out, in], to be filled; RuntimeError once it is packed."""
         if self._weight is None:
             raise RuntimeError("this matrix is packed: its weights are final")
         return self._weight
@@ -407,7 +429,7 @@ class UnquantizedWeight:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
             return self._unpacked_product(x)
-        if x.shape[0] == 1:  # one row alone takes another path, with other rounding
+        if x.shape[0] == 1:  # oneDNN computes a single row in another way, with other rounding
             return self._packed_product(x.expand(2, -1))[:1]
         return self._packed_product(x)
 
@@ -464,13 +486,13 @@ class QuantizedTensor(Protocol):
         ...
 
     def permute(self, rows: torch.Tensor, /) -> None:
-        """See Weight."""
+        """Moves rows, see Weight.permute."""
         ...
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice], /
     ) -> Iterator[WeightSource]:
-        """See Weight."""
+        """Yields the sources, see Weight.sources."""
         ...
 
 
@@ -491,7 +513,7 @@ class DequantizedWeight:
 
     @property
     def dequantized(self) -> UnquantizedWeight:
-        """What it has become; RuntimeError before `pack`."""
+        """The unquantized weight; RuntimeError before `pack`."""
         if self._dequantized is None:
             raise RuntimeError("this matrix is dequantized when it is packed")
         return self._dequantized
@@ -544,7 +566,7 @@ class QuantizedGemm(Protocol[AnyTensorKind]):
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """See Weight."""
+        """Quantizer of the input, see Weight.input_quantizer."""
         ...
 
     def pack(self, values: AnyTensorKind, /) -> None:
@@ -554,14 +576,15 @@ class QuantizedGemm(Protocol[AnyTensorKind]):
     def product(
         self, x: Activations, values: AnyTensorKind, bias: torch.Tensor | None, /
     ) -> torch.Tensor:
-        """[T, out], plus `bias` [out]."""
+        """Returns the product [T, out], plus `bias` [out]."""
         ...
 
     def split_k(
         self, x: Activations, values: AnyTensorKind, bias: torch.Tensor | None, /
     ) -> PartialSum | None:
-        """The same as split-K parts that the norm that follows adds up; None if there is no kernel
-        for so many rows."""
+        """Returns the product as split-K parts, which the norm that follows adds up; None if there
+        is no kernel for this number of rows.
+        """
         ...
 
 
@@ -575,7 +598,7 @@ class QuantizedWeight(Generic[TensorKind]):
         gemm: QuantizedGemm[TensorKind],
         split_k: bool,
     ) -> None:
-        """split_k: whether a norm may add up its products of few rows."""
+        """Quantized matrix. split_k: whether a norm may add up its products of few rows."""
         self.bias = bias
         self._quantized = quantized
         self._gemm = gemm
@@ -620,14 +643,16 @@ TRIED_SHAPE, TRIED_ROWS = (48, 40), (2, 17)
 
 
 def packed_bytes(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [n], which live as long as `packed`."""
+    """Returns uint8 [n], which live as long as `packed`."""
     size = torch.ops.mkldnn._nbytes(packed)
     address = torch.ops.mkldnn.data_ptr(packed)
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
 def layout_of(packed: torch.Tensor) -> bytes:
-    """Of this version of oneDNN, for this CPU."""
+    """Returns the layout of a packed matrix as bytes, valid for this version of oneDNN and this
+    CPU.
+    """
     return torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
 
 
@@ -650,7 +675,7 @@ def packed_over(
 
 @lru_cache(maxsize=1)
 def _calls() -> tuple[Callable[..., int], Callable[[int], torch.Tensor]]:
-    """From bytes to a handle, from that to a tensor."""
+    """Returns two functions of the library: from bytes to a handle, from a handle to a tensor."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so"))
     create = library.aoti_torch_create_tensor_from_blob_v2
     pointer, number, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -667,8 +692,9 @@ def _calls() -> tuple[Callable[..., int], Callable[[int], torch.Tensor]]:
 
 @lru_cache(maxsize=4)
 def unsupported_reason(dtype: torch.dtype) -> str:
-    """Why no matrix of `dtype` can be made over bytes here; "" where a small one gives the products
-    of the one whose bytes they are."""
+    """The reason why no packed matrix of `dtype` can be made over bytes here; "" if a small one
+    gives the products of its source.
+    """
     source = torch.Generator().manual_seed(0)
     try:
         packed = reordered(torch.randn(TRIED_SHAPE, generator=source).to(dtype))

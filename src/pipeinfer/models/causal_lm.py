@@ -81,7 +81,7 @@ class VocabShard(Protocol):
 
     @property
     def start(self) -> int:
-        """This rank's first id."""
+        """First id of this rank."""
         ...
 
     @property
@@ -91,7 +91,7 @@ class VocabShard(Protocol):
 
 
 class LanguageModel(Protocol):
-    """One rank's share of a model, with its weights, as the engine calls it."""
+    """A rank's share of a model, with its weights, in the interface that the engine calls."""
 
     @property
     def vocab_shard(self) -> VocabShard:
@@ -113,8 +113,9 @@ class LanguageModel(Protocol):
     ) -> torch.Tensor:
         """Hidden states [T, hidden], normed, for `logits`; or [L, hidden], of `rows` alone.
 
-        tokens, positions: int64 [T]. attend: called once in each layer.
-        rows: int64 [L], which of the T tokens.
+        - tokens, positions: int64 [T]
+        - attend: called once in each layer
+        - rows: int64 [L], which of the T tokens
         """
         ...
 
@@ -127,7 +128,7 @@ class LanguageModel(Protocol):
         ...
 
     def attention_shapes(self) -> Sequence[AttentionShape]:
-        """This rank's heads, of each layer."""
+        """Returns the shape of this rank's heads in each layer."""
         ...
 
 
@@ -191,12 +192,13 @@ class DecoderLayer:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
-        """What the next norm adds to the residual, and the residual, [T, hidden] each.
+        """Returns (the sum that the next norm adds to the residual, the residual), [T, hidden]
+        each.
 
-        x: what is still to be added to the residual; None in the first layer.
-        residual: changed in place.
-        rows: int64 [L], the tokens whose values are wanted, in the last layer; both are [L, hidden]
-            then.
+        - x: to be added to the residual; None in the first layer
+        - residual: changed in place
+        - rows: int64 [L], the tokens whose values are wanted, in the last layer; the results are
+          [L, hidden] then
         """
         normed, residual = self.input_norm.add_norm(x, residual, self.attention.input_quantizer)
         x = self.attention(normed, rotation, attend, rows)
@@ -206,7 +208,9 @@ class DecoderLayer:
         return self.mlp(normed), residual
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
-        """prefix: the layer's path in the checkpoint, with a dot at its end."""
+        """Yields the sources of the layer's weights. prefix: the layer's path in the checkpoint,
+        with a dot at its end.
+        """
         yield from self.input_norm.sources(prefix)
         yield from self.attention.sources(f"{prefix}self_attn.")
         yield from self.pre_mlp_norm.sources(prefix)
@@ -216,10 +220,11 @@ class DecoderLayer:
 class CausalLM:
     """A LanguageModel of layers.
 
-    config: sizes, RoPE and windows.
-    layers: of the residual stream.
-    embedding, norm, head: before and behind the layers; a tied head has the embedding's rows.
-    ropes: the different ones; layers with the same RoPE share its rotation.
+    Attributes:
+    - config: sizes, RoPE and windows
+    - layers: of the residual stream
+    - embedding, norm, head: before and behind the layers; a tied head has the embedding's rows
+    - ropes: the different ones; layers with the same RoPE share its rotation
     """
 
     capture_may_fail = False
@@ -232,7 +237,14 @@ class CausalLM:
         norm_kind: NormKind = RMS_NORM,
         embed: Callable[[VocabParallelWeight, Placement], TokenEmbedding] = Embedding,
     ) -> None:
-        """norm_kind: of the last norm. embed: makes the embedding of its rows."""
+        """Model that is not filled yet.
+
+        - config: of the model
+        - layers: decoder layers
+        - placement: of this rank's share
+        - norm_kind: of the last norm
+        - embed: makes the embedding from its rows
+        """
         self.config = config
         self.layers = layers
         size = (config.vocab_size, config.hidden_size)
@@ -259,8 +271,10 @@ class CausalLM:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See LanguageModel. Of tokens that are not in `rows` the last layer computes keys and
-        values only, unless some have an adapter, which goes by the number of the token."""
+        """Computes hidden states, see LanguageModel. For tokens that are not in `rows` the last
+        layer computes keys and values only, unless some have an adapter, which goes by the number
+        of the token.
+        """
         narrowed = None if self._adapters is not None and self._adapters.active else rows
         rotations = [rope(positions) for rope in self.ropes]
         residual = self.embedding(tokens)
@@ -286,7 +300,7 @@ class CausalLM:
         return self.head.local_logits(hidden)
 
     def attention_shapes(self) -> list[AttentionShape]:
-        """This rank's heads, of each layer."""
+        """Returns the shape of this rank's heads in each layer."""
         return [
             AttentionShape(
                 layer.attention.num_heads,
@@ -341,7 +355,7 @@ class SandwichLayer:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DecoderLayer."""
+        """Computes the layer, see DecoderLayer."""
         normed, residual = self.input_norm.add_norm(x, residual, self.attention.input_quantizer)
         x = self.post_attention_norm(
             cast(torch.Tensor, self.attention(normed, rotation, attend, rows))
@@ -352,7 +366,9 @@ class SandwichLayer:
         return self.post_mlp_norm(cast(torch.Tensor, self.mlp(normed))), residual
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
-        """prefix: the layer's path in the checkpoint, with a dot at its end."""
+        """Yields the sources of the layer's weights. prefix: the layer's path in the checkpoint,
+        with a dot at its end.
+        """
         for norm in (
             self.input_norm,
             self.post_attention_norm,
@@ -374,8 +390,8 @@ def sandwich_layer(
 ) -> SandwichLayer:
     """A layer with norms on both sides.
 
-    names: on disk, of the norms behind attention, before and behind the feed-forward block.
-    kind: of all its norms.
+    - names: on disk, of the norms behind attention, before and behind the feed-forward block
+    - kind: of all its norms
     """
 
     def norm(name: str) -> RMSNorm:
@@ -464,8 +480,11 @@ def sparse_mlp(
     router: TopKRouter | None = None,
     shared: SharedExpert | None = None,
 ) -> SparseMoeBlock:
-    """The mixture of experts of a sparse layer. router: by default one that chooses by probability.
-    shared: an expert for all tokens."""
+    """The mixture of experts of a sparse layer.
+
+    - router: by default one that chooses by probability
+    - shared: an expert for all tokens
+    """
     size, within = config.moe_intermediate_size, placement.submodule("mlp.")
     experts = GatedExperts(config.hidden_size, size, config.num_experts, within)
     return SparseMoeBlock(router or softmax_router(config, placement), experts, placement, shared)
@@ -476,7 +495,8 @@ def shared_expert(
 ) -> SharedExpert:
     """The expert of a sparse layer that all tokens go to.
 
-    name: on disk. gated: the expert has a gate of its own.
+    - name: on disk
+    - gated: the expert has a gate of its own
     """
     size, gate = config.shared_intermediate_size, GATED_ACTIVATIONS[config.activation]
     within = placement.without_deferred_sums().without_adapters().submodule(f"mlp.{name}.")
@@ -493,7 +513,9 @@ def _decoder_model(
     output_bias: bool = False,
     qk_norm: bool = False,
 ) -> CausalLM:
-    """Of decoder layers as Llama has them; mlp(index, placement): of one layer."""
+    """Builds a model of decoder layers like Llama's. mlp(index, placement): makes the MLP of one
+    layer.
+    """
     layers = [
         decoder_layer(
             config,
@@ -551,8 +573,9 @@ def build_qwen3(config: ModelConfig, placement: Placement) -> CausalLM:
 
 
 def build_qwen2_moe(config: ModelConfig, placement: Placement) -> CausalLM:
-    """Qwen2-MoE: Qwen2 with a mixture of experts beside an expert that all tokens go to, which has
-    a gate of its own (https://arxiv.org/abs/2407.10671)."""
+    """Qwen2-MoE: Qwen2 with a mixture of experts beside an expert for all tokens, which has a gate
+    of its own (https://arxiv.org/abs/2407.10671).
+    """
     return _decoder_model(
         config,
         placement,
@@ -620,9 +643,10 @@ def _glm4_layer(config: ModelConfig, index: int, placement: Placement) -> Sandwi
 
 
 def build_glm4_moe(config: ModelConfig, placement: Placement) -> CausalLM:
-    """GLM-4.5 and after: mixtures whose experts are chosen in groups, beside an expert that all
-    tokens go to. The first layers are dense, and half of each head is rotated. The layer behind the
-    last, which drafts, is left out. Source: https://arxiv.org/abs/2508.06471"""
+    """GLM-4.5 and after: mixtures whose experts are chosen in groups, beside an expert for all
+    tokens. The first layers are dense, and half of each head is rotated. The layer after the last,
+    which drafts, is left out. Source: https://arxiv.org/abs/2508.06471
+    """
     return _decoder_model(
         config,
         placement,

@@ -1,15 +1,17 @@
-"""From a ModelConfig and a checkpoint to one rank's share of a model, with its weights.
+"""Builds one rank's share of a model from a ModelConfig, and loads its weights from a checkpoint.
 
 - `build_model` checks that the model can be split, then allocates. Builders of architectures are in
   the table ARCHITECTURES (checkpoint/config.py).
-- `check_checkpoint` reads headers and says what is missing, has another shape or dtype, or is not
-  used; `check_redundant_tensors`, `untied_if_different` look at values that repeat others.
+- `check_checkpoint` reads headers and reports tensors that are missing, have another shape or
+  dtype, or are not used; `check_redundant_tensors`, `untied_if_different` look at values that
+  repeat others.
 - `load_weights` fills parameters tensor by tensor, in their merged and sharded places, so there is
   never a second copy of the model; ReadAhead brings the next file into the page cache meanwhile.
 - `fill_dummy` fills them with random values instead.
 - `read_kv_scales` reads the scales of keys and values for pages of 8 bits.
 
-Files are safetensors or GGUF. Knows no architecture: the model's `sources` say what goes where.
+Files are safetensors or GGUF. Knows no architecture: the model's `sources` map tensors to
+parameters.
 """
 
 from __future__ import annotations
@@ -70,19 +72,19 @@ def build_model(
     exact: bool = False,
     adapters: AdapterBank | None = None,
 ) -> CausalLM:
-    """The share of one rank, with its parameters allocated, not filled.
+    """Builds the share of one rank, with its parameters allocated, not filled.
 
-    shard: which rank of how many.
-    dtype, device: of the parameters; "meta" allocates nothing.
-    collectives: sums over ranks; without them a share of several ranks can be loaded, not run.
-    compiled: norms and activations by torch.compile, see layers/elementwise.py.
-    fusion: of sums over ranks with the norm that follows, see layers/placement.py.
-    moe_backend: a name of layers/experts.py.
-    memory: of parameters.
-    exact, adapters: see Placement; the former without `fusion`.
+    - shard: this rank, and the number of ranks
+    - dtype, device: of the parameters; "meta" allocates nothing
+    - collectives: sums over ranks; without them a share of several ranks can be loaded, not run
+    - compiled: norms and activations by torch.compile, see layers/elementwise.py
+    - fusion: of sums over ranks with the norm that follows, see layers/placement.py
+    - moe_backend: a name of layers/experts.py
+    - memory: of parameters
+    - exact, adapters: see Placement; the former without `fusion`
 
-    Raises ConfigurationError if heads or MLP do not divide by the ranks, if what is to be compiled
-    cannot be, or if there is no such backend.
+    Raises ConfigurationError if heads or MLP do not divide by the ranks, if the operations to be
+    compiled cannot be compiled, or if there is no such backend.
     """
     check_shard(config, shard.size, shard.expert_parallel)
     where = torch.device(device)
@@ -111,7 +113,9 @@ def _builder(architecture: str) -> Callable[..., object]:
 
 
 def _compile(model: CausalLM, placement: Placement) -> None:
-    """Compiles what torch.compile is used for; now, because later a step would wait for it."""
+    """Compiles the operations that torch.compile is used for, at the start, because later a step
+    would wait for it.
+    """
     norm, config = model.norm.fused, model.config
     if norm is None or fused_ops(placement.device, placement.dtype) is not None:
         return
@@ -171,7 +175,7 @@ PACKED_INT_DTYPES = ("I32", "U8")  # dtypes of weights of 4 bits, several in a n
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
-# What a head of 8 or 4 bits has in place of its weight, or beside it.
+# Tensors of a head of 8 or 4 bits in place of its weight, or beside it.
 QUANTIZED_HEAD_NAME = re.compile(r"lm_head\.(?:weight_\w+|qweight|qzeros|scales)")
 # Names of scales of keys and values: layers.N.self_attn. and then, in this order, those of
 # llm-compressor and older files, vLLM, ModelOpt, compressed-tensors. Scales of queries have no use.
@@ -184,8 +188,8 @@ INV_FREQ_NAME = re.compile(r"(?:^|\.)rotary_emb\.inv_freq$")  # RoPE's inverse f
 G_IDX_NAME = re.compile(r"\.g_idx$")  # the group of each column of a matrix of 4 bits
 WEIGHT_SHAPE_NAME = re.compile(r"\.weight_shape$")  # the shape of a packed matrix
 LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
-# Unused tensors without a warning: a tied head; scales of inputs, which are quantized
-# by their own values; what `check_redundant_tensors` looks at; scales of keys and values.
+# Unused tensors without a warning: a tied head; scales of inputs, which are quantized by their own
+# values; tensors for `check_redundant_tensors`; scales of keys and values.
 IGNORED_TENSORS = re.compile(
     r"^lm_head\.weight$|\.input_scale$|\.activation_scale$"
     rf"|{INV_FREQ_NAME.pattern}|{G_IDX_NAME.pattern}|{WEIGHT_SHAPE_NAME.pattern}"
@@ -195,15 +199,16 @@ IGNORED_TENSORS = re.compile(
 COMPARED_ROWS = 4096  # rows of embedding and head that are compared at a time: some megabytes
 BUFFER_BYTES = 8 * 2**20  # bytes that ReadAhead holds
 FILES_AHEAD = 1  # files that are read ahead of the one in use
-# How far values may be from those computed in float32, relative: what rounding to a dtype changes.
+# Relative difference of values from float32 results, as rounding to a dtype makes it.
 ROUNDING_TOLERANCE = {"F64": 1e-5, "F32": 1e-5, "F16": 2e-3, "BF16": 1.6e-2}
 
 
 class Checkpoint(NamedTuple):
-    """What is stored in a checkpoint.
+    """The tensors of a checkpoint.
 
-    config: not tied if the file has a head that differs from the embedding.
-    tensors: by the names that a model has for them.
+    Attributes:
+    - config: not tied if the file has a head that differs from the embedding
+    - tensors: by the names that a model has for them
     """
 
     config: ModelConfig
@@ -211,12 +216,12 @@ class Checkpoint(NamedTuple):
 
 
 def check_checkpoint(folder: Path, config: ModelConfig, shard: Shard = SINGLE_RANK) -> Checkpoint:
-    """What is stored in `folder`.
+    """Returns the tensors in `folder`.
 
-    Raises ConfigurationError if that would not fill a model of `config`, or if `shard` would cut
-    through what is stored as one. Warns of tensors that the model lacks. Reads headers, and small
-    tensors that repeat others, in milliseconds; only a head that is stored beside the embedding
-    that it is tied to is read whole.
+    Raises ConfigurationError if they would not fill a model of `config`, or if `shard` would cut
+    through values that are stored as one. Warns of tensors that the model lacks. Reads headers, and
+    small tensors that repeat others, in milliseconds; only a head that is stored beside the
+    embedding that it is tied to is read whole.
     """
     tensors = with_tied_embedding(config, read_tensor_index(folder))
     config = untied_if_different(config, tensors)
@@ -242,10 +247,13 @@ def load_weights(
     progress: Progress | None = None,
     tensors: Mapping[str, CheckpointTensor] | None = None,
 ) -> None:
-    """Reads this rank's share of every tensor; values are converted to the parameters' dtype.
+    """Reads this rank's share of every tensor; values are converted to the parameters' dtype. The
+    weights are final then (`model.pack`).
 
-    tensors: those of `check_checkpoint`; None: headers are read here. progress: called with bytes.
-    The weights are final then (`model.pack`). Raises ConfigurationError as `check_checkpoint` does.
+    - progress: called with (bytes read, total)
+    - tensors: those of `check_checkpoint`; None: headers are read here
+
+    Raises ConfigurationError as `check_checkpoint` does.
     """
     if tensors is None:
         tensors = with_tied_embedding(model.config, read_tensor_index(folder))
@@ -260,7 +268,7 @@ def _fill(
     tensors: Mapping[str, CheckpointTensor],
 ) -> None:
     by_file: dict[Path, list[WeightSource]] = defaultdict(list)
-    remaining: Counter[str] = Counter()  # by tensor, sources that it has yet to fill
+    remaining: Counter[str] = Counter()  # by tensor, number of sources to fill
     for source in model.sources():
         by_file[_checked_tensor(source, tensors, folder).file].append(source)
         remaining[source.name] += 1
@@ -388,8 +396,9 @@ class _SafetensorsReader:
 
 
 class _GgufReader:
-    """Pieces of a few megabytes are dequantized, if they are not to stay in 4 bits, and copied one
-    after another."""
+    """Reader of a GGUF file: pieces of a few megabytes are dequantized, unless they stay in 4 bits,
+    and copied one after another.
+    """
 
     def __init__(self, file: WeightFile, tensors: Mapping[str, Any]) -> None:
         self._file = file
@@ -406,15 +415,16 @@ class _GgufReader:
 class ReadAhead:
     """Reads files into the page cache a little before they are needed, on a thread: one file ahead.
 
-    A context manager. The first file is read at once, file i + 1 from `begin_file(file i)` on. What
-    is read is not kept here: the kernel has it, and takes it back when memory is short. A file that
+    A context manager. The first file is read at once, file i + 1 from `begin_file(file i)` on. The
+    data is not kept here: the kernel caches it, and frees it when memory is short. A file that
     cannot be read is left to its user, who gets the error.
 
-    files_read: files that were read to their end, in order.
+    Attributes:
+    - files_read: files that were read to their end, in order
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """files: in the order in which they will be used."""
+        """Starts to read the first file. files: in the order in which they will be used."""
         self._files = list(files)
         self._in_use = -1
         self._closed = False
@@ -476,10 +486,12 @@ class ReadAhead:
 
 
 def read_kv_scales(tensors: Mapping[str, CheckpointTensor], layers: int) -> tuple[KVScales, ...]:
-    """The scales of each of `layers` layers; 1 where the checkpoint has none.
+    """Returns the scales of each of `layers` layers; 1 if the checkpoint has none.
 
-    tensors: those of `check_checkpoint`. Raises ConfigurationError for a scale that is not one
-    positive number, and for two different ones.
+    - tensors: those of `check_checkpoint`
+
+    Raises ConfigurationError for a scale that is not one positive number, and for two different
+    ones.
     """
     found: list[dict[str, float]] = [{} for _ in range(layers)]
     for name, entry in sorted(tensors.items()):
@@ -517,17 +529,18 @@ def _read_kv_scale(
     return scale
 
 
-# ------------------------------------------------ tensors that no parameter takes: what they repeat
+# --------------------------------------- tensors without a parameter that repeat known values
 
 
 def check_redundant_tensors(
     names: Iterable[str], tensors: Mapping[str, CheckpointTensor], config: ModelConfig
 ) -> None:
-    """Compares those of `names` that repeat what is known with that. Others are not looked at.
+    """Compares the tensors of `names` that repeat known values with those values; does not read
+    other tensors.
 
     Warns of RoPE frequencies that differ from those of config.json, which are used, as transformers
-    does. Raises ConfigurationError for columns in another order, and for a shape that is not that
-    of the packed matrix: weights would be read wrongly.
+    does. Raises ConfigurationError for columns in another order, and for a shape that differs from
+    that of the packed matrix: weights would be read wrongly.
     """
     by_file: dict[Path, list[tuple[RedundancyCheck, str]]] = defaultdict(list)
     for name in names:
@@ -660,8 +673,10 @@ def untied_if_different(
 
 
 def _head_equals_embedding(config: ModelConfig, tensors: Mapping[str, CheckpointTensor]) -> bool:
-    """Whether all values are equal in the model's dtype, as transformers compares them. False for
-    what cannot be read as matrices; `_checked_tensor` says why."""
+    """Whether all values of head and embedding are equal in the model's dtype, as transformers
+    compares them. False for tensors that cannot be read as matrices; `_checked_tensor` reports the
+    reason.
+    """
     both, shape = (tensors[HEAD_NAME], tensors[EMBEDDING_NAME]), tensors[EMBEDDING_NAME].shape
     if tensors[HEAD_NAME].shape != shape or len(shape) != 2:
         return False

@@ -1,8 +1,8 @@
 """The transformers backend: models that transformers builds, called as the engine calls its own.
 
-- `inspect_model` finds the class and refuses what cannot be served, before weights are read.
+- `inspect_model` finds the class and refuses unsupported models, before weights are read.
 - `load_model` reads weights, by transformers and from safetensors alone, and tries a step.
-- `TransformersForCausalLM` is what the engine calls.
+- `TransformersForCausalLM` is the LanguageModel that the engine calls.
 
 Attention is a function that is registered with transformers: it hands queries, keys and values to
 the engine's attention, as layers of the project's own do. Knows no page, no request and no backend.
@@ -40,7 +40,7 @@ from pipeinfer.step import AttentionShape
 
 log = logging.getLogger(__name__)
 
-# What is refused.
+# Unsupported features.
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope"}  # angles depend on the step's longest sequence
 MAX_HEAD_DIM = 256  # values; the most that a backend here computes
@@ -48,19 +48,19 @@ MAX_HEAD_DIM = 256  # values; the most that a backend here computes
 # How attention is called.
 ATTENTION_NAME = "pipeinfer"  # attention as steps compute it, without a mask
 TRACING_NAME = "pipeinfer-traced"  # attention as `trace_attention` sees it, with a placeholder mask
-HOOK_ATTRIBUTE = "pipeinfer_hook"  # of every module of a model
+HOOK_ATTRIBUTE = "pipeinfer_hook"  # attribute of every module of a model
 # Options of a call that change nothing here; the window is in the mask.
 IGNORED_OPTIONS = {
     "dropout", "position_ids", "cache_position", "use_cache", "sliding_window", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "is_causal",
 }  # fmt: skip
 
-TRACE_TOKENS = 4  # of the call that finds out what attention is asked for
+TRACE_TOKENS = 4  # tokens of the call that traces attention
 FAR_POSITION = 16_777_213  # a position behind all windows; odd, so that no chunk begins there
-TRIAL_TOKENS = 8  # of the step that is tried with the weights
-TRIAL_TOLERANCE = 0.02  # of the largest value; a median over tokens, since experts may be near ties
+TRIAL_TOKENS = 8  # tokens of the step that is tried with the weights
+TRIAL_TOLERANCE = 0.02  # of the largest value; a median over tokens: experts may be near ties
 
-LoadingInfo = Mapping[str, Set[object]]  # names of tensors, by what is wrong with them
+LoadingInfo = Mapping[str, Set[object]]  # names of tensors, by error
 # (batch, head, query position, key position), tensors, to whether the query sees the key.
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 AttentionFunction = Callable[["AttentionCall"], torch.Tensor]  # gives [1, T, heads, head_dim]
@@ -68,11 +68,12 @@ AttentionFunction = Callable[["AttentionCall"], torch.Tensor]  # gives [1, T, he
 
 @dataclass(frozen=True)
 class TransformersSpec:
-    """What is known of a model before its weights are read.
+    """A model's description before its weights are read.
 
-    outline: what config.json says, as far as every model has it.
-    model_class, config: transformers' class and configuration.
-    attention: what it asks of attention.
+    Attributes:
+    - outline: fields of config.json that every model has
+    - model_class, config: transformers' class and configuration
+    - attention: the model's demands of attention
     """
 
     outline: ModelOutline
@@ -82,10 +83,12 @@ class TransformersSpec:
 
 
 def inspect_model(folder: Path, outline: ModelOutline, max_model_len: int) -> TransformersSpec:
-    """Finds transformers' class for the checkpoint in `folder`, and what it asks of attention.
+    """Finds transformers' class for the checkpoint in `folder`, and the model's demands of
+    attention.
 
-    max_model_len: tokens of the longest request. Raises ConfigurationError for what cannot be
-    served, with the reason.
+    - max_model_len: tokens of the longest request
+
+    Raises ConfigurationError for a model that cannot be served, with the reason.
     """
     with _transformers_silent():
         model_class, config = find_model_class(folder, outline.architecture)
@@ -103,10 +106,12 @@ def load_model(
     max_model_len: int,
     head_dim: int = 0,
 ) -> TransformersForCausalLM:
-    """The model on `device`, with the weights in `folder`; without a folder, random ones.
+    """Returns the model on `device`, with the weights in `folder`; without a folder, random ones.
 
-    seed: of random weights. dtype: of the weights. max_model_len: tokens of the longest request.
-    head_dim: what heads are padded to, if they have fewer values.
+    - seed: of random weights
+    - dtype: of the weights
+    - max_model_len: tokens of the longest request
+    - head_dim: heads with fewer values are padded to `head_dim`
 
     Raises ConfigurationError for weights that do not fit, and for a model whose tokens depend on
     their neighbours by more than attention.
@@ -132,8 +137,9 @@ def load_model(
 
 
 def _pretrained(spec: TransformersSpec, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """With the weights in `folder`. Raises ConfigurationError if some are missing or have another
-    shape; warns of tensors that the model lacks."""
+    """Returns the model with the weights in `folder`. Raises ConfigurationError if some are missing
+    or have another shape; warns of tensors that the model lacks.
+    """
     architecture = spec.outline.architecture
     read = cast(
         Callable[..., tuple[PreTrainedModel, LoadingInfo]], spec.model_class.from_pretrained
@@ -147,7 +153,7 @@ def _pretrained(spec: TransformersSpec, folder: Path, dtype: torch.dtype) -> Pre
             output_loading_info=True,
             local_files_only=True,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # such weights are reported below
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigurationError(f"{folder}: {' '.join(str(error).split())[:300]}") from error
@@ -177,11 +183,13 @@ def _first_names(names: list[str]) -> str:
 def _random_weights(
     spec: TransformersSpec, seed: int, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """As `fill_dummy` (loading.py) does: each tensor depends on `seed` and its name only."""
+    """Returns the model with random weights, as of `fill_dummy` (loading.py): each tensor depends
+    on `seed` and its name only.
+    """
     with device:
         model = instantiate(spec.model_class, spec.config, ATTENTION_NAME, dtype)
     for name, weight in model.named_parameters():
-        if weight.dim() == 1 and name.endswith("weight"):  # of a norm
+        if weight.dim() == 1 and name.endswith("weight"):  # weight of a norm
             weight.fill_(1.0)
             continue
         generator = torch.Generator(weight.device)
@@ -206,7 +214,7 @@ def _transformers_silent() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-# ------------------------------------------------------------- what is refused by its configuration
+# --------------------------------------------------------- models refused by their configuration
 
 
 def find_model_class(
@@ -239,9 +247,10 @@ def check_supported(
     architecture: str,
     max_model_len: int,
 ) -> None:
-    """Raises ConfigurationError, with the reason, for what a flat step over pages cannot compute.
+    """Raises ConfigurationError, with the reason, for models that a flat step over pages cannot
+    compute.
 
-    max_model_len: tokens of the longest request.
+    - max_model_len: tokens of the longest request
     """
     types = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if getattr(model_class, "_is_stateful", False):
@@ -286,11 +295,12 @@ def _rope_parameters(parameters: object) -> Iterator[Mapping[str, object]]:
 
 
 class AttentionCall(NamedTuple):
-    """What a layer passes its attention.
+    """The arguments that a layer passes its attention.
 
-    query, key, value: [1, heads, T, head_dim], normed and rotated.
-    mask: None by ATTENTION_NAME; by TRACING_NAME what the model made of a placeholder mask.
-    options: all other arguments.
+    Attributes:
+    - query, key, value: [1, heads, T, head_dim], normed and rotated
+    - mask: None by ATTENTION_NAME; by TRACING_NAME the model's mask, made from a placeholder mask
+    - options: all other arguments
     """
 
     query: torch.Tensor
@@ -301,17 +311,20 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionHook:
-    """In every module of one model, so that two models of a process do not rendezvous.
+    """The attention function of one model, stored in each of its modules, so that two models of a
+    process do not share it.
 
-    attention: the function that answers the model's calls now.
+    Attributes:
+    - attention: the function that answers the model's calls now
     """
 
     attention: AttentionFunction
 
 
 class _FromConfig(Protocol):
-    """A model class. transformers does not annotate what `_from_config` returns, and pyright would
-    read all models to find out, for half a minute."""
+    """A model class. transformers does not annotate the result of `_from_config`, and pyright would
+    read all models to find out, for half a minute.
+    """
 
     def _from_config(
         self, config: PreTrainedConfig, *, attn_implementation: str, dtype: torch.dtype
@@ -343,7 +356,9 @@ def register_attention() -> None:
 
 
 def mask_function_of(mask: object) -> MaskFunction | None:
-    """Which keys a query sees, if `mask` is the placeholder; otherwise None."""
+    """Returns the function of keys that a query sees, if `mask` is the placeholder; otherwise
+    None.
+    """
     return getattr(mask, "mask_function", None)
 
 
@@ -368,15 +383,16 @@ def _placeholder_mask(
     return mask
 
 
-# ---------------------------------------------------------- what a model asks of attention: tracing
+# ----------------------------------------------- a model's demands of attention, found by tracing
 
 
 @dataclass(frozen=True)
 class TracedAttention:
-    """What a model asks of attention.
+    """A model's demands of attention.
 
-    shapes: of each layer, in the order of calls, without sinks, which are weights.
-    sinks: whether some layer has them.
+    Attributes:
+    - shapes: of each layer, in the order of calls, without sinks, which are weights
+    - sinks: whether some layer has them
     """
 
     shapes: tuple[AttentionShape, ...]
@@ -394,7 +410,7 @@ class TracedAttention:
 
 
 class _Unsupported(Exception):
-    """What `trace_attention` refuses; the text is the reason."""
+    """The exception for models that `trace_attention` refuses; the text is the reason."""
 
 
 def trace_attention(
@@ -402,9 +418,9 @@ def trace_attention(
 ) -> TracedAttention:
     """Calls the model once, without weights on torch's meta device, and looks at its calls.
 
-    What a layer hides is asked of its mask, not of its configuration, so a model whose mask is no
-    window is refused, and not served wrongly. Raises ConfigurationError, with the reason, for
-    attention that no backend here computes.
+    The keys that a layer hides are taken from its mask, not from its configuration, so a model
+    whose mask is no window is refused, and not served wrongly. Raises ConfigurationError, with the
+    reason, for attention that no backend here computes.
     """
     register_attention()
     calls: list[AttentionCall] = []
@@ -500,7 +516,12 @@ def _visible(sees: MaskFunction, query: int, key: int) -> bool:
 
 
 class ProbeResult(NamedTuple):
-    """shapes: of each layer, with its sinks. hidden: [n, hidden], hidden states for the head."""
+    """Result of a probe of a model.
+
+    Attributes:
+    - shapes: of each layer, with its sinks
+    - hidden: [n, hidden], hidden states for the head
+    """
 
     shapes: list[AttentionShape]
     hidden: torch.Tensor
@@ -515,11 +536,12 @@ def run_probe(
 ) -> ProbeResult:
     """Computes a step twice, with its tokens in another order.
 
-    A step is one flat row of tokens of many requests, so what is computed of a token may depend on
-    its neighbours by attention alone, and not on its place in the row. Raises ConfigurationError
-    for a model of which that is not true.
+    A step is one flat row of tokens of many requests, so the result of a token may depend on its
+    neighbours by attention alone, and not on its place in the row. Raises ConfigurationError for a
+    model of which that is not true.
 
-    shapes: as traced. max_model_len: tokens of the longest request.
+    - shapes: as traced
+    - max_model_len: tokens of the longest request
     """
     sinks: list[torch.Tensor | None] = []
 
@@ -559,14 +581,15 @@ def _hidden_states(
 
 
 def _attend_to_itself(call: AttentionCall) -> torch.Tensor:
-    """In place of attention: the mean of a token's own query, key and value, so that a rotation by
-    the place in the row shows."""
+    """Stands in for attention: returns the mean of a token's own query, key and value, so that a
+    rotation by the place in the row shows.
+    """
     group = call.query.shape[1] // call.key.shape[1]
     own = call.query + (call.key + call.value).repeat_interleave(group, dim=1)
     return (own / 3).transpose(1, 2).contiguous()
 
 
-# ---------------------------------------------------------------------------- what the engine calls
+# --------------------------------------------------------------------- interface of the engine
 
 
 @dataclass(frozen=True)
@@ -578,12 +601,12 @@ class FullVocabulary:
 
     @property
     def stop(self) -> int:
-        """See VocabShard."""
+        """End of the ids, see VocabShard."""
         return self.vocab_size
 
 
 class PassThroughOutput:
-    """What a base model returns, reduced to its hidden states [1, L, hidden]."""
+    """The output of a base model, reduced to its hidden states [1, L, hidden]."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -596,8 +619,9 @@ class PassThroughOutput:
 
 
 class PassThroughBase(torch.nn.Module):
-    """In place of the base model, so that the head alone can be called: hidden states that go in
-    come out."""
+    """Stands in for the base model, so that the head alone can be called: returns the hidden states
+    that it gets.
+    """
 
     @property
     def decoder(self) -> PassThroughBase:
@@ -607,7 +631,9 @@ class PassThroughBase(torch.nn.Module):
     def forward(
         self, *ids: None, inputs_embeds: torch.Tensor, **others: object
     ) -> PassThroughOutput:
-        """inputs_embeds: hidden states [1, L, hidden]. Some models pass ids, None, before them."""
+        """Returns inputs_embeds, hidden states [1, L, hidden]. Some models pass ids, None, before
+        them.
+        """
         return PassThroughOutput(inputs_embeds)
 
 
@@ -627,8 +653,12 @@ class TransformersForCausalLM:
         vocab_size: int,
         head_dim: int = 0,
     ) -> None:
-        """shapes: of each layer, in the order of calls, with sinks.
-        head_dim: heads with fewer values are padded with zeros to so many."""
+        """Model with its weights.
+
+        - shapes: of each layer, in the order of calls, with sinks
+        - vocab_size: number of ids
+        - head_dim: heads with fewer values are padded with zeros to `head_dim`
+        """
         self._hook = install_hook(model)
         self._shapes = tuple(shapes)
         self._dims = [max(shape.head_dim, head_dim) for shape in shapes]
@@ -659,7 +689,7 @@ class TransformersForCausalLM:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See LanguageModel."""
+        """Computes hidden states, see LanguageModel."""
         layers = itertools.count()
 
         def attention(call: AttentionCall) -> torch.Tensor:
@@ -672,7 +702,7 @@ class TransformersForCausalLM:
         return hidden if rows is None else hidden[rows]
 
     def _attend(self, layer: int, call: AttentionCall, attend: Attend) -> torch.Tensor:
-        """What layer number `layer` gets, [1, T, heads, head_dim]."""
+        """Returns the attention of layer number `layer`, [1, T, heads, head_dim]."""
         dim, padded = self._shapes[layer].head_dim, self._dims[layer]
         heads = (call.query, call.key, call.value)
         ready = (_by_token(part[0], padded - dim) for part in heads)
@@ -680,15 +710,15 @@ class TransformersForCausalLM:
         return out[None, ..., :dim]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, hidden] to [L, vocab]."""
+        """Returns logits [L, vocab] of hidden states [L, hidden]."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same, because there is one rank."""
+        """Returns `logits`, because there is one rank."""
         return self.logits(hidden)
 
     def attention_shapes(self) -> Sequence[AttentionShape]:
-        """Of each layer, with padded heads."""
+        """Returns the shape of each layer's heads, with padded heads."""
         return [
             replace(shape, head_dim=dim)
             for shape, dim in zip(self._shapes, self._dims, strict=True)
@@ -709,6 +739,6 @@ def _add_adapters(
 
 
 def _by_token(heads: torch.Tensor, padding: int) -> torch.Tensor:
-    """[heads, T, dim] as [T, heads, dim + padding], contiguous."""
+    """Returns [heads, T, dim] as [T, heads, dim + padding], contiguous."""
     heads = heads.transpose(0, 1)
     return functional.pad(heads, (0, padding)) if padding else heads.contiguous()

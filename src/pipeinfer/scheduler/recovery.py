@@ -402,7 +402,7 @@ class Outbox:
 
     def prompt_logprobs(self, request: Request, first: int) -> Iterator[Send]:
         """The log-probs of the prompt's tokens from `first` on, as far as they are known, in
-        messages of at most LOGPROBS_PER_MESSAGE records."""
+        messages of at most LOGPROBS_PER_MESSAGE log-probs."""
         width, work = request.prompt_logprob_size, request.work
         for begin in range(first, request.num_prompt_logprobs, LOGPROBS_PER_MESSAGE):
             tokens = slice(

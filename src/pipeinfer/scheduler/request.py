@@ -69,8 +69,8 @@ class Request:
     - prefix_source: the request whose pages this one will share
     - shared_len: tokens at the beginning whose pages are shared with `prefix_source`; 0: the whole
       prompt
-    - logprobs, prompt_logprobs: packed log-prob records of the outputs, or the vector, and of the
-      prompt's tokens so far
+    - logprobs, prompt_logprobs: packed log-probs of the outputs, or the vector, and of the prompt's
+      tokens so far
     - logprob_size, prompt_logprob_size: bytes of each of these; 0 if they are not asked for
     - draft_rate: 0 to 1, share of its latest draft tokens that were accepted; see Drafter
     - adapter_slot: slot of the engines where the adapter lies or will lie; 0: no adapter, or none
