@@ -85,7 +85,7 @@ def test_requests_outlive_a_killed_engine_and_end_with_an_error_when_it_cannot_r
         for result in generate_while(llm, prompts, lose):
             assert result.outputs[0].finish_reason == "error"
             assert "there is no such folder" in result.outputs[0].error
-        with pytest.raises(PipelineStopped, match="died 6 times.*there is no such folder"):
+        with pytest.raises(PipelineStopped, match=r"died 6 times.*there is no such folder"):
             llm.generate("a", use_tqdm=False)
     sockets.rmdir()  # nothing was left in it
     llm.close()
