@@ -308,7 +308,7 @@ def _check_stops(params: RequestParams) -> None:
             raise InvalidParameter("stop", "a stop string must not be empty")
         if len(text) > MAX_STOP_CHARS:
             raise InvalidParameter(
-                "stop", f"at most {MAX_STOP_CHARS} letters a stop string, not {len(text)}"
+                "stop", f"at most {MAX_STOP_CHARS} characters a stop string, not {len(text)}"
             )
     if len(params.stop_token_ids) > MAX_STOP_TOKENS:
         count = len(params.stop_token_ids)
@@ -349,7 +349,7 @@ def _check_words(words: tuple[str, ...]) -> None:
         if not word.strip():
             raise InvalidParameter("bad_words", "a bad word must not be empty or white space alone")
         if len(word) > MAX_BAD_WORD_CHARS:
-            message = f"at most {MAX_BAD_WORD_CHARS} letters a bad word, not {len(word)}"
+            message = f"at most {MAX_BAD_WORD_CHARS} characters a bad word, not {len(word)}"
             raise InvalidParameter("bad_words", message)
 
 

@@ -120,9 +120,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "name some properties are closed, unless this is given.",
         unset="objects have only those")] = False
     reasoning_parser: Annotated[str, about("NAME",
-        "how thoughts are told apart: a parser, none; auto: by template",
+        "how reasoning is separated from the answer: a parser, none; auto: by template",
         "Parsers by vLLM's names, such as `qwen3`, `seed_oss` or `mistral`, which differ in tags "
-        "alone, and `openai_gptoss`; see [the API](api.md). `none` leaves thoughts in the text. "
+        "alone, and `openai_gptoss`; see [the API](api.md). `none` leaves reasoning in the text. "
         "`auto` chooses by the chat template.")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("",
         "auto: the checkpoint's; float32 on a CPU that lacks it",

@@ -173,7 +173,7 @@ def test_hostile_grammars_are_refused_soon() -> None:
         (f"start: r0\n{chain}", "deeper"),
         ("start: " + "(" * 5000 + '"a"' + ")" * 5000, "deeper"),
         ("start: " + '"a" ' * 8_000, "too large"),
-        ("start: /" + "a" * 70_000 + "/", "70009 letters"),
+        ("start: /" + "a" * 70_000 + "/", "70009 characters"),
         ("start: /" + "[" * 30_000 + "/", ""),
     ):
         if said:

@@ -101,8 +101,8 @@ WITHIN: dict[str, type[Any]] = {
 }
 # Fields of those that may be ignored, and why.
 IGNORED_WITHIN = {
-    "AnthropicContentBlock.data": "of thoughts that another server has encrypted",
-    "RedactedThinkingBlock.data": "of thoughts that another server has encrypted",
+    "AnthropicContentBlock.data": "of reasoning that another server has encrypted",
+    "RedactedThinkingBlock.data": "of reasoning that another server has encrypted",
     "AnthropicContentBlock.signature": "proves to another server who wrote a thought",
     "ThinkingBlock.signature": "proves to another server who wrote a thought",
     "AnthropicContentBlock.tool": "of a tool_reference, whose type is refused",

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed
 from pipeinfer.tokenizer.control_tokens import (
     MAX_REQUEST_TEMPLATES,
-    MAX_TEMPLATE_LETTERS,
+    MAX_TEMPLATE_CHARS,
     ChatRenderer,
 )
 
@@ -141,7 +141,7 @@ def test_a_requests_template_is_used_for_it_alone_where_the_server_trusts_it() -
 
 @pytest.mark.parametrize(
     ("source", "trusted"),
-    [("x", False), ("{% if %}", True), ("x" * (MAX_TEMPLATE_LETTERS + 1), True), (3, True)],
+    [("x", False), ("{% if %}", True), ("x" * (MAX_TEMPLATE_CHARS + 1), True), (3, True)],
 )
 def test_a_requests_template_is_refused_by_its_name(source: object, trusted: bool) -> None:
     with pytest.raises(TemplateFailed) as caught:

@@ -376,7 +376,7 @@ def _check_texts(settings: Settings) -> Finding:
         made = "scores of pairs" if pooling.scores else f"vectors of {pooling.hidden_size} numbers"
         return "ok", "texts", f"{made}; {ends}"
     tools = granted.parsers.tool_parser_name or "none"
-    parsers = f"tools by {tools}, thoughts by {granted.parsers.reasoning_parser_name or 'none'}"
+    parsers = f"tools by {tools}, reasoning by {granted.parsers.reasoning_parser_name or 'none'}"
     return "ok", "texts", f"{ends}; {parsers}"
 
 

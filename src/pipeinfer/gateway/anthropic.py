@@ -183,8 +183,8 @@ class CountRequest(Body, frozen=True, kw_only=True):
         "`disable_parallel_tool_use`: only the first call is returned. Default: `auto`.")] = None
     thinking: Annotated[ThinkingOptions | None, about(
         "`{\"type\": \"enabled\"}`, `adaptive` or `disabled` is the template's `enable_thinking`. "
-        "`budget_tokens` bounds thoughts. `display`: `summarized` shows all thoughts, with "
-        "`omitted` their blocks are empty. Default: the template's.")] = None
+        "`budget_tokens` bounds the reasoning. `display`: `summarized` shows all of it, with "
+        "`omitted` its blocks are empty. Default: the template's.")] = None
     output_config: Annotated[OutputConfig | None, about(
         "`effort` is handed to the chat template as `reasoning_effort`, to that of gpt-oss the "
         'nearest one that it knows. `format`, `{"type": "json_schema", "schema"}`, is the '
@@ -198,10 +198,10 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
     ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
     # fmt: off
-    max_tokens: Annotated[Int32, about("The most output tokens, thoughts included. Required.")]
+    max_tokens: Annotated[Int32, about("The most output tokens, reasoning included. Required.")]
     stop_sequences: Annotated[list[str] | None, about(
-        "A text, or up to 16 of at most 1,024 letters each, that ends the answer. It is not part "
-        "of the answer. Default: none.")] = None
+        "A text, or up to 16 of at most 1,024 characters each, that ends the answer. It is not "
+        "part of the answer. Default: none.")] = None
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None

@@ -634,7 +634,7 @@ IGNORED_WITHIN: dict[str, tuple[str, ...]] = {
         "id", "object", "status", "annotations", "citations", "logprobs", "created_at",
         "created_by", "stop_reason", "stop_sequence", "usage", "index", "provider_specific_fields",
     ),
-    "thoughts that another server has encrypted, and proofs of who wrote one": (
+    "reasoning that another server has encrypted, and proofs of who wrote one": (
         "data", "signature", "encrypted_content",
     ),
     "parts of what is refused by its type": (

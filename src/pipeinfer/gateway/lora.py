@@ -36,7 +36,7 @@ class LoadAdapterRequest(Body, frozen=True, kw_only=True):
     unsupported_fields: ClassVar[Refusals] = {}
     # fmt: off
     lora_name: Annotated[AdapterName, about(
-        "What requests call it, of at most 256 letters. Required.")]
+        "What requests call it, of at most 256 characters. Required.")]
     lora_path: Annotated[Annotated[str, Meta(min_length=1, max_length=4096)], about(
         "A folder with PEFT's files, on the hosts of the server. Required.")]
     load_inplace: Annotated[bool | None, about(

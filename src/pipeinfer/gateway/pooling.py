@@ -379,7 +379,7 @@ class PairScorer:
         )
         if self.pooling.scores and letters > max_letters:
             message = (
-                f"the pairs have {letters:,} letters, of which at most {max_letters:,} are taken"
+                f"the pairs have {letters:,} characters, of which at most {max_letters:,} are taken"
             )
             raise ApiError(400, message, pairs.field, "invalid_value")
 

@@ -270,7 +270,7 @@ def _parse_chat(
         _check_continuation(parsers, chat[-1], params)
         parsers = parsers.continuing_message()
     if parsers.harmony and params.thinking_token_budget is not None:
-        message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
+        message = "thinking_token_budget: this model's reasoning is bounded by reasoning_effort"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     if tools is not None:
         parallel = request.parallel_tool_calls is not False
@@ -343,7 +343,7 @@ def _check_continuation(parsers: OutputParsers, last: JsonObject, params: Reques
         raise ApiError(400, message, "continue_final_message", "invalid_value")
     reasoning_open = parsers.reasoning_state(content_text(last.get("content"))) == "open"
     if params.thinking_token_budget is not None and reasoning_open:
-        message = "thinking_token_budget: the last message's own thoughts would not be counted"
+        message = "thinking_token_budget: the last message's own reasoning would not be counted"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
 
 

@@ -259,7 +259,7 @@ class ResponsesRequest(ResponsesPrompt, frozen=True, kw_only=True):
         "At least 1. It bounds calls of built-in tools, of which there are none, and comes back as "
         "it is. Default: none.")] = None
     max_output_tokens: Annotated[Int32 | None, about(
-        "The most output tokens, thoughts included. Default: as many as fit.")] = None
+        "The most output tokens, reasoning included. Default: as many as fit.")] = None
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None

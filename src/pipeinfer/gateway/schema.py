@@ -116,7 +116,7 @@ Seed = Annotated[int | None, about(
     "Any 64-bit integer. The same seed gives the same noise at each position. Choice `i` has `seed "
     "+ i`. Default: drawn by the server.")]
 Stop = Annotated[str | list[str] | None, about(
-    "A text, or up to 16 of at most 1,024 letters each, that ends the answer. It is not part of "
+    "A text, or up to 16 of at most 1,024 characters each, that ends the answer. It is not part of "
     "the answer. Default: none.")]
 StopTokenIds = Annotated[list[TokenId] | None, about(
     "Up to 1,024 ids that end the answer, beside the model's own. Default: none.")]
@@ -135,7 +135,7 @@ Timeout = Annotated[Annotated[float, Meta(ge=0, le=MAX_TIMEOUT)] | None, about(
     "`--request-timeout`.")]
 CacheSalt = Annotated[Salt | None, about(
     "The request shares cached prefixes only with requests of the same salt. At most 1,024 "
-    "letters. Default: empty.")]
+    "characters. Default: empty.")]
 ExtraKey = Annotated[Salt | None, about(
     "SGLang's second salt. With both, requests share prefixes only where both are the same. "
     "Default: empty.")]
@@ -155,13 +155,13 @@ AddGenerationPrompt = Annotated[bool | None, about(
 ParallelToolCalls = Annotated[bool | None, about(
     "With false, only the first call is returned. Default: true.")]
 IncludeReasoning = Annotated[bool | None, about(
-    "With false, thoughts are left out. Default: true.")]
+    "With false, reasoning is left out. Default: true.")]
 EnableThinking = Annotated[bool | None, about(
     "Given to the chat template under this name. `chat_template_kwargs` goes before it. Default: "
     "none.")]
 ReasoningEffort = Annotated[Annotated[str, Meta(max_length=MAX_EFFORT_CHARS)] | None, about(
     "Given to the chat template under this name. `none` also says `enable_thinking: false`. At "
-    "most 64 letters. gpt-oss knows `low`, `medium` and `high`, and refuses others. Default: "
+    "most 64 characters. gpt-oss knows `low`, `medium` and `high`, and refuses others. Default: "
     "none.")]
 Documents = Annotated[list[JsonObject] | None, about(
     "Objects that the chat template is given. Some templates show them to the model. Default: "
@@ -278,9 +278,9 @@ class Generation(Body, frozen=True, kw_only=True):
         "Choices of each prompt, at most 128; of a body at most `--max-prompts`. Default: "
         "1.")] = None
     thinking_token_budget: Annotated[Int32 | None, about(
-        "The most tokens of thoughts, between `<think>` and `</think>` or the model's own tags. "
+        "The most tokens of reasoning, between `<think>` and `</think>` or the model's own tags. "
         "Then the model is made to go on with its answer. Not with `allowed_token_ids` or "
-        "`bad_words`, and not where `continue_final_message` goes on amid thoughts. -1 is none. "
+        "`bad_words`, and not where `continue_final_message` goes on amid reasoning. -1 is none. "
         "Default: without limit.")] = None
     response_format: Annotated[ResponseFormat | None, about(
         'The form of the answer: `{"type": "json_object"}`, or `{"type": "json_schema", '
@@ -490,7 +490,7 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], about(
         "The conversation. Roles are `system`, `developer` (becomes `system`), `user`, "
         "`assistant`, `tool` and `function`. Content is a text, or a list of parts of type `text` "
-        "or `refusal`. Thoughts are `reasoning_content`, `reasoning` or `thinking`. Required.")]
+        "or `refusal`. Reasoning is `reasoning_content`, `reasoning` or `thinking`. Required.")]
     logprobs: Annotated[bool | None, about(
         "The log-prob of each output token. Default: false.")] = None
     top_logprobs: Annotated[Int32 | None, about(

@@ -298,7 +298,7 @@ def request_tools(request: ChatRequest) -> RequestTools | None:
     }
     if sum(len(text.grammar or text.regex or "") for text in texts.values()) > MAX_GRAMMAR_BYTES:
         message = (
-            f"tools: grammars of custom tools have at most {MAX_GRAMMAR_BYTES} letters together"
+            f"tools: grammars of custom tools have at most {MAX_GRAMMAR_BYTES} characters together"
         )
         raise ApiError(400, message, "tools", "invalid_value")
     allowed, forced = _allowed_tools(choice, kinds)

@@ -27,7 +27,7 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 # objects that are nested 62 deep, and each level of objects takes two levels of brackets.
 MAX_GRAMMAR_DEPTH = 128
 # Characters. Translating so much GBNF takes 0.4 s, and the time grows with the square.
-MAX_GBNF_LETTERS = 16 * 1024
+MAX_GBNF_CHARS = 16 * 1024
 # The error if an engine has no memory for a grammar now; a later request may succeed.
 NO_GRAMMAR_MEMORY = "the grammars in use leave no memory for another one; try again later"
 # Prefix of a compiler's error about a client's grammar, which may quote parts of the grammar.
@@ -91,8 +91,8 @@ def check(spec: StructuredOutputs) -> str:
     text = getattr(spec, form)
     _check_bytes(form, len(text.encode()))
     if form == "grammar":
-        if "::=" in text and len(text) > MAX_GBNF_LETTERS:
-            raise GrammarError(f"a GBNF grammar may have at most {MAX_GBNF_LETTERS} letters")
+        if "::=" in text and len(text) > MAX_GBNF_CHARS:
+            raise GrammarError(f"a GBNF grammar may have at most {MAX_GBNF_CHARS} characters")
         if COMPILER_OPTIONS in _ESCAPES.sub(_unescaped, text):
             raise GrammarError(f"{COMPILER_OPTIONS} is the server's: a grammar must not have it")
     depth = _depth(text, strings=form == "json")

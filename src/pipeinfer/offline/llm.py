@@ -424,7 +424,7 @@ NOT_GENERATING = {
     "lora_path": "LLM.generate takes a lora_request",
     "token_ids_logprob": "use top_logprobs_num, of the likeliest ids",
     "custom_logit_processor": "use logit_bias",
-    "require_reasoning": "a form begins where thoughts end by itself",
+    "require_reasoning": "a form begins where reasoning ends by itself",
     "session_params": "give the whole prompt: what is cached is found again",
     "return_hidden_states": "they are not returned",
     "return_routed_experts": "they are not returned",

@@ -27,7 +27,7 @@ from pipeinfer.params import JsonObject, JsonValue, ReasoningState
 from pipeinfer.text import SPACE, ReasoningTags, content_text, reasoning_state
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, argument_forms
 
-MAX_TEMPLATE_LETTERS = 65_536  # of a request's template: several times the longest one known
+MAX_TEMPLATE_CHARS = 65_536  # of a request's template: several times the longest one known
 COMPILE_WEIGHT = 64 * 1024  # bytes of text that take as long to encode as a template to compile
 MAX_REQUEST_TEMPLATES = 4  # compiled templates of requests that are kept
 # Marks the end of a message that the model continues, so that the end is found in the rendered
@@ -129,8 +129,8 @@ class ChatRenderer:
                 "template is a program"
             )
             raise TemplateFailed(message, "chat_template")
-        if not isinstance(source, str) or len(source) > MAX_TEMPLATE_LETTERS:
-            message = f"chat_template must be a text of at most {MAX_TEMPLATE_LETTERS} letters"
+        if not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS:
+            message = f"chat_template must be a text of at most {MAX_TEMPLATE_CHARS} characters"
             raise TemplateFailed(message, "chat_template")
         return source
 

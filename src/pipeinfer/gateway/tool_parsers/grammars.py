@@ -472,7 +472,7 @@ class _Grammar:
         self._open_rules: list[str] = []  # rules that are being expanded
         if len(definition) > MAX_DEFINITION_CHARS:
             raise UnsupportedGrammar(
-                f"it has {len(definition)} letters, at most {MAX_DEFINITION_CHARS} are read"
+                f"it has {len(definition)} characters, at most {MAX_DEFINITION_CHARS} are read"
             )
         self._parse(definition)
         self._ignored_regex = ""
