@@ -5,7 +5,7 @@
 #   tests/deploy/compose.sh
 #
 # A line for each check; ends with 1 if one fails. Leaves images, and nothing else. Needs bash and
-# Docker with its plugins compose and buildx; takes about ten minutes on two cores.
+# Docker with its plugins compose and buildx; takes seven minutes on two cores, and what images take.
 #
 #   BUILD=no              takes the images that are there
 #   EXTRA_OVERRIDE=FILE   one more Compose file for all three
@@ -71,12 +71,12 @@ metric() { get /metrics | awk -v name="$1" '$1 == name {print $2}'; }  # metric 
 says() { docker logs "$1" 2>&1 | grep -q -- "$2"; }  # says CONTAINER TEXT
 
 under_streams() {  # under_streams WHAT "FLAGS of compose_client.py" COMMAND...: does it amid streams
-  local name=$tag-streams flags
+  local name=$tag-streams flags said
   read -ra flags <<< "$2"
-  docker rm -f "$name" > "$work/removed" 2>&1
+  docker rm -fv "$name" > "$work/removed" 2>&1
   beside -d --name "$name" pipeinfer:slim python /client.py "http://$front:8000" \
     --key-file /secrets/api_key "${flags[@]}" > "$work/client"
-  check "$1, before it" within 180 says "$name" "under way"
+  said=$(within 180 says "$name" "under way") || { check "$1, before it" sh -c 'echo "$0"; false' "$said"; return; }
   sleep 2  # so that streams are in their midst
   docker kill -s USR1 "$name" > "$work/client"
   check "$1" "${@:3}"
@@ -102,7 +102,7 @@ end() {
       docker logs "$one" > "$logs/$one.log" 2>&1
     done
   fi
-  docker ps -aq --filter "label=$tag" | xargs -r docker rm -f > "$work/removed"
+  docker ps -aq --filter "label=$tag" | xargs -r docker rm -fv > "$work/removed"
   for host in "${hosts[@]}"; do
     [ ! -e "$work/$host.env" ] || on "$host" down -v -t 0 --remove-orphans
   done
@@ -112,13 +112,14 @@ end() {
   rm -rf "$work"
   exit "$failed"
 }
-nothing_left() {
-  local kind
-  for kind in "container ls -a" network\ ls volume\ ls; do
-    # shellcheck disable=SC2086
-    [ -z "$(docker $kind -q --filter "name=$tag")" ] || { echo "$kind"; return 1; }
-  done
+nothing_left() {  # nor volumes without a name
+  local left
+  left=$(docker ps -aq --filter "name=$tag"; docker network ls -q --filter "name=$tag"
+    docker volume ls -q | sort | comm -13 "$work/volumes" -)
+  echo "$left"
+  [ -z "$left" ]
 }
+docker volume ls -q | sort > "$work/volumes" || exit 1
 trap end EXIT
 trap 'failed=1; exit' INT TERM
 
@@ -202,8 +203,8 @@ check "three hosts come up" all_come_up
 both_serve() {
   local group count
   for group in 0 1; do
-    count=$(metric "pipeinfer_queue_seconds_count{group=\"$group\"}")
-    echo "group $group: ${count:-0} requests"
+    count=$(metric "pipeinfer_step_tokens_count{group=\"$group\"}")
+    echo "group $group: ${count:-0} steps"
     [ "${count%.*}" -gt 0 ] || return 1
   done
 }
@@ -264,15 +265,19 @@ replace() {  # replace HOST SERVICE...: as after a new image
   ! grep -qxF "$before" <<< "$after" || { echo "the same container"; return 1; }
   echo "healthy after $((SECONDS - begun)) s"
 }
+replace_front() {  # the gateway ends what it has while the others still work
+  on front stop gateway && replace front gateway tokenizer detokenizer
+}
 under_streams "the detokenizer is replaced" "--hit 1" replace front detokenizer
-under_streams "the tokenizer is replaced" "" replace front tokenizer
+under_streams "the tokenizer is replaced" "--tokens 200" replace front tokenizer
 under_streams "the gateway is replaced" "--resumed --hit 1" replace front gateway
+under_streams "all of the front is replaced" "--resumed --hit 1" replace_front
 under_streams "scheduler and engine of gpu-a are replaced" "--hit 1" replace gpu-a scheduler engine
 check "both groups serve" both_serve
 
 # --- a host is lost
 
-lose() {  # all its containers at once, for good
+lose() {  # all containers of gpu-b at once, for good
   on gpu-b ps -q | xargs docker kill > "$work/removed" || return 1
   within 60 is_down engine-1-0
 }

@@ -1,5 +1,5 @@
-"""Chats that stream without end while something is done to their deployment; compose.sh runs this in
-a container of the image `slim`.
+"""Chats that stream without end while something is done to their deployment; compose.sh runs this
+in a container of the image `slim`.
 
 Each question is asked once in calm, which says what its text must be ever after. Then all of them
 are asked again and again, until SIGTERM. SIGUSR1 says that something is done now.
