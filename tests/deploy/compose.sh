@@ -68,7 +68,8 @@ except OSError as error:
 ' "http://$front:8000$1" "${2:-none}"
 }
 metric() { get /metrics | awk -v name="$1" '$1 == name {print $2}'; }  # metric 'NAME{LABELS}'
-says() { docker logs "$1" 2>&1 | grep -q -- "$2"; }  # says CONTAINER TEXT
+finds() { grep -c "$@" > "$work/found"; }  # reads all there is: with -q the writer would fail
+says() { docker logs "$1" 2>&1 | finds -e "$2"; }  # says CONTAINER TEXT
 
 under_streams() {  # under_streams WHAT "FLAGS of compose_client.py" COMMAND...: does it amid streams
   local name=$tag-streams flags said
@@ -76,7 +77,11 @@ under_streams() {  # under_streams WHAT "FLAGS of compose_client.py" COMMAND...:
   docker rm -fv "$name" > "$work/removed" 2>&1
   beside -d --name "$name" pipeinfer:slim python /client.py "http://$front:8000" \
     --key-file /secrets/api_key "${flags[@]}" > "$work/client"
-  said=$(within 180 says "$name" "under way") || { check "$1, before it" sh -c 'echo "$0"; false' "$said"; return; }
+  if ! said=$(within 180 says "$name" "under way"); then
+    echo "FAIL  $1: in calm already: $said; $(docker logs --tail 3 "$name" 2>&1)"
+    failed=1
+    return
+  fi
   sleep 2  # so that streams are in their midst
   docker kill -s USR1 "$name" > "$work/client"
   check "$1" "${@:3}"
@@ -155,6 +160,7 @@ services:
     pull_policy: never
     command: [python, -c, "import signal; signal.pause()"]
     stop_signal: SIGKILL
+    tmpfs: [/run/pipeinfer, /var/lib/pipeinfer]  # no volumes
     networks: {between: {ipv4_address: "\${ADDRESS}"}}
   gateway:
     <<: *stage
@@ -223,10 +229,11 @@ check "another key does not" refused 401 get /v1/models "${key}0"
 check "no key does not" refused 401 get /v1/models
 is_private() { [ "$(inside "$1" "$2" stat -c '%a %u' /run/secrets/pipeinfer.key)" = "600 1000" ]; }
 check "the CURVE key is a file of user 1000 with mode 600" each is_private
-check "so is the API key" test "$(inside front gateway stat -c '%a %u' /run/secrets/api_key)" = "600 1000"
+check "so is the API key" test \
+  "$(inside front gateway stat -c '%a %u' /run/secrets/api_key)" = "600 1000"
 tells_no_key() {
   ! { docker inspect "$(container "$1" "$2")"; docker logs "$(container "$1" "$2")"; } 2>&1 |
-    grep -qF -e "$key" -e "$curve"
+    finds -F -e "$key" -e "$curve"
 }
 check "no environment and no log has a key" each tells_no_key
 has_no_rights() {
@@ -240,14 +247,16 @@ is_read_only() {
     refused "Read-only" docker exec -u "${place%%/*}" "$(container "$1" "$2")" touch "/${place#*/}x" \
       > "$work/refused" || { cat "$work/refused"; return 1; }
   done
-  inside "$1" "$2" sh -ec 'for one in /tmp /run/pipeinfer /var/lib/pipeinfer; do touch $one/x; rm $one/x; done'
+  inside "$1" "$2" sh -ec 'cd /tmp; for one in . /run/pipeinfer /var/lib/pipeinfer; do
+    touch $one/x; rm $one/x
+  done'
 }
 check "every root is read-only; volumes and /tmp are not" each is_read_only
-missed_nothing() { ! says "$(container "$1" "$2")" "Read-only file system\|Permission denied\|Traceback"; }
+missed_nothing() { ! says "$(container "$1" "$2")" 'Read-only file\|Permission den\|Traceback'; }
 check "nothing missed the right to write" each missed_nothing
 cannot_have() {  # cannot_have WHY CODE: Python in gpu-a's scheduler, which goes on
   local name; name=$(container gpu-a scheduler)
-  refused "$1" sh -c 'docker exec "$0" python -c "$1"; code=$?; echo "exit code $code"; exit $code' "$name" "$2" &&
+  refused "$1" sh -c 'docker exec "$0" python -c "$1" || { echo "exit code $?"; false; }' "$name" "$2" &&
     [ "$(docker inspect -f '{{.RestartCount}} {{.State.Running}}' "$name")" = "0 true" ]
 }
 check "a container gets no more than 768 MB" cannot_have "exit code 137" 'b"x" * (1 << 30)'
