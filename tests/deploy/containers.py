@@ -80,7 +80,8 @@ class ContainerHost:
     def stop(self, name: str) -> int:
         """As `docker compose stop` does it; the exit code."""
         service = self.compose.services[name.rpartition("-")[0]]
-        self.processes[name].send_signal(signal.Signals[service.get("stop_signal", "SIGTERM")])
+        number = signal.Signals[service.get("stop_signal", "SIGTERM")]
+        os.kill(_first_process(self.processes[name].pid), number)
         return self.processes[name].wait(int(service["stop_grace_period"].removesuffix("s")))
 
     def kill_one(self, name: str) -> None:
@@ -133,6 +134,14 @@ class ContainerHost:
             elif not (folder / target).exists():
                 shutil.copy(file, folder / target)
         return str(folder)
+
+
+def _first_process(pid: int) -> int:
+    """The process that a container's stop signal is for: `unshare` passes none on to its child."""
+    if Path(f"/proc/{pid}/comm").read_text() != "unshare\n":
+        return pid
+    [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
 
 
 def stage_of(service: dict[str, Any]) -> str:

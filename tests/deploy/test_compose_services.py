@@ -181,6 +181,27 @@ def test_a_stream_goes_on_at_the_container_that_replaces_its_gateways(one_host):
     assert stream.text() == expected
 
 
+@pytest.mark.parametrize("service", ["detokenizer", "scheduler", "engine"])
+def test_a_stage_that_is_stopped_under_a_stream_leaves_it_to_the_container_that_comes(
+    one_host, service
+):
+    """It does not wait for the stream's end, which under load is that of another stream again; nor
+    does the standby of an engine, which is stopped, too."""
+    network, host, expected = one_host
+    stream = Stream()
+    with ThreadPoolExecutor() as threads:
+        reading = threads.submit(network.call, "host", stream.read)
+        assert stream.begun.wait(60)
+        names = [name for name, one in host.processes.items() if one.poll() is None]
+        stopped = [name for name in names if name.rpartition("-")[0] == service]
+        assert {name: host.stop(name) for name in stopped} == dict.fromkeys(stopped, 0)
+        was_under_way = not reading.done()
+        host.start(service)
+        reading.result()
+    assert stream.text() == expected
+    assert was_under_way
+
+
 def test_three_hosts_with_profiles_form_one_deployment(folder):
     """The variables of .env.example, uncommented, with other addresses; two engines on one host."""
     curve.create_key_pair(folder, curve.DEFAULT_KEY)

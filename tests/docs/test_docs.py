@@ -130,9 +130,11 @@ def known_flags() -> set[str]:
     added = re.findall(r'"(--[a-z][a-z0-9-]+)"', "\n".join(p.read_text() for p in sources))
     others = {
         "--build",
+        "--force-recreate",
         "--line-buffered",
         "--profile",
         "--scale",
+        "--signal",
         "--storage",
         "--version",
         "--wait",

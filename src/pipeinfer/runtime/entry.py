@@ -482,12 +482,13 @@ class ElectedInstance:
         return self._place is not None
 
     def wait(self) -> None:
-        """Waits, in a standby, until the process that had the identity has ended. Meanwhile SIGTERM
-        and SIGINT end this process, also in a container, where neither does by itself."""
+        """Waits, in a standby, until the process that had the identity has ended. Meanwhile
+        SIGTERM, SIGUSR1 and SIGINT end this process, also in a container, where none does by
+        itself."""
         assert self._place is not None
         before = {
             number: signal.signal(number, lambda *_: os._exit(ORDERLY))
-            for number in (signal.SIGTERM, signal.SIGINT)
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         }
         fcntl.flock(self._place, fcntl.LOCK_EX)
         for number, handler in before.items():
