@@ -207,7 +207,7 @@ def test_matrices_that_onednn_has_packed_can_be_made_over_their_bytes():
 
 
 def test_where_they_cannot_an_engine_reads_its_weights_and_sleeps_as_ever(others, monkeypatch):
-    monkeypatch.setattr(loading, "obstacle", lambda dtype: "not with this torch")
+    monkeypatch.setattr(loading, "unsupported_reason", lambda dtype: "not with this torch")
     with running_holder() as address:
         engine = Sleeper(others[0], address)
         before = engine.logits()

@@ -34,7 +34,7 @@ def expect(thing):
     return expect(thing)
 
 
-@pytest.mark.parametrize("path, head", [("index", "pipeinfer"), ("architecture", "hop")])
+@pytest.mark.parametrize("path, head", [("operations", "alert"), ("architecture", "hop")])
 def test_a_wide_table_says_that_it_goes_on_beside_a_phones_screen(site, open_page, path, head):
     page = open_page(f"{site}/{path}.html", viewport=PHONE)
     box = page.locator(".md-typeset__scrollwrap", has=page.locator(f"th:text-is('{head}')"))

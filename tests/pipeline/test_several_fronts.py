@@ -51,6 +51,11 @@ def kill(server: Server, stages: tuple[str, ...]) -> None:
     before = {stage: server.pid(stage) for stage in stages}
     for pid in before.values():
         os.kill(pid, signal.SIGKILL)
+    wait_for_others(server, before)
+
+
+def wait_for_others(server: Server, before: dict[str, int]) -> None:
+    """Returns when processes other than those of `before` have these stages and are ready."""
 
     def back() -> bool:
         rows = {row["stage"]: row for row in server.health()["stages"]}
@@ -59,7 +64,7 @@ def kill(server: Server, stages: tuple[str, ...]) -> None:
             for stage, pid in before.items()
         )
 
-    server.wait(back, f"{stages} came back")
+    server.wait(back, f"{tuple(before)} came back")
 
 
 def counted(server: Server, name: str, statistic: str) -> list[float]:
@@ -142,6 +147,11 @@ def test_a_server_is_ready_while_one_of_each_is_away(server):
     server.wait(lambda: server.health()["status"] == "ready", "all are back")
 
 
+def signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
 class OwnConnections:
     """A stream for each question, from clients of their own: both gateways have some."""
 
@@ -153,21 +163,23 @@ class OwnConnections:
     async def run(self, disturb) -> list[str | BaseException]:
         """What each ended with; `disturb()` is called when the first token of any has come.
 
-        The engines are held until the schedulers have all, so none ends before another begins.
+        The engines compute only for moments until then: first the schedulers have all requests, and
+        none has ended when it is disturbed, however slow this process is.
         """
         self.texts = [""] * STREAMS
         engines = [self._server.pid(f"engine-{group}-0") for group in (0, 1)]
-        for pid in engines:
-            os.kill(pid, signal.SIGSTOP)
+        signal_all(engines, signal.SIGSTOP)
         try:
             tasks = [asyncio.create_task(self._ask(index)) for index in range(STREAMS)]
             await asyncio.to_thread(self._server.wait, self._all_came, "the schedulers have all")
+            while not any(self.texts):
+                signal_all(engines, signal.SIGCONT)
+                await asyncio.sleep(PAUSE)
+                signal_all(engines, signal.SIGSTOP)
+                await asyncio.sleep(PAUSE)
+            disturb()
         finally:
-            for pid in engines:
-                os.kill(pid, signal.SIGCONT)
-        while not any(self.texts):
-            await asyncio.sleep(0.001)
-        disturb()
+            signal_all(engines, signal.SIGCONT)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     def _all_came(self) -> bool:
@@ -205,9 +217,11 @@ def test_a_killed_gateway_costs_its_own_streams_and_no_others(server):
             except Exception as error:
                 failed.append(error)
 
+    victim = {"gateway-1": server.pid("gateway-1")}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(keep_asking)
-        ends = asyncio.run(streams.run(lambda: kill(server, ("gateway-1",))))
+        ends = asyncio.run(streams.run(lambda: os.kill(victim["gateway-1"], signal.SIGKILL)))
+        wait_for_others(server, victim)
         stop.set()
         asked.result()
     assert not failed
