@@ -30,7 +30,7 @@ from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
-from pipeinfer.messages import Message, Recover, Recovered, State
+from pipeinfer.messages import TOKEN_BYTES, Message, Recover, Recovered, State
 
 if TYPE_CHECKING:
     import numpy as np
@@ -407,7 +407,7 @@ def salt_hash(cache_salt: str) -> bytes:
 def block_hashes(ids: bytes, block_size: int, cache_salt: str) -> list[bytes]:
     """The hash of each whole block of `block_size` ids (int32) of a prompt that begins with
     `ids`."""
-    size, parent, hashes = 4 * block_size, salt_hash(cache_salt), list[bytes]()
+    size, parent, hashes = TOKEN_BYTES * block_size, salt_hash(cache_salt), list[bytes]()
     for end in range(size, len(ids) + 1, size):
         parent = block_hash(parent, ids[end - size : end])
         hashes.append(parent)

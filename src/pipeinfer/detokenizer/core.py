@@ -40,6 +40,7 @@ from pipeinfer.detokenizer.text import (
     TokenTexts,
 )
 from pipeinfer.messages import (
+    TOKEN_BYTES,
     Abort,
     CacheReset,
     Delivered,
@@ -529,11 +530,11 @@ class RequestStream:
         if not from_own_group and row.offset > self._other_groups.get(group, -1):
             self._other_groups.pop(group, None)  # rows of that group were lost
             return False
-        begin = 4 * row.offset
+        begin = TOKEN_BYTES * row.offset
         overlap = max(min(len(row.ids), len(self._ids) - begin), 0)
         if overlap and not self._ids.startswith(row.ids[:overlap], begin):
             raise TokensDiverged
-        end = row.offset + len(row.ids) // 4
+        end = row.offset + len(row.ids) // TOKEN_BYTES
         if from_own_group:
             return True
         if end > self.num_tokens or row.finish is not None:
@@ -553,15 +554,15 @@ class RequestStream:
         if row.offset != start:
             if row.offset > start:
                 return self.fail(f"output tokens {start} to {row.offset - 1} were lost")
-            raw = raw[4 * (start - row.offset) :]
+            raw = raw[TOKEN_BYTES * (start - row.offset) :]
         if not raw and row.finish is None:
             return None
         stop_token = row.stop_token if row.finish == "stop" else None
-        shown = raw[:-4] if stop_token is not None else raw
+        shown = raw[:-TOKEN_BYTES] if stop_token is not None else raw
         text, hit = self._decode(unpack_few(shown))
         if hit is not None:
             return self._ended_by_string(row, start, shown, text, hit)
-        self.num_tokens = start + len(raw) // 4
+        self.num_tokens = start + len(raw) // TOKEN_BYTES
         self._append_ids(row, start, raw)
         if row.finish is not None:
             return self._ended(row, start, shown, text, stop_token)
@@ -576,7 +577,7 @@ class RequestStream:
         if seen < 0:
             return self.fail(f"log-probs of prompt tokens before {prompt_tokens.first} were lost")
         shown = logprobs.add_prompt(
-            prompt_tokens.ids[4 * seen :],
+            prompt_tokens.ids[TOKEN_BYTES * seen :],
             prompt_tokens.logprobs[logprobs.prompt.logprob_size * seen :],
         )
         if shown is None:
@@ -621,9 +622,9 @@ class RequestStream:
 
     def _append_ids(self, row: TokenRow, start: int, ids: bytes) -> None:
         """`ids` are output tokens from `start` on, and there are no others behind them."""
-        self._ids[4 * start :] = ids
+        self._ids[TOKEN_BYTES * start :] = ids
         if self._logprobs is not None:
-            side, many = self._logprobs.output, len(ids) // 4
+            side, many = self._logprobs.output, len(ids) // TOKEN_BYTES
             begin = side.logprob_size * (start - row.offset)
             side.raw[side.logprob_size * start :] = row.logprobs[
                 begin : begin + side.logprob_size * many
@@ -657,7 +658,7 @@ class RequestStream:
     ) -> TextRow:
         assert self.stop_len is not None
         self.num_tokens = self.stop_len
-        ids = ids[: 4 * (self.stop_len - start)]
+        ids = ids[: TOKEN_BYTES * (self.stop_len - start)]
         self._append_ids(row, start, ids)
         return self._row(
             start, ids, text, finish="stop", stop_reason=hit, cached_tokens=row.cached_tokens
@@ -672,7 +673,7 @@ class RequestStream:
             shown, hit = self._stops.feed(tail, self.num_tokens > self._params.min_tokens)
             text += shown
             if hit is not None:
-                self.stop_len = start + len(ids) // 4
+                self.stop_len = start + len(ids) // TOKEN_BYTES
                 return self._ended_by_string(row, start, ids, text, hit)
             tail = self._stops.flush()
         return self._row(
@@ -703,7 +704,7 @@ class RequestStream:
                 vector = bytes(side.raw)
             else:
                 logprobs = side.take_texts(ids, bytes(side.raw[side.logprob_size * start :]))
-        offsets = b"" if self._offsets is None else self._offsets.take(len(ids) // 4)
+        offsets = b"" if self._offsets is None else self._offsets.take(len(ids) // TOKEN_BYTES)
         self._sent_bytes += len(text) if text.isascii() else len(text.encode())
         return TextRow(
             request_id=self.request_id,
@@ -749,7 +750,7 @@ class SequenceLogprobs:
         """Log-probs with texts of `ids` (int32 bytes), whose packed log-probs are `raw`. They are
         the first of the tokens that were added since the last call; the others are not shown. None
         if there are no ids, or log-probs are not asked for. name_ids: with the ids."""
-        offsets = self._offsets.take(len(ids) // 4)
+        offsets = self._offsets.take(len(ids) // TOKEN_BYTES)
         if self.num_alternatives is None or not ids:
             return None
         tokens, named, end = unpack_few(ids), list[int](), LOGPROB_WORDS + self.num_alternatives

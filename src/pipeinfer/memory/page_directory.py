@@ -26,6 +26,7 @@ import numpy as np
 
 from pipeinfer.core import HASH_BYTES, block_hash, salt_hash
 from pipeinfer.memory.pages import PageTable, SlotArrays
+from pipeinfer.messages import TOKEN_BYTES
 from pipeinfer.wire import NO_DRAFTS
 
 DIGEST_BYTES = HASH_BYTES
@@ -175,7 +176,7 @@ class _Layout:
             pages,
             4 * pages,
             *[DIGEST_BYTES * pages] * 3,
-            4 * page_size * pages,
+            TOKEN_BYTES * page_size * pages,
         ]
         self.offsets: list[int] = []
         self.total = 0
@@ -215,7 +216,7 @@ class PageDirectory:
         self._digests, self._parents, self._salts = (
             array(index, DIGEST_BYTES * pages).reshape(pages, DIGEST_BYTES) for index in (3, 4, 5)
         )
-        self._ids = array(6, 4 * page_size * pages).view("<i4").reshape(pages, page_size)
+        self._ids = array(6, TOKEN_BYTES * page_size * pages).view("<i4").reshape(pages, page_size)
 
     def begin(self, model_key: bytes) -> None:
         """Makes all pages invalid; from now on they belong to `model_key`, at most 64 bytes: a

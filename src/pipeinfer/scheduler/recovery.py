@@ -25,6 +25,7 @@ from pipeinfer.core import (
     takeover_statistic,
 )
 from pipeinfer.messages import (
+    TOKEN_BYTES,
     Abort,
     Delivered,
     FinishReason,
@@ -35,8 +36,9 @@ from pipeinfer.messages import (
     TokenizedRequest,
     TokenRow,
     Tokens,
+    num_ids,
 )
-from pipeinfer.scheduler.request import TOKEN_BYTES, Request
+from pipeinfer.scheduler.request import Request
 from pipeinfer.wire import LOGPROBS_PER_MESSAGE, pack
 
 MAX_REMEMBERED = 10_000  # most ids of ended requests that are kept
@@ -485,7 +487,7 @@ def all_rows(request: Request, last: TokenRow | None) -> Iterator[TokenRow]:
 
 def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
     """The row of the output tokens `ids` from `offset` on."""
-    begin, many = offset * request.logprob_size, len(ids) // TOKEN_BYTES * request.logprob_size
+    begin, many = offset * request.logprob_size, num_ids(ids) * request.logprob_size
     return TokenRow(
         request_id=request.id,
         offset=offset,

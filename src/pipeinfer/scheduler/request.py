@@ -12,12 +12,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeinfer.messages import Delivered, FinishReason, Hello, TokenizedRequest
+from pipeinfer.messages import Delivered, FinishReason, Hello, TokenizedRequest, num_ids
 from pipeinfer.wire import logprob_bytes, no_logprob
 
 # taken off the arrival number of resumed requests: they come first, in their order
 RESUMED = 1 << 40
-TOKEN_BYTES = 4  # of packed ids
 UNKNOWN_OUTPUT = 256  # output tokens assumed for a request without max_tokens
 DRAFT_RATE_STEP = 1 / 4  # how much one step's draft tokens change the rate of accepted ones
 
@@ -383,7 +382,7 @@ def request_of(work: TokenizedRequest, arrival: int, now: float, since: float = 
         arrival=arrival,
         deadline=now + work.timeout if work.timeout > 0 else float("inf"),
         arrived_at=since,
-        prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
+        prompt_len=num_ids(work.prompt_ids),
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
         logprob_size=logprob_bytes(work.params.logprobs, work.params.vector_size),
         prompt_logprob_size=logprob_bytes(of_prompt),
