@@ -34,6 +34,7 @@ from pipeinfer.core import (
     histogram_names,
     read_histogram,
     silence_limit,
+    stage_id,
     stage_number,
 )
 from pipeinfer.messages import Done, Recover, Recovered
@@ -148,6 +149,12 @@ def test_an_answer_stands_between_brackets():
 )
 def test_the_number_in_a_stages_name(stage, found):
     assert stage_number(stage, "scheduler") == found
+
+
+@pytest.mark.parametrize("name", ["gateway", "tokenizer", "detokenizer", "scheduler"])
+def test_a_stages_id_and_its_number_are_inverse(name):
+    assert stage_id(name, 12) == f"{name}-12"
+    assert stage_number(stage_id(name, 12), name) == 12
 
 
 SECONDS, MOST = 60.0, 800

@@ -6,6 +6,7 @@ A core never reads a clock, opens a socket, draws entropy or spawns a task; its 
 - local events, which a core gets from its own shell or driver and which never travel on the bus
   (gateway/ledger.py and engine/core.py have those of one stage alone). They are messages, so that
   they can be recorded and replayed;
+- `stage_id`, `engine_id` and `stage_number`: ids of stages, made and read;
 - recovery: how a new process gets from its neighbours the state of the process before it;
 - `PlanFilter`: which plans count if some are published again;
 - `RecentTable`: entries of the last seconds by name; `Deadlines`: of requests, by name;
@@ -295,6 +296,17 @@ def bracketed_answer(stage: str, question: Recover, known: Iterable[Send]) -> li
         *known,
         Send("recovery", question.stage, end),
     ]
+
+
+def stage_id(name: str, number: int) -> str:
+    """The id of the stage called `name` with this group or index, "scheduler-2"; the inverse of
+    `stage_number`. Engines have `engine_id`."""
+    return f"{name}-{number}"
+
+
+def engine_id(group: int, rank: int) -> str:
+    """The id of the engine with this rank in its group, "engine-0-1"."""
+    return f"engine-{group}-{rank}"
 
 
 def stage_number(stage: str, name: str) -> int | None:

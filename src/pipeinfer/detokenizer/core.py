@@ -21,6 +21,7 @@ from pipeinfer.core import (
     SendFailed,
     Tick,
     bracketed_answer,
+    stage_id,
     stage_number,
 )
 from pipeinfer.detokenizer.retained_outputs import (
@@ -216,7 +217,10 @@ class DetokenizerCore:
             if made[-1].finish is not None:
                 hits += self._finish(stream, made[-1], row, now)
         return [
-            *(Send("text", f"gateway-{to}", Text(tuple(rows))) for to, rows in texts.items()),
+            *(
+                Send("text", stage_id("gateway", to), Text(tuple(rows)))
+                for to, rows in texts.items()
+            ),
             *hits,
         ]
 
@@ -238,7 +242,7 @@ class DetokenizerCore:
         if text.finish is not None:
             row = TokenRow(request_id=event.request_id, offset=stream.num_tokens, ids=b"")
             hits = self._finish(stream, text, row, now)
-        return [Send("text", f"gateway-{stream.gateway}", Text((text,))), *hits]
+        return [Send("text", stage_id("gateway", stream.gateway), Text((text,))), *hits]
 
     def _finish(
         self, stream: RequestStream, text: TextRow, row: TokenRow, now: float
@@ -270,12 +274,12 @@ class DetokenizerCore:
         del self._streams[stream.request_id]
         self._counts["diverged"] += 1
         hand_over = HandOver(stream.request_id, stream.attempt)
-        return Send("recovery", f"gateway-{stream.gateway}", hand_over)
+        return Send("recovery", stage_id("gateway", stream.gateway), hand_over)
 
     def _counts_from(self, group: int) -> bool:
         """Whether messages of the scheduler of `group` count: see RollCall.has_begun. That the
         request is open here is not enough, since another group may run it, too."""
-        return self._roll_call.has_begun(f"scheduler-{group}")
+        return self._roll_call.has_begun(stage_id("scheduler", group))
 
     def _process_row(self, stream: RequestStream, row: TokenRow) -> list[TextRow]:
         """The text rows of `row`; the first with `finish` is the last."""
@@ -304,14 +308,14 @@ class DetokenizerCore:
         else:
             return []
         hit = StopHit(stream.request_id, stream.attempt, stream.num_tokens)
-        return [Send("stops", f"scheduler-{stream.group}", hit)]
+        return [Send("stops", stage_id("scheduler", stream.group), hit)]
 
     def _on_refused(self, event: Refused, _now: float) -> list[Send]:
         self._remove(event.request_id, event.attempt)
-        return [Send("text", f"gateway-{event.gateway}", event)]
+        return [Send("text", stage_id("gateway", event.gateway), event)]
 
     def _on_cache_reset(self, event: CacheReset, _now: float) -> list[Send]:
-        return [Send("text", f"gateway-{event.gateway}", event)]
+        return [Send("text", stage_id("gateway", event.gateway), event)]
 
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
         stream = self._streams.get(event.request_id)
@@ -373,7 +377,7 @@ class DetokenizerCore:
     def _retained_text(self, gateway: int) -> Iterator[Send]:
         """All of the text of retained requests of a gateway, behind what it must know of each."""
         live = (s.output() for s in self._streams.values() if s.opened.retention is not None)
-        to = f"gateway-{gateway}"
+        to = stage_id("gateway", gateway)
         outputs = [one for one in (*live, *self._retained) if one.opened.gateway == gateway]
         origins = Origins(output.opened for output in outputs)
         for output in outputs:
@@ -434,7 +438,7 @@ ROWS_PER_MESSAGE = 512  # text rows of a request that are sent again together
 
 def _abort_of(dropped: DroppedOutput) -> Send:
     abort = Abort(dropped.request_id, dropped.attempt, "too much is kept")
-    return Send("recovery", f"gateway-{dropped.gateway}", abort)
+    return Send("recovery", stage_id("gateway", dropped.gateway), abort)
 
 
 class RequestStream:

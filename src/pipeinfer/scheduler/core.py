@@ -26,6 +26,7 @@ from pipeinfer.core import (
     SuspendAwareClock,
     Tick,
     bracketed_answer,
+    stage_id,
 )
 from pipeinfer.grammars.bounds import GRAMMAR_ERROR, NO_GRAMMAR_MEMORY
 from pipeinfer.messages import (
@@ -116,7 +117,7 @@ class SchedulerCore:
         self._now = self._clock_time = 0.0  # _clock_time: by _suspend_aware_clock
         self._drain_state: DrainState = "serving"
         recovering_stages = (*tokenizers, *detokenizers)
-        self._roll_call = RollCall(f"scheduler-{group}", incarnation, recovering_stages)
+        self._roll_call = RollCall(stage_id("scheduler", group), incarnation, recovering_stages)
         self._records = RecoveryRecords(
             tokenizers, detokenizers, FORGET_FACTOR * options.host_loss, group
         )
@@ -281,7 +282,7 @@ class SchedulerCore:
         begin with kept pages."""
         self._engine.slots.reset_cache()
         done = CacheReset(name=reset.name, gateway=reset.gateway, group=self.group)
-        self._outbox.send("tokens", f"detokenizer-{reset.detokenizer}", done)
+        self._outbox.send("tokens", stage_id("detokenizer", reset.detokenizer), done)
 
     def _on_set_sleep(self, asked: SetSleep, now: float) -> None:
         if not asked.level:

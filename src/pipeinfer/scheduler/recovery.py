@@ -22,6 +22,7 @@ from pipeinfer.core import (
     RecentTable,
     Send,
     TakeoverPhase,
+    stage_id,
     takeover_statistic,
 )
 from pipeinfer.messages import (
@@ -371,7 +372,10 @@ class Outbox:
     def take(self) -> list[Send]:
         """Removes and returns all messages."""
         out, self._sends = self._sends, []
-        out += [self._tokens(f"detokenizer-{to}", tuple(rows)) for to, rows in self._rows.items()]
+        out += [
+            self._tokens(stage_id("detokenizer", to), tuple(rows))
+            for to, rows in self._rows.items()
+        ]
         self._rows.clear()
         return out
 
@@ -429,7 +433,7 @@ class Outbox:
 
 def detokenizer_of(request: Request) -> str:
     """Id of the detokenizer stage that serves `request`."""
-    return f"detokenizer-{request.work.detokenizer}"
+    return stage_id("detokenizer", request.work.detokenizer)
 
 
 def refusal(
