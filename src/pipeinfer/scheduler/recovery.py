@@ -502,9 +502,9 @@ def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
 
 
 def last_row(request: Request, finish: FinishReason | None, error: str = "") -> TokenRow:
-    """The row that ends `request`, for a detokenizer that was restarted.
+    """The row that ends `request` behind the output that it has; without ids.
 
-    - finish: why it ended; None if its detokenizer had ended it, at a stop string. The next
+    - finish: why it ended; None if its detokenizer had ended it, at a stop string. A restarted
       detokenizer finds the stop string in the same ids again and never reads this row; if it does
       not find it, rows were lost, and the row is an error about that
     """
