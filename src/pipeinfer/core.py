@@ -9,6 +9,7 @@ A core never reads a clock, opens a socket, draws entropy or spawns a task; its 
 - `stage_id`, `engine_id` and `stage_number`: ids of stages, made and read;
 - recovery: how a new process gets from its neighbours the state of the process before it;
 - `PlanFilter`: which plans count if some are published again;
+- `remaining_decodes`: the rule by which one more token fits into a request's length;
 - `RecentTable`: entries of the last seconds by name; `Deadlines`: of requests, by name;
 - `block_hashes`: hashes of the beginnings of prompts, by which routers and caches compare them;
 - liveness: how often stages send heartbeats, after how long a silence one counts as lost, and
@@ -324,6 +325,23 @@ def highest_random_weight(stages: Sequence[str], key: bytes) -> str:
         return stages[0]
     digest = blake2b(key, digest_size=16).digest()
     return max(stages, key=lambda stage: blake2b(digest + stage.encode(), digest_size=8).digest())
+
+
+# ----------------------------------------------------------------------------- limits of lengths
+
+Lengths = TypeVar("Lengths", int, "np.ndarray")
+
+
+def remaining_decodes(computed: Lengths, max_total: Lengths) -> Lengths:
+    """Number of tokens that a request may still decode; 0 or less: none. A decode computes the
+    token at position `computed` and samples the next one, so it fits while
+    computed + 1 < max_total. The scheduler and the memory manager must decide alike. Hot paths have
+    the rule written out, and name this function.
+
+    - computed: tokens of the request that are computed before
+    - max_total: most tokens of its prompt and output
+    """
+    return max_total - computed - 1
 
 
 # -------------------------------------------------------------------------------- recent entries

@@ -18,6 +18,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from pipeinfer.core import remaining_decodes
 from pipeinfer.memory.page_directory import (
     NO_SALT,
     ChainTracker,
@@ -395,7 +396,8 @@ class MemoryManager:
         starts = self.slots.num_projected[slots]
         known = self.slots.num_known[slots]
         remaining = known - starts  # known tokens that are not computed: above 0 where `ids_known`
-        # An empty slot has no tokens remaining, and max_total 0.
+        # `remaining_decodes` of core.py, written out on the hot path. An empty slot has no tokens
+        # remaining, and max_total 0.
         can_decode = (starts + 2 <= self.slots.max_total[slots]) & (counts > 0)
         takes = np.where(remaining > 0, np.minimum(remaining, counts), can_decode).astype(np.int32)
         reached, first_drafts = starts + takes, dict[int, int]()
@@ -607,8 +609,7 @@ class SteadyDecode:
         self.slots = rows.slots
         self.starts = rows.starts + rows.counts
         self.capacity = table.num_pages[rows.slots] * np.int32(page_size)
-        # A row may decode position p while p + 2 tokens are within its limit.
-        self.remaining = int((slots.max_total[rows.slots] - self.starts).min()) - 1
+        self.remaining = int(remaining_decodes(self.starts, slots.max_total[rows.slots]).min())
         self._counts = rows.counts
         self._samples = rows.samples
         self._all_false = rows.deferred

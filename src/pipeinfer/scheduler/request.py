@@ -12,6 +12,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pipeinfer.core import remaining_decodes
 from pipeinfer.messages import Delivered, FinishReason, Hello, TokenizedRequest, num_ids
 from pipeinfer.wire import logprob_bytes, no_logprob
 
@@ -191,7 +192,10 @@ class Request:
     @property
     def exhausted(self) -> bool:
         """True when the steps in flight bring the request to its length limit."""
-        return self.projected >= self.known_len and self.projected + 1 >= self.max_total
+        return (
+            self.projected >= self.known_len
+            and remaining_decodes(self.projected, self.max_total) <= 0
+        )
 
     @property
     def remaining_tokens(self) -> int:
@@ -229,7 +233,7 @@ class Request:
             self.drafted, count = True, -1 - drafts
             self.projected = min(before - count, self.max_total - 1)
             self.reached = max(self.reached, self.projected)
-        elif before + 1 < self.max_total:
+        elif before + 1 < self.max_total:  # hot path: `remaining_decodes` of core.py, written out
             self.projected = before + 1
         self.counts_in_flight.append(count)
         self.steps_in_flight += 1
@@ -255,7 +259,7 @@ class Request:
                 computed = min(computed + abs(count), self.known_len)
             elif count < 0:
                 computed = min(computed - count, self.max_total - 1)
-            elif computed + 1 < self.max_total:
+            elif computed + 1 < self.max_total:  # `remaining_decodes`, written out
                 computed += 1
         self.projected = computed
 
