@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from math import inf
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +34,9 @@ from pipeinfer.core import (
     heartbeat_period,
     histogram_names,
     read_histogram,
+    remaining_decodes,
     silence_limit,
+    stage_id,
     stage_number,
 )
 from pipeinfer.messages import Done, Recover, Recovered
@@ -148,6 +151,20 @@ def test_an_answer_stands_between_brackets():
 )
 def test_the_number_in_a_stages_name(stage, found):
     assert stage_number(stage, "scheduler") == found
+
+
+@pytest.mark.parametrize("name", ["gateway", "tokenizer", "detokenizer", "scheduler"])
+def test_a_stages_id_and_its_number_are_inverse(name):
+    assert stage_id(name, 12) == f"{name}-12"
+    assert stage_number(stage_id(name, 12), name) == 12
+
+
+def test_a_decode_fits_while_the_token_that_it_samples_does():
+    computed = np.arange(6, dtype=np.int32)
+    left = remaining_decodes(computed, np.full(6, 4, dtype=np.int32))
+    assert left.dtype == np.int32
+    assert (left > 0).tolist() == [n + 2 <= 4 for n in computed.tolist()]
+    assert [remaining_decodes(n, 4) for n in computed.tolist()] == left.tolist()
 
 
 SECONDS, MOST = 60.0, 800

@@ -6,8 +6,10 @@ A core never reads a clock, opens a socket, draws entropy or spawns a task; its 
 - local events, which a core gets from its own shell or driver and which never travel on the bus
   (gateway/ledger.py and engine/core.py have those of one stage alone). They are messages, so that
   they can be recorded and replayed;
+- `stage_id`, `engine_id` and `stage_number`: ids of stages, made and read;
 - recovery: how a new process gets from its neighbours the state of the process before it;
 - `PlanFilter`: which plans count if some are published again;
+- `remaining_decodes`: the rule by which one more token fits into a request's length;
 - `RecentTable`: entries of the last seconds by name; `Deadlines`: of requests, by name;
 - `block_hashes`: hashes of the beginnings of prompts, by which routers and caches compare them;
 - liveness: how often stages send heartbeats, after how long a silence one counts as lost, and
@@ -30,7 +32,7 @@ from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
-from pipeinfer.messages import Message, Recover, Recovered, State
+from pipeinfer.messages import TOKEN_BYTES, Message, Recover, Recovered, State
 
 if TYPE_CHECKING:
     import numpy as np
@@ -297,6 +299,17 @@ def bracketed_answer(stage: str, question: Recover, known: Iterable[Send]) -> li
     ]
 
 
+def stage_id(name: str, number: int) -> str:
+    """The id of the stage called `name` with this group or index, "scheduler-2"; the inverse of
+    `stage_number`. Engines have `engine_id`."""
+    return f"{name}-{number}"
+
+
+def engine_id(group: int, rank: int) -> str:
+    """The id of the engine with this rank in its group, "engine-0-1"."""
+    return f"engine-{group}-{rank}"
+
+
 def stage_number(stage: str, name: str) -> int | None:
     """The group or index in the id of a stage called `name`: 2 of "scheduler-2". None for any other
     text: a peer may send anything."""
@@ -312,6 +325,23 @@ def highest_random_weight(stages: Sequence[str], key: bytes) -> str:
         return stages[0]
     digest = blake2b(key, digest_size=16).digest()
     return max(stages, key=lambda stage: blake2b(digest + stage.encode(), digest_size=8).digest())
+
+
+# ----------------------------------------------------------------------------- limits of lengths
+
+Lengths = TypeVar("Lengths", int, "np.ndarray")
+
+
+def remaining_decodes(computed: Lengths, max_total: Lengths) -> Lengths:
+    """Number of tokens that a request may still decode; 0 or less: none. A decode computes the
+    token at position `computed` and samples the next one, so it fits while
+    computed + 1 < max_total. The scheduler and the memory manager must decide alike. Hot paths have
+    the rule written out, and name this function.
+
+    - computed: tokens of the request that are computed before
+    - max_total: most tokens of its prompt and output
+    """
+    return max_total - computed - 1
 
 
 # -------------------------------------------------------------------------------- recent entries
@@ -407,7 +437,7 @@ def salt_hash(cache_salt: str) -> bytes:
 def block_hashes(ids: bytes, block_size: int, cache_salt: str) -> list[bytes]:
     """The hash of each whole block of `block_size` ids (int32) of a prompt that begins with
     `ids`."""
-    size, parent, hashes = 4 * block_size, salt_hash(cache_salt), list[bytes]()
+    size, parent, hashes = TOKEN_BYTES * block_size, salt_hash(cache_salt), list[bytes]()
     for end in range(size, len(ids) + 1, size):
         parent = block_hash(parent, ids[end - size : end])
         hashes.append(parent)

@@ -42,12 +42,19 @@ Choices = Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1, max_length=MA
 # Arrays as raw little-endian bytes. A frame with an array that has no whole number of items is
 # refused.
 Int32s = Annotated[bytes, msgspec.Meta(extra={"item_bytes": 4})]
+TOKEN_BYTES = 4  # bytes of a token id in Int32s
 UInt64s = Annotated[bytes, msgspec.Meta(extra={"item_bytes": 8})]
 
 # A size of an engine's memory or limits (pages, slots, tokens): at least 1.
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
 # A counter of events; no upper bound.
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+
+
+def num_ids(ids: bytes) -> int:
+    """Number of token ids in int32 bytes. Code that runs for each token divides by TOKEN_BYTES
+    itself, without a call."""
+    return len(ids) // TOKEN_BYTES
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeinfer.params import ReasoningContext, StructuredOutputs
-from pipeinfer.wire import LOGPROB_WORDS, REJECTED, WORD
+from pipeinfer.wire import EMPTY_INT32, LOGPROB_WORDS, REJECTED, WORD
 
 LAST_TOKEN = -1  # in Step.tokens: take the id that the slot sampled last, last_token[slot]
 
@@ -203,9 +203,6 @@ class RequestLogitEdits:
     bad_words: BadWords | None = None
 
 
-_NONE = np.empty(0, dtype=np.int32)
-
-
 @dataclass(frozen=True)
 class DraftDelta:
     """The changes that a step makes to SlotDrafts (kernels/interface.py).
@@ -237,14 +234,14 @@ class StepDelta:
     - drafts: None if SlotDrafts does not change
     """
 
-    slots: np.ndarray = field(default_factory=lambda: _NONE)
-    columns: np.ndarray = field(default_factory=lambda: _NONE)
-    pages: np.ndarray = field(default_factory=lambda: _NONE)
-    admitted: np.ndarray = field(default_factory=lambda: _NONE)
+    slots: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
+    columns: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
+    pages: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
+    admitted: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
     fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    adapter_slots: np.ndarray = field(default_factory=lambda: _NONE)
+    adapter_slots: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
     logit_edits: tuple[RequestLogitEdits, ...] = ()
-    pages_to_zero: np.ndarray = field(default_factory=lambda: _NONE)
+    pages_to_zero: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
     dropped_grammars: tuple[int, ...] = ()
     drafts: DraftDelta | None = None
 
@@ -270,7 +267,7 @@ class Sampled:
 
     num_sampled: np.ndarray
     ids: np.ndarray
-    bad: np.ndarray = field(default_factory=lambda: _NONE)
+    bad: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
     logprobs: bytes = b""
     prompt_logprobs: tuple[bytes, ...] = ()
     refused: Mapping[int, str] = field(default_factory=dict[int, str])

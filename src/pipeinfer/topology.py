@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pipeinfer.command_line import counted, none_of
+from pipeinfer.core import engine_id, stage_id
 from pipeinfer.settings import ConfigurationError, Settings
 
 NAMES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
@@ -57,8 +58,8 @@ class Identity(msgspec.Struct, frozen=True):
         """The stage id: "scheduler-GROUP", "engine-GROUP-RANK", or "NAME-INDEX", such as
         "gateway-0"."""
         if self.name == "engine":
-            return f"engine-{self.group}-{self.rank}"
-        return f"{self.name}-{self.group if self.name == 'scheduler' else self.index}"
+            return engine_id(self.group, self.rank)
+        return stage_id(self.name, self.group if self.name == "scheduler" else self.index)
 
 
 class StageEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

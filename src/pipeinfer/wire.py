@@ -32,6 +32,10 @@ REJECTED = -1
 # In Plan.drafts and Step.drafts: the row has no drafts, and its start is known on the host.
 NO_DRAFTS = -1
 
+EMPTY_INT32 = np.empty(0, dtype=np.int32)
+EMPTY_INT64 = np.empty(0, dtype=np.int64)
+ONE_INT32 = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as an addition
+
 
 def pack(ids: Sequence[int] | np.ndarray) -> bytes:
     """Integers as little-endian int32 bytes."""

@@ -23,7 +23,7 @@ from overlapped import GpuCores  # noqa: E402
 from runner_requests import good_ones, logprobs_of, masks_for, run_alike, submit_all  # noqa: E402
 
 from pipeinfer.attention import triton_backend  # noqa: E402
-from pipeinfer.attention.interface import BackendCapabilities, PagedKind  # noqa: E402
+from pipeinfer.attention.interface import BackendCapabilities, PagedKind, qo_indptr_of  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.collectives import join_group  # noqa: E402
 from pipeinfer.engine import calibrate, graphs, loading  # noqa: E402
@@ -55,7 +55,7 @@ class TorchPart:
         self._pool = pool
 
     def build_metadata(self, inputs, begin, end):
-        return inputs.step, begin, end, inputs.step.qo_indptr_of(begin, end)
+        return inputs.step, begin, end, qo_indptr_of(inputs.step, begin, end)
 
     def run(self, layer, q, out, metadata) -> None:
         arrays, begin, end, queries = metadata

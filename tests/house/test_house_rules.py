@@ -106,6 +106,15 @@ def classes() -> list[tuple[str, ast.ClassDef]]:
     return [(name, node) for name, node in nodes if isinstance(node, ast.ClassDef)]
 
 
+def test_no_two_public_classes_have_one_name():
+    files: dict[str, list[str]] = {}
+    for file, node in classes():
+        files.setdefault(node.name, []).append(file)
+    assert files
+    public = {name: at for name, at in files.items() if not name.startswith("_")}
+    assert {name: at for name, at in public.items() if len(at) > 1} == {}
+
+
 def named(node: ast.expr | None) -> str:
     """The last word of a name: `Message` of `messages.Message`; "" if it is none."""
     if isinstance(node, ast.Subscript):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pipeinfer.core import remaining_decodes
 from pipeinfer.messages import Delivered, TokenizedRequest
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.request import UNKNOWN_OUTPUT, Request, request_of
@@ -53,6 +54,20 @@ def test_nothing_is_projected_beyond_its_length():
     assert one.exhausted
     one.confirm(10)
     assert one.projected == 11
+
+
+def test_a_request_decodes_as_often_as_its_length_allows():
+    one = request(10, 4)
+    one.admit()
+    one.project(10)
+    while not one.exhausted:
+        fits = remaining_decodes(one.projected, one.max_total)
+        assert fits > 0
+        assert one.project(1) == 1
+        assert remaining_decodes(one.projected, one.max_total) == fits - 1
+    assert (one.project(1), one.projected) == (0, one.max_total - 1)
+    one.confirm(10)  # the rows in flight are projected anew
+    assert remaining_decodes(one.projected, one.max_total) == 0
 
 
 def test_one_that_begins_again_knows_its_outputs_and_has_nothing_in_flight():

@@ -29,6 +29,7 @@ from pipeinfer.messages import (
     Result,
     TokenizedRequest,
     Tokens,
+    num_ids,
 )
 from pipeinfer.params import RequestParams
 from pipeinfer.scheduler.core import SchedulerCore
@@ -247,7 +248,7 @@ class Group:
         over: list[str] = []
         for row in message.rows:
             stream = self._streams[row.request_id]
-            for _ in range(len(row.ids) // 4):
+            for _ in range(num_ids(row.ids)):
                 if stream.tokens:
                     self._tally.gap(now - stream.last)
                 else:

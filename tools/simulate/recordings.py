@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pipeinfer.messages import Plan, Result, Submit, Text, TokenizedRequest, Tokens
+from pipeinfer.messages import Plan, Result, Submit, Text, TokenizedRequest, Tokens, num_ids
 from pipeinfer.replay.traces import CannotReplay, LoadedTrace, TraceEntry, load
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import StepCost
@@ -117,7 +117,7 @@ def streams(found: Sequence[LoadedTrace], skip: int) -> list[Stream]:
                 stream = known.get(row.request_id)
                 if stream is not None and row.ids:
                     stream.pieces.append(entry.time)
-                    stream.tokens += len(row.ids) // 4
+                    stream.tokens += num_ids(row.ids)
     for entry in entries(found, "scheduler"):
         if isinstance(entry.message, TokenizedRequest) and entry.message.request_id in known:
             known[entry.message.request_id].prompt = unpack(entry.message.prompt_ids)

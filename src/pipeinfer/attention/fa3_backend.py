@@ -17,6 +17,7 @@ from pipeinfer.attention.interface import (
     BackendCapabilities,
     KVPool,
     PagedKind,
+    qo_indptr_of,
 )
 from pipeinfer.kernels.formats import E4M3, quantize_e4m3
 from pipeinfer.step import AttentionShape
@@ -73,7 +74,7 @@ class Fa3Kernel:
     def build_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> Fa3Metadata:
         step = inputs.step
         return Fa3Metadata(
-            step.qo_indptr_of(begin, end),
+            qo_indptr_of(step, begin, end),
             step.seq_lens[begin:end],
             step.page_table_of(begin, end)[:, : inputs.max_pages],
             1 if end <= step.shape.num_decodes else inputs.max_query_len,

@@ -20,6 +20,7 @@ from pipeinfer.attention.interface import (
     BackendCapabilities,
     KVPool,
     PagedKind,
+    qo_indptr_of,
 )
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.step import AttentionShape
@@ -97,7 +98,7 @@ class _Wrappers(ABC):
     def _eager_metadata(self, inputs: AttentionInputs, begin: int, end: int) -> FlashInferMetadata:
         host = inputs.on_host
         rows = _Rows(
-            host.queries(begin, end),
+            qo_indptr_of(host, begin, end),
             host.kv_indptr[begin : end + 1],
             inputs.step.kv_indices,
             host.last_page_len[begin:end],

@@ -206,9 +206,12 @@ class HostLengths:
     prefill_qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
 
-    def queries(self, begin: int, end: int) -> torch.Tensor:
-        """Returns the indptr of queries as DeviceStep.qo_indptr_of does."""
-        return self.qo_indptr[: end + 1] if begin == 0 else self.prefill_qo_indptr
+
+def qo_indptr_of(lengths: DeviceStep | HostLengths, begin: int, end: int) -> torch.Tensor:
+    """Returns int32 [end - begin + 1], the first query of rows begin .. end - 1, which are the
+    decode rows or all the others. lengths: on the device or on the host.
+    """
+    return lengths.qo_indptr[: end + 1] if begin == 0 else lengths.prefill_qo_indptr
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from pipeinfer.attention.interface import (
     BackendCapabilities,
     KVPool,
     PagedKind,
+    qo_indptr_of,
 )
 from pipeinfer.kernels.decode_attention import (
     MIN_QUERY_ROWS,
@@ -279,7 +280,7 @@ class ExactKernel:
             step.seq_lens[begin:end],
             step.kv_indptr[begin : end + 1],
             step.kv_indices,
-            None if decodes else step.qo_indptr_of(begin, end),
+            None if decodes else qo_indptr_of(step, begin, end),
         )
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, metadata: ExactRows) -> None:

@@ -36,6 +36,7 @@ from pipeinfer.bus.bus import ControlClient
 from pipeinfer.bus.curve import keyring
 from pipeinfer.command_line import CommandLine, counted
 from pipeinfer.control import RecordingState, StartRecording, StopRecording, Swap, SwapState
+from pipeinfer.core import stage_id
 from pipeinfer.gateway import api_keys
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.runtime.servers import running_server, running_topology
@@ -79,7 +80,7 @@ def _pipeline(topology: Topology) -> Iterator[str]:
     lines = []
     for group in range(last + 1):
         engines = [e for e in topology.ids("engine") if e.startswith(f"engine-{group}-")]
-        lines.append(f"scheduler-{group} ═► {', '.join(engines)}")
+        lines.append(f"{stage_id('scheduler', group)} ═► {', '.join(engines)}")
     wide = max(map(len, lines))
     start = f"{gateway} ─► {tokenizer} ─"
     for group, line in enumerate(lines):

@@ -21,6 +21,7 @@ from pipeinfer.core import (
     SendFailed,
     Tick,
     bracketed_answer,
+    stage_id,
     stage_number,
 )
 from pipeinfer.detokenizer.retained_outputs import (
@@ -40,6 +41,7 @@ from pipeinfer.detokenizer.text import (
     TokenTexts,
 )
 from pipeinfer.messages import (
+    TOKEN_BYTES,
     Abort,
     CacheReset,
     Delivered,
@@ -215,7 +217,10 @@ class DetokenizerCore:
             if made[-1].finish is not None:
                 hits += self._finish(stream, made[-1], row, now)
         return [
-            *(Send("text", f"gateway-{to}", Text(tuple(rows))) for to, rows in texts.items()),
+            *(
+                Send("text", stage_id("gateway", to), Text(tuple(rows)))
+                for to, rows in texts.items()
+            ),
             *hits,
         ]
 
@@ -237,7 +242,7 @@ class DetokenizerCore:
         if text.finish is not None:
             row = TokenRow(request_id=event.request_id, offset=stream.num_tokens, ids=b"")
             hits = self._finish(stream, text, row, now)
-        return [Send("text", f"gateway-{stream.gateway}", Text((text,))), *hits]
+        return [Send("text", stage_id("gateway", stream.gateway), Text((text,))), *hits]
 
     def _finish(
         self, stream: RequestStream, text: TextRow, row: TokenRow, now: float
@@ -269,12 +274,12 @@ class DetokenizerCore:
         del self._streams[stream.request_id]
         self._counts["diverged"] += 1
         hand_over = HandOver(stream.request_id, stream.attempt)
-        return Send("recovery", f"gateway-{stream.gateway}", hand_over)
+        return Send("recovery", stage_id("gateway", stream.gateway), hand_over)
 
     def _counts_from(self, group: int) -> bool:
         """Whether messages of the scheduler of `group` count: see RollCall.has_begun. That the
         request is open here is not enough, since another group may run it, too."""
-        return self._roll_call.has_begun(f"scheduler-{group}")
+        return self._roll_call.has_begun(stage_id("scheduler", group))
 
     def _process_row(self, stream: RequestStream, row: TokenRow) -> list[TextRow]:
         """The text rows of `row`; the first with `finish` is the last."""
@@ -303,14 +308,14 @@ class DetokenizerCore:
         else:
             return []
         hit = StopHit(stream.request_id, stream.attempt, stream.num_tokens)
-        return [Send("stops", f"scheduler-{stream.group}", hit)]
+        return [Send("stops", stage_id("scheduler", stream.group), hit)]
 
     def _on_refused(self, event: Refused, _now: float) -> list[Send]:
         self._remove(event.request_id, event.attempt)
-        return [Send("text", f"gateway-{event.gateway}", event)]
+        return [Send("text", stage_id("gateway", event.gateway), event)]
 
     def _on_cache_reset(self, event: CacheReset, _now: float) -> list[Send]:
-        return [Send("text", f"gateway-{event.gateway}", event)]
+        return [Send("text", stage_id("gateway", event.gateway), event)]
 
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
         stream = self._streams.get(event.request_id)
@@ -372,7 +377,7 @@ class DetokenizerCore:
     def _retained_text(self, gateway: int) -> Iterator[Send]:
         """All of the text of retained requests of a gateway, behind what it must know of each."""
         live = (s.output() for s in self._streams.values() if s.opened.retention is not None)
-        to = f"gateway-{gateway}"
+        to = stage_id("gateway", gateway)
         outputs = [one for one in (*live, *self._retained) if one.opened.gateway == gateway]
         origins = Origins(output.opened for output in outputs)
         for output in outputs:
@@ -433,7 +438,7 @@ ROWS_PER_MESSAGE = 512  # text rows of a request that are sent again together
 
 def _abort_of(dropped: DroppedOutput) -> Send:
     abort = Abort(dropped.request_id, dropped.attempt, "too much is kept")
-    return Send("recovery", f"gateway-{dropped.gateway}", abort)
+    return Send("recovery", stage_id("gateway", dropped.gateway), abort)
 
 
 class RequestStream:
@@ -529,11 +534,11 @@ class RequestStream:
         if not from_own_group and row.offset > self._other_groups.get(group, -1):
             self._other_groups.pop(group, None)  # rows of that group were lost
             return False
-        begin = 4 * row.offset
+        begin = TOKEN_BYTES * row.offset
         overlap = max(min(len(row.ids), len(self._ids) - begin), 0)
         if overlap and not self._ids.startswith(row.ids[:overlap], begin):
             raise TokensDiverged
-        end = row.offset + len(row.ids) // 4
+        end = row.offset + len(row.ids) // TOKEN_BYTES
         if from_own_group:
             return True
         if end > self.num_tokens or row.finish is not None:
@@ -553,15 +558,15 @@ class RequestStream:
         if row.offset != start:
             if row.offset > start:
                 return self.fail(f"output tokens {start} to {row.offset - 1} were lost")
-            raw = raw[4 * (start - row.offset) :]
+            raw = raw[TOKEN_BYTES * (start - row.offset) :]
         if not raw and row.finish is None:
             return None
         stop_token = row.stop_token if row.finish == "stop" else None
-        shown = raw[:-4] if stop_token is not None else raw
+        shown = raw[:-TOKEN_BYTES] if stop_token is not None else raw
         text, hit = self._decode(unpack_few(shown))
         if hit is not None:
             return self._ended_by_string(row, start, shown, text, hit)
-        self.num_tokens = start + len(raw) // 4
+        self.num_tokens = start + len(raw) // TOKEN_BYTES
         self._append_ids(row, start, raw)
         if row.finish is not None:
             return self._ended(row, start, shown, text, stop_token)
@@ -576,7 +581,7 @@ class RequestStream:
         if seen < 0:
             return self.fail(f"log-probs of prompt tokens before {prompt_tokens.first} were lost")
         shown = logprobs.add_prompt(
-            prompt_tokens.ids[4 * seen :],
+            prompt_tokens.ids[TOKEN_BYTES * seen :],
             prompt_tokens.logprobs[logprobs.prompt.logprob_size * seen :],
         )
         if shown is None:
@@ -621,9 +626,9 @@ class RequestStream:
 
     def _append_ids(self, row: TokenRow, start: int, ids: bytes) -> None:
         """`ids` are output tokens from `start` on, and there are no others behind them."""
-        self._ids[4 * start :] = ids
+        self._ids[TOKEN_BYTES * start :] = ids
         if self._logprobs is not None:
-            side, many = self._logprobs.output, len(ids) // 4
+            side, many = self._logprobs.output, len(ids) // TOKEN_BYTES
             begin = side.logprob_size * (start - row.offset)
             side.raw[side.logprob_size * start :] = row.logprobs[
                 begin : begin + side.logprob_size * many
@@ -657,7 +662,7 @@ class RequestStream:
     ) -> TextRow:
         assert self.stop_len is not None
         self.num_tokens = self.stop_len
-        ids = ids[: 4 * (self.stop_len - start)]
+        ids = ids[: TOKEN_BYTES * (self.stop_len - start)]
         self._append_ids(row, start, ids)
         return self._row(
             start, ids, text, finish="stop", stop_reason=hit, cached_tokens=row.cached_tokens
@@ -672,7 +677,7 @@ class RequestStream:
             shown, hit = self._stops.feed(tail, self.num_tokens > self._params.min_tokens)
             text += shown
             if hit is not None:
-                self.stop_len = start + len(ids) // 4
+                self.stop_len = start + len(ids) // TOKEN_BYTES
                 return self._ended_by_string(row, start, ids, text, hit)
             tail = self._stops.flush()
         return self._row(
@@ -703,7 +708,7 @@ class RequestStream:
                 vector = bytes(side.raw)
             else:
                 logprobs = side.take_texts(ids, bytes(side.raw[side.logprob_size * start :]))
-        offsets = b"" if self._offsets is None else self._offsets.take(len(ids) // 4)
+        offsets = b"" if self._offsets is None else self._offsets.take(len(ids) // TOKEN_BYTES)
         self._sent_bytes += len(text) if text.isascii() else len(text.encode())
         return TextRow(
             request_id=self.request_id,
@@ -749,7 +754,7 @@ class SequenceLogprobs:
         """Log-probs with texts of `ids` (int32 bytes), whose packed log-probs are `raw`. They are
         the first of the tokens that were added since the last call; the others are not shown. None
         if there are no ids, or log-probs are not asked for. name_ids: with the ids."""
-        offsets = self._offsets.take(len(ids) // 4)
+        offsets = self._offsets.take(len(ids) // TOKEN_BYTES)
         if self.num_alternatives is None or not ids:
             return None
         tokens, named, end = unpack_few(ids), list[int](), LOGPROB_WORDS + self.num_alternatives

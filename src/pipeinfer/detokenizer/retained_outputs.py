@@ -16,7 +16,15 @@ from typing import NamedTuple
 import msgspec
 
 from pipeinfer.core import RecentTable
-from pipeinfer.messages import Adopt, Delivered, OpenStream, PromptTokens, TokenRow
+from pipeinfer.messages import (
+    TOKEN_BYTES,
+    Adopt,
+    Delivered,
+    OpenStream,
+    PromptTokens,
+    TokenRow,
+    num_ids,
+)
 from pipeinfer.params import choice_ids
 
 log = logging.getLogger(__name__)
@@ -42,12 +50,12 @@ def single_tokens(row: TokenRow, begin: int, logprob_size: int) -> Iterator[Toke
     if row.offset > begin:
         yield row  # rows before it were lost
         return
-    shown = len(row.ids) // 4 - (row.finish == "stop" and row.stop_token is not None)
+    shown = num_ids(row.ids) - (row.finish == "stop" and row.stop_token is not None)
     for at in range(begin - row.offset, shown):
         yield msgspec.structs.replace(
             row,
             offset=row.offset + at,
-            ids=row.ids[4 * at : 4 * at + 4],
+            ids=row.ids[TOKEN_BYTES * at : TOKEN_BYTES * (at + 1)],
             finish=None,
             stop_token=None,
             error="",
@@ -57,7 +65,7 @@ def single_tokens(row: TokenRow, begin: int, logprob_size: int) -> Iterator[Toke
         yield msgspec.structs.replace(
             row,
             offset=row.offset + shown,
-            ids=row.ids[4 * shown :],
+            ids=row.ids[TOKEN_BYTES * shown :],
             logprobs=row.logprobs[logprob_size * shown :],
         )
 

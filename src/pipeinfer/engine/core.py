@@ -57,6 +57,7 @@ from pipeinfer.messages import (
     Result,
     Sleep,
     State,
+    num_ids,
 )
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import PromptLogprobChunk, Step
@@ -758,7 +759,7 @@ class EngineCore:
         totals["rows_deferred_total"] += int(np.count_nonzero(rows.deferred))
         totals["computed_tokens_total"] += computed
         for admit, cached in zip(plan.admits, rows.cached.tolist(), strict=True):
-            known = len(admit.token_ids) // 4
+            known = num_ids(admit.token_ids)
             if known == admit.prompt_len:  # else it was preempted: not a client's prompt
                 totals["prompt_tokens_total"] += known
                 totals["cached_tokens_total"] += cached
@@ -803,7 +804,7 @@ class EngineCore:
             expected = "none" if waiting is None else str(waiting.rows.number)
             reason = f"step {done.number} ended where {expected} was expected"
             return self._fault(reason, mark_unusable=True)
-        counts, ids = unpack(done.num_sampled), len(done.token_ids) // 4
+        counts, ids = unpack(done.num_sampled), num_ids(done.token_ids)
         if (len(counts), ids) != (len(waiting.plan_rows), int(counts.sum())):
             return self._fault(
                 f"step {done.number} sampled {ids} ids and said it of {len(counts)} rows, "
@@ -817,7 +818,7 @@ class EngineCore:
         if trouble:
             return self._fault(f"step {done.number} {trouble}", mark_unusable=True)
         self._totals["sampled_tokens_total"] += ids
-        self._totals["bad_rows_total"] += len(done.bad) // 4
+        self._totals["bad_rows_total"] += len(done.bad) // 4  # int32 slots
         self._totals["refused_rows_total"] += len(done.refused)
         waiting.done = done
         if waiting.drafted:

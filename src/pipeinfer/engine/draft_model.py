@@ -21,10 +21,11 @@ import torch
 from pipeinfer.attention.interface import Attention, AttentionInputs, AttentionMetadata, KVPool
 from pipeinfer.engine.graphs import StepCapacity, decode_only
 from pipeinfer.engine.kv_store import StepAttention, Store, store_for
-from pipeinfer.engine.sampling import NONE, Sampler
+from pipeinfer.engine.sampling import Sampler
 from pipeinfer.engine.step_buffers import DeviceBuffers, SlotState
 from pipeinfer.kernels.interface import DeviceStep, Kernels, SlotTables
 from pipeinfer.models.causal_lm import LanguageModel
+from pipeinfer.wire import EMPTY_INT64
 
 
 class DraftModel:
@@ -126,7 +127,9 @@ class DraftModel:
             self._kernels.prepare_inputs(views, slot_tables, self._page_size)
             hidden = self._forward(views, self._metadata_of_pass(views), None)
             logits = self._sampler.logits(hidden)
-            drawn = self._sampler.sample(logits, views.sampling, self._unused_last_token, NONE)
+            drawn = self._sampler.sample(
+                logits, views.sampling, self._unused_last_token, EMPTY_INT64
+            )
             drafts.drafts[at, number] = drawn[:, 1].int()
 
     def _views(self, rows: int) -> DeviceStep:

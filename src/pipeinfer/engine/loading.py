@@ -218,9 +218,9 @@ def load_engine(
                 _agree_on_collectives(settings, choices, collectives)
         with start.phase("weights"):
             bank = _adapter_bank(settings, choices)
-            models = Models(files, collectives, memory)
-            model = models.target(progress, bank)
-            draft = models.draft()
+            builder = ModelBuilder(files, collectives, memory)
+            model = builder.target(progress, bank)
+            draft = builder.draft()
             # Without trim, the allocator would put small objects that stay into memory that loading
             # has freed, and all of that memory would stay.
             chosen.trim()
@@ -240,9 +240,9 @@ def load_engine(
         )
         _check_lora_modules(settings, bank)
         runner = build_runner(model, settings, shape, chosen, collectives, start, taken, draft)
-        for one in models.weights if lent else ():
+        for one in builder.weights if lent else ():
             one.check()
-        return runner, models.weights
+        return runner, builder.weights
 
     runner, weights = chosen.build(build)
     memory = taken()
@@ -335,7 +335,7 @@ def _loaded(choices: EngineChoices, runner: Runner, kept: KeptMemory | None) -> 
     )
 
 
-class Models:
+class ModelBuilder:
     """Builds the model of `files`, and its draft model.
 
     Attributes:

@@ -40,7 +40,6 @@ from pipeinfer.engine.graphs import (
 from pipeinfer.engine.kv_store import StepAttention, store_for
 from pipeinfer.engine.profiling import Phases, nvtx_if_loaded
 from pipeinfer.engine.sampling import (
-    NONE,
     HostLogprobs,
     Penalties,
     Sampler,
@@ -60,6 +59,7 @@ from pipeinfer.layers.lora import AdapterBank
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost
+from pipeinfer.wire import EMPTY_INT64
 
 
 @dataclass
@@ -239,7 +239,11 @@ class Runner:
         self._adapter_graphs = Graphs(device)  # graphs of steps in which some row has an adapter
         # Sampling fields of the rows that were packed last, and their `truncated` and `biased` of
         # PackedStep, which hold for all steps of the same rows.
-        self._sampling_flags: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
+        self._sampling_flags: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = (
+            {},
+            EMPTY_INT64,
+            False,
+        )
         self.bind(pool)
 
     @property
@@ -709,7 +713,7 @@ class Runner:
         logits = self._logits(views, metadata, adapted=adapted)
         assert logits is not None
         last_token = self._state.by_slot.last_token
-        return logits, self._sampler.sample(logits, views.sampling, last_token, NONE)
+        return logits, self._sampler.sample(logits, views.sampling, last_token, EMPTY_INT64)
 
 
 def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callable[[], None]:

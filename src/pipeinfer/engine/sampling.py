@@ -34,8 +34,6 @@ from pipeinfer.step import (
 )
 from pipeinfer.wire import LOGPROB_WORDS, logprob_bytes, narrow_logprobs
 
-NONE = np.empty(0, dtype=np.int64)  # rows
-
 
 class Sampler(Protocol):
     """Computes ids from hidden states; `logits` are this rank's shard, which the other methods

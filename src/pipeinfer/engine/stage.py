@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.command_line import counted
 from pipeinfer.control import Prefix
+from pipeinfer.core import engine_id, stage_id
 from pipeinfer.engine.start import GIB, Start, preload_torch, process_age
 from pipeinfer.messages import PROTOCOL, Hello, State
 from pipeinfer.processes import return_freed_memory
@@ -117,7 +118,7 @@ def build(context: StageContext) -> Stage:
         loaded.page_size,
         loaded.attention,
     )
-    scheduler = f"scheduler-{identity.group}"
+    scheduler = stage_id("scheduler", identity.group)
     core = EngineCore(
         _hello(context, loaded), scheduler, memory, loaded.runner.phases.span, loaded.runner.shares
     )
@@ -224,7 +225,7 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     from pipeinfer.collectives import join_group
 
     context.report_status("loading", "waiting for the other ranks")
-    first = context.topology.address(f"engine-{identity.group}-0")
+    first = context.topology.address(engine_id(identity.group, 0))
     # Longer than the scheduler's patience, because the scheduler reports the reason.
     timeout = max(MEETING, context.settings.watchdog + 10)
     shared = zmq.Context[zmq.Socket[bytes]].instance()

@@ -48,12 +48,11 @@ from pipeinfer.kernels.interface import (
 )
 from pipeinfer.params import MAX_BAD_IDS, MAX_BAD_WORD_IDS, MAX_BAD_WORDS
 from pipeinfer.step import BadWords, DraftDelta, RequestLogitEdits, Step, StepDelta
-from pipeinfer.wire import NO_DRAFTS
+from pipeinfer.wire import EMPTY_INT32, NO_DRAFTS
 
 Propose = Callable[[DeviceStep, SlotTables], None]  # such as Kernels.propose_ngrams
 
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
-NONE = np.empty(0, dtype=np.int32)
 MAX_VIEWS = 1024  # views that are kept: making views takes as long as packing a step
 MAX_CHANGES = 1 << 14  # changes of the slots' state that are uploaded with a step
 
@@ -131,7 +130,9 @@ class StepPacker:
         ):  # fmt: skip
             _spread(words[begin : begin + shape.num_rows], values, shape, step.num_decodes, filler)
         prefixes = step.shared_prefixes
-        leaders, ranks = (NONE, NONE) if prefixes is None else (prefixes.leaders, prefixes.ranks)
+        leaders, ranks = (
+            (EMPTY_INT32, EMPTY_INT32) if prefixes is None else (prefixes.leaders, prefixes.ranks)
+        )
         for begin, values in ((at.leaders, leaders), (at.ranks, ranks)):
             words[begin : begin + len(values)] = values
             words[begin + len(values) : begin + shape.num_rows] = 0

@@ -50,7 +50,7 @@ from pipeinfer.step import (
     StepDelta,
     VectorRows,
 )
-from pipeinfer.wire import DRAFT_TOKEN, NO_DRAFTS, unpack
+from pipeinfer.wire import DRAFT_TOKEN, EMPTY_INT64, NO_DRAFTS, unpack
 
 
 class StepBuilder:
@@ -241,9 +241,6 @@ LAST_POSITION = 2**31 - 1
 NO_LOGPROBS = -1  # in place of a number of alternatives
 
 
-_NO_IDS = np.empty(0, dtype=np.int64)
-
-
 class RequestTable:
     """Sampling parameters by slot on the host, arrays [max_slots]; stale in empty slots, which are
     not read.
@@ -266,7 +263,7 @@ class RequestTable:
         ] = {}  # histories of slots that have not sampled yet
         self._alternatives = np.full(max_slots, NO_LOGPROBS, dtype=np.int32)  # for outputs
         self._vector_sizes = np.zeros(max_slots, dtype=np.int32)
-        self._vector_ids: list[np.ndarray] = [_NO_IDS] * max_slots
+        self._vector_ids: list[np.ndarray] = [EMPTY_INT64] * max_slots
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
         self._extended: dict[int, list[AppendedTokens]] = {}  # by slot, since its last sample

@@ -42,6 +42,7 @@ from pipeinfer.gateway.ledger import Failed, OutputDelta, RequestTraces, Started
 from pipeinfer.gateway.metrics import MetricCounter, Metrics
 from pipeinfer.gateway.peers import LimitName, Peers
 from pipeinfer.gateway.sessions import ResponseSink
+from pipeinfer.messages import TOKEN_BYTES
 from pipeinfer.observe.spans import read_traceparent
 from pipeinfer.runtime.logs import ACCESS
 from pipeinfer.settings import ConfigurationError
@@ -410,7 +411,7 @@ class _MeteredSink:
 
     def delta(self, index: int, delta: OutputDelta) -> None:
         if delta.ids:  # hot path: once for every token of every stream
-            client, tokens = self._client, len(delta.ids) // 4
+            client, tokens = self._client, len(delta.ids) // TOKEN_BYTES
             client.use_tokens(client.output, tokens, self._clock)
             self._usage.output_tokens += tokens
         if delta.finish is not None:

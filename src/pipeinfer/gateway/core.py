@@ -29,6 +29,7 @@ from pipeinfer.core import (
     bracketed_answer,
     highest_random_weight,
     silence_limit,
+    stage_id,
     stage_number,
 )
 from pipeinfer.gateway.health import ExpectedStage, Health, StageStatus
@@ -128,8 +129,8 @@ class GatewayCore:
         self._tokenizers = [e.stage for e in expected if e.name == "tokenizer"]
         self._detokenizers = [e.stage for e in expected if e.name == "detokenizer"]
         self._adoption = Adoption(
-            RollCall(f"gateway-{index}", incarnation, self._tokenizers),
-            RollCall(f"gateway-{index}", incarnation, self._detokenizers),
+            RollCall(stage_id("gateway", index), incarnation, self._tokenizers),
+            RollCall(stage_id("gateway", index), incarnation, self._detokenizers),
         )
         self._adapters = AdapterChanges()
         gateways = max(sum(e.name == "gateway" for e in expected), 1)
@@ -487,7 +488,7 @@ class GatewayCore:
             Send("requests", event.stage, message)
             for message in (*adapters, *resubmissions(records), *ended)
         )
-        return bracketed_answer(f"gateway-{self._index}", event, sends)
+        return bracketed_answer(stage_id("gateway", self._index), event, sends)
 
     # ------------------------------------------------------------- from the gateway before this one
 
@@ -514,7 +515,7 @@ class GatewayCore:
         size = occupied_tokens(submit.params, 0)
         for number in new:
             record = RequestRecord(submit, adopt.stage, now, size, number)
-            record.awaited = f"detokenizer-{adopt.submit.detokenizer}"
+            record.awaited = stage_id("detokenizer", adopt.submit.detokenizer)
             self._records[record.request_id] = record
             self._backlog.add(size)
             self._deadlines.set(record.request_id, record.deadline)
@@ -581,7 +582,7 @@ class GatewayCore:
         message = f"{row.stage} is lost: {row.reason}"
         for record in list(self._records.values()):
             waits = record.group < 0 and record.tokenizer == row.stage
-            if waits or row.stage == f"detokenizer-{record.submit.detokenizer}":
+            if waits or row.stage == stage_id("detokenizer", record.submit.detokenizer):
                 out.append(self._abort(record, "host_lost", now))
                 failed = Failed(record.request_id, 503, message, code="host_lost")
                 out.append(local(failed))

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from pipeinfer.core import RecentTable
 from pipeinfer.messages import (
+    TOKEN_BYTES,
     Abort,
     AdapterChanges,
     Done,
@@ -34,6 +35,7 @@ from pipeinfer.messages import (
     Retention,
     Submit,
     TextRow,
+    num_ids,
 )
 from pipeinfer.observe.spans import Traceparent, read_traceparent
 from pipeinfer.params import (
@@ -213,7 +215,7 @@ class StatusChanged(Message, frozen=True):
     reason: str = ""
 
 
-ID_BYTES = OFFSET_BYTES = 4
+OFFSET_BYTES = 4  # bytes of a token's offset in the text, int32
 
 
 class RankedToken(NamedTuple):
@@ -247,7 +249,7 @@ def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
         logprobs=texts.logprobs[tokens * len(texts.logprobs) // count :],
         texts=texts.texts[tokens * len(texts.texts) // count :],
         offsets=texts.offsets[tokens * OFFSET_BYTES :],
-        ids=texts.ids[tokens * ID_BYTES :],
+        ids=texts.ids[tokens * TOKEN_BYTES :],
     )
 
 
@@ -550,7 +552,7 @@ class RequestRecord:
             ids = self._new_ids(row, repeated)
             text = self._new_text(row, repeated_bytes)
         self.bytes += len(text) if text.isascii() else len(text.encode())
-        self.tokens += len(ids) // 4
+        self.tokens += len(ids) // TOKEN_BYTES
         self.ids += ids
         return text, ids
 
@@ -558,7 +560,7 @@ class RequestRecord:
         """Log-probs of `ids`, the new ones of `row`."""
         if row.logprobs is None or not ids:
             return None
-        repeated = (len(row.ids) - len(ids)) // 4
+        repeated = (len(row.ids) - len(ids)) // TOKEN_BYTES
         return without_first(row.logprobs, repeated) if repeated else row.logprobs
 
     def prompt(self, row: TextRow) -> LogprobTexts | None:
@@ -566,7 +568,7 @@ class RequestRecord:
         delivered. Raises StreamGap."""
         if row.prompt is None:
             return None
-        repeated, count = self.num_prompt_logprobs - row.prompt_offset, len(row.prompt.ids) // 4
+        repeated, count = self.num_prompt_logprobs - row.prompt_offset, num_ids(row.prompt.ids)
         if repeated < 0:
             raise StreamGap(
                 f"log-probs continue at prompt token {row.prompt_offset}, but "
@@ -593,11 +595,11 @@ class RequestRecord:
             raise StreamGap(
                 f"tokens continue at {row.token_offset}, but {self.tokens} were delivered"
             )
-        begin = 4 * row.token_offset
-        size = min(len(row.ids), 4 * repeated)
+        begin = TOKEN_BYTES * row.token_offset
+        size = min(len(row.ids), TOKEN_BYTES * repeated)
         if not self.ids.startswith(row.ids[:size], begin):
             raise OutputDiverged
-        return row.ids[repeated * 4 :]
+        return row.ids[TOKEN_BYTES * repeated :]
 
 
 def offsets(row: TextRow, ids: bytes) -> bytes:

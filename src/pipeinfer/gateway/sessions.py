@@ -24,6 +24,7 @@ from pipeinfer.gateway.ledger import (
 )
 from pipeinfer.gateway.metrics import GroupMetrics, Metrics
 from pipeinfer.messages import (
+    TOKEN_BYTES,
     AdapterChanges,
     CacheReset,
     Message,
@@ -327,7 +328,7 @@ class RequestSessions:
             route.group_metrics.prompt_tokens += started.prompt_tokens
 
     def _measure_output(self, route: _ChoiceRoute, delta: OutputDelta) -> None:
-        now, tokens, group = self._clock(), len(delta.ids) // 4, route.group_metrics
+        now, tokens, group = self._clock(), len(delta.ids) // TOKEN_BYTES, route.group_metrics
         seconds = now - route.last_output
         if route.tokens:
             self._metrics.inter_token.observe(seconds)

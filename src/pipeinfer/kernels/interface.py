@@ -158,12 +158,6 @@ class DeviceStep:
         """
         return 0 if self.padded else self.shape.num_decodes
 
-    def qo_indptr_of(self, begin: int, end: int) -> torch.Tensor:
-        """Returns int32 [end - begin + 1], the first query of rows begin .. end - 1, which are the
-        decode rows or all the others.
-        """
-        return self.qo_indptr[: end + 1] if begin == 0 else self.prefill_qo_indptr
-
     def page_table_of(self, begin: int, end: int) -> torch.Tensor:
         """Returns int32 [end - begin, pages], the page table of rows begin .. end - 1."""
         missing = len(self.seq_lens) - len(self.row_page_table)

@@ -18,6 +18,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from pipeinfer.core import remaining_decodes
 from pipeinfer.memory.page_directory import (
     NO_SALT,
     ChainTracker,
@@ -34,9 +35,7 @@ from pipeinfer.memory.pages import (
 )
 from pipeinfer.memory.prefix_cache import PrefixCache, make_cache
 from pipeinfer.messages import Admit, AppendTokens, Plan, Release
-from pipeinfer.wire import COUNT_OF_ONE, NO_DRAFTS
-
-_NONE = np.empty(0, dtype=np.int32)
+from pipeinfer.wire import COUNT_OF_ONE, EMPTY_INT32, NO_DRAFTS, ONE_INT32
 
 
 @dataclass
@@ -77,20 +76,17 @@ class Rows:
     deferred: np.ndarray
     same_as_previous: bool = False
     number: int = -1
-    admitted: np.ndarray = field(default_factory=lambda: _NONE)
-    cached: np.ndarray = field(default_factory=lambda: _NONE)
+    admitted: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
+    cached: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
     free: int = 0
     evictable: int = 0
     evicted: int = 0
     digest: int = 0
-    pages_to_zero: np.ndarray = field(default_factory=lambda: _NONE)
+    pages_to_zero: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
     drafts: np.ndarray | None = None
     first_drafts: dict[int, int] = field(default_factory=dict[int, int])
-    invalidated: np.ndarray = field(default_factory=lambda: _NONE)
+    invalidated: np.ndarray = field(default_factory=lambda: EMPTY_INT32)
     fills: StepFills | None = None
-
-
-_ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as an addition
 
 
 class MemoryManager:
@@ -145,7 +141,7 @@ class MemoryManager:
     def reset(self, found: PageChains | None = None) -> None:
         """Begins an epoch: slots are empty, the digest is 0, and the cache has the pages `found`,
         recovered from earlier epochs (`PageChains.verified`); all other pages are free."""
-        kept = _NONE if found is None else found.pages
+        kept = EMPTY_INT32 if found is None else found.pages
         for slot in np.flatnonzero(self.slots.active).tolist():
             self._maybe_nan[self.table.owned_pages(slot)] = True
         self._zero_if_maybe_nan(np.setdiff1d(np.flatnonzero(self._maybe_nan), kept))
@@ -154,7 +150,7 @@ class MemoryManager:
         self.table.reset()
         self.slots = SlotArrays(self.slots.num_slots)
         # Slots whose prompts were completed by the plan before the last one, and by the last one.
-        self._finished_prompts = _NONE, _NONE
+        self._finished_prompts = EMPTY_INT32, EMPTY_INT32
         # None unless the last plan was decodes alone
         self._steady_decode: SteadyDecode | None = None
         self.num_evicted = 0
@@ -169,7 +165,7 @@ class MemoryManager:
             self.cache.insert(tokens, pages, _cache_key(salt), 0).pages
             for salt, tokens, pages in found.sequences()
         ]
-        pages = np.unique(np.concatenate([_NONE, *taken]))
+        pages = np.unique(np.concatenate([EMPTY_INT32, *taken]))
         if len(pages):
             self.allocator.take(pages)
             check_balance(self.allocator, self.cache, self.table)
@@ -400,7 +396,8 @@ class MemoryManager:
         starts = self.slots.num_projected[slots]
         known = self.slots.num_known[slots]
         remaining = known - starts  # known tokens that are not computed: above 0 where `ids_known`
-        # An empty slot has no tokens remaining, and max_total 0.
+        # `remaining_decodes` of core.py, written out on the hot path. An empty slot has no tokens
+        # remaining, and max_total 0.
         can_decode = (starts + 2 <= self.slots.max_total[slots]) & (counts > 0)
         takes = np.where(remaining > 0, np.minimum(remaining, counts), can_decode).astype(np.int32)
         reached, first_drafts = starts + takes, dict[int, int]()
@@ -534,7 +531,7 @@ class MemoryManager:
         if not len(drafts) and not len(ends):
             if drafted.any():
                 raise ProtocolError(f"{what} are missing, of slots {slots[drafted].tolist()}")
-            return None, _NONE
+            return None, EMPTY_INT32
         if not len(drafts) == len(ends) == len(slots):
             raise ProtocolError(
                 f"{what}: {len(drafts)} and {len(ends)}, where there are {len(slots)} rows"
@@ -612,8 +609,7 @@ class SteadyDecode:
         self.slots = rows.slots
         self.starts = rows.starts + rows.counts
         self.capacity = table.num_pages[rows.slots] * np.int32(page_size)
-        # A row may decode position p while p + 2 tokens are within its limit.
-        self.remaining = int((slots.max_total[rows.slots] - self.starts).min()) - 1
+        self.remaining = int(remaining_decodes(self.starts, slots.max_total[rows.slots]).min())
         self._counts = rows.counts
         self._samples = rows.samples
         self._all_false = rows.deferred
@@ -652,7 +648,7 @@ class SteadyDecode:
         """Rows in which every row decodes its next position; rows in `growing` int64 [G] have got a
         page."""
         starts = self.starts
-        self.starts = starts + _ONE
+        self.starts = starts + ONE_INT32
         self.remaining -= 1
         if len(growing):
             self.capacity[growing] += self._page_size

@@ -26,7 +26,8 @@ import numpy as np
 
 from pipeinfer.core import HASH_BYTES, block_hash, salt_hash
 from pipeinfer.memory.pages import PageTable, SlotArrays
-from pipeinfer.wire import NO_DRAFTS
+from pipeinfer.messages import TOKEN_BYTES
+from pipeinfer.wire import EMPTY_INT32, NO_DRAFTS, ONE_INT32
 
 DIGEST_BYTES = HASH_BYTES
 NO_PARENT = bytes(DIGEST_BYTES)  # the digest before a chain's first page
@@ -34,9 +35,7 @@ NO_SALT = bytes(DIGEST_BYTES)
 MAGIC = b"pipeinfer pages\x01"
 MAX_MODEL_KEY = 64  # bytes of the model's key
 UNUSABLE, USABLE = 0, 1
-_NO_PAGES = np.empty(0, dtype=np.int32)
 NOTHING_DRAFTED: Mapping[int, tuple[int, np.ndarray]] = MappingProxyType({})
-_ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as an addition
 
 
 def salt_digest(salt: str) -> bytes:
@@ -81,7 +80,7 @@ class PageChains:
         """An empty PageChains."""
         digests = np.zeros((0, DIGEST_BYTES), np.uint8)
         ids = np.zeros((0, page_size), np.int32)
-        return PageChains(_NO_PAGES, _NO_PAGES, digests, digests, digests, ids)
+        return PageChains(EMPTY_INT32, EMPTY_INT32, digests, digests, digests, ids)
 
     @staticmethod
     def of(rows: Sequence[FilledPage]) -> PageChains:
@@ -175,7 +174,7 @@ class _Layout:
             pages,
             4 * pages,
             *[DIGEST_BYTES * pages] * 3,
-            4 * page_size * pages,
+            TOKEN_BYTES * page_size * pages,
         ]
         self.offsets: list[int] = []
         self.total = 0
@@ -215,7 +214,7 @@ class PageDirectory:
         self._digests, self._parents, self._salts = (
             array(index, DIGEST_BYTES * pages).reshape(pages, DIGEST_BYTES) for index in (3, 4, 5)
         )
-        self._ids = array(6, 4 * page_size * pages).view("<i4").reshape(pages, page_size)
+        self._ids = array(6, TOKEN_BYTES * page_size * pages).view("<i4").reshape(pages, page_size)
 
     def begin(self, model_key: bytes) -> None:
         """Makes all pages invalid; from now on they belong to `model_key`, at most 64 bytes: a
@@ -393,7 +392,7 @@ class ChainTracker:
         """Pages, int32 [n], that were invalidated since the last call: the directory must mark them
         invalid before the next step is launched."""
         invalidated, self._invalidated = self._invalidated, []
-        return np.concatenate(invalidated) if invalidated else _NO_PAGES
+        return np.concatenate(invalidated) if invalidated else EMPTY_INT32
 
     def admit(self, slot: int, salt: bytes, ids: np.ndarray, cached: np.ndarray) -> None:
         """Notes that a request enters `slot`.
@@ -447,7 +446,7 @@ class ChainTracker:
 
     def _repeated(self, last: StepFills, rows: TrackedRows, table: PageTable) -> StepFills:
         """StepFills of a step that decodes the rows of the step `last` one token further."""
-        ends, filled_pages = last.ends + _ONE, dict[int, np.ndarray]()
+        ends, filled_pages = last.ends + ONE_INT32, dict[int, np.ndarray]()
         self._steps_to_full -= 1
         if self._steps_to_full <= 0:
             offsets = ends % self.page_size

@@ -21,8 +21,7 @@ import numpy as np
 from pipeinfer.command_line import none_of
 from pipeinfer.memory.pages import IntegrityError
 from pipeinfer.settings import ConfigurationError
-
-_NO_PAGES = np.empty(0, dtype=np.int32)
+from pipeinfer.wire import EMPTY_INT32
 
 
 class PrefixMatch(NamedTuple):
@@ -37,7 +36,7 @@ class PrefixMatch(NamedTuple):
     pages: np.ndarray
 
 
-_NO_MATCH = PrefixMatch(None, _NO_PAGES)
+_NO_MATCH = PrefixMatch(None, EMPTY_INT32)
 
 
 class CachedPath(NamedTuple):
@@ -239,7 +238,7 @@ class RadixCache:
             return _NO_MATCH
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = RadixNode(_NO_PAGES, _NO_PAGES, None, clock, 0)
+            root = self._roots[salt] = RadixNode(EMPTY_INT32, EMPTY_INT32, None, clock, 0)
             root.salt = salt
         node, found = self._match_pages(root, tokens, clock, protect=not prompt_only)
         have = sum(map(len, found))
@@ -287,11 +286,11 @@ class RadixCache:
                 self._trim_leaf(leaf, size)
             else:
                 self._remove_leaf(leaf)
-        return np.concatenate(given) if given else _NO_PAGES
+        return np.concatenate(given) if given else EMPTY_INT32
 
     def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
         """Takes whole nodes off the end of the path; see PrefixCache."""
-        given: list[np.ndarray] = [_NO_PAGES]
+        given: list[np.ndarray] = [EMPTY_INT32]
         node = self._last_full_node(tokens, salt)
         while node is not None and node.parent is not None and not (node.children or node.locks):
             above = node.parent
@@ -338,7 +337,7 @@ class RadixCache:
         own = Counter(map(id, holders))
         waiting = {(id(node), rank) for rank, _, node in self._evictable_leaves}
         sizes = [0, 0]
-        seen: list[np.ndarray] = [_NO_PAGES]
+        seen: list[np.ndarray] = [EMPTY_INT32]
         count = 0
         for node in self._all_nodes():
             count += 1
@@ -577,11 +576,11 @@ class NaiveCache:
 
     def evict(self, count: int) -> np.ndarray:
         """Returns no page."""
-        return _NO_PAGES
+        return EMPTY_INT32
 
     def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
         """Returns no page."""
-        return _NO_PAGES
+        return EMPTY_INT32
 
     def reset(self) -> None:
         """Does nothing."""
@@ -590,7 +589,7 @@ class NaiveCache:
         """Returns no page; raises IntegrityError if there is a holder."""
         if len(holders):
             raise IntegrityError(f"{len(holders)} locks on a cache without nodes")
-        return _NO_PAGES
+        return EMPTY_INT32
 
 
 CACHES = {"radix": RadixCache, "naive": NaiveCache}

@@ -28,7 +28,7 @@ import numpy as np
 
 from pipeinfer.control import Observed, RequestSpan, StepMade, Watch
 from pipeinfer.core import ANY_PLAN, PlanFilter, Send
-from pipeinfer.messages import BeginEpoch, Message, Plan, Result
+from pipeinfer.messages import BeginEpoch, Message, Plan, Result, num_ids
 from pipeinfer.observe.spans import (
     Exchange,
     SpanObserver,
@@ -405,7 +405,7 @@ class StepTimer:
         for release in plan.releases:
             self._admit(release.slot, UNKNOWN)
         for admit in plan.admits:
-            self._admit(admit.slot, len(admit.token_ids) // 4)
+            self._admit(admit.slot, num_ids(admit.token_ids))
         slots = unpack(plan.slots)
         if len(slots) and int(slots.max()) >= len(self._known):
             self._admit(int(slots.max()), UNKNOWN)

@@ -31,6 +31,7 @@ from pipeinfer.control import RequestSpan, TimedEvent
 from pipeinfer.core import ANY_PLAN, PlanFilter, Send, StepDone
 from pipeinfer.core import stage_number as stage_number
 from pipeinfer.messages import (
+    TOKEN_BYTES,
     Abort,
     Accepted,
     Admitted,
@@ -49,6 +50,7 @@ from pipeinfer.messages import (
     Text,
     TokenizedRequest,
     Tokens,
+    num_ids,
 )
 from pipeinfer.params import RequestParams, choice_id, choice_ids
 
@@ -407,12 +409,14 @@ class GatewayObserver:
 
     def _delta(self, delta: _Delta, at: float) -> None:
         if delta.ids and delta.finish is None:
-            self.spans.count_output(delta.request_id, at, delta.token_offset + len(delta.ids) // 4)
+            self.spans.count_output(
+                delta.request_id, at, delta.token_offset + len(delta.ids) // TOKEN_BYTES
+            )
         if self.spans.needing_mark(delta.request_id, delta.finish) is None:
             return
         if delta.text or delta.ids:
             self.spans.mark_first_output(
-                delta.request_id, at, "first_text", tokens=len(delta.ids) // 4
+                delta.request_id, at, "first_text", tokens=num_ids(delta.ids)
             )
         if delta.finish is not None:
             self.spans.finish(
@@ -465,7 +469,7 @@ class TokenizerObserver:
     def _delivered(self, delivered: Delivered, at: float) -> None:
         if self.spans.begin(delivered.request_id, at, attempt=delivered.attempt):
             self.spans.mark(
-                delivered.request_id, at, "taken_over", output_tokens=len(delivered.ids) // 4
+                delivered.request_id, at, "taken_over", output_tokens=num_ids(delivered.ids)
             )
 
     def _abort(self, abort: Abort, at: float) -> None:
@@ -481,7 +485,7 @@ class TokenizerObserver:
         if span is None or group is None:
             return
         span.trace = span.trace or work.trace
-        prompt = len(work.prompt_ids) // 4
+        prompt = num_ids(work.prompt_ids)
         self.spans.mark(work.request_id, at, "routed", group=group, prompt_tokens=prompt)
         self.spans.end(work.request_id, at)
 
@@ -566,7 +570,7 @@ class SchedulerObserver:
             others = (item for item in self._slots.items() if item[1].request_id != name)
             self._slots = dict(others)
         self.spans.begin(name, at, work.trace, work.attempt)
-        self.spans.mark(name, at, "queued", prompt_tokens=len(work.prompt_ids) // 4)
+        self.spans.mark(name, at, "queued", prompt_tokens=num_ids(work.prompt_ids))
 
     def _abort(self, abort: Abort, at: float) -> None:
         span = self.spans.get(abort.request_id)
@@ -585,7 +589,7 @@ class SchedulerObserver:
             self.spans.end(hit.request_id, at, "stop")
 
     def _resumed(self, resumed: Delivered, at: float) -> None:
-        self.spans.mark(resumed.request_id, at, "resumed", output_tokens=len(resumed.ids) // 4)
+        self.spans.mark(resumed.request_id, at, "resumed", output_tokens=num_ids(resumed.ids))
 
     def _admitted(self, admitted: Admitted, _at: float) -> None:
         pairs = zip(_ids(admitted.slots), _ids(admitted.cached), strict=True)
@@ -603,7 +607,7 @@ class SchedulerObserver:
             if row.ids:
                 self.spans.mark_first_output(row.request_id, at, "first_token")
             if row.finish is not None:
-                outputs = row.offset + len(row.ids) // 4
+                outputs = row.offset + num_ids(row.ids)
                 self.spans.finish(
                     row.request_id,
                     at,
@@ -629,11 +633,11 @@ class SchedulerObserver:
         for release in plan.releases:
             record = self._slots.pop(release.slot, None)
             if record is not None:  # a request that has ended has no span, and gets no event
-                outputs = len(release.output_ids) // 4
+                outputs = num_ids(release.output_ids)
                 self.spans.mark(record.request_id, at, "preempted", since_admitted=outputs)
         for admit in plan.admits:
             self._slots[admit.slot] = _SlotRecord(admit.request_id, plan.number)
-            tokens = len(admit.token_ids) // 4
+            tokens = num_ids(admit.token_ids)
             self.spans.mark(admit.request_id, at, "admitted", slot=admit.slot, tokens=tokens)
 
     _on_input: ClassVar[dict[type, Callable[[Any, Any, float], None]]] = {
@@ -697,7 +701,7 @@ class EngineObserver:
         for admit in plan.admits:
             name = self._slots[admit.slot] = admit.request_id
             self._waiting[admit.slot] = _Waiting(name, plan.number)
-            tokens = len(admit.token_ids) // 4
+            tokens = num_ids(admit.token_ids)
             self.spans.begin(name, began, admit.trace)
             self.spans.mark(
                 name,
@@ -715,7 +719,7 @@ class EngineObserver:
     def _release(self, release: Release, at: float) -> None:
         self._waiting.pop(release.slot, None)
         name = self._slots.pop(release.slot, "")
-        self.spans.mark(name, at, "released", output_tokens=len(release.output_ids) // 4)
+        self.spans.mark(name, at, "released", output_tokens=num_ids(release.output_ids))
         self.spans.end(name, at, "forgotten" if release.drop_prefix else "")
 
     def _admitted(self, admitted: Admitted, _at: float) -> None:
@@ -824,7 +828,7 @@ class DetokenizerObserver:
             if span is None:
                 continue
             if row.text or row.ids:
-                tokens, seconds = len(row.ids) // 4, at - came
+                tokens, seconds = num_ids(row.ids), at - came
                 self.spans.mark_first_output(
                     row.request_id, at, "first_text", tokens=tokens, seconds=seconds
                 )

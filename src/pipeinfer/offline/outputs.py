@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeinfer.gateway import ledger
 from pipeinfer.gateway.ledger import Call, Failed, Started, num_alternatives
-from pipeinfer.messages import FinishReason, LogprobTexts
+from pipeinfer.messages import TOKEN_BYTES, FinishReason, LogprobTexts
 from pipeinfer.wire import NO_ID, logprob_layout, unpack, unpack_few
 
 
@@ -273,7 +273,7 @@ class Collector:
             self._metrics.first_token_time = time.monotonic()
         self._text.append(delta.text)
         self._ids.append(delta.ids)
-        self.output_tokens += len(delta.ids) // 4
+        self.output_tokens += len(delta.ids) // TOKEN_BYTES
         if self._logprobs is not None:
             self._logprobs += logprobs_of(delta) or []
         if self._prompt_logprobs is not None:

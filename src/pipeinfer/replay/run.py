@@ -31,7 +31,7 @@ import numpy as np
 
 from pipeinfer import settings as config
 from pipeinfer.command_line import counted
-from pipeinfer.core import LOCAL, Core, GraphDue, Send, StepDone
+from pipeinfer.core import LOCAL, Core, GraphDue, Send, StepDone, stage_id
 from pipeinfer.engine.core import (
     AdapterRead,
     Compute,
@@ -181,7 +181,7 @@ def _engine_core(recording: LoadedTrace, settings: Settings) -> Stage:
         )
     except KeyError as error:
         raise CannotReplay(USAGE, f"the header does not say the engine's {error}") from None
-    return Stage(EngineCore(hello, f"scheduler-{header.group}", memory))
+    return Stage(EngineCore(hello, stage_id("scheduler", header.group), memory))
 
 
 def _track_pages(recording: LoadedTrace, rebuilt: Rebuilt) -> None:

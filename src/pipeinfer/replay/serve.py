@@ -22,7 +22,7 @@ import zmq
 from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import FrameHeader
-from pipeinfer.core import EVERYONE, PlanFilter, Send
+from pipeinfer.core import EVERYONE, PlanFilter, Send, stage_id
 from pipeinfer.messages import (
     Admitted,
     BeginEpoch,
@@ -96,7 +96,7 @@ class EngineRole:
 
     def __init__(self, recording: LoadedTrace, incarnation: int) -> None:
         self._hello = _replaced(_last(recording, Hello), incarnation=incarnation)
-        self._scheduler = f"scheduler-{recording.header.group}"
+        self._scheduler = stage_id("scheduler", recording.header.group)
         self._answers = _longest_epoch(recording)
         recorded = {one.plan.epoch for one in self._answers}
         messages = (entry.message for entry in recording.entries)
@@ -389,7 +389,7 @@ class StagePlayer:
         except zmq.ZMQError as error:
             raise CannotReplay(USAGE, f"{self._identity.id} runs already: {error}") from None
         if self._identity.name == "engine":
-            self._bus.listen(f"scheduler-{self._identity.group}", "plan")
+            self._bus.listen(stage_id("scheduler", self._identity.group), "plan")
         self._bus.start(self._on_message)
         timers = [asyncio.create_task(self._every(TICK, self._tick)),
                   asyncio.create_task(self._every(HEARTBEAT, self._beat))]  # fmt: skip

@@ -29,7 +29,7 @@ import msgspec
 
 from pipeinfer.command_line import counted
 from pipeinfer.core import ANY_PLAN, PlanFilter, Send, StepDone
-from pipeinfer.messages import Admit, Admitted, BeginEpoch, Plan, Result
+from pipeinfer.messages import TOKEN_BYTES, Admit, Admitted, BeginEpoch, Plan, Result
 from pipeinfer.topology import Identity
 from pipeinfer.trace.format import (
     End,
@@ -381,7 +381,6 @@ def ignored_fields(kind: str, other_device: bool = False) -> frozenset[str]:
     return fields | DEVICE_IGNORED_FIELDS.get(kind, frozenset()) if other_device else fields
 
 
-ID_BYTES = 4
 MISSING = "(missing)"
 
 Skips = Callable[[str], frozenset[str]]
@@ -413,7 +412,7 @@ def plain(value: object) -> object:
         fields = value.__struct_fields__
         return {type(value).__name__: {name: plain(getattr(value, name)) for name in fields}}
     if isinstance(value, bytes):
-        return unpack(value).tolist() if len(value) % ID_BYTES == 0 else value.hex()
+        return unpack(value).tolist() if len(value) % TOKEN_BYTES == 0 else value.hex()
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     if isinstance(value, dict):
@@ -437,7 +436,7 @@ def _differences(path: str, a: Any, b: Any, skips: Skips) -> Iterator[Mismatch]:
                 )
     elif a == b:
         return
-    elif isinstance(a, bytes) and len(a) % ID_BYTES == 0 and len(b) % ID_BYTES == 0:
+    elif isinstance(a, bytes) and len(a) % TOKEN_BYTES == 0 and len(b) % TOKEN_BYTES == 0:
         yield from _in_sequence(path, unpack(a).tolist(), unpack(b).tolist(), skips)
     elif isinstance(a, (list, tuple)):
         yield from _in_sequence(path, a, b, skips)

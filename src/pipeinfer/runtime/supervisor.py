@@ -44,7 +44,7 @@ from pipeinfer.checkpoint.pooling import read_pooling
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.command_line import did_you_mean
 from pipeinfer.control import CHANNEL, Swap, SwapState
-from pipeinfer.core import EVERYONE, HEARTBEAT_SECONDS, Send
+from pipeinfer.core import EVERYONE, HEARTBEAT_SECONDS, Send, stage_id
 from pipeinfer.gguf.header import is_gguf
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.observe import observer
@@ -362,7 +362,7 @@ class Supervisor:
         engines = [i.identity for i in self._other_children() if i.identity.name == "engine"]
         self._kept.end_others([i.id for i in engines] if keeps_memory(self._settings) else [])
         groups = {identity.group for identity in engines}
-        schedulers = {f"scheduler-{group}" for group in groups}  # on another host perhaps
+        schedulers = {stage_id("scheduler", group) for group in groups}  # on another host perhaps
         for stage in sorted(self._children.keys() - schedulers):
             self._listener.listen(stage)
         for stage in sorted(schedulers):

@@ -26,6 +26,7 @@ from pipeinfer.core import (
     SuspendAwareClock,
     Tick,
     bracketed_answer,
+    stage_id,
 )
 from pipeinfer.grammars.bounds import GRAMMAR_ERROR, NO_GRAMMAR_MEMORY
 from pipeinfer.messages import (
@@ -116,7 +117,7 @@ class SchedulerCore:
         self._now = self._clock_time = 0.0  # _clock_time: by _suspend_aware_clock
         self._drain_state: DrainState = "serving"
         recovering_stages = (*tokenizers, *detokenizers)
-        self._roll_call = RollCall(f"scheduler-{group}", incarnation, recovering_stages)
+        self._roll_call = RollCall(stage_id("scheduler", group), incarnation, recovering_stages)
         self._records = RecoveryRecords(
             tokenizers, detokenizers, FORGET_FACTOR * options.host_loss, group
         )
@@ -281,7 +282,7 @@ class SchedulerCore:
         begin with kept pages."""
         self._engine.slots.reset_cache()
         done = CacheReset(name=reset.name, gateway=reset.gateway, group=self.group)
-        self._outbox.send("tokens", f"detokenizer-{reset.detokenizer}", done)
+        self._outbox.send("tokens", stage_id("detokenizer", reset.detokenizer), done)
 
     def _on_set_sleep(self, asked: SetSleep, now: float) -> None:
         if not asked.level:
@@ -293,7 +294,7 @@ class SchedulerCore:
         self._sleep.ask(asked)
         if self._sleep.falls and asked.mode == "abort":
             for request in [one for one in self._live if one.id not in self._sleep.deferred]:
-                self._abort(request, "the server falls asleep")
+                self._end_early(request, "aborted", "the server falls asleep")
 
     def _fall_asleep(self, now: float) -> None:
         """Ends the epoch and puts the ranks to sleep. Requests that hold slots go on at waking,
@@ -357,24 +358,13 @@ class SchedulerCore:
         self._drop(request, kind)
         self._records.add_finished(request, row)
 
-    def _fail(self, request: Request, finish: Literal["abort", "error"], message: str) -> None:
-        row = TokenRow(
-            request_id=request.id,
-            offset=len(request.outputs),
-            ids=b"",
-            finish=finish,
-            stop_token=None,
-            error=message,
-        )
-        self._finish(request, row, "timed_out" if finish == "abort" else "failed")
-
-    def _abort(self, request: Request, why: str) -> None:
-        """Ends a live request with finish "abort"; the client keeps the output so far. This is not
-        the handler of Abort."""
-        row = TokenRow(
-            request_id=request.id, offset=len(request.outputs), ids=b"", finish="abort", error=why
-        )
-        self._finish(request, row, "aborted")
+    def _end_early(
+        self, request: Request, kind: Literal["aborted", "failed", "timed_out"], message: str
+    ) -> None:
+        """Ends a live request before its output is complete, with finish "error" if it failed, else
+        "abort"; the client keeps the output so far. message: for the client."""
+        finish = "error" if kind == "failed" else "abort"
+        self._finish(request, last_row(request, finish, message), kind)
 
     def _drop(self, request: Request, kind: FinishKind) -> None:
         """Ends a request in all containers; its slot is released with the next plan."""
@@ -461,17 +451,12 @@ class SchedulerCore:
             request.max_total = max_total(request, self._epochs.shape)
         except TooLong as error:
             if request.outputs:  # the client has read some of the output
-                self._fail(request, "error", str(error))
+                self._end_early(request, "failed", str(error))
             else:
                 self._refuse(request, 400, str(error), error.param)
             return
         if request.length >= request.max_total:
-            self._finish(
-                request,
-                TokenRow(
-                    request_id=request.id, offset=len(request.outputs), ids=b"", finish="length"
-                ),
-            )
+            self._finish(request, last_row(request, "length"))
 
     def _on_fault(self, fault: Fault, now: float) -> None:
         if not self._epochs.running or fault.epoch != self._epochs.epoch:
@@ -537,7 +522,7 @@ class SchedulerCore:
         self._takeover.begin(lost, self._clock_time)
         culprit = self._planner.on_epoch_lost(lost, in_flight, not_request_fault)
         if culprit is not None:
-            self._fail(culprit, "error", "the engine crashed repeatedly on this request")
+            self._end_early(culprit, "failed", "the engine crashed repeatedly on this request")
 
     def _on_grammar_compiled(self, prepared: GrammarCompiled, _now: float) -> None:
         for request in self._planner.on_grammar_compiled(prepared):
@@ -550,7 +535,7 @@ class SchedulerCore:
             return
         for request in self._planner.on_adapter_loaded(loaded):
             if request.outputs:
-                self._fail(request, "error", ADAPTER_ERROR + loaded.error)
+                self._end_early(request, "failed", ADAPTER_ERROR + loaded.error)
             else:
                 self._refuse(request, 400, ADAPTER_ERROR + loaded.error, "model", ADAPTER_CODE)
 
@@ -604,7 +589,7 @@ class SchedulerCore:
         if why != NO_GRAMMAR_MEMORY:
             status, why = 400, GRAMMAR_ERROR + why
         if request.outputs:
-            self._fail(request, "error", why)
+            self._end_early(request, "failed", why)
         else:
             self._refuse(request, status, why, "structured_outputs")
 
@@ -615,9 +600,9 @@ class SchedulerCore:
         elif trouble is BAD_LOGITS:
             request.bad_logits = True
             self.counts["bad_logits"] += 1
-            self._fail(request, "error", trouble)
+            self._end_early(request, "failed", trouble)
         else:
-            self._fail(request, "error", GRAMMAR_ERROR + trouble)
+            self._end_early(request, "failed", GRAMMAR_ERROR + trouble)
 
     def _accept(self, request: Request, tokens: list[int], logprobs: bytes) -> None:
         offset = len(request.outputs)
@@ -649,7 +634,7 @@ class SchedulerCore:
         if self._epochs.running and (probe := self._planner.probe(self._epochs.epoch, now)):
             self._publish(probe)
         for request in self._live.take_overdue(self._now):
-            self._fail(request, "abort", "the request's timeout is over")
+            self._end_early(request, "timed_out", "the request's timeout is over")
         try:
             self._engine.in_flight.check(now, self.options.watchdog)
             if not self._announcer.ranks.asleep:

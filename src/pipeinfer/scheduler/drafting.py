@@ -97,6 +97,8 @@ class Drafter:
             }
         for index, request in enumerate(decodes):
             if can_draft(request) and self._worthwhile(request):
+                # Less than `remaining_decodes` of core.py by the token that a row without drafts
+                # decodes, written out on the hot path.
                 drafts = min(self.max_drafts, request.max_total - 2 - request.projected)
                 if drafts > 0:
                     yield index, drafts

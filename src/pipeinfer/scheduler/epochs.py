@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from pipeinfer.core import EVERYONE, Send, heartbeat_period
+from pipeinfer.core import EVERYONE, Send, engine_id, heartbeat_period
 from pipeinfer.messages import (
     PROTOCOL,
     Asleep,
@@ -385,7 +385,7 @@ class GroupAnnouncer:
         self.group = group
         self.incarnation = incarnation
         self.ranks = RankStates(options.host_loss)
-        self.engines = {f"engine-{group}-{rank}": rank for rank in range(options.tp)}
+        self.engines = {engine_id(group, rank): rank for rank in range(options.tp)}
         self._published: GroupReadiness | None = None
         self._published_at = float("-inf")
 

@@ -82,7 +82,8 @@ class StepComposer:
     def decode_all(self) -> None:
         """Gives one token to every running request that has computed its prompt; several if they
         are known already (jump-forward, drafts)."""
-        # The hot path: written out, because it runs for every request in every step.
+        # The hot path: it runs for every request in every step, so calls such as that of
+        # `remaining_decodes` (core.py) are written out.
         decodes = [
             r for r in self._running if r.known_len <= r.projected and r.projected + 1 < r.max_total
         ]

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 
 from pipeinfer.core import FairQueue, block_hashes
 from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS
-from pipeinfer.messages import CompileGrammar, GrammarCompiled
+from pipeinfer.messages import TOKEN_BYTES, CompileGrammar, GrammarCompiled
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.scheduler.adapters import AdapterSlots
 from pipeinfer.scheduler.engine_state import PlannedRow
-from pipeinfer.scheduler.request import TOKEN_BYTES, Request
+from pipeinfer.scheduler.request import Request
 from pipeinfer.step_cost import Prompt
 
 AHEAD = 64  # prompts at the head of the queue that `prompts` lists one by one

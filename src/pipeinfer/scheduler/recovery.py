@@ -22,9 +22,11 @@ from pipeinfer.core import (
     RecentTable,
     Send,
     TakeoverPhase,
+    stage_id,
     takeover_statistic,
 )
 from pipeinfer.messages import (
+    TOKEN_BYTES,
     Abort,
     Delivered,
     FinishReason,
@@ -35,8 +37,9 @@ from pipeinfer.messages import (
     TokenizedRequest,
     TokenRow,
     Tokens,
+    num_ids,
 )
-from pipeinfer.scheduler.request import TOKEN_BYTES, Request
+from pipeinfer.scheduler.request import Request
 from pipeinfer.wire import LOGPROBS_PER_MESSAGE, pack
 
 MAX_REMEMBERED = 10_000  # most ids of ended requests that are kept
@@ -369,7 +372,10 @@ class Outbox:
     def take(self) -> list[Send]:
         """Removes and returns all messages."""
         out, self._sends = self._sends, []
-        out += [self._tokens(f"detokenizer-{to}", tuple(rows)) for to, rows in self._rows.items()]
+        out += [
+            self._tokens(stage_id("detokenizer", to), tuple(rows))
+            for to, rows in self._rows.items()
+        ]
         self._rows.clear()
         return out
 
@@ -427,7 +433,7 @@ class Outbox:
 
 def detokenizer_of(request: Request) -> str:
     """Id of the detokenizer stage that serves `request`."""
-    return f"detokenizer-{request.work.detokenizer}"
+    return stage_id("detokenizer", request.work.detokenizer)
 
 
 def refusal(
@@ -485,7 +491,7 @@ def all_rows(request: Request, last: TokenRow | None) -> Iterator[TokenRow]:
 
 def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
     """The row of the output tokens `ids` from `offset` on."""
-    begin, many = offset * request.logprob_size, len(ids) // TOKEN_BYTES * request.logprob_size
+    begin, many = offset * request.logprob_size, num_ids(ids) * request.logprob_size
     return TokenRow(
         request_id=request.id,
         offset=offset,
@@ -496,9 +502,9 @@ def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
 
 
 def last_row(request: Request, finish: FinishReason | None, error: str = "") -> TokenRow:
-    """The row that ends `request`, for a detokenizer that was restarted.
+    """The row that ends `request` behind the output that it has; without ids.
 
-    - finish: why it ended; None if its detokenizer had ended it, at a stop string. The next
+    - finish: why it ended; None if its detokenizer had ended it, at a stop string. A restarted
       detokenizer finds the stop string in the same ids again and never reads this row; if it does
       not find it, rows were lost, and the row is an error about that
     """

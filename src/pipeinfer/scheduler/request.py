@@ -12,12 +12,12 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeinfer.messages import Delivered, FinishReason, Hello, TokenizedRequest
+from pipeinfer.core import remaining_decodes
+from pipeinfer.messages import Delivered, FinishReason, Hello, TokenizedRequest, num_ids
 from pipeinfer.wire import logprob_bytes, no_logprob
 
 # taken off the arrival number of resumed requests: they come first, in their order
 RESUMED = 1 << 40
-TOKEN_BYTES = 4  # of packed ids
 UNKNOWN_OUTPUT = 256  # output tokens assumed for a request without max_tokens
 DRAFT_RATE_STEP = 1 / 4  # how much one step's draft tokens change the rate of accepted ones
 
@@ -192,7 +192,10 @@ class Request:
     @property
     def exhausted(self) -> bool:
         """True when the steps in flight bring the request to its length limit."""
-        return self.projected >= self.known_len and self.projected + 1 >= self.max_total
+        return (
+            self.projected >= self.known_len
+            and remaining_decodes(self.projected, self.max_total) <= 0
+        )
 
     @property
     def remaining_tokens(self) -> int:
@@ -230,7 +233,7 @@ class Request:
             self.drafted, count = True, -1 - drafts
             self.projected = min(before - count, self.max_total - 1)
             self.reached = max(self.reached, self.projected)
-        elif before + 1 < self.max_total:
+        elif before + 1 < self.max_total:  # hot path: `remaining_decodes` of core.py, written out
             self.projected = before + 1
         self.counts_in_flight.append(count)
         self.steps_in_flight += 1
@@ -256,7 +259,7 @@ class Request:
                 computed = min(computed + abs(count), self.known_len)
             elif count < 0:
                 computed = min(computed - count, self.max_total - 1)
-            elif computed + 1 < self.max_total:
+            elif computed + 1 < self.max_total:  # `remaining_decodes`, written out
                 computed += 1
         self.projected = computed
 
@@ -383,7 +386,7 @@ def request_of(work: TokenizedRequest, arrival: int, now: float, since: float = 
         arrival=arrival,
         deadline=now + work.timeout if work.timeout > 0 else float("inf"),
         arrived_at=since,
-        prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
+        prompt_len=num_ids(work.prompt_ids),
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
         logprob_size=logprob_bytes(work.params.logprobs, work.params.vector_size),
         prompt_logprob_size=logprob_bytes(of_prompt),

@@ -26,6 +26,7 @@ from pipeinfer.core import (
     SendFailed,
     Tick,
     bracketed_answer,
+    stage_id,
     stage_number,
 )
 from pipeinfer.messages import (
@@ -374,7 +375,7 @@ class TokenizerCore:
             param=param,
             code=code,
         )
-        return [Send("text", f"gateway-{event.gateway}", refusal)]
+        return [Send("text", stage_id("gateway", event.gateway), refusal)]
 
     def _route(self, pending: PendingPrompt, prompt: TokenizedPrompt) -> list[Send]:
         """Chooses a group and sends all choices there."""
@@ -386,7 +387,7 @@ class TokenizerCore:
         if event.only_encode:
             self._counts["encoded"] += len(names)
             accepted = self._accepted(pending, prompt, -1)
-            return [Send("text", f"gateway-{event.gateway}", accepted)]
+            return [Send("text", stage_id("gateway", event.gateway), accepted)]
         routed = event.group in self._monitor.groups
         request = (names[0], ids, event.params.max_tokens, event.cache_salt)
         group = (
@@ -406,8 +407,8 @@ class TokenizerCore:
             certain = routed or in_one_group
             self._routed.put(RoutedRequest(work, group, certain, in_one_group, origin))
         return [
-            Send("text", f"gateway-{event.gateway}", accepted),
-            *(Send("work", f"scheduler-{group}", work) for work in works),
+            Send("text", stage_id("gateway", event.gateway), accepted),
+            *(Send("work", stage_id("scheduler", group), work) for work in works),
         ]
 
     def _accepted(self, pending: PendingPrompt, prompt: TokenizedPrompt, group: int) -> Accepted:
@@ -491,7 +492,7 @@ class TokenizerCore:
         if groups is None:
             # Its prompt is being encoded, its gateway died, or only the last tokenizer knew it.
             groups = self._monitor.groups
-        return [Send("work", f"scheduler-{to}", event) for to in groups]
+        return [Send("work", stage_id("scheduler", to), event) for to in groups]
 
     def _on_done(self, event: Done, _now: float) -> list[Send]:
         ended: dict[int, list[str]] = {}
@@ -507,15 +508,17 @@ class TokenizerCore:
                 groups = () if here else self._monitor.groups
             for group in groups:
                 ended.setdefault(group, []).append(request_id)
-        return [Send("work", f"scheduler-{to}", Done(tuple(ids))) for to, ids in ended.items()]
+        return [
+            Send("work", stage_id("scheduler", to), Done(tuple(ids))) for to, ids in ended.items()
+        ]
 
     def _on_reset_cache(self, event: ResetCache, _now: float) -> list[Send]:
         """Sends the reset to every group. Work that is sent later comes behind it; prompts that are
         still being encoded are later work."""
-        return [Send("work", f"scheduler-{group}", event) for group in self._monitor.groups]
+        return [Send("work", stage_id("scheduler", group), event) for group in self._monitor.groups]
 
     def _on_set_sleep(self, event: SetSleep, _now: float) -> list[Send]:
-        return [Send("work", f"scheduler-{group}", event) for group in self._monitor.groups]
+        return [Send("work", stage_id("scheduler", group), event) for group in self._monitor.groups]
 
     # ----------------------------------------------------------------------------------- recovery
 
@@ -574,7 +577,7 @@ class TokenizerCore:
             if self._is_due(group, now):
                 for work in self._routed.mark_leaving(group):
                     hand_over = HandOver(work.request_id, work.attempt)
-                    out.append(Send("work", f"scheduler-{group}", hand_over))
+                    out.append(Send("work", stage_id("scheduler", group), hand_over))
         return out
 
     def _hand_over_lost(self, now: float) -> list[Send]:
@@ -588,11 +591,11 @@ class TokenizerCore:
                 continue
             for work in self._routed.mark_leaving(group):
                 if give_up:
-                    why = f"scheduler-{group} has been silent for {seconds:.0f} s"
+                    why = f"{stage_id('scheduler', group)} has been silent for {seconds:.0f} s"
                     out += self._refuse(work, 503, why, code="host_lost")
                     continue
                 hand_over = HandOver(work.request_id, work.attempt, self._roll_call.stage)
-                out.append(Send("recovery", f"gateway-{work.gateway}", hand_over))
+                out.append(Send("recovery", stage_id("gateway", work.gateway), hand_over))
         return out
 
     def _is_due(self, group: int, now: float) -> bool:
@@ -609,7 +612,7 @@ class TokenizerCore:
             abort = Abort(event.request_id, event.attempt, "nobody has taken its end")
             entry, out = self._routed.get(event.request_id), list[Send]()
             if entry is not None and entry.work.retention is not None:
-                out.append(Send("recovery", f"gateway-{entry.work.gateway}", abort))
+                out.append(Send("recovery", stage_id("gateway", entry.work.gateway), abort))
             return [*out, *self._on_abort(abort, now)]
         entry = self._routed.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
@@ -619,7 +622,7 @@ class TokenizerCore:
         if event.attempt > work.attempt:
             abort = Abort(work.request_id, work.attempt, "another group goes on with it")
             groups = (entry.group,) if entry.in_one_group else self._monitor.groups
-            aborts += [Send("work", f"scheduler-{group}", abort) for group in groups]
+            aborts += [Send("work", stage_id("scheduler", group), abort) for group in groups]
         request = (event.request_id, ids, work.params.max_tokens, work.cache_salt)
         leader_group = self._routed.group_of_leader(entry)
         self._router.on_ended(event.request_id)
@@ -635,9 +638,9 @@ class TokenizerCore:
         )
         return [
             *aborts,
-            Send("recovery", f"scheduler-{group}", event),
-            Send("work", f"scheduler-{group}", work),
-            Send("text", f"gateway-{work.gateway}", accepted),
+            Send("recovery", stage_id("scheduler", group), event),
+            Send("work", stage_id("scheduler", group), work),
+            Send("text", stage_id("gateway", work.gateway), accepted),
         ]
 
     # ------------------------------------------------------------------------------ time and stop
