@@ -348,9 +348,14 @@ export class Chat {
     });
     if (this.#runs.get(conversation.id) === run) this.#runs.delete(conversation.id);
     if (messages[message.at] !== message || !this.#stored(conversation)) return;
-    this.#store.saveMessage(message);
-    this.#thread.ended(message);
-    this.#draw();
-    if (!message.error) announce(`Answer: ${message.content.slice(0, SPOKEN)}`);
+    try {
+      await this.#store.saveMessage(message); // a reload after the end finds all of the answer
+    } finally {
+      if (messages[message.at] === message && this.#stored(conversation)) {
+        this.#thread.ended(message);
+        this.#draw();
+        if (!message.error) announce(`Answer: ${message.content.slice(0, SPOKEN)}`);
+      }
+    }
   }
 }

@@ -31,6 +31,11 @@ const result = (request) => new Promise((resolve, reject) => {
   request.onerror = () => reject(request.error);
 });
 
+const committed = (change) => new Promise((resolve, reject) => {
+  change.oncomplete = resolve;
+  change.onabort = change.onerror = () => reject(change.error);
+});
+
 const of = (id, from = 0) => IDBKeyRange.bound([id, from], [id, Infinity]);
 
 class Kept {
@@ -58,7 +63,9 @@ class Kept {
   }
 
   saveMessage(message) {
-    return result(this.#in("messages", "readwrite").put(message));
+    const change = this.#database.transaction("messages", "readwrite");
+    change.objectStore("messages").put(message);
+    return committed(change);
   }
 
   /** Forgets the messages of a conversation from number `from` on. */
@@ -72,10 +79,7 @@ class Kept {
     const change = this.#database.transaction(names, "readwrite");
     change.objectStore("conversations").put(conversation);
     for (const message of messages) change.objectStore("messages").put(message);
-    return new Promise((resolve, reject) => {
-      change.oncomplete = resolve;
-      change.onabort = change.onerror = () => reject(change.error);
-    });
+    return committed(change);
   }
 
   async remove(id) {
