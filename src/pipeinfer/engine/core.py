@@ -656,14 +656,14 @@ class EngineCore:
             return []
         return self._fault("it hands over to another process", orderly=True)
 
-    def _compile(self, prepare: CompileGrammar) -> Compile:
+    def _compile(self, message: CompileGrammar) -> Compile:
         """Makes the command for the device. Freed grammars normally travel with the next step's
         delta; if no step is in flight, the Compile command carries them.
         """
         quiet = self._epoch is None or not self._epoch.in_flight
         released = self._requests.take_dropped_grammars() if quiet else ()
         return Compile(
-            request_id=prepare.request_id, spec=prepare.spec, slow=prepare.slow, released=released
+            request_id=message.request_id, spec=message.spec, slow=message.slow, released=released
         )
 
     def _on_compiled(self, compiled: Compiled) -> Send:

@@ -355,12 +355,12 @@ class GatewayCore:
         )
         return [local(failed)]
 
-    def _on_send_failed(self, unsent: SendFailed, now: float) -> list[Send]:
+    def _on_send_failed(self, failure: SendFailed, now: float) -> list[Send]:
         """A message about a request cannot be encoded: all its choices fail."""
-        record = self._records.get(unsent.request_id)
-        if record is None or record.attempt != unsent.attempt:
+        record = self._records.get(failure.request_id)
+        if record is None or record.attempt != failure.attempt:
             return []
-        message, out = f"the request cannot be passed on: {unsent.reason}", list[Send]()
+        message, out = f"the request cannot be passed on: {failure.reason}", list[Send]()
         for name in choice_ids(record.submit.request_id, record.submit.choices):
             choice = self._records.get(name)
             if choice is not None:

@@ -524,9 +524,9 @@ class SchedulerCore:
         if culprit is not None:
             self._end_early(culprit, "failed", "the engine crashed repeatedly on this request")
 
-    def _on_grammar_compiled(self, prepared: GrammarCompiled, _now: float) -> None:
-        for request in self._planner.on_grammar_compiled(prepared):
-            self._without_grammar(request, prepared.error)
+    def _on_grammar_compiled(self, compiled: GrammarCompiled, _now: float) -> None:
+        for request in self._planner.on_grammar_compiled(compiled):
+            self._without_grammar(request, compiled.error)
 
     def _on_adapter_loaded(self, loaded: AdapterLoaded, _now: float) -> None:
         """Takes a rank's answer to LoadAdapter. If loading failed: requests with output end with
@@ -659,8 +659,8 @@ class SchedulerCore:
         while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
             self._publish(plan)
         if self._epochs.running:  # a plan may have found a request whose grammar is not compiled
-            for prepare in self._planner.grammars_to_compile(now):
-                self._outbox.send("plan", EVERYONE, prepare)
+            for message in self._planner.grammars_to_compile(now):
+                self._outbox.send("plan", EVERYONE, message)
             for load in self._planner.adapters_to_load(self._epochs.epoch, now):
                 self._outbox.send("plan", EVERYONE, load)
 

@@ -204,11 +204,11 @@ class Planner:
         """The messages that ask engines for grammars, as far as they are due at `now` (seconds)."""
         return self._queue.grammars.take_due(now)
 
-    def on_grammar_compiled(self, prepared: GrammarCompiled) -> list[Request]:
+    def on_grammar_compiled(self, compiled: GrammarCompiled) -> list[Request]:
         """Takes a rank's answer to CompileGrammar. Requests that waited for the grammar go on; if
         it cannot be had, they are returned."""
-        free = self._queue.grammars.on_grammar_compiled(prepared)
-        if prepared.error:
+        free = self._queue.grammars.on_grammar_compiled(compiled)
+        if compiled.error:
             return free
         for request in free:
             if request.phase == "waiting_for_grammar":  # suspects wait in the quarantine

@@ -436,15 +436,15 @@ class PendingGrammar:
     """A grammar that engines were asked for.
 
     Attributes:
-    - prepare: the message to engines
+    - message: the message to engines
     - waiting: requests that wait for the grammar
-    - ranks_prepared: ranks that have compiled it
+    - compiled_ranks: ranks that have compiled it
     - sent: when the message was sent last, in seconds
     """
 
-    prepare: CompileGrammar
+    message: CompileGrammar
     waiting: list[Request] = field(default_factory=list[Request])
-    ranks_prepared: set[int] = field(default_factory=set[int])
+    compiled_ranks: set[int] = field(default_factory=set[int])
     sent: float = float("-inf")
 
 
@@ -482,7 +482,7 @@ class GrammarQueue:
         self._processes = tuple(processes)
         self._known.clear()
         for one in self._pending.values():
-            one.ranks_prepared.clear()
+            one.compiled_ranks.clear()
             one.sent = float("-inf")
 
     def park_if_blocked(self, request: Request) -> bool:
@@ -506,15 +506,15 @@ class GrammarQueue:
             self._known.move_to_end(spec)
             return True
         for one in self._pending.values():
-            if one.prepare.spec == spec:
+            if one.message.spec == spec:
                 if request not in one.waiting:
                     one.waiting.append(request)
                 return False
         slow = request.work.slow_grammar
-        prepare = CompileGrammar(request_id=request.id, spec=spec, slow=slow)
+        message = CompileGrammar(request_id=request.id, spec=spec, slow=slow)
         if slow:
             self._slow.put(request.work.client, 1, request.id)
-        self._pending[request.id] = PendingGrammar(prepare, [request])
+        self._pending[request.id] = PendingGrammar(message, [request])
         return False
 
     def remove(self, request: Request) -> None:
@@ -533,25 +533,25 @@ class GrammarQueue:
             self._current_slow = self._slow.take()
         for key, one in self._pending.items():
             if now - one.sent >= GRAMMAR_RETRY_SECONDS and (
-                key == self._current_slow or not one.prepare.slow
+                key == self._current_slow or not one.message.slow
             ):
                 one.sent = now
-                yield one.prepare
+                yield one.message
 
-    def on_grammar_compiled(self, prepared: GrammarCompiled) -> list[Request]:
+    def on_grammar_compiled(self, compiled: GrammarCompiled) -> list[Request]:
         """Takes a rank's answer. Returns the requests that no longer wait, because all ranks have
         the grammar or one cannot have it."""
-        if (prepared.rank, prepared.incarnation) not in enumerate(self._processes):
+        if (compiled.rank, compiled.incarnation) not in enumerate(self._processes):
             return []
-        one = self._pending.get(prepared.request_id)
+        one = self._pending.get(compiled.request_id)
         if one is None:
             return []
-        one.ranks_prepared.add(prepared.rank)
-        if len(one.ranks_prepared) < self._tp and not prepared.error:
+        one.compiled_ranks.add(compiled.rank)
+        if len(one.compiled_ranks) < self._tp and not compiled.error:
             return []
-        del self._pending[prepared.request_id]
-        if not prepared.error:
-            self._known[one.prepare.spec] = None
+        del self._pending[compiled.request_id]
+        if not compiled.error:
+            self._known[one.message.spec] = None
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         return one.waiting

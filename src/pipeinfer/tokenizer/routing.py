@@ -30,7 +30,7 @@ import numpy as np
 from msgspec import structs
 
 from pipeinfer.command_line import none_of
-from pipeinfer.core import SuspendAwareClock, block_hashes, silence_limit
+from pipeinfer.core import SuspendAwareClock, block_hashes, silence_limit, stage_number
 from pipeinfer.messages import Accepted, Adopt, Ended, GroupStatus, Submit, TokenizedRequest
 from pipeinfer.params import StructuredOutputs, choice_id, choice_ids
 from pipeinfer.settings import ConfigurationError
@@ -420,10 +420,10 @@ class GroupMonitor:
     def on_ended(self, event: Ended) -> tuple[int, GroupReport | None]:
         """A stage has ended. If it is a scheduler, and its end was not known: the group's
         number and report; else (-1, None)."""
-        name, _, number = event.stage.rpartition("-")
-        if name != "scheduler" or not number.isdecimal():
+        group = stage_number(event.stage, "scheduler")
+        if group is None:
             return -1, None
-        state = self._groups.get(int(number))
+        state = self._groups.get(group)
         if (
             state is None
             or state.lost

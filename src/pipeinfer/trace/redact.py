@@ -76,7 +76,7 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.epochs:FencedRanks", "_fenced"),
         ("pipeinfer.scheduler.epochs:FencedRanks", "_to_kill"),
         ("pipeinfer.scheduler.queue:GrammarQueue", "_processes"),
-        ("pipeinfer.scheduler.queue:PendingGrammar", "ranks_prepared"),
+        ("pipeinfer.scheduler.queue:PendingGrammar", "compiled_ranks"),
         ("pipeinfer.scheduler.adapters:AdapterSlots", "_processes"),
         ("pipeinfer.scheduler.adapters:LoadedAdapter", "ranks_loaded"),
         ("pipeinfer.scheduler.queue:PrefixesInProgress", "_blocks_led"),
