@@ -205,16 +205,59 @@ async def test_detached_answers_count_against_their_keys_limit(
     await client.responses.create(model="test", input="hang", background=True)
 
 
+def connection_with_small_buffers(gateway: Gateway) -> socket.socket:
+    small = socket.socket()
+    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, port = gateway.url.partition("://")[2].rsplit(":", 1)
+    small.connect((host, int(port)))
+    return small
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["reads on", "leaves"])
+async def test_an_answer_is_kept_until_the_operating_system_has_all_of_it(
+    gateway: Gateway, reads: bool
+) -> None:
+    """What lies in buffers of the gateway's process dies with it, so another must be able to write
+    it again."""
+    small = connection_with_small_buffers(gateway)
+    client = RawClient(*await asyncio.open_connection(sock=small, limit=2**12))
+    client.send(post({"prompt": "hang", "stream": True}, f"{DETACHED}: 60"))
+    await client.reader.readuntil(b"\r\n\r\n")
+    [stream] = gateway.driver._context.answers.streams._streams.values()
+    runner = gateway.driver._runner
+    assert runner is not None and runner.server is not None
+    [connection] = runner.server.connections
+    transport = connection.transport
+    assert transport is not None
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    [submit] = gateway.pipeline.submits
+    text = "0123456789" * 5_000
+    gateway.pipeline.rows(TextRow(submit.request_id, 1, text, 0, 0, pack([1]), "length", None, 2))
+    await until(lambda: stream.ended)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert 0 < transport.get_write_buffer_size() < WRITE_BYTES
+    assert not stream.delivered and not gateway.pipeline.done
+    if reads:
+        got = b""
+        while not got.endswith(b"\r\n0\r\n\r\n"):
+            got += await asyncio.wait_for(client.reader.read(2**16), 10)
+        assert got.count(b"0123456789") == 5_000
+        await until(lambda: stream.delivered)
+        await until(lambda: gateway.pipeline.done == [submit.request_id])
+    client.writer.transport.abort()
+    await until(lambda: not stream.readers)
+    assert stream.delivered == reads
+    assert text in (await resume(gateway, stream.name)).text
+
+
 async def test_a_slow_reader_costs_a_bounded_buffer_and_the_kept_answer_goes_on(
     start_gateway: StartGateway,
 ) -> None:
     """Of 6 MB of output 1 MiB is kept: a reader that reads nothing is cut off."""
     gateway = await start_gateway(kept_mib=1, key_kept_mib=1)
     kept = gateway.driver._context.answers
-    small = socket.socket()
-    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    host, port = gateway.url.partition("://")[2].rsplit(":", 1)
-    small.connect((host, int(port)))
+    small = connection_with_small_buffers(gateway)
     client = RawClient(*await asyncio.open_connection(sock=small, limit=2**12))
     client.send(post({"prompt": "hang", "stream": True}, f"{DETACHED}: 60"))
     head = await client.reader.readuntil(b"\r\n\r\n")

@@ -155,12 +155,18 @@ class Machine(RuleBasedStateMachine):
             assert stream.finished(reading.reader) == stream.ended
 
     @precondition(lambda self: self.readings)
-    @rule(data=st.data())
-    def lose_connection(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), received=st.booleans())
+    def lose_connection(self, data: st.DataObject, received: bool) -> None:
         reading = self.readings.pop(data.draw(st.integers(0, len(self.readings) - 1)))
         written = self.written[reading.name]
         was_read = bool(written.stream.readers)
-        self.streams.detach(written.stream, reading.reader, self.now)
+        delivered = written.stream.delivered
+        self.streams.detach(written.stream, reading.reader, self.now, received)
+        if not reading.reader.lost:
+            took_all = written.stream.ended and len(reading.got) + reading.begin == len(
+                written.events
+            )
+            assert written.stream.delivered == (delivered or (received and took_all))
         if was_read and not written.stream.readers:
             written.alone_since = self.now
 
@@ -238,7 +244,7 @@ def test_of_the_ended_the_delivered_go_first_then_the_oldest() -> None:
     stream = streams.find("delivered", "a")
     reader = streams.attach(stream, (), lambda: None)
     stream.take(reader, 100)
-    streams.detach(stream, reader, 0.0)
+    streams.detach(stream, reader, 0.0, received=True)
     for name, expected in (("n1", ["delivered"]), ("n2", ["delivered", "old"])):
         streams.open(name, "a", DETACHED, 0, 0.0)
         assert dropped == expected
@@ -284,7 +290,7 @@ def test_a_thousand_readers_take_the_place_of_each_other() -> None:
     assert [r.lost for r in readers] == [True] * (1000 - MAX_READERS) + [False] * MAX_READERS
     assert told == list(range(1000 - MAX_READERS)), "who is replaced is told"
     for reader in readers[:5]:
-        streams.detach(stream, reader, 1.0)
+        streams.detach(stream, reader, 1.0, received=False)
     streams.append(stream, [b"e"], 1.0)
     assert told[-MAX_READERS:] == list(range(1000 - MAX_READERS, 1000))
 
@@ -365,7 +371,7 @@ class Partitions(RuleBasedStateMachine):
     def lose_connection(self, client: int) -> None:
         reading = self.clients[client]
         if reading.reader is not None:
-            self.streams.detach(self.stream, reading.reader, 0.0)
+            self.streams.detach(self.stream, reading.reader, 0.0, received=False)
             reading.reader = None
 
     @rule(data=st.data())

@@ -56,10 +56,14 @@ async def http(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
         yield made
 
 
-async def kill(server: Server, *stages: str) -> float:
-    """-9 of stages at once; returns when others are in their places, and how long that took."""
-    health = await asyncio.to_thread(server.health)
-    pids = {stage["name"]: stage["pid"] for stage in health["stages"]}
+def pids_of(server: Server) -> dict[str, int]:
+    return {stage["name"]: stage["pid"] for stage in server.health()["stages"]}
+
+
+async def kill(server: Server, *stages: str, known: dict[str, int] | None = None) -> float:
+    """-9 of stages at once; returns when others are in their places, and how long that took.
+    known: pids_of(server), so that nothing is waited for before the kill."""
+    pids = known or await asyncio.to_thread(pids_of, server)
     began = time.monotonic()
     for stage in stages:
         os.kill(pids[stage], signal.SIGKILL)
@@ -133,29 +137,60 @@ async def settled(server: Server, seconds: float) -> None:
     assert await asyncio.to_thread(left_after, server, seconds) == {}
 
 
+class ReadStream:
+    """A stream as its client reads it, from connection to connection.
+
+    Attributes:
+    - undisturbed: its events without any kill
+    - got: bytes of whole events that have come
+    """
+
+    def __init__(
+        self, http: aiohttp.ClientSession, answer: aiohttp.ClientResponse, got: bytes,
+        undisturbed: list[bytes],
+    ) -> None:  # fmt: skip
+        self._http = http
+        self._answer = answer
+        self.got = got
+        self.undisturbed = undisturbed
+
+    async def read(self, events: int = 1 << 30) -> None:
+        """So many more events at least, or as many as come before the connection ends."""
+        self.got += await more(self._answer, events)
+
+    async def resume(self) -> None:
+        """What the gateway that died has written; then some events from another, whose connection
+        stays open, unless that was all. What a gateway has written to the operating system is not
+        kept for another one, so it must be read."""
+        await self.read()
+        if data(self.got)[-1] == self.undisturbed[-1]:
+            return
+        event = last_id(self.got)
+        url = f"/v1/streams/{event.rpartition('/')[0]}"
+        self._answer = await self._http.get(url, headers={"Last-Event-ID": event})
+        assert self._answer.status == 200, await self._answer.text()
+        await self.read(10)
+
+
+async def streams_begun(http: aiohttp.ClientSession, forms: tuple[str, ...]) -> list[ReadStream]:
+    """One of each form, begun at once, of which some events have come."""
+    undisturbed = await for_each(forms, lambda form: whole(http, *FORMS[form]))
+    streams = await for_each(forms, lambda form: begun(http, *FORMS[form], 10))
+    return [ReadStream(http, *streams[form], undisturbed[form]) for form in forms]
+
+
 @pytest.mark.parametrize("forms", TOGETHER, ids=len)
 async def test_streams_outlive_gateways(
     server: Server, http: aiohttp.ClientSession, forms: tuple[str, ...]
 ) -> None:
     """Resumed at a second gateway, each is read a little, and then at a third one."""
-
-    async def resumed(form: str, got: bytes, events: int = 1 << 30) -> bytes:
-        return got if ended(form, got) else got + await rest(http, got, events)
-
-    def ended(form: str, got: bytes) -> bool:
-        return data(got)[-1] == undisturbed[form][-1]
-
-    undisturbed = await for_each(forms, lambda form: whole(http, *FORMS[form]))
-    streams = await for_each(forms, lambda form: begun(http, *FORMS[form], 10))
-    reading = asyncio.create_task(for_each(forms, lambda form: more(streams[form][0], 1 << 30)))
-    await kill(server, "gateway")
-    read = await reading
-    got = {form: streams[form][1] + read[form] for form in forms}
-    got = await for_each(forms, lambda form: resumed(form, got[form], 10))
-    await kill(server, "gateway")
-    got = await for_each(forms, lambda form: resumed(form, got[form]))
-    for form in forms:
-        same_events(form, got[form], undisturbed[form])
+    streams = await streams_begun(http, forms)
+    for _ in range(2):
+        await kill(server, "gateway")
+        await asyncio.gather(*(stream.resume() for stream in streams))
+    await asyncio.gather(*(stream.read() for stream in streams))
+    for form, stream in zip(forms, streams, strict=True):
+        same_events(form, stream.got, stream.undisturbed)
 
 
 @pytest.mark.parametrize("beside", ["detokenizer", "scheduler", "engine"])
@@ -164,9 +199,10 @@ async def test_a_stream_outlives_a_gateway_and_a_stage_that_dies_with_it(
 ) -> None:
     path, body = FORMS["/v1/chat/completions"]
     undisturbed = await whole(http, path, body)
+    pids = await asyncio.to_thread(pids_of, server)
     answer, got = await begun(http, path, body, 10, **{"x-pipeinfer-detached": "60"})
     reading = asyncio.create_task(more(answer, 1 << 30))
-    await kill(server, "gateway", beside)
+    await kill(server, "gateway", beside, known=pids)
     got += await reading
     one, other = await asyncio.gather(rest(http, got), rest(http, got))
     assert one == other, "resumed twice at once"
@@ -179,33 +215,16 @@ async def test_streams_outlive_a_gateway_and_its_tokenizer(
 ) -> None:
     """Detokenizers keep for the gateway what tokenizers know, and the new tokenizer learns it: so
     that the scheduler may die after it, and then all of them but the detokenizer."""
-    undisturbed = await for_each(forms, lambda form: whole(http, *FORMS[form]))
-    streams = await for_each(forms, lambda form: begun(http, *FORMS[form], 10))
-    answers = {form: answer for form, (answer, _) in streams.items()}
-    got = {form: first for form, (_, first) in streams.items()}
-
-    async def read(form: str, events: int) -> None:
-        got[form] += await more(answers[form], events)
-
-    async def resume(form: str) -> None:
-        """Some more events of a stream whose gateway was killed."""
-        await read(form, 1 << 30)  # what came before
-        if data(got[form])[-1] == undisturbed[form][-1]:
-            return
-        event = last_id(got[form])
-        url = f"/v1/streams/{event.rpartition('/')[0]}"
-        answer = answers[form] = await http.get(url, headers={"Last-Event-ID": event})
-        assert answer.status == 200, await answer.text()
-        await read(form, 10)
-
+    streams = await streams_begun(http, forms)
     # What is computed again has the same ids, and log-probs that are rounded otherwise.
     between = [("scheduler",)] if "log-probs" not in forms else []
     for stages in (("gateway", "tokenizer"), *between, ("gateway", "tokenizer")):
         await kill(server, *stages)
-        await for_each(forms, resume if "gateway" in stages else lambda form: read(form, 10))
-    await for_each(forms, lambda form: read(form, 1 << 30))
-    for form in forms:
-        same_events(form, got[form], undisturbed[form])
+        resumed = "gateway" in stages
+        await asyncio.gather(*(each.resume() if resumed else each.read(10) for each in streams))
+    await asyncio.gather(*(stream.read() for stream in streams))
+    for form, stream in zip(forms, streams, strict=True):
+        same_events(form, stream.got, stream.undisturbed)
     if between:  # a word of the end that died with the scheduler is missed for a minute
         assert await asyncio.to_thread(leftovers, server) == {}
     else:

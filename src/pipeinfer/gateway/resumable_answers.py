@@ -468,18 +468,20 @@ class ResumableAnswers:
 
         reader.on_change = on_change
         response = web.StreamResponse(headers={**EVENT_STREAM_HEADERS, STREAM_ID: stream.name})
+        received = False
         try:
             await response.prepare(request)
             request[PROBE] = lambda: write_comment(request)
             await _write_events(response, stream, reader, changed)
             if reader.lost:
                 raise ConnectionResetError
-            await response.write_eof()
+            await _end_of_body(request, response)
+            received = True
             return response
         except ConnectionResetError:  # the client has left; aiohttp finds that out once more
             return web.StreamResponse(status=CLIENT_CLOSED_REQUEST)
         finally:
-            self.streams.detach(stream, reader, self._clock())
+            self.streams.detach(stream, reader, self._clock(), received)
             answer = self._answers.get(stream.name)
             if stream.delivered and answer is not None and not answer.is_background:
                 self._release_requests(answer)
@@ -553,6 +555,20 @@ async def _write_events(
             return
         else:
             await changed.wait()
+
+
+async def _end_of_body(request: web.Request, response: web.StreamResponse) -> None:
+    """Ends the body. Returns when the operating system has all of it, so that a client gets it even
+    if this process is killed. Raises ConnectionResetError."""
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        raise ConnectionResetError
+    transport.set_write_buffer_limits(high=0)
+    try:
+        await response.write_eof()
+    finally:
+        if not transport.is_closing():
+            transport.set_write_buffer_limits()  # the event loop's own
 
 
 def write_comment(request: web.Request) -> None:

@@ -122,7 +122,7 @@ class ResumableStream:
     - rewritten: another gateway has begun the stream; events may be missing that clients have
       received
     - ended: no more events come
-    - delivered: a reader has received the last one
+    - delivered: a client receives all of them, even if this process is killed
     - bytes: that it occupies
     - fixed: those of them that are not of events
     - deadline: seconds at which it is dropped, infinite while it has a reader or need not have one
@@ -178,7 +178,7 @@ class ResumableStream:
 
     def take(self, reader: StreamReader, max_bytes: int) -> list[tuple[str, bytes]]:
         """The reader's next events, each behind its id: about `max_bytes`, at least one if there is
-        any. The reader has received them then. With one partition an id is the event's number;
+        any. The reader has taken them then. With one partition an id is the event's number;
         with several it says how many of each partition the reader has with this event."""
         size, taken, received, passed = 0, list[tuple[str, bytes]](), reader.received, reader.passed
         if reader.lost:
@@ -198,7 +198,7 @@ class ResumableStream:
         return taken
 
     def finished(self, reader: StreamReader) -> bool:
-        """Whether the reader has received the whole stream."""
+        """Whether the reader has taken the whole stream."""
         return self.ended and reader.position == self.next
 
     def add(self, events: Sequence[bytes], partition: int = 0) -> int:
@@ -230,9 +230,8 @@ class _OwnedStreams:
     def __init__(self) -> None:
         self.bytes = 0
         self.running: dict[str, ResumableStream] = {}
-        self.ended: dict[
-            str, ResumableStream
-        ] = {}  # and perhaps nobody has received their last event
+        # Those of which perhaps nobody has received the last event.
+        self.ended: dict[str, ResumableStream] = {}
         self.delivered: dict[str, ResumableStream] = {}
 
     def place(self, stream: ResumableStream) -> None:
@@ -354,11 +353,14 @@ class ResumableStreams:
         stream.deadline = inf
         return reader
 
-    def detach(self, stream: ResumableStream, reader: StreamReader, now: float) -> None:
-        """The reader's connection is over; twice is no error."""
+    def detach(
+        self, stream: ResumableStream, reader: StreamReader, now: float, received: bool
+    ) -> None:
+        """The reader's connection is over; twice is no error. received: its client gets all events
+        that the reader took."""
         if reader in stream.readers:
             stream.readers.remove(reader)
-            if stream.finished(reader) and not stream.delivered:
+            if received and stream.finished(reader) and not stream.delivered:
                 stream.delivered = True
                 if self._has(stream):
                     self._owners[stream.owner].place(stream)
