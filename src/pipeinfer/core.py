@@ -489,6 +489,9 @@ class Deadlines:
 
 # Seconds between two heartbeats of a stage, up to 50 stages.
 HEARTBEAT_SECONDS = 0.5
+# Seconds after the beginning of a stage's drain in which it still takes requests: those before it
+# sent them without knowing.
+LATE_WORK_SECONDS = 2.0
 # Multiple of --host-loss: how long requests that only the lost host can continue wait for its
 # return. It may have to boot, and to load a model.
 GIVE_UP_FACTOR = 10

@@ -8,7 +8,7 @@ import pytest
 from model_engine import ModelEngine, expected_outputs
 from msgspec.structs import replace
 
-from pipeinfer.core import Drain, Leave, Send, Tick
+from pipeinfer.core import LATE_WORK_SECONDS, Drain, Leave, Send, Tick
 from pipeinfer.messages import (
     Abort,
     BeginEpoch,
@@ -431,13 +431,20 @@ def test_a_scheduler_that_leaves_lands_its_steps_and_publishes_no_more() -> None
 
 
 def test_one_that_drains_ends_what_it_has_and_takes_nothing_new() -> None:
+    """Once tokenizers know; until then they send requests, of which none is lost."""
     bench = recovered()
     bench.feed(work("r"))
     bench.feed(Drain())
+    bench.feed(work("on its way"))
+    for _ in range(20):
+        bench.now += LATE_WORK_SECONDS / 20
+        bench.feed(Tick())
     bench.feed(work("late"))
     bench.run()
     assert bench.core.state()[0] == "draining"
-    assert [i for row in bench.rows() for i in unpack(row.ids).tolist()] == outputs()
+    for name in ("r", "on its way"):
+        rows = bench.rows(name)
+        assert [i for row in rows for i in unpack(row.ids).tolist()] == outputs()
     (refused,) = [m for m in bench.told if isinstance(m, Refused)]
     assert (refused.request_id, refused.status) == ("late", 503)
     assert bench.core.stats()["running"] == 0

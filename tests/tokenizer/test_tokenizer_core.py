@@ -17,7 +17,7 @@ from tokenizer_folders import CHATML, make_tokenizer, write_json
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from pipeinfer.core import GIVE_UP_FACTOR, LOCAL, Drain, Leave, Send, Tick
+from pipeinfer.core import GIVE_UP_FACTOR, LATE_WORK_SECONDS, LOCAL, Drain, Leave, Send, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -298,12 +298,17 @@ def test_without_a_tokenizer_ids_still_work(folder: Path) -> None:
     assert refused(core, submit(chat=[HELLO])).param == "messages"
 
 
-def test_what_drains_refuses_what_is_new(core: TokenizerCore) -> None:
+def test_what_drains_refuses_what_is_new_once_gateways_know(core: TokenizerCore) -> None:
     assert core.handle(Tick(), 0.0) == []
     assert core.state() == ("ready", "")
-    core.handle(Drain(), 0.0)
+    core.handle(Drain(), -LATE_WORK_SECONDS / 2)
     assert core.state()[0] == "draining"
-    assert refused(core, submit(text="a")).status == 503
+    assert all(
+        not isinstance(s.message, Refused) for s in core.handle(submit(prompt_ids=pack([1])), 0.0)
+    )
+    core.handle(Drain(), 0.0)
+    [send] = core.handle(submit("late", prompt_ids=pack([1])), LATE_WORK_SECONDS / 2)
+    assert isinstance(send.message, Refused) and send.message.status == 503
 
 
 def test_a_message_of_another_stage_is_an_error(core: TokenizerCore) -> None:
@@ -709,7 +714,7 @@ def told(core: TokenizerCore, scheduler: str) -> list[TokenizedRequest]:
 def test_a_refusal_is_told_of_every_choice(drains):
     core, event = make(), submit_choices(prompt_ids=pack([5, 1000]))
     if drains:
-        core.handle(Drain(), 0.0)
+        core.handle(Drain(), -LATE_WORK_SECONDS)
     refusals = [send.message for send in core.handle(event, 0.0)]
     assert all(isinstance(one, Refused) for one in refusals)
     assert [one.request_id for one in refusals] == ["r", "r/1", "r/2"]  # type: ignore[union-attr]

@@ -17,6 +17,7 @@ import msgspec
 from pipeinfer.core import (
     EVERYONE,
     FORGET_FACTOR,
+    LATE_WORK_SECONDS,
     Deadlines,
     Drain,
     Histogram,
@@ -116,6 +117,7 @@ class SchedulerCore:
         self._suspend_aware_clock = SuspendAwareClock()
         self._now = self._clock_time = 0.0  # _clock_time: by _suspend_aware_clock
         self._drain_state: DrainState = "serving"
+        self._drains_since = 0.0
         recovering_stages = (*tokenizers, *detokenizers)
         self._roll_call = RollCall(stage_id("scheduler", group), incarnation, recovering_stages)
         self._records = RecoveryRecords(
@@ -232,7 +234,7 @@ class SchedulerCore:
         if not self.options.shares_prefixes:
             work = msgspec.structs.replace(work, sampling_group="")
         request = self._live.new_request(work, self._now, now)
-        if self._drain_state == "draining":
+        if self._drain_state == "draining" and now >= self._drains_since + LATE_WORK_SECONDS:
             self._refuse(request, 503, "the server is shutting down", None)
             return
         if work.adapter is not None and not self.options.max_loras:
@@ -645,9 +647,9 @@ class SchedulerCore:
             self._publish_fault(self._epochs.reason)
         self._outbox.add(self._announcer.take_due(self._group_readiness(), self._now, self.status))
 
-    def _on_drain(self, _drain: Drain, _now: float) -> None:
+    def _on_drain(self, _drain: Drain, now: float) -> None:
         if self._drain_state == "serving":
-            self._drain_state = "draining"
+            self._drain_state, self._drains_since = "draining", now
 
     def _on_leave(self, _leave: Leave, _now: float) -> None:
         self._drain_state = "left"

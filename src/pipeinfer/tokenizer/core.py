@@ -16,6 +16,7 @@ import msgspec
 
 from pipeinfer.core import (
     GIVE_UP_FACTOR,
+    LATE_WORK_SECONDS,
     LOCAL,
     RECOVER_RETRY_SECONDS,
     Drain,
@@ -178,7 +179,7 @@ class TokenizerCore:
         self._short_prompts: FairQueue[tuple[str, int]] = FairQueue()  # first choice and attempt
         self._roll_call = RollCall(stage, incarnation, gateways)
         self._adapters = AdapterChanges()  # for gateways that are started again
-        self._draining = False
+        self._drains_since: float | None = None
         self._has_left = False
         # By group: when it was asked last to hand over its requests, in seconds.
         self._hand_over_asked_at: dict[int, float] = {}
@@ -194,7 +195,7 @@ class TokenizerCore:
         return handler(self, event, now)
 
     def state(self) -> tuple[State, str]:
-        return ("draining" if self._draining or self._has_left else "ready", "")
+        return ("draining" if self._drains_since is not None or self._has_left else "ready", "")
 
     def stats(self) -> dict[str, float]:
         return {
@@ -222,12 +223,12 @@ class TokenizerCore:
         without_verdict = pending is not None and pending.grammar_to_validate
         return self.submit_to_encode(request_id, attempt) if without_verdict else None
 
-    def _on_submit(self, event: Submit, _now: float) -> list[Send]:
+    def _on_submit(self, event: Submit, now: float) -> list[Send]:
         unknown = None if self._has_left else self._without_known(event)
         if unknown is None:
             return []  # the successor gets it from the gateway; a repeated one was passed on before
         event = unknown
-        if self._draining:
+        if self._drains_since is not None and now >= self._drains_since + LATE_WORK_SECONDS:
             return self._refuse_all(event, 503, "the server is shutting down")
         # Before all gateways have answered the roll call, the process before this one may have sent
         # the request to any group.
@@ -671,8 +672,9 @@ class TokenizerCore:
         moved = [*self._hand_over(now, self._monitor.deserted()), *self._hand_over_lost(now)]
         return [*self._roll_call.ask(now), *moved]
 
-    def _on_drain(self, _event: Drain, _now: float) -> list[Send]:
-        self._draining = True
+    def _on_drain(self, _event: Drain, now: float) -> list[Send]:
+        if self._drains_since is None:
+            self._drains_since = now
         return []
 
     def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
