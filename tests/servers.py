@@ -104,9 +104,14 @@ class Server:
         return json.loads(self.get("/health")[1])
 
     def pid(self, stage: str) -> int:
-        """Of a stage's process: by its id, or of the first one with that name."""
-        stages = self.health()["stages"]
-        return next(s["pid"] for s in stages if stage in (s["stage"], s["name"]))
+        """Of a stage's process: by its id, or of the first one with that name. A gateway that was
+        just started may not have heard of it yet."""
+
+        def known() -> int:
+            stages = self.health()["stages"]
+            return next(s["pid"] for s in stages if stage in (s["stage"], s["name"]))
+
+        return self.wait(known, f"the process of {stage} is known")
 
     def metric(self, name: str) -> float:
         """Value of a metric without labels."""
