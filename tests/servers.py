@@ -120,7 +120,7 @@ class Server:
                 return float(line.split()[1])
         raise KeyError(name)
 
-    def wait(self, condition, what: str, seconds: float = 60.0):
+    def wait(self, condition, what: str, seconds: float = START):
         """Polls until `condition()` is true; it is returned."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
