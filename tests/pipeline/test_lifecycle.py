@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -100,15 +101,21 @@ def test_client_that_disconnects_in_the_queue_is_forgotten(small):
 
 def test_sigterm_finishes_what_runs_and_refuses_what_is_new(small):
     """The last of this server's tests."""
-    running = stream(small, 1500)
-    next(running)
     pids = [stage["pid"] for stage in small.health()["stages"]]
-    with held(small.pid("engine")):  # so that the stream goes on until the other is refused
-        small.process.send_signal(signal.SIGTERM)
-        small.wait(lambda: small.health()["status"] == "draining", "it drains")
-        status, refused = small.post("/v1/completions", {"prompt": "x"})
+
+    def taken() -> bool:
+        scheduler = statistics(small, "scheduler-0")
+        return scheduler["running"] + scheduler["waiting"] == 1
+
+    with ThreadPoolExecutor(1) as pool:
+        with held(small.pid("engine")):  # so that the stream goes on until the other is refused
+            running = pool.submit(lambda: list(stream(small, 100)))
+            small.wait(taken, "the stream is taken")
+            small.process.send_signal(signal.SIGTERM)
+            small.wait(lambda: small.health()["status"] == "draining", "it drains")
+            status, refused = small.post("/v1/completions", {"prompt": "x"})
+        chunks = [chunk for chunk in running.result() if chunk.choices]
     assert (status, refused["error"]["code"]) == (503, "draining")
-    chunks = [chunk for chunk in running if chunk.choices]
     assert chunks[-1].choices[0].finish_reason == "length"
     assert small.process.wait(START) == 0
     assert not [pid for pid in pids if alive(pid)]
