@@ -20,7 +20,7 @@ from servers import Server
 
 KEY = {"authorization": "Bearer secret"}
 PROMPT = [*range(40, 60)]
-TOKENS, LONG = 12, 80
+TOKENS, LONG = 12, 400
 TRIES = 5
 
 
