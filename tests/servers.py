@@ -12,7 +12,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 START = 120.0  # seconds; generous, for a loaded machine
@@ -103,9 +104,14 @@ class Server:
         return json.loads(self.get("/health")[1])
 
     def pid(self, stage: str) -> int:
-        """Of a stage's process: by its id, or of the first one with that name."""
-        stages = self.health()["stages"]
-        return next(s["pid"] for s in stages if stage in (s["stage"], s["name"]))
+        """Of a stage's process: by its id, or of the first one with that name. A gateway that was
+        just started may not have heard of it yet."""
+
+        def known() -> int:
+            stages = self.health()["stages"]
+            return next(s["pid"] for s in stages if stage in (s["stage"], s["name"]))
+
+        return self.wait(known, f"the process of {stage} is known")
 
     def metric(self, name: str) -> float:
         """Value of a metric without labels."""
@@ -114,7 +120,7 @@ class Server:
                 return float(line.split()[1])
         raise KeyError(name)
 
-    def wait(self, condition, what: str, seconds: float = 60.0):
+    def wait(self, condition, what: str, seconds: float = START):
         """Polls until `condition()` is true; it is returned."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -134,6 +140,20 @@ def fetch(url: str, body: bytes | None = None) -> tuple[int, str]:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+@contextmanager
+def held(*pids: int) -> Iterator[None]:
+    """Processes that stand still within, so that what they are amid of is not over before the test
+    has come to what it does meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):  # killed meanwhile
+                os.kill(pid, signal.SIGCONT)
 
 
 def memfds(pid: int) -> list[os.stat_result]:

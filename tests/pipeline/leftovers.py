@@ -23,11 +23,14 @@ def leftovers(server: Server) -> dict[str, float]:
 def left_after(server: Server, seconds: float) -> dict[str, float]:
     """{stage and statistic: value} of requests that some stage still has after so many seconds."""
     deadline = time.monotonic() + seconds
-    with under_test.StageListener(server.process.pid) as listener:
-        listener.hear_all(time.monotonic() + PATIENCE)
-        while (left := listener.left()) and time.monotonic() < deadline:
-            listener.hear(0.2)
-    return left
+    while True:
+        over = time.monotonic() >= deadline
+        # Each time anew: what was said before `over` was looked at is not heard.
+        with under_test.StageListener(server.process.pid) as listener:
+            listener.hear_all(time.monotonic() + PATIENCE)
+            left = listener.left()
+        if over or not left:
+            return left
 
 
 def statistics(server: Server, stage: str) -> dict[str, float]:

@@ -64,7 +64,8 @@ def vectors(answer: httpx.Response) -> np.ndarray:
 
 def test_ids_and_prompts_of_the_checkpoint(server, folder):
     by_text = vectors(embed(server, input="find: river"))
-    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": "find: river"}).json()["tokens"]
+    asked = {"prompt": "find: river"}
+    ids = httpx.post(f"{server.url}/tokenize", json=asked, timeout=120).json()["tokens"]
     for body in ({"input": ids}, {"input": [ids]}, {"input": "river", "prompt_name": "query"}):
         np.testing.assert_allclose(vectors(embed(server, **body)), by_text, atol=1e-5)
     raw = embed(server, input="river", encoding_format="base64").json()["data"][0]["embedding"]

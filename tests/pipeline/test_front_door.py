@@ -6,7 +6,6 @@ import hashlib
 import shutil
 import signal
 import ssl
-import time
 from pathlib import Path
 
 import httpx
@@ -61,15 +60,15 @@ def test_keys_and_certificate_change_on_sighup_under_a_running_stream(tmp_path: 
             shutil.copy(second[1], key)
             keys.write_text(line("bob", BOB))
             server.process.send_signal(signal.SIGHUP)
-            deadline = time.monotonic() + 20
-            while not any("TLS certificate again" in text for text in server.log):
-                assert time.monotonic() < deadline and server.process.poll() is None, server.log
-                time.sleep(0.02)
+            server.wait(
+                lambda: any("TLS certificate again" in text for text in server.log), "both are read"
+            )
             assert admitted(server.url, second[0], BOB)
             assert not admitted(server.url, second[0], ALICE)
             last = list(stream)[-1]
             assert last.choices[0].finish_reason == "length", "what runs goes on"
-        with httpx.Client(verify=ssl.create_default_context(cafile=second[0])) as http:
+        context = ssl.create_default_context(cafile=second[0])
+        with httpx.Client(verify=context, timeout=120) as http:
             metrics = http.get(f"{server.url}/metrics").text
         assert 'pipeinfer_key_tokens_total{key="alice",kind="output"} ' + f"{TOKENS}.0" in metrics
         assert server.stop() == 0

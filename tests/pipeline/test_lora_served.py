@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from leftovers import statistics
 
 from adapter_files import checkpoint_with_adapters, peft_logits, write_adapter
 from checkpoints import load_reference, make_checkpoint
@@ -19,7 +20,7 @@ from servers import Server
 
 KEY = {"authorization": "Bearer secret"}
 PROMPT = [*range(40, 60)]
-TOKENS, LONG = 12, 80
+TOKENS, LONG = 12, 400
 TRIES = 5
 
 
@@ -62,7 +63,7 @@ def expected(folders: dict[str, Path], name: str, given: list[int]) -> list[int]
 
 
 def names(server: Server) -> dict[str, Any]:
-    cards = httpx.get(f"{server.url}/v1/models", headers=KEY).json()["data"]
+    cards = httpx.get(f"{server.url}/v1/models", headers=KEY, timeout=120).json()["data"]
     return {card["id"]: card for card in cards}
 
 
@@ -155,7 +156,7 @@ def test_adapters_that_were_loaded_outlive_the_gateway_and_a_tokenizer(
     before = completed(server, "more")
     for stage in ("gateway", "tokenizer", "gateway"):
         kill(server, stage)
-        server.wait(lambda: [*names(server)] == ["base", "two", "more"], "names are known", 10.0)
+        server.wait(lambda: [*names(server)] == ["base", "two", "more"], "names are known")
     assert completed(server, "more") == before
     load = {"lora_name": "one", "lora_path": str(folders["one"])}
     assert post(server, "/v1/load_lora_adapter", load).status_code == 200
@@ -202,5 +203,4 @@ def test_a_stream_with_an_adapter_outlives_a_scheduler_and_then_an_engine(
 
 def recomputed(server: Server) -> float:
     """Tokens that were computed again because an engine was lost."""
-    text = server.get("/metrics")[1]
-    return float(text.split("pipeinfer_recomputed_tokens_total{")[1].split()[1])
+    return statistics(server, "scheduler-0")["recomputed_tokens_total"]
