@@ -61,7 +61,7 @@ def started(words: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
 def test_make_serve_tells_its_steps_and_its_curl_line_gets_an_answer(made):
     words, env, port = made
     process = started(words, env)
-    late = threading.Timer(START, process.kill)
+    late = threading.Timer(3 * START, process.kill)  # it installs, then starts
     late.start()
     said = ""
     try:

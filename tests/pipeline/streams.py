@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
-from held_engines import HeldEngines
 
+from held_engines import HeldEngines
 from pipeinfer.demo import copy_task
 from servers import Server
 

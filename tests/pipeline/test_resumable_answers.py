@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from held_engines import HeldEngines
 
+from held_engines import HeldEngines
 from servers import Server
 
 KEYS = ("alice", "bob")

@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-from held_engines import HeldEngines
 from leftovers import leftovers, statistics
 from streams import TRIES, Choice, Streams, chats
 from swaps import swap
 
+from held_engines import HeldEngines
 from servers import Server
 
 STREAMS = 12
@@ -103,7 +103,21 @@ def test_each_of_them_has_its_part_of_the_requests(server, undisturbed):
 
 @pytest.mark.parametrize("pause", [0.0, 0.01], ids=["at once", "one by one"])
 def test_connections_are_shared_out_evenly(server, pause):
-    """However they come: whichever gateway wakes first would else take most of them."""
+    """However they come: whichever gateway wakes first would else take most of them. Of one that
+    stands still the other one takes them all: then again."""
+    for _ in range(TRIES):
+        if min(parts := shared_out(server, pause)) >= 10:
+            break
+    assert min(parts) >= 10, parts
+
+
+def shared_out(server: Server, pause: float) -> list[float]:
+    """How many of 60 connections each gateway has."""
+
+    def connections() -> list[float]:
+        return counted(server, "gateway", "connections")
+
+    server.wait(lambda: sum(connections()) < 10, "those before are closed")
     host, port = urlsplit(server.url).netloc.split(":")
     with ExitStack() as opened:
         for _ in range(60):
@@ -111,11 +125,10 @@ def test_connections_are_shared_out_evenly(server, pause):
             time.sleep(pause)
 
         def accepted() -> list[float] | None:
-            parts = counted(server, "gateway", "connections")
+            parts = connections()
             return parts if sum(parts) >= 60 else None
 
-        parts = server.wait(accepted, "all are accepted")
-    assert min(parts) >= 10, parts
+        return server.wait(accepted, "all are accepted")
 
 
 @pytest.mark.parametrize("stages", VICTIMS, ids="+".join)

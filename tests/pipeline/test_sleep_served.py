@@ -11,9 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
-from held_engines import HeldEngines
 from swaps import swap
 
+from held_engines import HeldEngines
 from pipeinfer.demo import copy_task
 from servers import Server, memfds
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import httpx
 import psutil
 import pytest
-from held_engines import HeldEngines
 from streams import TRIES, Choice, Streams, chats
 from swaps import swap, topology_of
 
 from child_processes import children_with
+from held_engines import HeldEngines
 from pipeinfer.cli.main import main
 from pipeinfer.runtime.child import MAX_DEATHS, STANDBY_FLAG
 from servers import Server, alive, environment

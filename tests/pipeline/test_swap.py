@@ -13,11 +13,11 @@ from pathlib import Path
 
 import openai
 import pytest
-from held_engines import HeldEngines
 from streams import TRIES, Streams, chats
 from swaps import begun_swap, swap
 
 import pipeinfer
+from held_engines import HeldEngines
 from pipeinfer.demo import copy_task
 from servers import STAGES, Server, alive
 

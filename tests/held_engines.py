@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from servers import Server
@@ -14,11 +14,12 @@ MOMENT = 0.02  # seconds that engines compute at a time, and that they rest
 
 
 class HeldEngines:
-    """All engines of a server, which stand still while the block runs, but for moments. One that is
-    killed meanwhile is none of them any more."""
+    """All engines of a server, or those processes, which stand still while the block runs, but for
+    moments. One that is killed meanwhile is none of them any more."""
 
-    def __init__(self, server: Server) -> None:
-        self._pids = [one["pid"] for one in server.health()["stages"] if one["name"] == "engine"]
+    def __init__(self, server: Server | None, pids: Iterable[int] = ()) -> None:
+        stages = [] if server is None else server.health()["stages"]
+        self._pids = [*pids, *(one["pid"] for one in stages if one["name"] == "engine")]
 
     def __enter__(self) -> HeldEngines:
         self._signal(signal.SIGSTOP)
