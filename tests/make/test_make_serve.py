@@ -81,7 +81,7 @@ def test_make_serve_tells_its_steps_and_its_curl_line_gets_an_answer(made):
         content = json.loads(answer.stdout)["choices"][0]["message"]["content"]
         assert content in ABOUT.values(), "the model knows what it is asked"
         beside = started(words, env)  # while the port is taken
-        told, _ = beside.communicate(timeout=60)
+        told, _ = beside.communicate(timeout=START)
         assert re.search(
             rf"^error: --port {port}: 127\.0\.0\.1:{port} is taken by process \d+ "
             r"\(pipeinfer serve, model pipeinfer-demo\); --port (\d+) is free "

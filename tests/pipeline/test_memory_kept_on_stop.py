@@ -106,8 +106,11 @@ def test_the_next_server_finds_what_is_its_own_and_another_one_frees_it(port, tm
         assert memory_files(holder(server)) == entries
         kept = holder(server)
         assert sockets(temporary) != []
+        stages = [psutil.Process(row["pid"]) for row in server.health()["stages"]]
         server.process.kill()  # and so it does however it ends
         server.process.wait()
+        for stage in stages:  # of which one has its port
+            wait_gone(stage)
     assert alive(kept.pid) and memory_files(kept) == entries
     with Server(str(other_fine_tune(tmp_path / "other")), *KEEP, port=port) as server:
         wait_gone(kept)

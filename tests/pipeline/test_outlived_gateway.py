@@ -106,13 +106,29 @@ async def more(answer: aiohttp.ClientResponse, events: int) -> bytes:
     return got[: got.rfind(b"\n\n") + 2] if b"\n\n" in got else b""
 
 
-async def rest(http: aiohttp.ClientSession, got: bytes, events: int = 1 << 30) -> bytes:
-    """What comes behind what a client has got."""
+async def known(
+    http: aiohttp.ClientSession, url: str, headers: dict[str, str] | None = None
+) -> aiohttp.ClientResponse:
+    """The answer to a GET, from a gateway that has heard of all that it is to go on with."""
+    async with asyncio.timeout(60):
+        while (answer := await http.get(url, headers=headers)).status == 503:
+            answer.close()
+            await asyncio.sleep(0.05)
+    assert answer.status == 200, await answer.text()
+    return answer
+
+
+async def go_on(http: aiohttp.ClientSession, got: bytes) -> aiohttp.ClientResponse:
+    """The stream behind what a client has got."""
     event = last_id(got)
     url = f"/v1/streams/{event.rpartition('/')[0]}"
-    async with http.get(url, headers={"Last-Event-ID": event}) as answer:
-        assert answer.status == 200, await answer.text()
-        return await more(answer, events)
+    return await known(http, url, {"Last-Event-ID": event})
+
+
+async def rest(http: aiohttp.ClientSession, got: bytes) -> bytes:
+    """What comes behind what a client has got."""
+    async with await go_on(http, got) as answer:
+        return await more(answer, 1 << 30)
 
 
 def data(stream: bytes) -> list[bytes]:
@@ -171,10 +187,7 @@ class ReadStream:
         await self.read()
         if data(self.got)[-1] == self.undisturbed[-1]:
             return
-        event = last_id(self.got)
-        url = f"/v1/streams/{event.rpartition('/')[0]}"
-        self._answer = await self._http.get(url, headers={"Last-Event-ID": event})
-        assert self._answer.status == 200, await self._answer.text()
+        self._answer = await go_on(self._http, self.got)
         await self.read(10)
 
 
@@ -283,8 +296,7 @@ async def test_background_responses_go_on_and_are_stored(
             return (await answer.json())["id"]
 
     async def found(name: str) -> dict[str, Any]:
-        async with http.get(f"/v1/responses/{name}") as answer:
-            assert answer.status == 200, await answer.text()
+        async with await known(http, f"/v1/responses/{name}") as answer:
             return await answer.json()
 
     async def ended(name: str) -> dict[str, Any]:
@@ -333,8 +345,7 @@ async def test_a_gateway_that_is_swapped_leaves_kept_answers_to_its_successor(
             await asyncio.to_thread(swap, server, "gateway")
         async with asyncio.timeout(60):
             while True:
-                async with http.get(f"/v1/responses/{names[-1]}") as answer:
-                    assert answer.status == 200, await answer.text()
+                async with await known(http, f"/v1/responses/{names[-1]}") as answer:
                     response = await answer.json()
                 if response["status"] not in ("queued", "in_progress"):
                     break
