@@ -93,6 +93,12 @@ class Server:
         self.process.kill()
         self.process.wait()
 
+    def whole_log(self) -> list[str]:
+        """All lines, of a server all of whose processes have ended or end now."""
+        self._threads[1].join(START)
+        assert not self._threads[1].is_alive(), "a process goes on"
+        return self.log
+
     def get(self, path: str) -> tuple[int, str]:
         return fetch(self.url + path)
 

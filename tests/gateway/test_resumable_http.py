@@ -18,8 +18,14 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient, post
 
-from pipeinfer.gateway.resumable_answers import WRITE_BYTES
-from pipeinfer.gateway.retention import MAX_READERS, StoredResponse
+from pipeinfer.gateway import resumable_answers
+from pipeinfer.gateway.resumable_answers import WRITE_BYTES, AnswerRetention, ResumableAnswers
+from pipeinfer.gateway.retention import (
+    MAX_READERS,
+    RetentionBounds,
+    RetentionPolicy,
+    StoredResponse,
+)
 from pipeinfer.messages import TextRow
 from pipeinfer.wire import pack
 from waiting import until
@@ -47,6 +53,34 @@ def same(stream: str) -> str:
 
 def code(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_no_client_is_late_because_the_gateway_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its looks at the clock come far apart then, and it has not heard who came back meanwhile."""
+    monkeypatch.setattr(resumable_answers, "EXPIRE_INTERVAL", 0.01)
+    now = looks = 0.0
+
+    def clock() -> float:
+        nonlocal looks
+        looks += 1
+        return now
+
+    answers = ResumableAnswers(RetentionBounds(1 << 20, 1 << 20), clock=clock)
+    encoder: Any = None  # nothing is written
+    answers.open(AnswerRetention("a", RetentionPolicy(False, 3.0)), "me", encoder)
+    now, before = 600.0, looks
+    await until(lambda: looks > before + 3)
+    assert answers.streams.find("a", "me"), "it has had no time for the client"
+
+    def gone() -> bool:
+        nonlocal now
+        now += 0.2
+        return len(answers.streams) == 0
+
+    await until(gone)
+    assert now > 602.0
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from pipeinfer.demo import ABOUT
+from port_rows import port_row
 from servers import START, environment
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +43,7 @@ def made(tmp_path_factory):
         f'"{sys.executable}" "$@" && for packages in "$3"/lib/python3*/site-packages; do\n'
         f'  echo "{sysconfig.get_path("purelib")}" > "$packages/dependencies.pth"\ndone\n',
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = port_row(1)
     words = ["make", "--no-print-directory", f"VENV={folder}/env", f"PORT={port}"]
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"}
     kept = {k: v for k, v in environment().items() if k not in ("PYTHONPATH", "MAKEFLAGS")}
@@ -63,7 +61,7 @@ def started(words: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
 def test_make_serve_tells_its_steps_and_its_curl_line_gets_an_answer(made):
     words, env, port = made
     process = started(words, env)
-    late = threading.Timer(START, process.kill)
+    late = threading.Timer(3 * START, process.kill)  # it installs, then starts
     late.start()
     said = ""
     try:
@@ -83,7 +81,7 @@ def test_make_serve_tells_its_steps_and_its_curl_line_gets_an_answer(made):
         content = json.loads(answer.stdout)["choices"][0]["message"]["content"]
         assert content in ABOUT.values(), "the model knows what it is asked"
         beside = started(words, env)  # while the port is taken
-        told, _ = beside.communicate(timeout=60)
+        told, _ = beside.communicate(timeout=START)
         assert re.search(
             rf"^error: --port {port}: 127\.0\.0\.1:{port} is taken by process \d+ "
             r"\(pipeinfer serve, model pipeinfer-demo\); --port (\d+) is free "

@@ -24,6 +24,8 @@ from port_rows import port_row
 from servers import Server
 
 ATTACK = 0.7  # seconds
+TRIES = 5  # attacks, of which one has time enough
+PATIENCE = 60.0  # seconds for what a slow stage does late
 GROWTH = 100 << 20  # bytes that a stage may be larger afterwards, besides what it always needs
 LINES = 30  # of log: four kinds of bad frames and, once a minute, handshakes, at five stages
 
@@ -68,9 +70,12 @@ class Victim:
         status, answer = self.server.post("/v1/completions", body)
         assert status == 200, answer
 
+    def _all_ready(self) -> bool:
+        return {s["state"] for s in self.server.health()["stages"]} == {"ready"}
+
     def unharmed(self) -> None:
         assert self._pids() == self.pids
-        assert {s["state"] for s in self.server.health()["stages"]} == {"ready"}
+        self.server.wait(self._all_ready, "all are ready")
         grown = {n: size - self.sizes[n] for n, size in self._sizes().items()}
         assert max(grown.values()) < GROWTH, grown
         said = self.server.log[self.lines :]
@@ -128,11 +133,19 @@ def test_garbage_bytes_and_connections_that_say_nothing(victim):
 
 def test_wrong_keys_get_in_nowhere(victim):
     ours = curve.load_public(Path(victim.topology.keys), curve.DEFAULT_KEY)
-    before = _sums(victim, "bad_frames")
+    before, log = _sums(victim, "bad_frames"), victim.server.log
+
+    def refused() -> Counter[str]:
+        return Counter(line.split()[2] for line in list(log) if "handshakes refused" in line)
+
+    def told(deadline: float) -> bool:
+        """Whether each stage has said so. A stage that is slow has no handshake in a moment."""
+        assert time.monotonic() < deadline, refused()
+        return set(refused()) == set(victim.topology.ids())
 
     def one(port: int, until: float) -> None:
         with zmq.Context() as context:
-            while time.monotonic() < until:
+            while time.monotonic() < until or not told(until + PATIENCE):
                 made = context.socket(zmq.PUSH if port % 2 else zmq.SUB)
                 made.linger, made.sndhwm = 0, 100
                 for key in (ours, zmq.curve_keypair()[0]):
@@ -147,12 +160,10 @@ def test_wrong_keys_get_in_nowhere(victim):
 
     attack(victim, one)
     assert _sums(victim, "bad_frames") == before
-    log = victim.server.log
-    refused = Counter(line.split()[2] for line in log if "handshakes refused" in line)
-    assert set(refused) == set(victim.topology.ids())
+    assert told(time.monotonic() + PATIENCE)
     earlier = sum("handshakes refused" in line for line in log[: victim.lines])
     minutes = 1 + int((time.monotonic() - victim.began) / 60)
-    assert sum(refused.values()) - earlier <= minutes * len(refused)
+    assert sum(refused().values()) - earlier <= minutes * len(refused())
 
 
 def test_floods_of_bad_frames_by_somebody_with_the_key(victim):
@@ -176,10 +187,13 @@ def test_floods_of_bad_frames_by_somebody_with_the_key(victim):
                 if number % 100 == 0:
                     time.sleep(0.001)  # the machine has other things to do as well
 
-    attack(victim, one)
-    assert _sums(victim, "bad_frames") > before + 300
-    said = "\n".join(victim.server.log)
-    assert f"old speaks protocol {PROTOCOL - 1}, this process {PROTOCOL}" in said
+    for _ in range(TRIES):
+        attack(victim, one)
+        if (counted := _sums(victim, "bad_frames") - before) > 300:
+            break
+    assert counted > 300
+    server, said = victim.server, f"old speaks protocol {PROTOCOL - 1}, this process {PROTOCOL}"
+    server.wait(lambda: any(said in line for line in list(server.log)), "it is said")
 
 
 def _sums(victim: Victim, statistic: str) -> float:
@@ -190,7 +204,7 @@ def _sums(victim: Victim, statistic: str) -> float:
         for stage in victim.topology.ids():
             caller.listen(stage)
         found: dict[str, float] = {}
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while len(found) < len(victim.topology.entries) and time.monotonic() < deadline:
             for header, message in caller.receive(1.0):
                 if hasattr(message, "stats"):

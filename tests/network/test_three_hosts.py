@@ -17,8 +17,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
+from held_engines import HeldEngines
 from hosts import Hosts, missing
 from pipeinfer.bus import curve
 from servers import environment
@@ -67,6 +69,17 @@ class Deployment:
         return subprocess.Popen(
             self.hosts.command(host, *command), env={**environment(), "TMPDIR": str(self.folder)}
         )
+
+    def held_engines(self, *hosts: str) -> HeldEngines:
+        """The engines there."""
+        pids = [
+            pid
+            for host in hosts
+            for pid in self.hosts.pids(host)
+            if {"pipeinfer.runtime", "engine"} <= {*psutil.Process(pid).cmdline()}
+        ]
+        assert len(pids) == len(hosts)
+        return HeldEngines(None, pids)
 
     def power_off(self, host: str) -> None:
         for pid in self.hosts.pids(host):
@@ -162,9 +175,10 @@ def test_streams_survive_the_cut_of_an_engine_host_and_new_requests_go_elsewhere
 
     greedy = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
     bodies = [{**greedy, "prompt": "one, two, " * (n + 1)} for n in range(4)]
-    streams = [Stream(deployment, body) for body in bodies]
-    deployment.wait(lambda: all(len(s.times) > 5 for s in streams), "no tokens")
-    deployment.hosts.cut("gpu-b")
+    with deployment.held_engines("gpu-b") as held:  # no stream of theirs ends before the cut
+        streams = [Stream(deployment, body) for body in bodies]
+        held.compute_until(lambda: all(len(s.times) > 5 for s in streams))
+        deployment.hosts.cut("gpu-b")
     began = time.monotonic()
     deployment.wait(lambda: deployment.state("scheduler", 1) == "lost", "the cut is not noticed")
     served = 0
@@ -208,7 +222,7 @@ def test_a_stream_goes_on_at_the_gateway_of_another_host(deployment):
         found = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
         return "".join(one["choices"][0]["text"] for one in found)
 
-    begun = deployment.hosts.call("front", lambda: begin(60))
+    begun = deployment.hosts.call("front", lambda: begin(12))
     whole = begun[: max(n for n, line in enumerate(begun) if not line.strip())]  # to an event's end
     last = [line for line in whole if line.startswith(b"id: ")][-1].decode()[4:].strip()
     rest = deployment.hosts.call("front", lambda: go_on(last))
@@ -222,10 +236,11 @@ def test_streams_survive_the_loss_of_power_of_an_engine_host(deployment):
     """Its processes end while it is cut off, so that nobody hears of their end, and start again."""
     greedy = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}
     bodies = [{**greedy, "prompt": f"{n}, two, " * 3} for n in range(2)]
-    streams = [Stream(deployment, body) for body in bodies]
-    deployment.wait(lambda: all(len(s.times) > 5 for s in streams), "no tokens")
-    deployment.hosts.cut("gpu-b")
-    deployment.power_off("gpu-b")
+    with deployment.held_engines("gpu-b") as held:
+        streams = [Stream(deployment, body) for body in bodies]
+        held.compute_until(lambda: all(len(s.times) > 5 for s in streams))
+        deployment.hosts.cut("gpu-b")
+        deployment.power_off("gpu-b")
     deployment.wait(lambda: sum(s.finish is not None for s in streams) == 1, "none goes on")
     deployment.hosts.join("gpu-b")
     deployment.processes["gpu-b"] = deployment.start("gpu-b")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import openai
 
+from held_engines import HeldEngines
 from pipeinfer.demo import copy_task
 from servers import Server
 
@@ -55,10 +57,14 @@ class Streams:
         self._server, self._requests, self._tokens = server, requests, tokens
         self.choices: list[Choice] = []
 
-    async def run(self, disturb: Callable[[], None] | None = None) -> list[Choice]:
+    async def run(
+        self, disturb: Callable[[], None] | None = None, engines: HeldEngines | None = None
+    ) -> list[Choice]:
         """All choices; `disturb()` runs in a thread when each of them has begun.
 
         A machine that stalls this process for a second lets the streams end first: then again.
+        Where they must not end before what `disturb` does, `engines` stand still until it releases
+        them.
         """
         async with openai.AsyncOpenAI(
             base_url=f"{self._server.url}/v1", api_key="none", timeout=240, max_retries=0
@@ -70,14 +76,19 @@ class Streams:
                     asyncio.create_task(self._ask(api, mine, **request))
                     for mine, request in zip(asked, self._requests, strict=True)
                 ]
-                while not all(one.text for one in self.choices) and not any(
-                    task.done() for task in tasks
-                ):
-                    await asyncio.sleep(0.01)
-                under_way = sum(one.finish is None for one in self.choices)
-                disturbed = disturb is not None and under_way > len(self.choices) / 2
-                if disturbed:
-                    await asyncio.to_thread(disturb)
+
+                def begun(tasks: list[asyncio.Task[None]] = tasks) -> bool:
+                    return all(one.text for one in self.choices) or any(t.done() for t in tasks)
+
+                with engines or nullcontext():
+                    if engines is not None:
+                        await asyncio.to_thread(engines.compute_until, begun)
+                    while not begun():
+                        await asyncio.sleep(0.01)
+                    under_way = sum(one.finish is None for one in self.choices)
+                    disturbed = disturb is not None and under_way > len(self.choices) / 2
+                    if disturbed:
+                        await asyncio.to_thread(disturb)
                 await asyncio.gather(*tasks)
                 assert all(one.finish in ("stop", "length") for one in self.choices)
                 if disturbed or disturb is None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import pipeinfer.demo
 from child_processes import children_with
 from pipeinfer.demo import copy_task
 from pipeinfer.runtime.memory_holder import FOLDER
+from port_rows import port_row
 from servers import Server, alive, environment, memfds
 
 HOLDER = "pipeinfer.runtime.memory_holder"
@@ -33,9 +32,8 @@ CACHED = 32  # tokens at least, of the question's
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
+    """Which nobody takes between two servers."""
+    return port_row(1)
 
 
 def ask(server: Server) -> tuple[str, int]:
@@ -68,8 +66,15 @@ def memory_files(process: psutil.Process) -> int:
     return len({file.st_ino for file in memfds(process.pid)})
 
 
-def sockets() -> set[Path]:
-    return set(Path(tempfile.gettempdir(), f"{FOLDER}-{os.geteuid()}").glob("*/*"))
+@pytest.fixture
+def temporary(short_path, monkeypatch) -> Path:
+    """A folder for temporary files, which servers of other tests do not use."""
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    return short_path
+
+
+def sockets(temporary: Path) -> list[Path]:
+    return list(Path(temporary, f"{FOLDER}-{os.geteuid()}").glob("*/*"))
 
 
 def other_fine_tune(folder: Path) -> Path:
@@ -85,14 +90,14 @@ def other_fine_tune(folder: Path) -> Path:
     return folder
 
 
-def test_the_next_server_finds_what_is_its_own_and_another_one_frees_it(port, tmp_path):
-    before = sockets()
+def test_the_next_server_finds_what_is_its_own_and_another_one_frees_it(port, tmp_path, temporary):
     with Server(*KEEP, port=port) as server:
         first, cached = ask(server)
         assert cached == 0
         kept, entries = holder(server), memory_files(holder(server))
         stop(server)
-    assert f"is kept for 600 s; to free it now, end process {kept.pid}" in "\n".join(server.log)
+        said = f"is kept for 600 s; to free it now, end process {kept.pid}"
+        server.wait(lambda: any(said in line for line in server.log), "it says what it leaves")
     assert alive(kept.pid) and memory_files(kept) == entries >= 2
     with Server(*KEEP, port=port) as server:
         wait_gone(kept)
@@ -100,8 +105,12 @@ def test_the_next_server_finds_what_is_its_own_and_another_one_frees_it(port, tm
         assert text == first and cached >= CACHED
         assert memory_files(holder(server)) == entries
         kept = holder(server)
+        assert sockets(temporary) != []
+        stages = [psutil.Process(row["pid"]) for row in server.health()["stages"]]
         server.process.kill()  # and so it does however it ends
         server.process.wait()
+        for stage in stages:  # of which one has its port
+            wait_gone(stage)
     assert alive(kept.pid) and memory_files(kept) == entries
     with Server(str(other_fine_tune(tmp_path / "other")), *KEEP, port=port) as server:
         wait_gone(kept)
@@ -119,7 +128,7 @@ def test_the_next_server_finds_what_is_its_own_and_another_one_frees_it(port, tm
         stop(server)
     for process in everyone:
         wait_gone(process)
-    assert sockets() == before
+    assert sockets(temporary) == []
 
 
 @pytest.mark.parametrize(

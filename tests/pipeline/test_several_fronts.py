@@ -12,7 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from http.client import RemoteDisconnected
+from http.client import HTTPException
+from urllib.error import URLError
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,6 +23,7 @@ from leftovers import leftovers, statistics
 from streams import TRIES, Choice, Streams, chats
 from swaps import swap
 
+from held_engines import HeldEngines
 from servers import Server
 
 STREAMS = 12
@@ -38,7 +40,8 @@ PAUSE = 0.02  # seconds between two questions of one who asks all the time
 
 @pytest.fixture(scope="module")
 def server():
-    with Server("--kv-pages", "400", "--dp", "2", *FRONTS) as running:
+    """Its gateways may take long to finish their streams: machines differ."""
+    with Server("--kv-pages", "400", "--dp", "2", "--drain-timeout", "240", *FRONTS) as running:
         yield running
 
 
@@ -100,7 +103,21 @@ def test_each_of_them_has_its_part_of_the_requests(server, undisturbed):
 
 @pytest.mark.parametrize("pause", [0.0, 0.01], ids=["at once", "one by one"])
 def test_connections_are_shared_out_evenly(server, pause):
-    """However they come: whichever gateway wakes first would else take most of them."""
+    """However they come: whichever gateway wakes first would else take most of them. Of one that
+    stands still the other one takes them all: then again."""
+    for _ in range(TRIES):
+        if min(parts := shared_out(server, pause)) >= 10:
+            break
+    assert min(parts) >= 10, parts
+
+
+def shared_out(server: Server, pause: float) -> list[float]:
+    """How many of 60 connections each gateway has."""
+
+    def connections() -> list[float]:
+        return counted(server, "gateway", "connections")
+
+    server.wait(lambda: sum(connections()) < 10, "those before are closed")
     host, port = urlsplit(server.url).netloc.split(":")
     with ExitStack() as opened:
         for _ in range(60):
@@ -108,11 +125,10 @@ def test_connections_are_shared_out_evenly(server, pause):
             time.sleep(pause)
 
         def accepted() -> list[float] | None:
-            parts = counted(server, "gateway", "connections")
+            parts = connections()
             return parts if sum(parts) >= 60 else None
 
-        parts = server.wait(accepted, "all are accepted")
-    assert min(parts) >= 10, parts
+        return server.wait(accepted, "all are accepted")
 
 
 @pytest.mark.parametrize("stages", VICTIMS, ids="+".join)
@@ -148,11 +164,6 @@ def test_a_server_is_ready_while_one_of_each_is_away(server):
     server.wait(lambda: server.health()["status"] == "ready", "all are back")
 
 
-def signal_all(pids: list[int], number: int) -> None:
-    for pid in pids:
-        os.kill(pid, number)
-
-
 class OwnConnections:
     """A stream for each question, from clients of their own: both gateways have some."""
 
@@ -168,19 +179,11 @@ class OwnConnections:
         none has ended when it is disturbed, however slow this process is.
         """
         self.texts = [""] * STREAMS
-        engines = [self._server.pid(f"engine-{group}-0") for group in (0, 1)]
-        signal_all(engines, signal.SIGSTOP)
-        try:
+        with await asyncio.to_thread(HeldEngines, self._server) as engines:
             tasks = [asyncio.create_task(self._ask(index)) for index in range(STREAMS)]
             await asyncio.to_thread(self._server.wait, self._all_came, "the schedulers have all")
-            while not any(self.texts):
-                signal_all(engines, signal.SIGCONT)
-                await asyncio.sleep(PAUSE)
-                signal_all(engines, signal.SIGSTOP)
-                await asyncio.sleep(PAUSE)
+            await asyncio.to_thread(engines.compute_until, lambda: any(self.texts))
             disturb()
-        finally:
-            signal_all(engines, signal.SIGCONT)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     def _all_came(self) -> bool:
@@ -206,6 +209,14 @@ class OwnConnections:
         return self.texts[index]
 
 
+def cut_off(error: Exception) -> bool:
+    """Whether the question reached a gateway that died then: before all of it was sent, before the
+    answer, or within the answer. A connection that is refused was taken by none."""
+    why = error.reason if isinstance(error, URLError) else error
+    lost = isinstance(why, ConnectionError | HTTPException)
+    return lost and not isinstance(why, ConnectionRefusedError)
+
+
 def test_a_killed_gateway_costs_its_own_streams_and_no_others(server):
     """And no connection is refused: what comes meanwhile is taken by the other one."""
     streams = OwnConnections(server)
@@ -216,18 +227,17 @@ def test_a_killed_gateway_costs_its_own_streams_and_no_others(server):
         while not stop.wait(PAUSE):
             try:
                 assert server.get("/health/live")[0] == 200
-            except (ConnectionResetError, RemoteDisconnected):
-                continue  # it was accepted by the one that died
             except Exception as error:
-                failed.append(error)
+                if not cut_off(error):
+                    failed.append(error)
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(keep_asking)
-        for _ in range(TRIES):  # until the one that is killed had some of the connections
+        for _ in range(TRIES):  # until each of them had some of the connections
             victim = {"gateway-1": server.pid("gateway-1")}
             ends = asyncio.run(streams.run(partial(os.kill, victim["gateway-1"], signal.SIGKILL)))
             wait_for_others(server, victim)
-            if any(isinstance(end, BaseException) for end in ends):
+            if len({isinstance(end, BaseException) for end in ends}) == 2:
                 break
         stop.set()
         asked.result()
@@ -262,4 +272,7 @@ def test_gateways_are_swapped_one_by_one_and_nothing_is_refused(server, undistur
         stop.set()
         asked.result()
     assert not failed and found == undisturbed
-    assert all(server.pid(stage) != pid for stage, pid in before.items())
+    server.wait(
+        lambda: all(server.pid(stage) != pid for stage, pid in before.items()),
+        "the gateways hear of each other",
+    )

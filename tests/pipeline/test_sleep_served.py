@@ -13,6 +13,7 @@ import httpx
 import pytest
 from swaps import swap
 
+from held_engines import HeldEngines
 from pipeinfer.demo import copy_task
 from servers import Server, memfds
 
@@ -103,7 +104,9 @@ LONG = 250  # tokens of an answer that runs when the server is put to sleep
 ANSWER = {"prompt": QUESTION, "temperature": 0, "max_tokens": LONG, "ignore_eos": True}
 
 
-def begun(server: Server, pool: ThreadPoolExecutor, many: int = 1) -> list[Future[tuple[str, str]]]:
+def begun(
+    server: Server, pool: ThreadPoolExecutor, engines: HeldEngines, many: int = 1
+) -> list[Future[tuple[str, str]]]:
     """The text and the end of each, when all have begun."""
     events = [threading.Event() for _ in range(many)]
 
@@ -120,8 +123,7 @@ def begun(server: Server, pool: ThreadPoolExecutor, many: int = 1) -> list[Futur
         raise AssertionError(f"no end behind {said!r}")
 
     asked = [pool.submit(read, event) for event in events]
-    for event in events:
-        server.wait(event.is_set, "they run")
+    engines.compute_until(lambda: all(event.is_set() for event in events))
     return asked
 
 
@@ -131,28 +133,38 @@ def undisturbed(server) -> str:
 
 
 def test_requests_that_run_are_answered_first(server, undisturbed):
-    with ThreadPoolExecutor() as pool:
-        [first] = begun(server, pool)
+    with ThreadPoolExecutor() as pool, HeldEngines(server) as engines:
+        [first] = begun(server, pool, engines)
         sleep = pool.submit(fall_asleep, server)
+        engines.release()
         assert first.result() == (undisturbed, "length")
         sleep.result()
         wake_up(server)
 
 
+def scheduler_state(server: Server) -> str:
+    return next(row["state"] for row in server.health()["stages"] if row["name"] == "scheduler")
+
+
 def test_or_go_on_at_waking(server, undisturbed):
-    with ThreadPoolExecutor() as pool:
-        asked = begun(server, pool, 4)
-        fall_asleep(server, level=2, mode="keep")
+    with ThreadPoolExecutor() as pool, HeldEngines(server) as engines:
+        asked = begun(server, pool, engines, 4)
+        sleep = pool.submit(fall_asleep, server, level=2, mode="keep")
+        server.wait(lambda: scheduler_state(server) == "waiting", "it waits for its engine")
+        engines.release()
+        sleep.result()
         assert not any(one.done() for one in asked)
         wake_up(server)
         assert [one.result() for one in asked] == [(undisturbed, "length")] * 4
 
 
 def test_or_end_with_what_they_have(server, undisturbed):
-    with ThreadPoolExecutor() as pool:
-        [asked] = begun(server, pool)
-        fall_asleep(server, mode="abort")
+    with ThreadPoolExecutor() as pool, HeldEngines(server) as engines:
+        [asked] = begun(server, pool, engines)
+        sleep = pool.submit(fall_asleep, server, mode="abort")
         said, finish = asked.result()
+        engines.release()
+        sleep.result()
         assert finish == "abort"
         assert undisturbed.startswith(said) and len(said) < len(undisturbed)
         wake_up(server)
@@ -237,7 +249,7 @@ def test_an_engine_is_swapped_while_it_sleeps(server):
     before = server.pid("engine")
     done = swap(server, "engine")
     assert done.returncode == 0, done.stderr
-    assert server.pid("engine") != before
+    server.wait(lambda: server.pid("engine") != before, "the gateway heard of it")
     server.wait(lambda: all_asleep(server), "it sleeps, too")
     wake_up(server)
     assert ask(server)["usage"]["completion_tokens"] == TOKENS

@@ -12,10 +12,11 @@ from collections.abc import Callable
 import httpx
 import psutil
 import pytest
-from streams import Choice, Streams, chats
+from streams import TRIES, Choice, Streams, chats
 from swaps import swap, topology_of
 
 from child_processes import children_with
+from held_engines import HeldEngines
 from pipeinfer.cli.main import main
 from pipeinfer.runtime.child import MAX_DEATHS, STANDBY_FLAG
 from servers import Server, alive, environment
@@ -31,8 +32,10 @@ def server():
         yield running
 
 
-def streams(server: Server, disturb: Callable[[], None] | None = None) -> list[Choice]:
-    return asyncio.run(Streams(server, chats(STREAMS)).run(disturb))
+def streams(
+    server: Server, disturb: Callable[[], None] | None = None, held: HeldEngines | None = None
+) -> list[Choice]:
+    return asyncio.run(Streams(server, chats(STREAMS)).run(disturb, held))
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +79,23 @@ def kill(server: Server) -> int:
 
 
 def test_a_standby_goes_on_with_the_same_texts_ready_or_not(server, undisturbed):
-    """The second death comes while the next one still loads: it goes on where it is."""
-    first = ready_standby(server)
+    """The second death comes while the next one still loads: it goes on where it is. On a machine
+    that stalls this process that one may be ready already: then the next death, which may have no
+    standby."""
+    was_ready: list[bool] = []
 
     def disturb() -> None:
+        first = ready_standby(server)
         assert kill(server) == first
         [loading] = server.wait(lambda: standbys(server), "the next one begins")
-        assert not is_ready(server, loading)
+        was_ready.append(is_ready(server, loading))
         assert kill(server) == loading
 
-    assert streams(server, disturb) == undisturbed
+    for _ in range(TRIES):
+        assert streams(server, disturb) == undisturbed
+        if not was_ready[-1]:
+            break
+    assert not was_ready[-1], "each was ready before it was looked at"
     ready_standby(server)
 
 
@@ -101,7 +111,7 @@ def test_a_swap_goes_by_a_new_standby(server, undisturbed, capsys):
 
     assert streams(server, disturb) == undisturbed
     server.wait(lambda: str(server.pid("engine")) in said[0], "the gateway heard of it")
-    assert not alive(before)
+    server.wait(lambda: not alive(before), "the one that was there ends")
     ready_standby(server)
     assert main(["top", "--once", "--topology", topology_of(server)]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -151,9 +161,11 @@ def test_where_one_rank_is_killed_the_standbys_of_all_ranks_go_on(undisturbed):
         server.wait(lambda: server.metric("pipeinfer_standbys_ready") == 1, "they are ready")
         next_ones, before = sorted(standbys(server)), recomputed(server)
         assert len(next_ones) == 2
+        held, ranks = HeldEngines(server), engines(server)
 
         def disturb() -> None:
-            os.kill(engines(server)[1], signal.SIGKILL)
+            os.kill(ranks[1], signal.SIGKILL)
+            held.release()
             server.wait(
                 lambda: (
                     sorted(engines(server)) == next_ones and server.health()["status"] == "ready"
@@ -161,7 +173,7 @@ def test_where_one_rank_is_killed_the_standbys_of_all_ranks_go_on(undisturbed):
                 "they serve",
             )
 
-        assert streams(server, disturb) == undisturbed
+        assert streams(server, disturb, held) == undisturbed
         assert 0 < recomputed(server) - before <= STREAMS * PAGE
         started = server.wait(lambda: standbys(server), "others begin")
         server.kill()

@@ -13,15 +13,16 @@ from pathlib import Path
 
 import openai
 import pytest
-from streams import Streams, chats
+from streams import TRIES, Streams, chats
 from swaps import begun_swap, swap
 
 import pipeinfer
+from held_engines import HeldEngines
 from pipeinfer.demo import copy_task
 from servers import STAGES, Server, alive
 
 CLIENTS, TOKENS = 4, 100
-LONG = 500  # tokens of streams that must outlast the start of a stage
+LONG = 500  # tokens of streams that go on while stages begin
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +96,17 @@ def test_no_stream_breaks_while_every_stage_is_swapped(served, checkout):
     command = ("env", f"PYTHONPATH={checkout}", sys.executable, "-m", "pipeinfer.runtime")
     disturbed = asyncio.run(_everybody(served, questions, order, *command))
     assert disturbed == undisturbed and len(undisturbed) == CLIENTS
-    after = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
-    assert not {name for name in before if before[name] == after[name]}
-    assert {f"planted {stage}" for stage in STAGES} <= set(said(served))
+    served.wait(
+        lambda: all(row["pid"] != before[row["name"]] for row in served.health()["stages"]),
+        "the gateway hears of all others",
+    )
+    lines: set[str] = set()
+
+    def printed() -> bool:
+        lines.update(said(served))
+        return {f"planted {stage}" for stage in STAGES} <= lines
+
+    served.wait(printed, "each stage is of the other copy")
 
 
 def test_requests_wait_while_the_gateway_is_swapped(served):
@@ -107,14 +116,17 @@ def test_requests_wait_while_the_gateway_is_swapped(served):
         return len(api.completions.create(model="pipeinfer-demo", prompt="x", max_tokens=2).id)
 
     assert request()  # its connection is kept, and must not be found dead after the swap
-    with begun_swap(served, "gateway") as swapping:
-        asked = 0
-        while swapping.poll() is None:
-            assert request()
-            asked += 1
-    assert swapping.returncode == 0
+    asked = 0
+    for _ in range(TRIES):  # this process may stand still during a whole swap
+        with begun_swap(served, "gateway") as swapping:
+            while swapping.poll() is None:
+                assert request()
+                asked += 1
+        assert swapping.returncode == 0
+        assert request()
+        if asked > 0:
+            break
     assert asked > 0
-    assert request()
 
 
 def test_a_command_behind_a_wrapper_stays_when_its_stage_dies(served, checkout):
@@ -162,10 +174,11 @@ def test_what_cannot_be_swapped_is_said(served):
 
 
 def test_streams_finish_though_stages_are_swapped_and_killed_while_the_server_drains(served):
-    """The last test of this server."""
+    """The last test of this server. The engine stands still until it is killed: the streams do not
+    end before."""
     undisturbed = asyncio.run(Streams(served, chats(4), LONG).run())
     pids = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
-    before = len(served.log)
+    before, engines = len(served.log), HeldEngines(served)
 
     def disturb() -> None:
         with begun_swap(served, "detokenizer") as swapping:
@@ -179,9 +192,9 @@ def test_streams_finish_though_stages_are_swapped_and_killed_while_the_server_dr
         assert swapping.returncode == 0, f"a swap that had begun is finished: {said}"
         assert "the server is stopping" in late.stderr
 
-    assert asyncio.run(Streams(served, chats(4), LONG).run(disturb)) == undisturbed
+    assert asyncio.run(Streams(served, chats(4), LONG).run(disturb, engines)) == undisturbed
     assert served.process.wait(60) == 0, "\n".join(served.log)
     assert not alive(pids["gateway"])
-    said = served.log[before:]
+    said = served.whole_log()[before:]
     assert sum("starting it again" in line for line in said) == 3
     assert any(re.search(r"stopping: \d+ requests? left, at most 240 s more", one) for one in said)

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 TRACE, CLIENT = "7" * 32, "a" * 16
 BODY = {"prompt": "count from 1 to 9", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+ASK_AGAIN = 1.0  # seconds in which a request's spans come, of stages that know who watches
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
 
 
@@ -91,14 +92,15 @@ def server(collector):
 def test_every_stage_sends_its_span_of_a_request_into_its_clients_trace(server, collector):
     before = time.time()
     answer = server.ask()
-    after = time.time()
     spans = collector.of(answer["id"], len(STAGES))
+    (line,) = server.logged(1, request_id=answer["id"])
+    after = time.time()  # a stage may do its last of a request when the client has its answer
     assert sorted(span.name for found in spans.values() for span in found) == sorted(STAGES)
     (root,) = spans.pop("gateway")
     assert (root.trace, root.parent) == (TRACE, CLIENT)
     for (span,) in spans.values():
         assert (span.trace, span.parent) == (TRACE, root.id)
-        assert root.began - 0.05 <= span.began <= span.ended <= after + 1.0
+        assert root.began - 0.05 <= span.began <= span.ended <= after + 0.05
         assert span.resource["service.name"] == "pipeinfer"
         assert span.resource["pipeinfer.stage"].startswith(span.name)
     assert before - 0.05 <= root.began < root.ended <= after + 0.05
@@ -115,9 +117,8 @@ def test_every_stage_sends_its_span_of_a_request_into_its_clients_trace(server, 
         "engine": ["admitted", "computed", "released"],
         "detokenizer": ["opened", "first_text", "finished"],
     }
-    (line,) = server.logged(1, request_id=answer["id"])
     assert TIME.fullmatch(line.pop("time"))
-    assert line.pop("seconds") == pytest.approx(root.ended - root.began, abs=0.5)
+    assert root.ended - root.began - 0.05 <= line.pop("seconds") <= after - before + 0.05
     assert line.pop("message").startswith("POST /v1/completions 200 ok in ")
     assert line == {
         "level": "info", "stage": "gateway-0", "pid": server.pid("gateway"),
@@ -160,30 +161,33 @@ def test_refused_requests_have_a_line_and_health_has_none(server):
 
 def test_who_watches_hears_of_a_request_from_every_stage_and_of_its_steps(server):
     topology = server.topology()
-    passages: dict[str, list[RequestSpan]] = defaultdict(list)
+    # {request id: {stage: its span so far}}
+    spans: dict[str, dict[str, RequestSpan]] = defaultdict(dict)
     steps: list[StepMade] = []
     with zmq.Context() as context, ControlClient(topology, context) as caller:
         for stage in topology.ids():
             caller.listen(stage)
-        waiting, asked, answer, deadline = set(topology.ids()), 0.0, {}, time.monotonic() + 60
-        while time.monotonic() < deadline:
+        waiting, asked, deadline = set(topology.ids()), 0.0, time.monotonic() + 60
+        whole: list[dict[str, RequestSpan]] = []
+        while not whole:
+            assert time.monotonic() < deadline, spans
             for header, message in caller.receive(0.05):
-                if header.sender in waiting:  # heard: its answers will be, too
-                    waiting.discard(header.sender)
-                    caller.send(header.sender, Watch(30.0))
+                waiting.discard(header.sender)  # heard: its answers will be, too
                 if isinstance(message, Observed):
                     steps += message.steps
-                    for passage in message.spans:
-                        if passage.request_id == answer.get("id"):
-                            passages[passage.stage].append(passage)
-            if not waiting and not answer:
-                asked = asked or time.monotonic()
-                if time.monotonic() > asked + 0.5:  # what was asked has arrived
-                    answer = server.ask()
-            if len(passages) == 5 and all(told[-1].ended for told in passages.values()):
-                break
-    assert passages.keys() == {*topology.ids()}
-    gateway = passages["gateway-0"][-1]
+                    for span in message.spans:
+                        spans[span.request_id][span.stage] = span
+            if not waiting and time.monotonic() > asked + ASK_AGAIN:
+                for stage in topology.ids():
+                    caller.send(stage, Watch(30.0))
+                server.ask()  # a stage that does not know yet that somebody watches says nothing
+                asked = time.monotonic()
+            whole = [
+                found
+                for found in spans.values()
+                if found.keys() == {*topology.ids()} and all(span.ended for span in found.values())
+            ]
+    gateway = whole[0]["gateway-0"]
     assert gateway.outcome == "length" and gateway.moments[-1].values["output_tokens"] == 24
     assert sum(step.decodes for step in steps) >= 23
     assert sum(step.prompt_tokens for step in steps) >= 1

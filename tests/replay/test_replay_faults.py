@@ -46,17 +46,24 @@ runner.Runner._logits = logits
 
 
 @contextlib.contextmanager
-def streams(url: str, *bodies: dict):
-    """Requests that run while the block does; whatever becomes of them is fine."""
+def streams(url: str, *bodies: dict, again: bool = True):
+    """Requests that run while the block does, each asked again when it has ended; whatever becomes
+    of them is fine."""
+    over = threading.Event()
 
     def run(body: dict) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException):  # it may be cut off
             servers.fetch(url + "/v1/completions", json.dumps(body).encode())
+            while again and not over.is_set():
+                servers.fetch(url + "/v1/completions", json.dumps(body).encode())
 
     threads = [threading.Thread(target=run, args=(body,), daemon=True) for body in bodies]
     for thread in threads:
         thread.start()
-    yield
+    try:
+        yield
+    finally:
+        over.set()
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive()
@@ -72,8 +79,8 @@ def test_flight_recording_reproduces_the_fault(tmp_path, monkeypatch, bug):
     monkeypatch.setenv("PYTHONPATH", str(plant), prepend=os.pathsep)
     with servers.Server(*FLAGS, "--flight-dir", str(flights)) as server:
         body = {**BODY, "prompt": "x", "seed": 13, "max_tokens": 5}
-        with streams(server.url, body):
-            flight = server.wait(lambda: written(flights), "a flight recording")
+        with streams(server.url, body, again=False):
+            flight = server.wait(lambda: written(server), "a flight recording")
             end(server)  # it would start the engine again and try the request alone
     monkeypatch.undo()
 
@@ -104,10 +111,10 @@ def end(server: servers.Server) -> None:
             server.process.wait(0.3)
 
 
-def written(folder: Path) -> Path | None:
-    """The engine's flight recording, once it is whole."""
-    found = [*folder.glob("flight-engine-*.pitrace")]
-    return found[0] if found and not load(found[0]).truncated else None
+def written(server: servers.Server) -> Path | None:
+    """The engine's flight recording, once all of it is in its file."""
+    said = [line.partition("the flight recording is in ")[2] for line in list(server.log)]
+    return next((Path(file) for file in said if "flight-engine-" in file), None)
 
 
 @pytest.fixture(scope="module")

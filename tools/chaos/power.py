@@ -31,6 +31,7 @@ from harness.server import ServerUnderTest
 CLIENTS = 8
 LOOKED_AT = 40  # responses of earlier rounds that are looked at in a round
 MAX_SECONDS = 4.0  # of a round, before all is killed
+MIN_COMPLETED = 4  # responses of a round, however long they take
 MODES = ("plain", "stream", "background")
 PATIENCE = 120.0  # seconds for one answer
 
@@ -107,8 +108,12 @@ class PowerCuts:
     async def _live(self, server: ServerUnderTest, seconds: float) -> None:
         await self._look(server, LOOKED_AT)
         async with _session(server) as http:
+            least = len(self.completed) + MIN_COMPLETED
             clients = [asyncio.create_task(self._client(http)) for _ in range(CLIENTS)]
             await asyncio.sleep(seconds)
+            async with asyncio.timeout(PATIENCE):
+                while len(self.completed) < least:
+                    await asyncio.sleep(0.02)
             kill_all(server)
             for client in clients:
                 client.cancel()

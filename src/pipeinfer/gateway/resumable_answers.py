@@ -29,6 +29,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 from msgspec.structs import replace
 
+from pipeinfer.core import SuspendAwareClock
 from pipeinfer.gateway.anthropic import MessagesFormatter
 from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, json_response
@@ -69,7 +70,8 @@ BACKGROUND_SECONDS = 600.0  # seconds for which a background response is kept af
 WRITE_BYTES = 64 * 2**10  # bytes, about, that are written to a connection at once
 # Seconds that a client waits, at most, for answers of the gateway before this one to be known.
 ADOPTION_SECONDS = 5.0
-EXPIRE_INTERVAL = 1.0  # seconds between two looks at streams whose time is over
+# Seconds between two looks at streams whose time is over; less than MAX_TICK_GAP.
+EXPIRE_INTERVAL = 0.5
 EVENT_END = b"\n\n"
 # A comment is no event of its own here: clients that have seen an id take an empty line for one.
 PROBE_COMMENT = b":\n"
@@ -307,10 +309,16 @@ class ResumableAnswers:
         self._claim = claim
         self._adopted = asyncio.Event()  # all answers of the gateway before this one
         self.streams = ResumableStreams(bounds, self._on_drop)
-        self._clock = clock
+        self._read_clock = clock
+        self._suspend_aware_clock = SuspendAwareClock()
         self._answers: dict[str, ResumableAnswer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
+
+    def _clock(self) -> float:
+        """Seconds, without those in which this process was stopped: a client that came back
+        meanwhile could not be heard."""
+        return self._suspend_aware_clock.at(self._read_clock())
 
     @property
     def running(self) -> bool:
@@ -505,6 +513,7 @@ class ResumableAnswers:
             del self._tasks[name]
 
     def _sweep(self) -> None:
+        self._suspend_aware_clock.tick(self._read_clock())
         self.streams.expire(self._clock())
         loop = asyncio.get_running_loop()
         more = len(self.streams) > 0 or self._sweeper is None
