@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import zmq
 
-from pipeinfer.bus import frames
+from pipeinfer.bus import bus, frames
 from pipeinfer.bus.bus import Reader
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.messages import PROTOCOL, Abort, Heartbeat, Message
@@ -42,7 +43,9 @@ class Pair:
         self._outbox.close(linger=0)
 
 
-async def test_it_stays_awake_after_frames_in_quick_succession_and_then_sleeps(turns):
+async def test_it_stays_awake_after_frames_in_quick_succession_and_then_sleeps(turns, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(bus, "time", SimpleNamespace(monotonic=lambda: now))
     with zmq.Context() as context:
         pair = Pair(context, patience=1.0)
         await pair.send()
@@ -50,6 +53,9 @@ async def test_it_stays_awake_after_frames_in_quick_succession_and_then_sleeps(t
         await pair.send()
         assert pair.reader.busy_polling
         await until(lambda: len(turns) > 10)
+        now += 0.9
+        assert pair.reader.busy_polling
+        now += 0.1
         await until(lambda: not pair.reader.busy_polling)
         slept = len(turns)
         await asyncio.sleep(0.02)

@@ -52,7 +52,7 @@ def agree(group: TorchCollectives) -> None:
 
 
 def run(rank: int) -> None:
-    group = join_group(sys.argv[1], rank, RANKS, "cpu", 60)
+    group = join_group(sys.argv[1], rank, RANKS, "cpu", 300)
     add_in_order(group)
     agree(group)
     group.close()

@@ -19,6 +19,9 @@ def questions(count: int, seed: int = 5) -> list[str]:
     return [copy_task(rng, rng.randint(10, 40))[0] for _ in range(count)]
 
 
+TRIES = 5  # of what halts may undo: streams are over before anybody disturbs them
+
+
 class Chats:
     """One stream for each question; `texts` is filled as chunks come."""
 
@@ -33,15 +36,18 @@ class Chats:
     async def _run(self, disturb) -> list[str]:
         patience = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(self._server.url, timeout=patience) as client:
-            tasks = [asyncio.create_task(self._ask(client, i)) for i in range(len(self.texts))]
-            while not all(self.texts) and not any(task.done() for task in tasks):
-                await asyncio.sleep(0.01)
-            if disturb is not None:
-                done = sum(task.done() for task in tasks)
-                assert done < len(tasks) / 2, f"{done} streams are over: too few to disturb"
-                await asyncio.to_thread(disturb)
-            await asyncio.gather(*tasks)
-        return self.texts
+            for _ in range(TRIES):
+                self.texts = [""] * len(self._asked)
+                tasks = [asyncio.create_task(self._ask(client, i)) for i in range(len(self._asked))]
+                while not all(self.texts) and not any(task.done() for task in tasks):
+                    await asyncio.sleep(0.01)
+                under_way = 2 * sum(task.done() for task in tasks) < len(tasks)
+                if disturb is not None and under_way:
+                    await asyncio.to_thread(disturb)
+                await asyncio.gather(*tasks)
+                if disturb is None or under_way:
+                    return self.texts
+        raise AssertionError(f"{TRIES} times half of the streams were over: too few to disturb")
 
     async def _ask(self, client: aiohttp.ClientSession, index: int) -> None:
         body = {
@@ -72,13 +78,19 @@ def engines(server: Server, group: int = 0) -> dict[int, int]:
 
 
 def hurt(
-    server: Server, rank: int, how: signal.Signals, group: int = 0, freeze_others: bool = False
+    server: Server,
+    rank: int,
+    how: signal.Signals,
+    group: int = 0,
+    freeze_others: bool = False,
+    before: dict[int, int] | None = None,
 ) -> set[str]:
     """Signals a rank, and waits until every rank of its group is another process and ready.
 
     Returns the reasons that /health gave meanwhile. freeze_others: they cannot end by themselves.
+    before: processes of the group, where there is no time to ask for them.
     """
-    before = engines(server, group)
+    before = before or engines(server, group)
     for other in (before.keys() - {rank}) if freeze_others else ():
         os.kill(before[other], signal.SIGSTOP)
     os.kill(before[rank], how)

@@ -44,7 +44,7 @@ def logprobs_of(cores: Cores) -> dict[str, list[str]]:
 
 
 def run(address: str, rank: int, work: str, outs: list[str]) -> None:
-    collectives = join_group(address, rank, len(outs), "cpu", 120)
+    collectives = join_group(address, rank, len(outs), "cpu", 300)
     found = []
     for folder, requests, changes in json.loads(Path(work).read_text()):
         cores = generate(folder, requests, len(outs), collectives, **changes)

@@ -102,7 +102,7 @@ def test_ranks_of_any_pace_wait_for_each_other_and_never_read_what_is_of_another
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        wrong = process.communicate(timeout=120)[1]
+        wrong = process.communicate(timeout=400)[1]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

@@ -109,7 +109,7 @@ def test_ranks_add_up_in_order_and_all_do_without_what_one_cannot_do_or_finds_wr
     script = Path(__file__).with_name("agreeing_rank_process.py")
     done = subprocess.run(
         [sys.executable, script, f"ipc://{short_path}/rank-0"],
-        stderr=subprocess.PIPE, text=True, timeout=120,
+        stderr=subprocess.PIPE, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("apart: another rank cannot do otherwise\n") == 2

@@ -21,6 +21,7 @@ from pipeinfer import LLM, AsyncLLM, SamplingParams
 SMALL = {"threads": 1, "kv_pages": 400, "log_level": "warning"}
 HOST_LOSS = 3.0  # seconds of silence
 PATIENCE = 90.0
+TRIES = 5  # of what halts may undo: streams are over before anybody disturbs them
 until = partial(waiting.until, patience=PATIENCE, every=0.05)
 PROMPTS, TOKENS = questions(6), 40
 
@@ -50,6 +51,10 @@ def finished(llm: AsyncLLM) -> list[float]:
 
 def groups_up(llm: AsyncLLM) -> float:
     return llm.stats()["tokenizer-0"]["groups_up"]
+
+
+def moved_total(llm: AsyncLLM) -> float:
+    return llm.stats()["tokenizer-0"]["moved_total"]
 
 
 class Streams:
@@ -127,33 +132,37 @@ async def test_groups_of_several_ranks_give_the_same_tokens(llm, expected):
 async def test_a_group_that_is_down_gets_nothing_and_is_used_again_when_it_is_back(llm, expected):
     """One of its ranks hangs, with streams in both groups: it is started anew, and before it is
     back its streams have gone on in the other group."""
-    moved = llm.stats()["tokenizer-0"]["moved_total"]
-    streams = Streams(llm, PROMPTS, TOKENS)
-    await streams.all_begun()
-    process("engine", 1, rank=1).send_signal(signal.SIGSTOP)
-    await until(lambda: groups_up(llm) == 1)
-    before, received = finished(llm), streams.received()
-    fresh: list[Awaitable[list[list[int]]]] = [Streams(llm, PROMPTS[:2], 20) for _ in range(3)]
-    await until(lambda: streams.moved_since(received))
-    assert groups_up(llm) == 1, "all have moved, and the group is not back"
-    for answers in fresh:
-        assert await answers == [ids[:20] for ids in expected[:2]]
-    assert finished(llm)[1] == before[1], "nothing new went to the group that is down"
-    assert await streams == expected
-    await until(lambda: llm.stats()["tokenizer-0"]["moved_total"] > moved)
-    await until(lambda: groups_up(llm) == 2)
-    assert await both_work(llm) == expected
+    for _ in range(TRIES):
+        moved, hangs = moved_total(llm), process("engine", 1, rank=1)
+        streams = Streams(llm, PROMPTS, TOKENS)
+        await streams.all_begun()
+        hangs.send_signal(signal.SIGSTOP)
+        await until(lambda: groups_up(llm) == 1)
+        before, received = finished(llm), streams.received()
+        fresh: list[Awaitable[list[list[int]]]] = [Streams(llm, PROMPTS[:2], 20) for _ in range(3)]
+        await until(lambda: streams.moved_since(received))  # noqa: B023
+        still_down = groups_up(llm) == 1
+        for answers in fresh:
+            assert await answers == [ids[:20] for ids in expected[:2]]
+        if still_down:
+            assert finished(llm)[1] == before[1], "nothing new went to the group that is down"
+        assert await streams == expected
+        await until(lambda: groups_up(llm) == 2)
+        assert await both_work(llm) == expected
+        if still_down and moved_total(llm) > moved:
+            return
+    raise AssertionError("never have streams left the group before it was back")
 
 
 async def test_streams_of_a_lost_host_go_on_at_another_and_its_late_words_do_no_harm(llm, expected):
     """A group falls silent, and the detokenizer dies with it: the one that is started elsewhere has
     never heard what that group said."""
+    silent, dies = [process(stage, 1) for stage in ("scheduler", "engine")], process("detokenizer")
     streams = Streams(llm, PROMPTS, TOKENS)
     await streams.all_begun()
-    silent = [process(stage, 1) for stage in ("scheduler", "engine")]
     for one in silent:
         one.send_signal(signal.SIGSTOP)
-    process("detokenizer").kill()
+    dies.kill()
     try:
         assert await streams == expected
     finally:
@@ -164,9 +173,13 @@ async def test_streams_of_a_lost_host_go_on_at_another_and_its_late_words_do_no_
 
 
 async def test_streams_go_on_after_a_sleep_of_all_groups_in_their_midst(llm, expected):
-    streams = Streams(llm, PROMPTS, TOKENS)
-    await streams.all_begun()
-    await llm.sleep(level=2, mode="keep")
-    assert not all(streams.done()), "nobody was disturbed"
-    await llm.wake_up()
-    assert await streams == expected
+    for _ in range(TRIES):
+        streams = Streams(llm, PROMPTS, TOKENS)
+        await streams.all_begun()
+        await llm.sleep(level=2, mode="keep")
+        disturbed = not all(streams.done())
+        await llm.wake_up()
+        assert await streams == expected
+        if disturbed:
+            return
+    raise AssertionError("nobody was ever disturbed")

@@ -40,16 +40,22 @@ def sample(server, name) -> float:
 
 
 def test_streams_survive_a_rank_that_is_killed_while_another_hangs(server, undisturbed):
-    before, reasons = len(server.log), set()
+    before, reasons, pids = len(server.log), set(), engines(server)
 
     def kill() -> None:
-        reasons.update(hurt(server, 0, signal.SIGKILL, freeze_others=True))
+        reasons.update(hurt(server, 0, signal.SIGKILL, freeze_others=True, before=pids))
 
     texts = Chats(server, ASKED, TOKENS).run(kill)
     assert texts == undisturbed
     if sample(server, "pipeinfer_takeovers_total") == 1:  # pages outlive a first loss alone
         recomputed = sample(server, "pipeinfer_recomputed_tokens_total")
         assert 0 < recomputed <= len(ASKED) * (PAGE + 4), "a page and two steps of each"
+
+    def all_started_again() -> bool:
+        begun = sum("starting it again" in line for line in server.log[before:])
+        return begun >= len(engines(server))
+
+    server.wait(all_started_again, "the log says that all ranks were started again")
     said, log = "engine rank 0: its process ended (SIGKILL)", server.log[before:]
     assert any(said in line for line in log), "\n".join(log)
     assert any(said in reason for reason in reasons), reasons  # it stays until the ranks are back
@@ -102,8 +108,14 @@ def all_asleep(server: Server) -> bool:
 def test_a_rank_that_dies_asleep_comes_back_asleep_with_all(server, undisturbed):
     post(server, "/sleep?level=1")
     server.wait(lambda: all_asleep(server), "all sleep")
-    os.kill(engines(server)[1], signal.SIGKILL)
-    server.wait(lambda: not all_asleep(server), "the loss is known")
-    server.wait(lambda: all_asleep(server), "all sleep again")
+    before = engines(server)
+    os.kill(before[1], signal.SIGKILL)
+
+    def all_asleep_again() -> bool:
+        now = engines(server)
+        others = now.keys() == before.keys() and not {*now.values()} & {*before.values()}
+        return others and all_asleep(server)
+
+    server.wait(all_asleep_again, "all ranks are others, and sleep")
     post(server, "/wake_up")
     assert Chats(server, ASKED, TOKENS).run() == undisturbed

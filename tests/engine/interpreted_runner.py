@@ -229,7 +229,7 @@ def alike(folder: str, **changes) -> tuple[dict[str, list[int]], int, int]:
 
 
 def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
-    collectives = join_group(address, int(rank), int(size), "cpu", 120)
+    collectives = join_group(address, int(rank), int(size), "cpu", 300)
     done = served(folder, collectives, tp=int(size))
     collectives.close()
     cost = msgspec.to_builtins(done.loaded.step_cost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 import torch
@@ -66,10 +67,12 @@ def test_what_work_raises_belongs_to_its_mark_alone(device):
 
 def test_time_between_pieces_counts_as_idle_only_with_nothing_queued(device):
     gate = threading.Event()
-    first, second = device.submit(lambda: gate.wait(0.1)), device.submit(lambda: None)
+    first = device.submit(lambda: gate.wait() and time.sleep(0.1))
+    second = device.submit(lambda: None)
+    gate.set()
     second.wait()
     assert first.busy >= 0.1 and first.idle == second.idle == 0
-    gate.wait(0.2)
+    time.sleep(0.2)
     third = device.submit(lambda: None)
     third.wait()
     assert third.idle >= 0.2

@@ -25,7 +25,7 @@ def test_graphs_hold_adapters_and_steps_without_take_their_own(tmp_path: Path) -
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(folder), *adapters],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=900, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().rpartition("\n")[2])

@@ -22,7 +22,7 @@ def test_graphs_hold_the_passes_of_a_draft_model(tmp_path: Path) -> None:
         command = [sys.executable, str(PROGRAM), *words, str(folder)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+            command, env=environment, capture_output=True, text=True, timeout=400, check=False
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.strip().rpartition("\n")[2])

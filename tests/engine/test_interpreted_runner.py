@@ -64,7 +64,7 @@ def found(folder) -> dict[str, Any]:
     """Tokens by request, by way of running; and what steps were measured to take."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().rpartition("\n")[2])
 
@@ -114,7 +114,7 @@ def test_two_ranks_that_exchange_their_best_candidates_measure_and_give_the_same
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=280) for rank in ranks]
+    said = [rank.communicate(timeout=400) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     for out, _ in said:
         told = json.loads(out.strip().rpartition("\n")[2])

@@ -40,7 +40,7 @@ def test_steps_of_transformers_give_the_tokens_of_the_cpu(folder: Path) -> None:
 
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), str(folder), "tokens"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().rpartition("\n")[2])
     settings = Settings(kv_pages=40, page_size=16, max_running=3)

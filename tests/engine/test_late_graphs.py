@@ -43,8 +43,8 @@ class Runner(HostRunner):
             self.gate.acquire()
             if self.error is not None:
                 raise self.error
+            self.seen.append("graph")  # before the counts, which the test waits for
             self.graphs, self.graphs_deferred = self.graphs + 1, self.graphs_deferred - 1
-            self.seen.append("graph")
 
         return self.device.submit(work)
 

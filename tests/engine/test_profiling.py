@@ -125,6 +125,7 @@ async def driven():
 
 async def test_a_driver_says_what_its_steps_cost_and_begins_anew_after_a_pause(driven, monkeypatch):
     driver, fed = driven
+    monkeypatch.setattr(driver_module, "PAUSE", float("inf"))
     for number in range(3):
         driver.deliver(Compute(decodes(number, 2)))
         await fed.get()

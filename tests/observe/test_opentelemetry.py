@@ -22,6 +22,7 @@ from pipeinfer.observe.spans import read_traceparent
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Identity
 from servers import environment
+from waiting import until
 
 TRACE, CLIENT, OWN = "1" * 32, "a" * 16, "b" * 16
 SPAN_KINDS = {"internal": 1, "server": 2}
@@ -59,8 +60,8 @@ async def test_a_gateways_span_is_a_child_of_its_clients_and_the_parent_of_the_o
         await exported(
             collector.url + "/v1/traces", "engine", passage("engine-0-0", "r", header(TRACE, OWN))
         )
+        mine, choice = collector.of("r", 2), collector.of("r/1")  # a late one comes after the end
         assert collector.paths == {"/v1/traces"}
-        mine, choice = collector.of("r", 2), collector.of("r/1")
     (root,), (engine,), (other,) = mine["gateway"], mine["engine"], choice["gateway"]
     assert {root.trace, engine.trace, other.trace} == {TRACE}
     assert (root.parent, root.id) == (CLIENT, OWN)
@@ -92,22 +93,20 @@ async def test_what_its_client_does_not_sample_is_not_sent():
         await exported(collector.url, "gateway", passage("g", "a", unsampled), passage("g", "b"))
         await exported(collector.url, "engine", passage("e", "c", unsampled), passage("e", "d"))
         await exported(collector.url, "engine", passage("e", "e", header(TRACE, OWN)))
-        collector.of("e")
+        for name in ("b", "e"):
+            collector.of(name)
         sent = {span.attributes["pipeinfer.request_id"]: span for span in collector.spans}
     assert sent.keys() == {"b", "e"}, "without a trace only a gateway begins one"
     assert sent["b"].parent == "" and int(sent["b"].trace, 16)
 
 
-async def test_the_end_of_a_stage_waits_a_second_for_a_collector_at_most():
+async def test_the_end_of_a_stage_waits_a_second_for_a_collector_at_most(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")  # seconds: who waits, waits long
+    at_most = SHUTDOWN_TIMEOUT + 20
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, says nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert (
-            await exported(url, "engine", passage("e", "a", header(TRACE, OWN)))
-            < SHUTDOWN_TIMEOUT + 2
-        )
-    assert (
-        await exported(url, "engine", passage("e", "a", header(TRACE, OWN))) < SHUTDOWN_TIMEOUT + 2
-    )
+        assert await exported(url, "engine", passage("e", "a", header(TRACE, OWN))) < at_most
+    assert await exported(url, "engine", passage("e", "a", header(TRACE, OWN))) < at_most
 
 
 async def test_a_collector_that_does_not_answer_is_one_line_of_the_log(caplog, monkeypatch):
@@ -121,8 +120,13 @@ async def test_a_collector_that_does_not_answer_is_one_line_of_the_log(caplog, m
         exporting.add(passage("e", name, header(TRACE, OWN)))
         await asyncio.sleep(0.1)  # a batch each; what is missed of them makes the test no stricter
     await exporting.close()
-    said = [r for r in caplog.records if r.name.startswith("opentelemetry.exporter")]
-    assert len(said) == 1 and "span" in said[0].getMessage()
+
+    def said() -> list[str]:
+        found = (r for r in caplog.records if r.name.startswith("opentelemetry.exporter"))
+        return [record.getMessage() for record in found]
+
+    await until(said)  # the end does not wait for the thread that sends
+    assert len(said()) == 1 and "span" in said()[0]
 
 
 def test_what_it_needs_is_said_in_one_line(monkeypatch):

@@ -10,14 +10,16 @@ import pytest
 import zmq
 
 from pipeinfer import topology as topologies
-from pipeinfer.bus.bus import Bus, Listener
+from pipeinfer.bus.bus import Bus, Handler, Listener
 from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
+from pipeinfer.runtime import entry
 from pipeinfer.runtime.entry import FAILED, end_on_group_fault
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Identity, Topology
 from servers import environment
+from waiting import until
 
 
 @pytest.fixture
@@ -39,23 +41,53 @@ def say(scheduler: Bus, group: int, reason: str, incarnation: int) -> None:
     scheduler.send(Send("group", EVERYONE, GroupFault(group, reason, (incarnation,))))
 
 
+class NotedListener(Listener):
+    """Notes in `heard` each message that its handler has had."""
+
+    heard: list[Message]
+
+    def start(self, handler: Handler) -> None:
+        def noting(channel: str, header: FrameHeader, message: Message) -> None:
+            handler(channel, header, message)
+            self.heard.append(message)
+
+        self.heard = []
+        super().start(noting)
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch):
+    monkeypatch.setattr(entry, "Listener", NotedListener)
+
+
+NOBODY = 9  # a group that there is not: what is said of it shows only that it was heard
+
+
+async def hears(listener: NotedListener, sender: Bus, *messages: Message) -> None:
+    """Publishes the messages, once `listener` has subscribed, and waits until it has had all."""
+
+    def has_subscribed() -> bool:
+        sender.send(Send("group", EVERYONE, RankStatus(NOBODY, 0, 1, "ready")))
+        return bool(listener.heard)
+
+    await until(has_subscribed)
+    for message in messages:
+        sender.send(Send("group", EVERYONE, message))
+    await until(lambda: messages[-1] in listener.heard)
+
+
 async def test_only_the_fault_of_its_own_group_ends_an_engine(topology, scheduler):
     ends: list[int] = []
     with zmq.Context() as context:
         listener = end_on_group_fault(
             topology, Identity("engine"), 7, context, lambda: True, ends.append
         )
-        for _ in range(100):
-            say(scheduler, 1, "somebody else's", 7)
-            say(scheduler, 0, "of the process before", 6)
-            await asyncio.sleep(0.005)
+        others = GroupFault(1, "somebody else's", (7,)), GroupFault(0, "of the one before", (6,))
+        await hears(listener, scheduler, *others)
         assert ends == []
-        async with asyncio.timeout(20):
-            while not ends:
-                say(scheduler, 0, "no result for 2 s", 7)
-                await asyncio.sleep(0.02)
+        await hears(listener, scheduler, GroupFault(0, "no result for 2 s", (7,)))
         listener.close()
-    assert set(ends) == {FAILED}
+    assert ends == [FAILED]
 
 
 def beat(incarnation: int, state: State) -> RankStatus:
@@ -73,24 +105,17 @@ async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(short_pat
             topology, Identity("engine"), 1, context, lambda: formed[0], ends.append
         )
 
-        async def told(*beats: RankStatus) -> None:
-            """Long enough for the subscription to be there, and all of it to be heard."""
-            for _ in range(100):
-                for one in beats:
-                    peer.send(Send("group", EVERYONE, one))
-                await asyncio.sleep(0.005)
-
-        await told(beat(5, "ready"), beat(6, "starting"), beat(7, "ready"))
+        await hears(listener, peer, beat(5, "ready"), beat(6, "starting"), beat(7, "ready"))
         assert ends == [], "the group is not formed yet: others may come and go"
         formed[0] = True
-        await told(beat(8, "starting"), beat(9, "loading"))
+        await hears(listener, peer, beat(8, "starting"), beat(9, "loading"))
         assert ends == [], "it has not met these"
-        async with asyncio.timeout(20):
-            while not ends:
-                await told(beat(10, "waiting"), beat(11, "starting"))
+        await hears(listener, peer, beat(10, "waiting"))
+        assert ends == []
+        await hears(listener, peer, beat(11, "starting"))
         listener.close()
         peer.close()
-    assert set(ends) == {FAILED}
+    assert ends == [FAILED]
 
 
 async def test_an_engine_started_by_hand_ends_with_code_1(tmp_path, topology, scheduler):

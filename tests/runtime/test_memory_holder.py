@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -132,7 +133,7 @@ def test_a_standby_is_lent_weights_and_no_pages_while_their_owner_lives(holder):
 
 def test_an_owner_that_closes_its_socket_owns_it_until_it_ends(holder):
     address, _ = holder
-    mine = HolderLink(address, timeout=5)
+    mine = HolderLink(address, timeout=60)
     mine.attach()
     mine.close()
     link = HolderLink(address, timeout=0.5)
@@ -204,9 +205,9 @@ def test_a_holder_ends_with_its_parent_and_so_does_what_it_kept(tmp_path):
     assert os.read(read, 1) == b""  # the holder's copy was the last one
     os.close(read)
     link.close()
-    pidfd = os.pidfd_open(holder_pid) if Path(f"/proc/{holder_pid}").exists() else None
-    if pidfd is not None:
-        assert select.select([pidfd], [], [], 30)[0]
+    with suppress(ProcessLookupError):  # it has ended
+        pidfd = os.pidfd_open(holder_pid)
+        assert select.select([pidfd], [], [], 60)[0]
         os.close(pidfd)
 
 
@@ -232,6 +233,15 @@ def left_by_a_server(address, *words):
     kill(one)
 
 
+def wait_until_it_listens(address, holder):
+    while True:
+        try:
+            return HolderLink(address).close()
+        except OSError:
+            assert holder.poll() is None
+            time.sleep(0.01)
+
+
 def test_a_holder_outlives_its_server_for_a_while(tmp_path):
     address = str(tmp_path / "holder")
     read, write = os.pipe()
@@ -241,8 +251,7 @@ def test_a_holder_outlives_its_server_for_a_while(tmp_path):
         pass_fds=[read],
     )  # fmt: skip
     os.close(read)
-    while not Path(address).exists():
-        assert started.poll() is None
+    wait_until_it_listens(address, started)
     left_by_a_server(address, "leaving")
     engine_of_server = engine(address)
     assert first_line(engine_of_server) == "0 pool=first,model=first"
@@ -250,10 +259,10 @@ def test_a_holder_outlives_its_server_for_a_while(tmp_path):
     assert started.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         started.wait(2.5)
-    kill(engine_of_server)
     began = time.monotonic()
-    assert started.wait(30) == 0
-    assert time.monotonic() - began >= 1.9
+    kill(engine_of_server)
+    assert started.wait(60) == 0
+    assert time.monotonic() - began >= 2
     assert not Path(address).exists()
 
 
@@ -263,7 +272,7 @@ def test_the_next_servers_holder_takes_over_what_is_kept_and_the_losses(orphan, 
     second = str(tmp_path / "second")
     after = MemoryHolder(listen(second))
     after.take_over(address)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     again = threading.Thread(target=after.run)
     again.start()
@@ -287,16 +296,16 @@ def test_that_a_server_slept_is_not_kept_for_the_next_server():
 def test_what_a_holder_kept_is_free_when_it_was_told_to_end(orphan):
     thread, address = orphan
     read, write = os.pipe()
-    mine = HolderLink(address, timeout=5)
+    mine = HolderLink(address, timeout=60)
     mine.attach()
     mine.keep(Keep("pool", "pages"), write)
     os.close(write)
-    HolderLink(address, timeout=5).end()
+    HolderLink(address, timeout=60).end()
     os.set_blocking(read, False)
     assert os.read(read, 1) == b""  # its copy was the last one, and is closed already
     os.close(read)
     mine.close()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -131,7 +131,7 @@ async def test_it_ends_by_itself_and_says_nothing_where_there_is_nothing(monkeyp
     monkeypatch.setattr(observing, "PUBLISH_PERIOD", 0.01)
     async with watched() as one:
         one.watch(0.05)
-        await until(lambda: one.active)
+        await until(lambda: one.shell._observer._until)  # it may be over before anybody looks
         await until(lambda: not one.active)
         await one.submitted("later")
         one.watch(30.0)

@@ -151,16 +151,19 @@ async def test_the_flight_recorder_begins_again_after_what_it_cannot_hold(monkey
     with zmq.Context() as context:
         async with Gateway(context, Settings(), "flight") as gateway:
             recorder = gateway.shell._hook._recorder
-            before = await asyncio.to_thread(_segment, recorder)
+            before = _begin(recorder)
             gateway.shell.handle(Call("odd", PARAMS, text="\ud800"))
-            await until(lambda: _segment(recorder) not in (None, before))
-            segments = recorder.ring._segments  # none, while it begins again
-            await until(lambda: segments and segments[0].snapshot is not None)
+            await until(lambda: _begin(recorder) not in (None, before))
+            await until(lambda: any(one.snapshot is not None for one in _segments(recorder)[:1]))
 
 
-def _segment(recorder) -> object:
-    segments = recorder.ring._segments
-    return segments[0].header.monotonic if segments else None
+def _segments(recorder) -> list[Any]:
+    """None, while it begins again, which its thread does at any time."""
+    return list(recorder.ring._segments)
+
+
+def _begin(recorder) -> float | None:
+    return next((segment.header.monotonic for segment in _segments(recorder)), None)
 
 
 NONSENSE = ("engine-x", "nonsense", "scheduler-999", "scheduler", "gateway-", "", "é-1", "9" * 400)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
+from child_processes import children_with
 from pipeinfer.demo import demo_path
 from pipeinfer.messages import Abort, Accepted, Message, Refused, Submit, TokenizedRequest
 from pipeinfer.params import RequestParams, StructuredOutputs
@@ -225,14 +227,14 @@ class Harness:
         self.fed.append(event)
 
     async def until(self, done: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):  # slow ones get what the others on a machine leave
             while not done():
                 await asyncio.sleep(0.005)
 
 
 async def test_what_takes_long_holds_nobody_up_whoever_sends_it() -> None:
     """Each on a connection of its own, as if all were new."""
-    harness = Harness(seconds=0.5)
+    harness = Harness()
     await harness.trials.start(harness.feed)
     for n in range(6):
         harness.ask(f"slow{n}", slow(n), f"host/x{n}")
@@ -240,18 +242,25 @@ async def test_what_takes_long_holds_nobody_up_whoever_sends_it() -> None:
     harness.ask("bad", StructuredOutputs(regex="(a"), "other/honest")
     for n in range(6, 8):
         harness.ask(f"slow{n}", slow(n), f"host/x{n}")
-    await harness.until(lambda: len(harness.fed) == 3)
-    order = [one.request_id for one in harness.fed]
-    verdicts = {one.request_id: one for one in harness.fed}
-    assert set(order[:2]) == {"good", "bad"}, "before any that takes long has its verdict"
+    await harness.until(lambda: len(harness.fed) >= 2)
+    verdicts = {one.request_id: one for one in harness.fed[:2]}
+    assert set(verdicts) == {"good", "bad"}, "before any that takes long has its verdict"
     assert (verdicts["good"].status, verdicts["bad"].status) == (0, 400)
-    late = harness.fed[2]
-    assert late.status == 400 and "longer than 0.5 s" in late.message
-    assert late.grammar == grammar_digest(slow(int(late.request_id.removeprefix("slow"))))
-    assert (late.slow, verdicts["good"].slow) == (True, False)
+    assert not verdicts["good"].slow
     assert harness.trials.stats()["trials_ended_total"] > 1
-    async with asyncio.timeout(5):
-        await harness.trials.stop()
+    await harness.trials.stop()
+
+
+async def test_what_takes_too_long_is_refused_with_the_time_that_it_had() -> None:
+    harness = Harness(seconds=0.5)
+    await harness.trials.start(harness.feed)
+    harness.ask("slow", slow())
+    await harness.until(lambda: len(harness.fed) == 1)
+    [late] = harness.fed
+    assert (late.status, late.slow) == (400, True) and "longer than 0.5 s" in late.message
+    assert late.grammar == grammar_digest(slow())
+    assert harness.trials.stats()["trials_ended_total"] == 2, "quickly at first, then slowly"
+    await harness.trials.stop()
 
 
 async def test_what_nobody_wants_any_more_is_not_tried_and_the_end_waits_for_nothing() -> None:
@@ -261,7 +270,11 @@ async def test_what_nobody_wants_any_more_is_not_tried_and_the_end_waits_for_not
         harness.ask(f"slow{n}", slow(n))
     harness.ask("gone", StructuredOutputs(regex="a"))
     del harness.submits["gone"]
-    async with asyncio.timeout(5):
+    processes = partial(children_with, "pipeinfer.grammars.validation")
+    await harness.until(lambda: any(process.children() for process in processes()))  # it compiles
+    for process in processes():
+        process.suspend()  # who waits for its verdict waits for ever
+    async with asyncio.timeout(60):
         await harness.trials.stop()
     assert harness.fed == []
 

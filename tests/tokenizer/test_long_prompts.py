@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -55,6 +56,8 @@ from pipeinfer.tokenizer.workers import (
     encode_submit,
 )
 from pipeinfer.wire import pack
+from servers import alive
+from waiting import until
 
 LONG = "the end of it " * 1000
 SHORT = "the end"
@@ -398,7 +401,9 @@ async def test_lanes_give_the_ids_that_the_stage_would_give(lanes: Harness) -> N
 
 @with_lanes
 async def test_clients_take_turns_and_no_lane_waits_for_another(lanes: Harness) -> None:
-    lanes.ask("library", MEDIUM_QUEUE_BYTES + 1, text="word " * 1_000_000)
+    lanes.ask("library", MEDIUM_QUEUE_BYTES + 1, text="word " * 100_000)
+    library = await new_child()
+    os.kill(library, signal.SIGSTOP)  # as if it took for ever
     lanes.ask("book", MEDIUM_QUEUE_BYTES, text=LONG)
     lanes.ask("warm", 1, text=SHORT)
     for n in range(5):
@@ -406,11 +411,11 @@ async def test_clients_take_turns_and_no_lane_waits_for_another(lanes: Harness) 
     lanes.ask("gone", 5_000, "left", text=LONG)
     lanes.ask("few", 20_000, "other", text=LONG)
     del lanes.submits["gone"]
-    order = await lanes.until(9)
-    assert order.index("book") < order.index("library")
-    chapters = [name for name in order if name not in ("book", "library")]
+    order = await lanes.until(8)
+    os.kill(library, signal.SIGCONT)
+    assert await lanes.until(9) == [*order, "library"]
+    chapters = [name for name in order if name != "book"]
     assert chapters == ["warm", "many0", "many1", "few", "many2", "many3", "many4"]
-    assert order.index("many4") < order.index("library")
 
 
 @with_lanes
@@ -455,13 +460,12 @@ async def test_a_process_that_dies_over_a_prompt_is_started_again_once(lanes: Ha
     lanes.ask("second", 2, text=LONG)
     await lanes.until(2)
     assert lanes.fed[1].status == 0
-    lanes.ask("third", 3, text="word " * 2_000_000)
-    killed: set[int] = set()
-    while len(killed) < 2:
-        for pid in set(children()) - killed:
-            os.kill(pid, signal.SIGKILL)
-            killed.add(pid)
-        await asyncio.sleep(0.01)
+    (before,) = children()
+    os.kill(before, signal.SIGSTOP)  # else it might be done before it is killed
+    lanes.ask("third", 3, text="word " * 4_000_000)
+    os.kill(before, signal.SIGKILL)
+    after = await new_child(before)
+    os.kill(after, signal.SIGKILL)
     await lanes.until(3)
     assert lanes.fed[2].status == 500
     lanes.ask("fourth", 4, text=LONG)
@@ -473,15 +477,17 @@ async def test_processes_end_with_their_stage_also_in_the_middle_of_a_book(folde
     harness = Harness(folder)
     await harness.lanes.start(harness.feed)
     harness.ask("book", SHORT_QUEUE_BYTES + 1, text="word " * 4_000_000)
-    deadline = time.monotonic() + 20
-    while not children():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
+    process = await new_child()
     await asyncio.sleep(0.5)
-    begun = time.monotonic()
-    await harness.lanes.stop()
-    assert time.monotonic() - begun < 5, "half of what the rest of it takes"
-    assert children() == [] and harness.fed == []
+    os.kill(process, signal.SIGSTOP)  # who waits for the rest of the book waits for ever
+    try:
+        async with asyncio.timeout(60):
+            await harness.lanes.stop()
+        left = children()
+    finally:
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+    assert left == [] and harness.fed == []
 
 
 async def test_processes_are_not_told_the_api_key_and_end_with_a_killed_stage(folder: Path) -> None:
@@ -515,10 +521,25 @@ async def test_processes_are_not_told_the_api_key_and_end_with_a_killed_stage(fo
     stage.kill()
     stage.wait()
     stage.stdout.close()
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline, "it goes on"
-        await asyncio.sleep(0.02)
+    before = processor_seconds(pid)
+    await until(lambda: not alive(pid) or processor_seconds(pid) > before + 4, 60)
+    assert not alive(pid), "it goes on: that is half of what the rest of the book takes"
+
+
+def processor_seconds(pid: int) -> float:
+    """What the process has taken so far; 0 if it has ended."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return times.user + times.system
+
+
+async def new_child(before: int = 0) -> int:
+    """The child that was started after `before`, once it is there."""
+    await until(lambda: {*children()} - {before}, 60)
+    [found] = {*children()} - {before}
+    return found
 
 
 def children() -> list[int]:

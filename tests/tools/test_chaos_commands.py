@@ -21,7 +21,7 @@ def test_a_hostile_client_is_answered_as_its_case_says_and_nobody_is_restarted(
     """Gaps are left out: here other tests run beside it."""
     monkeypatch.setattr(streams, "QUIET", 0.3)
     monkeypatch.setattr(streams, "MAX_QUIET_GAP", 10.0)
-    words = ("--seconds", "0.2", "--calm", "0.5", "--streams", "2", "--only", ONLY)
+    words = ("--seconds", "0.2", "--calm", "2", "--streams", "2", "--only", ONLY)
     code, metrics, *_ = tool_run("chaos", "hostile", *words)
     names = [case.name for case in CASES if ONLY in case.name]
     assert [case["case"] for case in metrics["cases"]] == names and len(names) > 1

@@ -31,7 +31,7 @@ def fuzz(*arguments: str, plant: Path) -> subprocess.CompletedProcess[str]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return subprocess.run(
         [sys.executable, "tools/fuzz", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_a_planted_fault_is_found_and_its_input_shows_it_again(name, tmp_path):
     plant, out = PLANTS[name], tmp_path / "result.json"
     program = f"import planted_faults\nplanted_faults.plant({name!r})\n"
     (tmp_path / "sitecustomize.py").write_text(program)
-    words = ("--engine", "mutate", "--seed", str(CHOSEN[name]), "--seconds", "150")
+    words = ("--engine", "mutate", "--seed", str(CHOSEN[name]), "--seconds", "360")
     words += ("--first", plant.found, "--out", str(tmp_path / "out"), "--json", str(out))
     done = fuzz(plant.target, *words, plant=tmp_path)
     assert done.returncode == 1 and out.exists(), done.stderr

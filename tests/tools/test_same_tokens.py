@@ -32,7 +32,7 @@ def truncation_thresholds(x, top_k, top_p, min_p):
 def run(out: Path, *arguments: str) -> dict:
     done = subprocess.run(
         [sys.executable, "tools/same_tokens", "run", *FEW, *arguments, "--json", str(out)],
-        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=250,
+        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())["metrics"]["parts"]

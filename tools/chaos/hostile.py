@@ -36,6 +36,7 @@ from pipeinfer.gateway.api_keys import new_key
 PAUSE = 0.005  # seconds after a connection was refused
 EXAMPLES = 10  # of answers that nobody expected
 PATIENCE = 12.0  # seconds for an answer to one of a few requests; slow ones take longer to be sent
+FIRST = 60.0  # seconds for the first answer to any request of a case, on a busy machine
 LAST = 1.0  # seconds for answers that are missing when no more requests are sent
 
 
@@ -53,6 +54,7 @@ class HostileClient:
         self._built: dict[str, list[bytes]] = {}
         self.statuses: Counter[str] = Counter()
         self.unexpected: list[str] = []
+        self._answered = asyncio.Event()
 
     def requests(self, case: Case) -> list[bytes]:
         """Those of a case, built once."""
@@ -74,7 +76,8 @@ class HostileClient:
         return True
 
     async def send_one_case(self, case: Case, seconds: float) -> None:
-        """Its requests again and again, on as many connections as it says."""
+        """Its requests again and again, on as many connections as it says; longer if nobody is
+        answered in that time."""
         numbers = itertools.count()
 
         async def loop() -> None:
@@ -84,7 +87,14 @@ class HostileClient:
                     await asyncio.sleep(PAUSE)
 
         tasks = [asyncio.create_task(loop()) for _ in range(case.connections)]
-        await _end(tasks, seconds)
+        await asyncio.wait(tasks, timeout=seconds)
+        if "cut" not in case.expected:
+            answered = asyncio.create_task(self._answered.wait())
+            await asyncio.wait(
+                {answered, *tasks}, timeout=FIRST, return_when=asyncio.FIRST_COMPLETED
+            )
+            answered.cancel()
+        await _end(tasks, 0.0)
         if set(self.statuses) == {"cut"} and "cut" not in case.expected:
             self.unexpected.append("nobody was answered")
 
@@ -115,6 +125,7 @@ class HostileClient:
 
     def _count(self, case: Case, status: str, text: str) -> None:
         self.statuses[status] += 1
+        self._answered.set()
         if status not in case.expected and len(self.unexpected) < EXAMPLES:
             self.unexpected.append(f"{case.name}: {status} {text}")
 
@@ -245,7 +256,7 @@ def _run_case(
     seconds, key = how
     options = {"url": server.url, "case": case.name, "seconds": seconds, "key": key}
     with Helper("chaos.hostile:attack", **options) as helper:
-        began, did = helper.finish(STARTING + 2 * seconds)
+        began, did = helper.finish(STARTING + 2 * seconds + FIRST)
     settled = streams.settle()
     ended = time.monotonic()
     during = streams.seen.between(began, ended)
