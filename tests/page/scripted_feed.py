@@ -23,6 +23,7 @@ EDGES = (
     ("scheduler", "detokenizer", "tokens/s"),
     ("detokenizer", "gateway", "tokens/s"),
 )
+AGAIN = 0.5  # seconds; a feed that says nothing for some more is given up by the page
 UNITS = {"scheduler": "tokens/s", "engine": "tokens/s", "detokenizer": "tokens/s"}
 LATENCIES = {
     "gateway": 31.0, "tokenizer": 0.4, "scheduler": 1.9, "engine": 4.2, "detokenizer": 0.3,
@@ -86,27 +87,27 @@ class ScriptedFeed:
         self._last: dict[str, object] | None = None
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
+        self._repeating: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> ScriptedFeed:
         self._thread.start()
-        self._do(self._start()).result(20)
+        self._do(self._start()).result(60)
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._runner is not None
         self.cut()
-        self._do(self._runner.cleanup()).result(20)
+        self._do(self._stop()).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
+        self._thread.join(60)
 
     def say(self, told: dict[str, object]) -> None:
         """To all that listen, and first to whoever listens later."""
-        self._do(self._tell(told)).result(20)
+        self._do(self._tell(told)).result(60)
 
     def cut(self) -> None:
         """Ends all connections of the feed."""
-        self._do(self._tell(None)).result(20)
+        self._do(self._tell(None)).result(60)
 
     def _do(self, work) -> Future:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -121,9 +122,25 @@ class ScriptedFeed:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._repeating = asyncio.create_task(self._repeat())
+
+    async def _stop(self) -> None:
+        assert self._runner is not None and self._repeating is not None
+        self._repeating.cancel()
+        await self._runner.cleanup()
+
+    async def _repeat(self) -> None:
+        """As of a real feed, events come also where nothing changes; steps are told once."""
+        while True:
+            await asyncio.sleep(AGAIN)
+            if self._last is not None:
+                self._put({**self._last, "steps": []})
 
     async def _tell(self, told: dict[str, object] | None) -> None:
         self._last = told or self._last
+        self._put(told)
+
+    def _put(self, told: dict[str, object] | None) -> None:
         for queue in self._listening:
             queue.put_nowait(told)
 
