@@ -8,7 +8,7 @@ import re
 import time
 
 import pytest
-from scripted_feed import MODELS, ScriptedFeed, event, stage, stages
+from scripted_feed import BEGUN, MODELS, ScriptedFeed, event, stage, stages
 from scripted_minute import prefixes, requests, steps, timeline
 
 SLOW = 600  # milliseconds; no work of the page's own may hold up the browser so long
@@ -390,6 +390,43 @@ def test_a_stream_that_breaks_off_says_so_and_keeps_what_came(feed, open_page):
     page.get_by_role("button", name="Answer again").click()
     expect(page.locator(".error")).to_have_text("the engine is on fire")
     expect(page.locator(".answer .said")).to_have_text("so far")
+
+
+HEAD = """
+  const { fetch } = window;
+  window.fetch = async (url, options) => {
+    const response = await fetch(url, options);
+    if (String(url).endsWith("/chat/completions")) setTimeout(() => { window.hasHead = true; });
+    return response;
+  };
+"""
+
+
+def begun(open_page, feed):
+    """A page that has the head of an answer, and nothing of the answer."""
+    page = open_page(feed.url, init=HEAD, cuts=True)
+    page.get_by_label("Message", exact=True).fill("ask")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => window.hasHead")
+    return page
+
+
+def test_an_answer_whose_connection_is_lost_before_anything_came_is_asked_for_again(open_page):
+    with ScriptedFeed(MODELS) as feed:
+        page = begun(open_page, feed)
+        feed.lose_answers()
+        expect(page.locator(".answer .foot")).to_be_visible()
+        expect(page.locator(".answer .said")).to_have_text("all of it")
+        expect(page.locator(".error")).to_have_count(0)
+
+
+def test_an_answer_that_is_stopped_before_anything_came_is_ended_on_the_server(open_page):
+    with ScriptedFeed(MODELS) as feed:
+        page = begun(open_page, feed)
+        with page.expect_response(f"**/v1/streams/{BEGUN}") as ended:
+            page.get_by_role("button", name="Stop", exact=True).click()
+        assert ended.value.request.method == "DELETE"
+        expect(page.locator(".answer .foot")).to_contain_text("stopped")
 
 
 def test_a_stage_that_is_lost_and_comes_back_is_said_in_words(feed, watch):
