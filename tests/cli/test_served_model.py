@@ -157,9 +157,24 @@ class Odd(http.server.BaseHTTPRequestHandler):
         """Nothing."""
 
 
+class LosesAnswers(Odd):
+    """The connection of an answer ends behind its head."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("x-pipeinfer-stream", "cmpl-begun")
+        self.send_header("content-length", "1000")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        assert "last-event-id" not in self.headers, "nothing has come"
+        self._reply()
+
+
 @contextmanager
-def odd(replies: dict[str, list[tuple[int, str]]]) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Odd) as made:
+def odd(replies: dict[str, list[tuple[int, str]]], handler: type[Odd] = Odd) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as made:
         made.replies = replies  # type: ignore[attr-defined]
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
@@ -201,6 +216,13 @@ def test_an_odd_server_is_an_error_of_one_line_or_understood(
     assert shown == out
     assert (code, err.count("\n")) == ((0, 0) if said is None else (1, 1)), err
     assert (said or "") in err
+
+
+def test_an_answer_of_which_only_the_head_came_is_asked_for_again(generate) -> None:
+    told = events(delta(content="all of it"), delta("stop"), "[DONE]")
+    replies = {"/v1/models": [MODELS], "/v1/streams/cmpl-begun": [(200, told)]}
+    with odd(replies, LosesAnswers) as url:
+        assert generate("--stream", "--chat", "--url", url, "a", key=None) == ("all of it\n", "", 0)
 
 
 def test_an_answer_goes_on_after_the_death_of_the_servers_gateway(server: Server, generate) -> None:
