@@ -57,7 +57,8 @@ except ImportError:
     pass
 else:
     # No test fails because others use the machine.
-    hypothesis.settings.register_profile("tests", deadline=None)
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=slow)
     hypothesis.settings.load_profile("tests")
     _context = ssl.create_default_context
     _context_of = functools.cache(lambda file: _context(cafile=file))

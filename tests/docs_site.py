@@ -16,7 +16,7 @@ def built(folder: Path) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder], cwd=ROOT,
         env={**environment(), "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
-        check=False, timeout=120,
+        check=False, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 async def until(
-    condition: Callable[[], object], patience: float = 20.0, every: float = 0.005
+    condition: Callable[[], object], patience: float = 60.0, every: float = 0.005
 ) -> None:
     """Looks each `every` seconds; raises TimeoutError after `patience`."""
     async with asyncio.timeout(patience):

@@ -36,7 +36,7 @@ class Terminal:
         self.shown = ""
         self._read_to = 0
 
-    def wait_for(self, text: str, seconds: float = 60) -> str:
+    def wait_for(self, text: str, seconds: float = 120) -> str:
         """What was shown up to and including `text`, from where the last wait ended."""
         deadline = time.monotonic() + seconds
         while (at := self.shown.find(text, self._read_to)) < 0:
@@ -46,7 +46,7 @@ class Terminal:
         begin, self._read_to = self._read_to, at + len(text)
         return self.shown[begin : self._read_to].replace("\r\n", "\n")
 
-    def wait_for_more(self, seconds: float = 60) -> None:
+    def wait_for_more(self, seconds: float = 120) -> None:
         """Until something is shown past where the last wait ended."""
         deadline = time.monotonic() + seconds
         while len(self.shown) <= self._read_to:

@@ -38,7 +38,7 @@ def test_a_command_ends_as_by_sigpipe(tmp_path, words):
     done = subprocess.run(
         [*PROGRAM, *words.replace("FILE", str(file)).replace("FOLDER", str(tmp_path)).split()],
         env={**environment(), "PYTHONUNBUFFERED": ""}, stdout=sink, stderr=subprocess.PIPE,
-        text=True, timeout=60,
+        text=True, timeout=300,
     )  # fmt: skip
     os.close(sink)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
@@ -52,7 +52,7 @@ def test_a_server_serves_although_nobody_reads_what_it_says():
     )  # fmt: skip
     os.close(sink)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         status = ""
         while status != "ready":
             assert process.poll() is None and time.monotonic() < deadline
@@ -68,7 +68,7 @@ def test_a_server_serves_although_nobody_reads_what_it_says():
 def health(url: str) -> str:
     """The server's status; "" while nobody answers."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=300) as answer:
             return json.load(answer)["status"]
     except OSError:
         return ""

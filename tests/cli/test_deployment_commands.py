@@ -144,7 +144,7 @@ def test_serve_asks_which_host_this_is(folder, words, why):
 def test_a_stage_without_its_key_ends_with_one_line(folder):
     command = [sys.executable, "-m", "pipeinfer.runtime", "gateway", "--topology", "pipeinfer.toml"]
     done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=60,
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
     assert done.returncode == 2

@@ -51,7 +51,7 @@ def test_what_is_in_the_way_is_said_in_the_words_of_serve(capsys, asked):
     assert len(bad) == 1
     done = subprocess.run(
         [sys.executable, "-m", "pipeinfer", "serve", *asked, "--port", "0", "--device", "cpu"],
-        env=environment(), capture_output=True, text=True, check=False, timeout=60,
+        env=environment(), capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2
     assert f"error: {bad[0].split(maxsplit=2)[2]}\n" in done.stderr

@@ -34,7 +34,7 @@ def test_completions_are_lines_on_stdout_and_stderr_is_silent() -> None:
         input="Count from 1 to 4.\n\n",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=environment(),
     )
     assert (done.stdout, done.stderr, done.returncode) == (COUNTED + "1 2 3 4\n", "", 0)
@@ -65,7 +65,7 @@ def test_without_standard_input_a_prompt_is_answered() -> None:
         ["sh", "-c", 'exec "$@" <&-', "sh", *command, COUNT],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=environment(),
     )
     assert (done.stdout, done.stderr, done.returncode) == (COUNTED, "", 0)
@@ -83,7 +83,7 @@ def test_input_that_is_no_text_is_said_in_one_line(command: tuple[str, ...], err
         words(*command),
         input=b"a\n\xff\n",
         capture_output=True,
-        timeout=120,
+        timeout=300,
         env=environment() | {"PYTHONIOENCODING": f"utf-8:{errors}"},
     )
     assert done.returncode == 2
@@ -93,7 +93,7 @@ def test_input_that_is_no_text_is_said_in_one_line(command: tuple[str, ...], err
 
 def test_a_prompt_that_no_text_can_be_is_refused_in_one_line() -> None:
     command = [*words("generate", *QUICK, "--in-process"), b"\xff"]
-    done = subprocess.run(command, capture_output=True, timeout=120, env=environment())
+    done = subprocess.run(command, capture_output=True, timeout=300, env=environment())
     assert done.returncode == 2
     assert done.stderr == b"error: prompt 1 of the command line is not UTF-8\n"
 
@@ -163,7 +163,7 @@ def test_a_chat_on_a_terminal_from_its_start_to_the_end_of_its_stages() -> None:
         assert len(stages) == 5  # four stages, and the engine's memory holder
         chat.press(CTRL_C, until="> ")  # at the prompt: a new line
         chat.type(CTRL_D)
-        assert chat.process.wait(30) == 0
+        assert chat.process.wait(60) == 0
         assert not any(stage.is_running() for stage in stages)
 
 

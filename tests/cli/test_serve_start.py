@@ -50,7 +50,7 @@ def starts_by_hand(file: Path) -> None:
     with Terminal(command, environment()) as shown:
         shown.wait_for("s): scheduler: waiting (")
         shown.type(CTRL_C)
-        assert shown.process.wait(20) == 0
+        assert shown.process.wait(60) == 0
 
 
 def test_details_are_there_if_asked_for():
@@ -67,6 +67,6 @@ def test_details_are_there_if_asked_for():
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert re.findall(r"pages of 16, (\w+ \w+)", done.stderr) == ["debug text", "info json"]

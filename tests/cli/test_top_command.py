@@ -32,7 +32,7 @@ def top(server: Server, *more: str) -> tuple[int, dict[str, str]]:
     """Exit code, and {stage: its line without the id} of the last look."""
     done = subprocess.run(
         [*command(server), *more],
-        env=environment(), capture_output=True, text=True, check=False, timeout=60,
+        env=environment(), capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert not done.stderr
     rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
@@ -41,18 +41,22 @@ def top(server: Server, *more: str) -> tuple[int, dict[str, str]]:
 
 def test_every_stage_says_what_it_does_while_requests_run(server):
     pids = {row["name"]: row["pid"] for row in server.health()["stages"]}
-    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
-    running = api.completions.create(
-        model="pipeinfer-demo", prompt="go on", max_tokens=2000, stream=True,
-        extra_body={"ignore_eos": True},
-    )  # fmt: skip
-    next(running)
-    code, lines = top(server, "--once")
-    assert server.metric("pipeinfer_requests_running") == 1, "it was over too soon to be seen"
-    running.response.close()
+    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300, max_retries=0)
+    for _ in range(8):  # until one is seen before it is over
+        running = api.completions.create(
+            model="pipeinfer-demo", prompt="go on", max_tokens=2000, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        next(running)
+        code, lines = top(server, "--once")
+        still_runs = server.metric("pipeinfer_requests_running") == 1
+        running.response.close()
+        if still_runs:
+            break
+    assert still_runs, "each was over too soon to be seen"
     assert code == 0
     said = {stage.split("-")[0]: line for stage, line in lines.items()}
-    assert re.match(r"token: +p50 [\d,.]+, p90 .* ms \(1 in the last minute\)", said.pop("first"))
+    assert re.match(r"token: +p50 [\d,.]+, p90 .* ms \(\d in the last minute\)", said.pop("first"))
     said.pop("between", "")  # not there before a second output
     assert set(said) - {"stage"} == set(STAGES)
     for name in STAGES:
@@ -66,13 +70,13 @@ def test_every_stage_says_what_it_does_while_requests_run(server):
 
 
 def test_latencies_are_told_while_it_goes_on_looking(server):
-    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300, max_retries=0)
     looking = subprocess.Popen(
         [*command(server), "--seconds", "0.2"],
         env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     found: dict[str, float] = {}
-    timer = threading.Timer(60, looking.kill)
+    timer = threading.Timer(300, looking.kill)
     timer.start()
     try:
         assert looking.stdout is not None
@@ -86,7 +90,7 @@ def test_latencies_are_told_while_it_goes_on_looking(server):
     finally:
         timer.cancel()
         looking.send_signal(signal.SIGINT)
-        assert looking.wait(20) == 0
+        assert looking.wait(60) == 0
     assert set(found) == {"tokenizer", "scheduler", "engine", "detokenizer"}
     assert all(0 < milliseconds < 10_000 for milliseconds in found.values())
 
@@ -101,7 +105,7 @@ def test_on_a_terminal_each_stage_has_one_line_and_q_ends_it(server):
         terminal.type("x")
         terminal.wait_for("\x1b[H")
         terminal.type("q")
-        assert terminal.process.wait(20) == 0
+        assert terminal.process.wait(60) == 0
         assert terminal.modes() == before
     lines = [line.rpartition("\x1b[2J")[2] for line in looks.splitlines()]
     assert max(map(len, lines)) <= 80, lines
@@ -114,7 +118,7 @@ def test_a_signal_that_ends_it_leaves_the_terminal_as_it_was(server):
         before = terminal.modes()
         terminal.wait_for("detokenizer-0")
         terminal.process.terminate()
-        assert terminal.process.wait(20) == 128 + signal.SIGTERM
+        assert terminal.process.wait(60) == 128 + signal.SIGTERM
         assert terminal.modes() == before
 
 
@@ -140,7 +144,7 @@ def test_a_stage_that_says_nothing_is_shown_and_is_an_error(server):
 def test_doctor_says_what_the_targets_allow_the_server_that_runs(server):
     done = subprocess.run(
         [sys.executable, "-m", "pipeinfer", "doctor", "--port", "0", "--itl-target", "0.04"],
-        env=environment(), capture_output=True, text=True, check=False, timeout=120,
+        env=environment(), capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert any(line.split(maxsplit=2)[1:] == [

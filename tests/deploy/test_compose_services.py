@@ -27,6 +27,7 @@ WHY_NOT = missing()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 EXAMPLE = (ROOT / ".env.example").read_text()
 URL = "http://127.0.0.1:8000"
+TRIES = 5  # of what a stream must not end before
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def folder():
     shutil.rmtree(made)
 
 
-def until(condition, what: str, seconds: float = 120) -> None:
+def until(condition, what: str, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
@@ -101,7 +102,7 @@ class Stream:
             name = last.rpartition("/")[0]
             request = Request(f"{URL}/v1/streams/{name}", headers={"Last-Event-ID": last})
         else:
-            said = {"prompt": "a story", "max_tokens": 800, "ignore_eos": True, "stream": True}
+            said = {"prompt": "a story", "max_tokens": 1900, "ignore_eos": True, "stream": True}
             request = Request(f"{URL}/v1/completions", json.dumps(said | {"seed": 7}).encode())
             request.add_header("content-type", "application/json")
             request.add_header("x-pipeinfer-detached", "60")
@@ -159,7 +160,7 @@ def test_an_engine_leaves_its_memory_to_the_next_container_and_its_place_to_a_st
         reading.result()
     assert stream.text() == expected
     assert host.said("engine-2", "its standby is promoted") == 1
-    assert metric(network, "host", "pipeinfer_takeovers_total") == 1
+    until(lambda: metric(network, "host", "pipeinfer_takeovers_total") == 1, "no takeover is told")
     assert 1 <= metric(network, "host", "pipeinfer_recomputed_tokens_total") <= 96
     host.start("engine", 1)  # as its restart policy does
     until(partial(host.said, "engine-1", "a standby of"), "it is no standby")
@@ -168,15 +169,19 @@ def test_an_engine_leaves_its_memory_to_the_next_container_and_its_place_to_a_st
 def test_a_stream_goes_on_at_the_container_that_replaces_its_gateways(one_host):
     """As `docker compose up` replaces it: it is stopped, then there is another one."""
     network, host, expected = one_host
-    stream = Stream()
-    with ThreadPoolExecutor() as threads:
-        reading = threads.submit(network.call, "host", stream.read)
-        assert stream.begun.wait(60)
-        assert host.stop("gateway-1") == 0
-        reading.result()
-    assert stream.text() != expected, "it was under way"
-    host.start("gateway")
-    until(lambda: ready(network, "host"), "never ready again")
+    for _ in range(TRIES):
+        stream = Stream()
+        with ThreadPoolExecutor() as threads:
+            reading = threads.submit(network.call, "host", stream.read)
+            assert stream.begun.wait(60)
+            assert host.stop("gateway-1") == 0
+            reading.result()
+        was_under_way = stream.text() != expected
+        host.start("gateway")
+        until(lambda: ready(network, "host"), "never ready again")
+        if was_under_way:
+            break
+    assert was_under_way
     network.call("host", stream.read)
     assert stream.text() == expected
 
@@ -188,6 +193,11 @@ def test_a_stage_that_is_stopped_under_a_stream_leaves_it_to_the_container_that_
     """It does not wait for the stream's end, which under load is that of another stream again; nor
     does the standby of an engine, which is stopped, too."""
     network, host, expected = one_host
+    assert any(outlives(network, host, service, expected) for _ in range(TRIES)), "it had ended"
+
+
+def outlives(network: Hosts, host: ContainerHost, service: str, expected: str) -> bool:
+    """Whether a stream was under way when the service was stopped; it has its text in any case."""
     stream = Stream()
     with ThreadPoolExecutor() as threads:
         reading = threads.submit(network.call, "host", stream.read)
@@ -199,7 +209,7 @@ def test_a_stage_that_is_stopped_under_a_stream_leaves_it_to_the_container_that_
         host.start(service)
         reading.result()
     assert stream.text() == expected
-    assert was_under_way
+    return was_under_way
 
 
 def test_three_hosts_with_profiles_form_one_deployment(folder):

@@ -42,7 +42,7 @@ def server():
 
 def run(command: list[str], **more) -> str:
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
         check=False, **more,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import httpx
 import pytest
 import uvloop
 from gateway_pipeline import Gateway, Pipeline, StartGateway
@@ -24,6 +25,13 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 def pytest_asyncio_loop_factories(config: object, item: object) -> dict[str, LoopFactory]:
     """The gateway's process runs on uvloop, so do its tests."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patience() -> None:
+    """Clients of httpx wait five seconds, which a machine that others use may take for nothing."""
+    default = httpx._config.DEFAULT_TIMEOUT_CONFIG
+    default.connect = default.read = default.write = default.pool = 60.0
 
 
 @pytest.fixture

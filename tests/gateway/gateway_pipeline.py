@@ -211,8 +211,10 @@ class Gateway:
         return self.driver.url
 
     def client(self, api_key: str = "none") -> openai.AsyncOpenAI:
-        url = f"{self.url}/v1"
-        self._clients.append(openai.AsyncOpenAI(base_url=url, api_key=api_key, max_retries=0))
+        url, patience = f"{self.url}/v1", 600.0
+        self._clients.append(
+            openai.AsyncOpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=patience)
+        )
         return self._clients[-1]
 
     def http(self) -> httpx.AsyncClient:

@@ -27,7 +27,7 @@ class RawClient:
         """Sends no more, and reads on."""
         self.writer.write_eof()
 
-    async def all(self, patience: float = 10.0) -> bytes:
+    async def all(self, patience: float = 60.0) -> bytes:
         """Everything until the server closes."""
         return await asyncio.wait_for(self.reader.read(), patience)
 

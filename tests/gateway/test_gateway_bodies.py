@@ -31,6 +31,7 @@ from pipeinfer.gateway.schema import (
     prescan,
 )
 from pipeinfer.gateway.serving import DECODED_AT_ONCE, BodyDecoder, decode
+from waiting import until
 
 LARGEST = 8 * DECODED_AT_ONCE
 MOST = 9 * DECODED_AT_ONCE  # beyond what counts of none, which is half of SMALL
@@ -48,7 +49,8 @@ def body(size: int) -> bytes:
 async def send(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answers]:
     """send(body, bytes to send of it) -> (status, the open connection); 0 if none comes soon."""
     monkeypatch.setattr(serving, "MAX_BUFFERED", MOST)
-    intake = BodyDecoder(serving.BodyReader(LARGEST), lambda names: None)
+    reading = serving.BodyReader(LARGEST)
+    intake = BodyDecoder(reading, lambda names: None)
 
     async def handler(request: web.Request) -> web.Response:
         try:
@@ -69,11 +71,14 @@ async def send(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answers]:
     async def one(content: bytes, sent: int) -> tuple[int, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writers.append(writer)
+        before = reading._buffered
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content))
         writer.write(content[:sent])
         await writer.drain()
         try:
-            async with asyncio.timeout(30 if sent == len(content) else 0.3):
+            if sent < len(content):
+                await until(lambda: reading._buffered == before + sent - serving.SMALL_BODY)
+            async with asyncio.timeout(60 if sent == len(content) else 0.3):
                 return int((await reader.readuntil(b"\r\n")).split()[1]), writer
         except TimeoutError:
             return 0, writer
@@ -98,7 +103,7 @@ async def test_large_bodies_that_hang_are_bounded_together_and_small_ones_pass(
     assert (await send(small, len(small)))[0] == 200
     hanging.write(large[5 * DECODED_AT_ONCE :])
     hanging.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await send(body(2 * DECODED_AT_ONCE), 2 * DECODED_AT_ONCE))[0] != 200:
             await asyncio.sleep(0.01)
 
@@ -189,7 +194,7 @@ def head(length: int, *headers: str, expect: str = "100-continue") -> bytes:
 
 async def answer(client: RawClient) -> bytes:
     """The next response's head, an interim one's too."""
-    return await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 10)
+    return await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 60)
 
 
 async def test_client_is_told_to_send_what_is_wanted(gateway: Gateway) -> None:

@@ -397,14 +397,18 @@ async def test_a_drained_gateway_finishes_streams_and_refuses_new_ones(gateway: 
     assert texts == ["pause ", "here "]
 
 
-async def test_a_stopped_gateway_ends_running_streams_with_an_error(gateway: Gateway) -> None:
+async def test_a_stopped_gateway_ends_running_streams_with_an_error(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeinfer.gateway.stage.SHUTDOWN_TIMEOUT", 600.0)  # which it is not for
+    gateway = await start_gateway()
     client = gateway.client()
     stream = await client.completions.create(model="test", prompt="pause here", stream=True)
     await anext(stream)
     whole = asyncio.create_task(client.completions.create(model="test", prompt="hang"))
     while len(gateway.pipeline.submits) < 2:
         await asyncio.sleep(0.001)
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(60):
         await gateway.driver.stop()
     with pytest.raises(openai.APIError, match="shutting down"):
         await anext(stream)

@@ -161,8 +161,9 @@ BODY = {"prompt": "one two"}
 
 
 async def test_a_kept_connection_is_told_that_it_ends_and_an_idle_one_is_closed(
-    gateway: Gateway,
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "QUIET_SECONDS", 600.0)
     async with httpx.AsyncClient(base_url=gateway.url) as kept, httpx.AsyncClient() as idle:
         assert (await idle.get(f"{gateway.url}/health")).status_code == 200
         before = await kept.post("/v1/completions", json=BODY)
@@ -172,7 +173,9 @@ async def test_a_kept_connection_is_told_that_it_ends_and_an_idle_one_is_closed(
         answered = await kept.post("/v1/completions", json=BODY)
         assert answered.status_code == 200
         assert answered.headers["connection"] == "close"
-        await asyncio.wait_for(leaving, 30)
+        assert not leaving.done()
+        monkeypatch.setattr(module, "QUIET_SECONDS", 0.1)
+        await asyncio.wait_for(leaving, 60)
 
 
 async def test_what_runs_is_finished_however_long_nothing_comes(gateway: Gateway) -> None:
@@ -190,4 +193,4 @@ async def test_what_runs_is_finished_however_long_nothing_comes(gateway: Gateway
         )
         gateway.pipeline.rows(ended)
         assert (await answer).json()["choices"][0]["text"] == "late"
-        await asyncio.wait_for(leaving, 30)
+        await asyncio.wait_for(leaving, 60)

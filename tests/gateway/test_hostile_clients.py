@@ -186,9 +186,10 @@ async def test_malformed_chunks_are_a_400_also_of_a_body_that_nobody_wanted(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
             b"Authorization: Bearer " + key.encode() + b'\r\n\r\n5\r\n{"pro\r\n'
         )
+        begun = await client.reader.readuntil(b"\r\n\r\n") if expected == 401 else b""
         await asyncio.sleep(0.05)
         client.send(b"nonsense\r\n")
-        found = answers(await client.all(60))
+        found = answers(begun + await client.all(60))
         assert found[0][0] == expected
         await client.close()
     quiet(caplog)
@@ -212,52 +213,54 @@ async def test_one_byte_at_a_time_is_not_enough_for_ever(
     monkeypatch.setattr(serving, "BODY_TIMEOUT", 1.0)
     gateway = await start_gateway()
     body = post({"prompt": "a " * 50})
-    silent, dripping = await RawClient.connect(gateway), await RawClient.connect(gateway)
-    started = time.monotonic()
-    silent.send(body[:-5])
-    dripping.send(body[:-40])
 
-    async def drip() -> None:
-        for byte in body[-40:]:
-            await asyncio.sleep(0.1)
-            dripping.send(bytes([byte]))
+    async def refused(dripping: bytes) -> tuple[float, str]:
+        """(seconds until the error came, what it says) of a client that sends these bytes last, one
+        by one."""
+        client, started = await RawClient.connect(gateway), time.monotonic()
+        client.send(body[:-40])
 
-    dripper = asyncio.create_task(drip())
-    ends, messages = [], []
-    for client in (silent, dripping):
-        head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 10)
+        async def drip() -> None:
+            for byte in dripping:
+                await asyncio.sleep(0.1)
+                client.send(bytes([byte]))
+
+        dripper = asyncio.create_task(drip())
+        head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 60)
         assert head.startswith(b"HTTP/1.1 408 "), head
-        ends.append(time.monotonic() - started)
-        error = await asyncio.wait_for(client.reader.readuntil(b"}}"), 10)
-        messages.append(json.loads(error)["error"]["message"])
-    dripper.cancel()
-    assert ends[0] > 0.25 and ends[1] > 0.9
-    assert messages == [
-        "no byte of the body came for 0.3 s",
-        "the whole body did not come within 1 s",
-    ]
-    for client in (silent, dripping):
+        seconds = time.monotonic() - started
+        error = await asyncio.wait_for(client.reader.readuntil(b"}}"), 60)
+        dripper.cancel()
         await client.close()
+        return seconds, json.loads(error)["error"]["message"]
+
+    none, slow = "no byte of the body came for 0.3 s", "the whole body did not come within 1 s"
+    seconds, message = await refused(b"")
+    assert seconds > 0.25 and message == none
+    for _ in range(20):  # until the machine lets it drip all the while
+        seconds, message = await refused(body[-40:])
+        if message != none:
+            break
+    assert seconds > 0.9 and message == slow
 
 
 async def test_heads_that_do_not_end_and_idle_connections_are_closed(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_TIMEOUT", 0.3)
-    monkeypatch.setattr(connections, "KEEP_ALIVE_TIMEOUT", 1.5)
     monkeypatch.setattr(connections, "SWEEP_INTERVAL", 0.05)
     gateway = await start_gateway()
     fresh, begun, kept, hanging = [await RawClient.connect(gateway) for _ in range(4)]
     hanging.send(post({"prompt": "hang"}))
     kept.send(post({"prompt": "a"}))
     await kept.reader.readuntil(b"}}}")
-    started = time.monotonic()
     begun.send(b"GET /health HTTP/1.1\r\nHo")
-    ends = {}
-    for name, client in (("begun", begun), ("fresh", fresh), ("kept", kept)):
-        await client.all(60)
-        ends[name] = time.monotonic() - started
-    assert ends["begun"] < 1.4 < ends["kept"], "the second had its time"
+    await begun.all()
+    waiting = [asyncio.create_task(client.all()) for client in (fresh, kept)]
+    await asyncio.sleep(0.2)  # some sweeps
+    assert not any(task.done() for task in waiting), "these have their time"
+    monkeypatch.setattr(connections, "KEEP_ALIVE_TIMEOUT", 0.3)
+    await asyncio.gather(*waiting)
     assert not gateway.core.idle(), "one with a request stays, however long it takes"
     for client in (fresh, begun, kept, hanging):
         await client.close()

@@ -167,7 +167,7 @@ def test_what_is_not_read_of_a_grammar_is_named(grammar: str, said: str) -> None
 def test_hostile_grammars_are_refused_soon() -> None:
     doubling = "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60))
     chain = "\n".join(f"r{n}: r{n + 1}" for n in range(3000)) + "\nr3000: /a/"
-    begun = time.monotonic()
+    begun = time.process_time()
     for grammar, said in (
         (f"start: r0\n{doubling}\nr60: /abcdefgh/", "too large"),
         (f"start: r0\n{chain}", "deeper"),
@@ -187,7 +187,7 @@ def test_hostile_grammars_are_refused_soon() -> None:
         grammar_to_regex("start: {" + " " * 60_000 + "x")
     many = "".join(f"[{chr(letter)}x]" for letter in range(0x4E00, 0x4E00 + 15_000))
     assert may_contain(f"start: /{many}/ start", JSON_ESCAPED_CHARS), "more than are looked at"
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 @pytest.mark.parametrize(

@@ -104,10 +104,10 @@ def test_a_text_goes_on_as_it_comes() -> None:
 
 
 def test_long_arguments_take_time_by_their_length() -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     for arguments in (" " * 50_000, "[" + "1," * 25_000, as_json({"input": "\\" * 25_000})):
         read(arguments, 1)
-    assert time.monotonic() - begun < 8
+    assert time.process_time() - begun < 8
 
 
 @pytest.mark.parametrize("family", FAMILIES)

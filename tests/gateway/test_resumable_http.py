@@ -179,11 +179,11 @@ async def test_without_reattach_a_lost_connection_aborts_its_request(gateway: Ga
     client.send(post({"prompt": "pause x", "stream": True}))
     assert b"pause" in await client.reader.readuntil(b"\n\n")
     await client.close()
-    assert (await asyncio.wait_for(gateway.pipeline.aborts.get(), 10)).reason == "client"
+    assert (await asyncio.wait_for(gateway.pipeline.aborts.get(), 60)).reason == "client"
 
 
 async def test_with_reattach_it_is_aborted_when_nobody_came(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(reattach=1.5)
+    gateway = await start_gateway(reattach=60.0)
     client = await RawClient.connect(gateway)
     client.send(post({"prompt": "pause x", "stream": True}))
     got = await client.reader.readuntil(b"\n\n")
@@ -196,8 +196,10 @@ async def test_with_reattach_it_is_aborted_when_nobody_came(start_gateway: Start
         b"\n\n"
     )
     assert gateway.pipeline.aborts.empty()
+    stream = gateway.driver._context.answers.streams._streams[name]
+    stream.policy = stream.policy._replace(seconds=0.2)
     await second.close()
-    assert (await asyncio.wait_for(gateway.pipeline.aborts.get(), 10)).reason == "client"
+    assert (await asyncio.wait_for(gateway.pipeline.aborts.get(), 60)).reason == "client"
     assert code(await resume(gateway, name, event)) == (410, "stream_gone")
 
 
@@ -209,14 +211,14 @@ async def test_who_leaves_before_the_prompt_was_accepted_ends_even_a_detached_re
     client.send(post({"prompt": "hang", "stream": True}))
     await until(lambda: len(gateway.pipeline.submits) == 1)
     await client.close()
-    await asyncio.wait_for(gateway.pipeline.aborts.get(), 10)
+    await asyncio.wait_for(gateway.pipeline.aborts.get(), 60)
     assert len(gateway.driver._context.answers.streams) == 0
 
 
 async def test_a_detached_client_gets_the_head_before_any_output(gateway: Gateway) -> None:
     client = await RawClient.connect(gateway)
     client.send(post({"prompt": "hang", "stream": True}, f"{DETACHED}: 60"))
-    head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 10)
+    head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 60)
     name = head.lower().partition(b"x-pipeinfer-stream: ")[2].partition(b"\r\n")[0].decode()
     assert name.startswith("cmpl-") and b" 200 " in head
     await client.close()
@@ -275,7 +277,7 @@ async def test_an_answer_is_kept_until_the_operating_system_has_all_of_it(
     if reads:
         got = b""
         while not got.endswith(b"\r\n0\r\n\r\n"):
-            got += await asyncio.wait_for(client.reader.read(2**16), 10)
+            got += await asyncio.wait_for(client.reader.read(2**16), 60)
         assert got.count(b"0123456789") == 5_000
         await until(lambda: stream.delivered)
         await until(lambda: gateway.pipeline.done == [submit.request_id])
@@ -331,12 +333,10 @@ async def test_thousands_of_gets_of_one_stream_cost_little(gateway: Gateway) -> 
         return bool(await one.all(60.0))
 
     done, waiting = await asyncio.wait(
-        [asyncio.create_task(ended(one)) for one in readers], timeout=20,
+        [asyncio.create_task(ended(one)) for one in readers], timeout=60,
         return_when=asyncio.FIRST_COMPLETED,
     )  # fmt: skip
-    await until(
-        lambda: len(readers) - sum(t.done() for t in [*done, *waiting]) <= MAX_READERS, 30.0
-    )
+    await until(lambda: len(readers) - sum(t.done() for t in [*done, *waiting]) <= MAX_READERS)
     assert len(stream.readers) == MAX_READERS and stream.bytes < WRITE_BYTES
     for one in (*readers, client):
         await one.close()
@@ -416,7 +416,7 @@ async def test_a_server_that_stops_ends_its_kept_answers(gateway: Gateway) -> No
     reading = asyncio.create_task(collect(events))
     await asyncio.sleep(0)
     stopping = asyncio.create_task(gateway.driver.stop())
-    seen = await asyncio.wait_for(reading, 20)
+    seen = await asyncio.wait_for(reading, 60)
     await stopping
     assert seen[-1].type == "response.failed"
     assert not gateway.driver._context.answers.running

@@ -17,7 +17,8 @@ from pipeinfer.llm import Delta, PipelineStopped, RequestError
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)  # some seconds
+TRIES = 8  # of what ENDLESS must not end before: a machine may stall
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -32,7 +33,7 @@ async def gather(stream: AsyncIterator[Delta]) -> list[Delta]:
 
 async def until_idle(llm: AsyncLLM) -> None:
     """Until no stage holds a request."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while any(held(llm)):
             await asyncio.sleep(0.05)
 
@@ -81,28 +82,36 @@ async def test_two_requests_may_have_the_same_id(async_llm: AsyncLLM) -> None:
 
 
 async def test_leaving_the_iterator_aborts_the_request(async_llm: AsyncLLM) -> None:
-    before = async_llm.stats()["engine-0-0"]["sampled_tokens_total"]
-    async for _ in async_llm.generate("abc", ENDLESS):
-        if async_llm.stats()["engine-0-0"]["sampled_tokens_total"] > before + 100:
-            assert any(held(async_llm))
-            break
-    await until_idle(async_llm)
-    assert async_llm.stats()["engine-0-0"]["sampled_tokens_total"] < before + 2000
+    for _ in range(TRIES):
+        before = async_llm.stats()["engine-0-0"]["sampled_tokens_total"]
+        async for _ in async_llm.generate("abc", ENDLESS):
+            sampled = async_llm.stats()["engine-0-0"]["sampled_tokens_total"]
+            if sampled > before + 100 and any(held(async_llm)):
+                break
+        await until_idle(async_llm)
+        if async_llm.stats()["engine-0-0"]["sampled_tokens_total"] < before + 2000:
+            return
+    raise AssertionError("each was computed to its end")
 
 
 async def test_cancelling_the_task_aborts_the_request(async_llm: AsyncLLM) -> None:
-    task = asyncio.create_task(gather(async_llm.generate("abc", ENDLESS)))
-    async with asyncio.timeout(30):
-        while async_llm.stats()["engine-0-0"]["slots_used"] == 0:
-            await asyncio.sleep(0.02)
-    task.cancel()
+    for _ in range(TRIES):
+        task = asyncio.create_task(gather(async_llm.generate("abc", ENDLESS)))
+        async with asyncio.timeout(120):
+            while async_llm.stats()["engine-0-0"]["slots_used"] == 0 and not task.done():
+                await asyncio.sleep(0.02)
+        if task.cancel():
+            break
     with pytest.raises(asyncio.CancelledError):
         await task
     await until_idle(async_llm)
 
 
 async def test_a_request_past_its_timeout_ends_with_abort(async_llm: AsyncLLM) -> None:
-    deltas = await gather(async_llm.generate("abc", ENDLESS, timeout=0.3))
+    for _ in range(TRIES):
+        deltas = await gather(async_llm.generate("abc", ENDLESS, timeout=0.3))
+        if deltas[-1].finish_reason == "abort":
+            break
     assert deltas[-1].finish_reason == "abort"
     await until_idle(async_llm)
 
@@ -156,7 +165,7 @@ async def test_closing_ends_streams_processes_and_who_waits_for_sleep(
 async def test_cancelling_the_start_leaves_no_process(small: dict[str, Any]) -> None:
     before = set(psutil.Process().children())
     starting = asyncio.create_task(AsyncLLM(**small).start())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while len(children := set(psutil.Process().children()) - before) < 4:
             await asyncio.sleep(0.02)
     starting.cancel()
@@ -199,7 +208,7 @@ async def test_requests_that_come_while_it_sleeps_wait_for_its_waking(async_llm:
     expected = await gather(async_llm.generate("abc", GREEDY))
     await async_llm.sleep(mode="keep")
     waiting = asyncio.ensure_future(gather(async_llm.generate("abc", GREEDY)))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not async_llm.stats()["scheduler-0"]["waiting"]:
             await asyncio.sleep(0.05)
     await async_llm.wake_up()

@@ -209,6 +209,11 @@ def test_params_of_another_length_are_a_value_error(llm: LLM, count: int) -> Non
 
 
 def test_a_refused_prompt_raises_and_aborts_the_others(llm: LLM) -> None:
+    assert any(aborted_with_a_refused_one(llm) for _ in range(5)), "none was aborted"
+
+
+def aborted_with_a_refused_one(llm: LLM) -> bool:
+    """False if the others ended by themselves, as they may while the machine stands still."""
     endless = SamplingParams(max_tokens=2000, ignore_eos=True)
     before = llm.stats()["engine-0-0"]["sampled_tokens_total"]
     with pytest.raises(RequestError, match=r"prompt 2: .*2048.*3000") as caught:
@@ -219,7 +224,7 @@ def test_a_refused_prompt_raises_and_aborts_the_others(llm: LLM) -> None:
         "length",
         "stop",
     )
-    assert sampled_when_idle(llm, before) < before + 2 * 2000
+    return sampled_when_idle(llm, before) < before + 2 * 2000
 
 
 @pytest.mark.parametrize(
@@ -262,7 +267,7 @@ def test_a_chat_that_cannot_travel_is_refused(llm: LLM, messages: Any) -> None:
         llm.chat(messages, use_tqdm=False)
 
 
-def sampled_when_idle(llm: LLM, before: float, seconds: float = 30) -> float:
+def sampled_when_idle(llm: LLM, before: float, seconds: float = 120) -> float:
     """Tokens sampled in all, once there are more than `before` and no stage holds a request."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -285,8 +290,10 @@ def test_choices_of_a_prompt_are_what_their_seeds_give_and_it_is_computed_once(
 ) -> None:
     prompt = "of nobody else: " + "".join(prompts) + "and more"
     params = SamplingParams(temperature=1.5, seed=2**64 - 2, max_tokens=12, n=4)
-    time.sleep(0.6)  # of a heartbeat, so that all before it is told
-    before = settled(llm, 0)
+    # What the engine has told when it tells of this one is all that was before.
+    told = engine(llm)["prompt_tokens_total"]
+    llm.generate([[7] * 1000], SamplingParams(max_tokens=1), use_tqdm=False)
+    before = settled(llm, told + 1000)
     (result,) = llm.generate(prompt, params, use_tqdm=False)
     long, page = len(result.prompt_token_ids), before["page_tokens"]
     assert before["kv_fp8"] == 0, "pages hold what the model computes in"
@@ -330,7 +337,7 @@ def engine(llm: LLM) -> dict[str, float]:
 
 def settled(llm: LLM, prompt_tokens: float) -> dict[str, float]:
     """What the engine says when it has admitted so many tokens and computes nothing."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while (told := engine(llm))["prompt_tokens_total"] < prompt_tokens or told["slots_used"]:
         assert time.monotonic() < end, told
         time.sleep(0.05)

@@ -22,6 +22,8 @@ from pipeinfer.demo import demo_path
 from pipeinfer.llm import ConfigurationError, PipelineStopped, RequestOutput
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+LONGEST = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+TRIES = 8  # of what must be seen before an answer has ended
 
 INTERRUPTED = """
 import psutil
@@ -29,7 +31,8 @@ from pipeinfer import LLM, SamplingParams
 llm = LLM(threads=1, kv_pages=256, log_level="warning")
 print(*(child.pid for child in psutil.Process().children()), flush=True)
 try:
-    llm.generate(["a"] * 8, SamplingParams(max_tokens=2000, ignore_eos=True), use_tqdm=False)
+    while True:
+        llm.generate(["a"] * 8, SamplingParams(max_tokens=2000, ignore_eos=True), use_tqdm=False)
 except KeyboardInterrupt:
     print("interrupted", len(llm.generate("a", use_tqdm=False)), flush=True)
 """
@@ -82,7 +85,7 @@ def test_requests_outlive_a_killed_engine_and_end_with_an_error_when_it_cannot_r
             shutil.rmtree(model)
             kill_engine()
 
-        for result in generate_while(llm, prompts, lose):
+        for result in generate_while(llm, prompts, lose, LONGEST):
             assert result.outputs[0].finish_reason == "error"
             assert "there is no such folder" in result.outputs[0].error
         with pytest.raises(PipelineStopped, match=r"died 6 times.*there is no such folder"):
@@ -152,23 +155,31 @@ def kill_engine() -> None:
     os.kill(engine.pid, signal.SIGKILL)
 
 
-def generate_while(llm: LLM, prompts: list[str], act: Any) -> list[RequestOutput]:
+def generate_while(
+    llm: LLM, prompts: list[str], act: Any, params: SamplingParams = LONG
+) -> list[RequestOutput]:
     """Results of a call during which `act` is called, after the first tokens."""
-    results: list[RequestOutput] = []
-    sampled = llm.stats()["engine-0-0"]["sampled_tokens_total"]
-    thread = threading.Thread(
-        target=lambda: results.extend(llm.generate(prompts, LONG, use_tqdm=False))
-    )
-    thread.start()
-    wait_until(
-        lambda: (
-            llm.stats()["gateway-0"]["running"] > 0
-            and llm.stats()["engine-0-0"]["sampled_tokens_total"] > sampled + 10
+    for _ in range(TRIES):
+        results: list[RequestOutput] = []
+        sampled = llm.stats()["engine-0-0"]["sampled_tokens_total"]
+        # It has its list by default, as the next try makes another one.
+        thread = threading.Thread(
+            target=lambda mine=results: mine.extend(llm.generate(prompts, params, use_tqdm=False))
         )
-    )
-    act()
-    thread.join()
-    return results
+        thread.start()
+
+        def runs(before: float = sampled) -> bool:
+            return (
+                llm.stats()["gateway-0"]["running"] > 0
+                and llm.stats()["engine-0-0"]["sampled_tokens_total"] > before + 10
+            )
+
+        wait_until(lambda alive=thread.is_alive, runs=runs: runs() or not alive())
+        if thread.is_alive():
+            act()
+            thread.join()
+            return results
+    raise AssertionError("each call had ended before it was seen to run")
 
 
 def wait_until(condition: Any, seconds: float = 60) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 EVIL = "evil.example.org"
+PATIENCE = 60_000  # milliseconds for what must come, on a machine that others use, too
 DESK = {"width": 1280, "height": 720}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 
@@ -41,7 +42,10 @@ def browser(shared):
         playwright = shared.enter_context(sync_api.sync_playwright())
     except FileNotFoundError as error:
         pytest.skip(f"the package playwright came without its driver: {error}")
-    launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    sync_api.expect.set_options(timeout=PATIENCE)
+    launched = playwright.chromium.launch(
+        executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE
+    )
     shared.callback(launched.close)
     return launched
 
@@ -89,7 +93,7 @@ def open_page(browser, reused):
             "pageerror": lambda error: wrong.append(f"{error}\n{error.stack}"),
         }
         opened.append((page, hears))
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(PATIENCE)
         for event, hear in hears.items():
             page.on(event, hear)
         if init:

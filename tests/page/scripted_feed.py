@@ -23,6 +23,8 @@ EDGES = (
     ("scheduler", "detokenizer", "tokens/s"),
     ("detokenizer", "gateway", "tokens/s"),
 )
+BEGUN = "chatcmpl-begun"  # the answer whose head comes, and nothing more
+AGAIN = 0.5  # seconds; a feed that says nothing for some more is given up by the page
 UNITS = {"scheduler": "tokens/s", "engine": "tokens/s", "detokenizer": "tokens/s"}
 LATENCIES = {
     "gateway": 31.0, "tokenizer": 0.4, "scheduler": 1.9, "engine": 4.2, "detokenizer": 0.3,
@@ -86,27 +88,32 @@ class ScriptedFeed:
         self._last: dict[str, object] | None = None
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
+        self._repeating: asyncio.Task[None] | None = None
+        self._lost = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> ScriptedFeed:
         self._thread.start()
-        self._do(self._start()).result(20)
+        self._do(self._start()).result(60)
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._runner is not None
         self.cut()
-        self._do(self._runner.cleanup()).result(20)
+        self._do(self._stop()).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
+        self._thread.join(60)
 
     def say(self, told: dict[str, object]) -> None:
         """To all that listen, and first to whoever listens later."""
-        self._do(self._tell(told)).result(20)
+        self._do(self._tell(told)).result(60)
 
     def cut(self) -> None:
         """Ends all connections of the feed."""
-        self._do(self._tell(None)).result(20)
+        self._do(self._tell(None)).result(60)
+
+    def lose_answers(self) -> None:
+        """Cuts the connections of answers that have begun; /v1/streams has them from then on."""
+        self._loop.call_soon_threadsafe(self._lost.set)
 
     def _do(self, work) -> Future:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -115,15 +122,34 @@ class ScriptedFeed:
         app = web.Application()
         Page().route(app.router)
         app.router.add_get("/monitor/events", self._events)
+        app.router.add_post("/v1/chat/completions", self._begin)
+        app.router.add_delete(f"/v1/streams/{BEGUN}", self._ended)
+        app.router.add_get(f"/v1/streams/{BEGUN}", self._resumed)
         app.router.add_get("/{path:.+}", self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._repeating = asyncio.create_task(self._repeat())
+
+    async def _stop(self) -> None:
+        assert self._runner is not None and self._repeating is not None
+        self._repeating.cancel()
+        await self._runner.cleanup()
+
+    async def _repeat(self) -> None:
+        """As of a real feed, events come also where nothing changes; steps are told once."""
+        while True:
+            await asyncio.sleep(AGAIN)
+            if self._last is not None:
+                self._put({**self._last, "steps": []})
 
     async def _tell(self, told: dict[str, object] | None) -> None:
         self._last = told or self._last
+        self._put(told)
+
+    def _put(self, told: dict[str, object] | None) -> None:
         for queue in self._listening:
             queue.put_nowait(told)
 
@@ -133,6 +159,25 @@ class ScriptedFeed:
             message = {"error": {"message": f"there is no /{path}"}}
             return web.json_response(message, status=404)
         return web.json_response(self.answers[path])
+
+    async def _begin(self, request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Type": "text/event-stream", "x-pipeinfer-stream": BEGUN}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        await self._lost.wait()
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async def _ended(self, _request: web.Request) -> web.Response:
+        return web.json_response({"deleted": True})
+
+    async def _resumed(self, request: web.Request) -> web.Response:
+        assert "Last-Event-ID" not in request.headers, "nothing has come"
+        chunk = {"choices": [{"index": 0, "delta": {"content": "all of it"}}]}
+        told = (json.dumps(chunk), "[DONE]")
+        text = "".join(f"id: {BEGUN}/{n}\ndata: {data}\n\n" for n, data in enumerate(told))
+        return web.Response(text=text, content_type="text/event-stream")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

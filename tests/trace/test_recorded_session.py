@@ -14,7 +14,9 @@ from pipeinfer.trace.snapshot import restore, snapshot
 from servers import STAGES
 
 quickly = settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
 

@@ -147,13 +147,14 @@ class ServedModel:
         self, client: aiohttp.ClientSession, path: str, body: JsonObject, place: _Place
     ) -> aiohttp.ClientResponse:
         """The answer, or the rest of it behind the last event that came. RequestFailed."""
-        if place.event:
-            headers = {"Last-Event-ID": place.event}
+        resumed = bool(place.stream)
+        if resumed:
+            headers = {"Last-Event-ID": place.event} if place.event else {}
             answer = await client.get(f"{self._url}/v1/streams/{place.stream}", headers=headers)
         else:
             headers = {REATTACH: f"{REATTACH_SECONDS:g}"}
             answer = await client.post(f"{self._url}/v1/{path}", json=body, headers=headers)
-        if answer.status == 503 and place.event:
+        if answer.status == 503 and resumed:
             answer.close()
             raise aiohttp.ClientPayloadError("the server starts")
         try:
@@ -225,7 +226,7 @@ class _Place:
 
     Attributes:
     - stream: its id; "" if the server has sent none, so that it cannot be resumed
-    - event: id of the last event that came
+    - event: id of the last event that came; "" before the first one
     - ended: it came to its end
     """
 
@@ -242,7 +243,7 @@ class _Place:
         """Whether a connection that broke now is worth another one."""
         now = time.monotonic()
         self._lost_at = self._lost_at or now
-        return bool(self.event) and now - self._lost_at < REATTACH_SECONDS
+        return bool(self.stream) and now - self._lost_at < REATTACH_SECONDS
 
 
 async def _text_deltas(

@@ -17,11 +17,11 @@ async function* resumed(path, { body, signal }) {
   for (;;) {
     try {
       const response = stream
-        ? await ask(`v1/streams/${stream}`, { signal, headers: { "Last-Event-ID": place.event } })
+        ? await ask(`v1/streams/${stream}`, { signal, headers: behind(place) })
         : await ask(path, { body, signal, headers: { "x-pipeinfer-reattach": String(WAIT) } });
+      stream ??= response.headers.get("x-pipeinfer-stream");
       for await (const data of events(response, place)) {
         lost = 0;
-        if (place.event) stream ??= response.headers.get("x-pipeinfer-stream");
         yield data;
         if (data === "[DONE]") return;
       }
@@ -37,6 +37,9 @@ async function* resumed(path, { body, signal }) {
     await new Promise((done) => setTimeout(done, PAUSE));
   }
 }
+
+/** Where a stream is to go on: behind the last event that came, if one did. */
+const behind = ({ event }) => (event ? { "Last-Event-ID": event } : {});
 
 /** The messages of a request's body, from those that are kept. */
 export function spoken(system, messages) {

@@ -39,29 +39,38 @@ export class Chat {
     rename: (id, title) => this.#rename(id, title),
     remove: (id) => this.#remove(id),
   });
-  #options = new Options((options) => {
-    this.#now.options = options;
-    if (this.#stored(this.#now)) this.#store.saveConversation(this.#now);
-  });
+  #options = new Options((options) => this.#chosen(options));
   #field = byId("prompt");
   #button = byId("send");
   #alarm = null; // what went wrong with a file
-  #early = false; // a message was to be sent before a conversation was open
+  #opening = null; // the id of the conversation that is to be opened when its messages are read
+  #early = null; // options that were chosen before a conversation was open
+  #isReady; // to be called when `#ready` is fulfilled
+  #ready = new Promise((done) => { this.#isReady = done; }); // store and conversation are open
 
   async start() {
-    this.#wireComposer();
+    this.#wire(); // of use while the browser still looks for its conversations: it is done then
     this.#store = await openStore();
     if (!this.#store.lasting) put(byId("kept"), "This browser keeps nothing after a reload.");
     this.#all = (await this.#store.conversations()).sort((a, b) => b.touched - a.touched);
-    this.#wire();
     if (this.#all.length) await this.#open(this.#all[0].id);
-    else this.begin();
-    if (this.#early) this.#send(this.#field.value);
+    else this.#begin();
+    if (this.#early) {
+      this.#chosen({ ...this.#now.options, ...this.#early });
+      this.#options.show(this.#now.options);
+    }
+    this.#isReady();
     await this.#askModel();
   }
 
   /** A new conversation, with the options of the one before. */
-  begin() {
+  async begin() {
+    await this.#ready;
+    this.#begin();
+  }
+
+  #begin() {
+    this.#opening = null;
     const options = this.#now?.options ?? {};
     this.#show({ id: crypto.randomUUID?.() ?? String(Math.random()), title: NEW, touched: 0,
       options: { ...options } }, []);
@@ -79,7 +88,7 @@ export class Chat {
   /** Ends the answer that is on its way, or closes what is open; whether there was anything. */
   escape() {
     if (byId("side").classList.contains("shown")) return this.#side(false);
-    const run = this.#runs.get(this.#now.id);
+    const run = this.#runs.get(this.#now?.id);
     if (run) run.stop.abort();
     else if (this.#options.open) this.#options.toggle(false);
     else return false;
@@ -102,13 +111,9 @@ export class Chat {
     byId("export").onclick = () => this.#export();
     byId("import").onclick = () => byId("import-file").click();
     byId("import-file").onchange = ({ target }) => this.#import(target);
-  }
-
-  /** Also of use while the browser still looks for its conversations. */
-  #wireComposer() {
     byId("composer").onsubmit = (event) => {
       event.preventDefault();
-      const run = this.#now && this.#runs.get(this.#now.id);
+      const run = this.#runs.get(this.#now?.id);
       if (run) run.stop.abort();
       else this.#sendWritten();
     };
@@ -119,9 +124,9 @@ export class Chat {
     };
   }
 
-  #sendWritten() {
-    if (!this.#now) this.#early = true;
-    else if (!this.#runs.has(this.#now.id)) this.#send(this.#field.value);
+  async #sendWritten() {
+    await this.#ready;
+    this.#send(this.#field.value);
   }
 
   #side(open) {
@@ -176,12 +181,23 @@ export class Chat {
   }
 
   async #open(id) {
+    this.#opening = id;
     const messages = this.#runs.get(id)?.messages ?? await this.#store.messages(id);
+    if (this.#opening !== id) return; // another one was chosen meanwhile
     const found = this.#all.find((one) => one.id === id);
     if (found) this.#show(found, messages);
   }
 
   // -------------------------------------------------------------------------------- conversations
+
+  #chosen(options) {
+    if (!this.#now) {
+      this.#early = options;
+      return;
+    }
+    this.#now.options = options;
+    if (this.#stored(this.#now)) this.#store.saveConversation(this.#now);
+  }
 
   #stored(conversation) {
     return this.#all.includes(conversation);
@@ -210,12 +226,13 @@ export class Chat {
     this.#runs.get(id)?.stop.abort();
     this.#all = this.#all.filter((one) => one !== found);
     await this.#store.remove(id);
-    if (this.#now === found) this.begin();
+    if (this.#now === found) this.#begin();
     else this.#draw();
     announce("The conversation is deleted.");
   }
 
   async #export() {
+    await this.#ready;
     const whole = await Promise.all(this.#all.map(async (conversation) => ({ conversation,
       messages: this.#runs.get(conversation.id)?.messages
         ?? await this.#store.messages(conversation.id) })));
@@ -225,6 +242,7 @@ export class Chat {
 
   /** Adds those of a file that are not here yet. */
   async #import(field) {
+    await this.#ready;
     let fresh = [], added = 0;
     try {
       const whole = read(await field.files[0].text());
