@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import os
+import socket
 from collections.abc import AsyncIterator, Callable
 
 import httpx
@@ -44,8 +47,13 @@ async def start_gateway() -> AsyncIterator[StartGateway]:
         ready: bool = True, left: dict[str, list[Message]] | None = None, **values: object
     ) -> Gateway:
         settings = Settings(**{"port": 0, "served_model_name": "test", **values})  # type: ignore
-        topology = topologies.local(settings, "inproc://gateway-test-")
+        # No socket of the bus is opened; several gateways may not be in one process.
+        prefix = "inproc://" if settings.gateways == 1 else f"ipc://{os.getpid()}-"
+        topology = topologies.local(settings, f"{prefix}gateway-test-")
         context = StageContext(settings, topology, Identity("gateway"), 1, lambda *_: None)
+        if settings.gateways > 1:  # they share a port, which the supervisor opens
+            port = socket.create_server(("127.0.0.1", 0))
+            context = dataclasses.replace(context, listen_fds=(port.detach(),))
         stage = build(context)
         core, driver = stage.core, stage.driver
         assert isinstance(core, GatewayCore) and isinstance(driver, HttpDriver)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from gateway_pipeline import Gateway, StartGateway
+from gateway_pipeline import Gateway, StartGateway, heartbeat
 from test_harmony_http import events, post
 
 from pipeinfer.demo import demo_path
@@ -26,6 +26,7 @@ from pipeinfer.gateway.stage import (
 from pipeinfer.messages import TextRow
 from pipeinfer.settings import Settings
 from pipeinfer.wire import pack
+from waiting import until
 
 # Another value of each setting that is counted.
 OTHERS: dict[str, Any] = {
@@ -194,3 +195,18 @@ async def test_what_runs_is_finished_however_long_nothing_comes(gateway: Gateway
         gateway.pipeline.rows(ended)
         assert (await answer).json()["choices"][0]["text"] == "late"
         await asyncio.wait_for(leaving, 60)
+
+
+async def test_the_server_is_said_to_be_ready_when_each_gateway_takes_requests(
+    start_gateway: StartGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A client may reach any of them, and one that has not heard of all stages refuses requests."""
+    gateway = await start_gateway(gateways=2)
+    gateway.pipeline.feed(heartbeat("gateway-1", "waiting"))
+    await until(lambda: gateway.driver._open)
+    await asyncio.sleep(2 * module.SIBLINGS_POLL)
+    assert "ready" not in capsys.readouterr().out
+    gateway.pipeline.feed(heartbeat("gateway-1"))
+    said: list[str] = []
+    await until(lambda: said.append(capsys.readouterr().out) or any(said))
+    assert "".join(said) == f"ready {gateway.url}\n"

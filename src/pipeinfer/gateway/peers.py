@@ -661,6 +661,10 @@ class HostGateways:
         rows = [self._health.stages[stage] for stage in self._others]
         return [row.stats.get("connections", 0.0) for row in rows if row.state == "ready"]
 
+    def all_ready(self) -> bool:
+        """Whether the others take requests, as they said last."""
+        return all(self._health.stages[stage].state == "ready" for stage in self._others)
+
     async def forward(self, request: web.Request) -> web.StreamResponse | None:
         """The answer of the gateway that has what `request` asks for; None if none has. Its body,
         which such requests do not need, is not passed on. All are asked at once, so one that hangs

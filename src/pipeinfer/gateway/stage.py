@@ -461,6 +461,7 @@ SHUTDOWN_TIMEOUT = 5.0  # seconds that handlers have to finish when the server s
 QUIET_SECONDS = 2.0  # seconds without a request after which idle connections may be closed
 LEAVE_POLL = 0.01  # seconds between two checks whether requests run
 FIRST_HEARTBEATS = 1.0  # seconds within which heartbeats of all running stages have come
+SIBLINGS_POLL = 0.05  # seconds between two checks whether the other gateways are ready
 
 
 class HttpDriver:
@@ -632,6 +633,7 @@ class HttpDriver:
         self._servers = []
 
     async def _end_accepting(self) -> None:
+        self._to_announce = False
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait({self._accepting})
@@ -639,7 +641,12 @@ class HttpDriver:
             close_all(self._sockets)
 
     def _announce(self) -> None:
+        """Says once that the server is ready: each gateway that shares the port takes requests
+        then, since a client may reach any of them."""
         if self._open and self._to_announce and self._context.core.status == "ready":
+            if not self._context.siblings.all_ready():
+                asyncio.get_running_loop().call_later(SIBLINGS_POLL, self._announce)
+                return
             self._to_announce = False
             sees = "see the pipeline" if self._context.pooling is not None else "chat"
             page = ""
