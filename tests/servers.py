@@ -12,8 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 START = 120.0  # seconds; generous, for a loaded machine
@@ -146,20 +145,6 @@ def fetch(url: str, body: bytes | None = None) -> tuple[int, str]:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
-
-
-@contextmanager
-def held(*pids: int) -> Iterator[None]:
-    """Processes that stand still within, so that what they are amid of is not over before the test
-    has come to what it does meanwhile."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):  # killed meanwhile
-                os.kill(pid, signal.SIGCONT)
 
 
 def memfds(pid: int) -> list[os.stat_result]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from held_engines import HeldEngines
+from held_processes import HeldProcesses
 from hosts import Hosts, missing
 from pipeinfer.bus import curve
 from servers import environment
@@ -70,7 +70,7 @@ class Deployment:
             self.hosts.command(host, *command), env={**environment(), "TMPDIR": str(self.folder)}
         )
 
-    def held_engines(self, *hosts: str) -> HeldEngines:
+    def held_engines(self, *hosts: str) -> HeldProcesses:
         """The engines there."""
         pids = [
             pid
@@ -79,7 +79,7 @@ class Deployment:
             if {"pipeinfer.runtime", "engine"} <= {*psutil.Process(pid).cmdline()}
         ]
         assert len(pids) == len(hosts)
-        return HeldEngines(None, pids)
+        return HeldProcesses(*pids)
 
     def power_off(self, host: str) -> None:
         for pid in self.hosts.pids(host):

@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 
-from held_engines import HeldEngines
+from held_processes import HeldProcesses
 from pipeinfer.demo import copy_task
 from servers import Server
 
@@ -58,7 +58,7 @@ class Streams:
         self.choices: list[Choice] = []
 
     async def run(
-        self, disturb: Callable[[], None] | None = None, engines: HeldEngines | None = None
+        self, disturb: Callable[[], None] | None = None, engines: HeldProcesses | None = None
     ) -> list[Choice]:
         """All choices; `disturb()` runs in a thread when each of them has begun.
 

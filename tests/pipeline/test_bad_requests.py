@@ -15,7 +15,8 @@ from streams import TRIES
 from swaps import swap
 
 from checkpoints import make_checkpoint
-from servers import Server, held
+from held_processes import HeldProcesses
+from servers import Server
 
 POISON = 261
 WATCHDOG = 10  # seconds; a busy machine lets an engine wait for some
@@ -120,7 +121,7 @@ def test_a_scheduler_that_was_stopped_longer_than_the_watchdog_does_not_restart_
 
     async def sleep(running: Running) -> None:
         await running.begun()
-        with held(before["scheduler", 0]):
+        with HeldProcesses(before["scheduler", 0]):
             await asyncio.sleep(WATCHDOG + 2)
             amid.append(not running.over())
 

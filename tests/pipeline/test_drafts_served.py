@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
@@ -14,12 +13,12 @@ import pytest
 from leftovers import statistics
 from streams import TRIES
 
+from held_processes import HeldProcesses
 from pipeinfer.demo import copy_task
 from pipeinfer.settings import DEMO
-from servers import Server, held
+from servers import Server
 
 STREAMS, TOKENS, PAGE = 6, 250, 16
-MOMENT = 0.02  # seconds that an engine computes at a time
 DRAFTED, ACCEPTED = "pipeinfer_draft_tokens_total", "pipeinfer_accepted_draft_tokens_total"
 
 
@@ -78,15 +77,9 @@ def killed_amid(server: Server, pool: ThreadPoolExecutor) -> list[Future[dict]]:
             now = server.metric("pipeinfer_generated_tokens_total")
             return (now - before) / (STREAMS * TOKENS)  # noqa: B023
 
-        def good_part() -> bool:
-            os.kill(victim, signal.SIGCONT)  # noqa: B023
-            time.sleep(MOMENT)
-            os.kill(victim, signal.SIGSTOP)  # noqa: B023
-            return made() > 0.25
-
-        with held(victim):
+        with HeldProcesses(victim) as engine:
             answers = asked(server, pool)
-            server.wait(good_part, "a good part of them is there")
+            engine.compute_until(lambda: made() > 0.25)
             amid = made() < 0.75
             if amid:
                 os.kill(victim, signal.SIGKILL)

@@ -21,7 +21,8 @@ from streams import TRIES
 
 from adapter_files import write_adapter
 from checkpoints import load_reference, make_checkpoint
-from servers import START, Server, held
+from held_processes import HeldProcesses
+from servers import START, Server
 from waiting import until
 
 GATEWAYS = ("gateway-0", "gateway-1", "gateway-2")
@@ -154,7 +155,7 @@ def test_the_answers_of_a_key_are_those_that_one_gateway_would_make_at_a_time(se
     async def all_at_once() -> Counter[int]:
         """No answer ends before the others are refused."""
         statuses = list[int]()
-        with held(engine):
+        with HeldProcesses(engine):
             asked = [asyncio.create_task(ask(number, statuses)) for number in range(12)]
             await until(lambda: statuses.count(429) >= REFUSED, START)
         await asyncio.gather(*asked)

@@ -18,7 +18,8 @@ import jsonschema
 import openai
 import pytest
 
-from servers import Server, held
+from held_processes import HeldProcesses
+from servers import Server
 
 MODEL = "pipeinfer-demo"
 QUESTION = [{"role": "user", "content": "Count from 3 to 9."}]
@@ -298,7 +299,7 @@ def test_nobody_waits_for_grammars_that_take_long(server, api):
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     try:
         # One is tried at a time. It stands still, else a busy machine may end it in the meantime.
-        with held(server.wait(lambda: slow_trial(server), "one is tried that takes long")):
+        with HeldProcesses(server.wait(lambda: slow_trial(server), "one is tried that takes long")):
             sockets = [one.sock for one in connections]
             before, _, _ = select.select(sockets, [], [], 0)
             for served in range(5):

@@ -16,7 +16,8 @@ from leftovers import left_after
 from test_outlived_gateway import begun, data, more, whole
 from test_resumable_answers import PROMPT, last_id
 
-from servers import Server, held
+from held_processes import HeldProcesses
+from servers import Server
 
 KEYS = ("alice", "bob")
 GATEWAYS = ("gateway-0", "gateway-1", "gateway-2")
@@ -137,7 +138,9 @@ async def test_a_stream_goes_on_however_its_gateways_die(
             def back(stage: str = stage, victim: int = victim) -> bool:
                 return server.pid(stage) != victim
 
-            with held(engine):  # so that the stream does not end while no gateway writes it
+            with HeldProcesses(
+                engine
+            ):  # so that the stream does not end while no gateway writes it
                 os.kill(victim, signal.SIGKILL)
                 await asyncio.to_thread(server.wait, back, "another gateway is there")
             came = await read(answer, 12)
@@ -185,7 +188,7 @@ async def test_a_response_is_found_and_ended_at_any_gateway(
     server: Server, connect: Connect
 ) -> None:
     http, of_others = connect(), connect("bob")
-    with held(server.pid("engine")):  # it does not end by itself
+    with HeldProcesses(server.pid("engine")):  # it does not end by itself
         async with http.post("/v1/responses", json=ENDLESS) as answer:
             url = f"/v1/responses/{(await answer.json())['id']}"
         for _ in range(6):

@@ -21,11 +21,12 @@ from leftovers import statistics
 from streams import TRIES
 
 from checkpoints import make_checkpoint
+from held_processes import HeldProcesses
 from pipeinfer.bus import curve
 from pipeinfer.cli.main import main
 from pipeinfer.demo import demo_path
 from port_rows import port_row
-from servers import STAGES, START, Server, alive, environment, fetch, held
+from servers import STAGES, START, Server, alive, environment, fetch
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,7 +80,7 @@ def test_client_that_disconnects_in_the_queue_is_forgotten(small):
         first = [stream(small), stream(small)]
         for one in first:
             next(one)
-        with held(small.pid("engine")):
+        with HeldProcesses(small.pid("engine")):
             taken = ended_by_themselves(small) == before
             if taken:
                 with socket.create_connection((address[0], int(address[1]))) as raw:
@@ -108,7 +109,9 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(small):
         return scheduler["running"] + scheduler["waiting"] == 1
 
     with ThreadPoolExecutor(1) as pool:
-        with held(small.pid("engine")):  # so that the stream goes on until the other is refused
+        with HeldProcesses(
+            small.pid("engine")
+        ):  # so that the stream goes on until the other is refused
             running = pool.submit(lambda: list(stream(small, 100)))
             small.wait(taken, "the stream is taken")
             small.process.send_signal(signal.SIGTERM)

@@ -20,7 +20,7 @@ from swaps import swap
 from test_resumable_answers import FORMS as PLAIN_FORMS
 from test_resumable_answers import PROMPT, last_id
 
-from held_engines import HeldEngines
+from held_processes import HeldProcesses, held_engines
 from servers import Server
 
 REATTACH = 30.0  # seconds, in which a busy machine starts a gateway
@@ -64,7 +64,7 @@ def pids_of(server: Server) -> dict[str, int]:
     return {stage["name"]: stage["pid"] for stage in server.health()["stages"]}
 
 
-async def kill(server: Server, *stages: str, engines: HeldEngines | None = None) -> float:
+async def kill(server: Server, *stages: str, engines: HeldProcesses | None = None) -> float:
     """-9 of stages at once; returns when others are in their places, and how long that took.
     engines: stand still until then, so that no answer ends before the kill."""
     pids = await asyncio.to_thread(pids_of, server)
@@ -219,7 +219,7 @@ async def test_a_stream_outlives_a_gateway_and_a_stage_that_dies_with_it(
     path, body = FORMS["/v1/chat/completions"]
     undisturbed = await whole(http, path, body)
     detached = {"x-pipeinfer-detached": "60"}
-    with await asyncio.to_thread(HeldEngines, server) as engines:
+    with await asyncio.to_thread(held_engines, server) as engines:
         asked = asyncio.create_task(begun(http, path, body, 10, **detached))
         await asyncio.to_thread(engines.compute_until, asked.done)
         answer, got = await asked
@@ -264,7 +264,7 @@ async def test_plain_clients_get_an_error_that_they_can_retry_and_nothing_is_lef
         states = ("running", "waiting")
         return sum(server.metric(f"pipeinfer_requests_{at}") for at in states) == 2
 
-    with await asyncio.to_thread(HeldEngines, server) as engines:
+    with await asyncio.to_thread(held_engines, server) as engines:
         waits = {"x-pipeinfer-reattach": "3"}
         asked = asyncio.create_task(begun(http, path, long, 5, **waits))
         await asyncio.to_thread(engines.compute_until, asked.done)

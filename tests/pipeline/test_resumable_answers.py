@@ -15,7 +15,7 @@ import aiohttp
 import openai
 import pytest
 
-from held_engines import HeldEngines
+from held_processes import held_engines
 from servers import Server
 
 KEYS = ("alice", "bob")
@@ -188,7 +188,7 @@ async def test_a_client_that_stays_away_ends_its_request(
         return metric(await metrics(http), "pipeinfer_requests_running")
 
     body, headers = CHAT | {"max_tokens": 1900}, {"x-pipeinfer-reattach": "0.5"}
-    with await asyncio.to_thread(HeldEngines, server) as engines:
+    with await asyncio.to_thread(held_engines, server) as engines:
         asked = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers))
         await asyncio.to_thread(engines.compute_until, asked.done)
         async with await asked as answer:
@@ -291,7 +291,7 @@ async def test_a_background_stream_goes_on_after_its_client_left(server: Server)
 async def test_a_cancelled_response_ends_everywhere(server: Server) -> None:
     """The engine stands still meanwhile: the response does not end by itself."""
     async with client(server) as api, session(server, "alice") as http:
-        with await asyncio.to_thread(HeldEngines, server) as engines:
+        with await asyncio.to_thread(held_engines, server) as engines:
             made = await api.responses.create(
                 model="pipeinfer-demo", input="count", background=True, max_output_tokens=1900,
                 extra_body={"ignore_eos": True},

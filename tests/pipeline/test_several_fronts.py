@@ -23,7 +23,7 @@ from leftovers import leftovers, statistics
 from streams import TRIES, Choice, Streams, chats
 from swaps import swap
 
-from held_engines import HeldEngines
+from held_processes import held_engines
 from servers import Server
 
 STREAMS = 12
@@ -179,7 +179,7 @@ class OwnConnections:
         none has ended when it is disturbed, however slow this process is.
         """
         self.texts = [""] * STREAMS
-        with await asyncio.to_thread(HeldEngines, self._server) as engines:
+        with await asyncio.to_thread(held_engines, self._server) as engines:
             tasks = [asyncio.create_task(self._ask(index)) for index in range(STREAMS)]
             await asyncio.to_thread(self._server.wait, self._all_came, "the schedulers have all")
             await asyncio.to_thread(engines.compute_until, lambda: any(self.texts))

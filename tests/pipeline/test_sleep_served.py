@@ -13,7 +13,7 @@ import httpx
 import pytest
 from swaps import swap
 
-from held_engines import HeldEngines
+from held_processes import HeldProcesses, held_engines
 from pipeinfer.demo import copy_task
 from servers import Server, memfds
 
@@ -105,7 +105,7 @@ ANSWER = {"prompt": QUESTION, "temperature": 0, "max_tokens": LONG, "ignore_eos"
 
 
 def begun(
-    server: Server, pool: ThreadPoolExecutor, engines: HeldEngines, many: int = 1
+    server: Server, pool: ThreadPoolExecutor, engines: HeldProcesses, many: int = 1
 ) -> list[Future[tuple[str, str]]]:
     """The text and the end of each, when all have begun."""
     events = [threading.Event() for _ in range(many)]
@@ -133,7 +133,7 @@ def undisturbed(server) -> str:
 
 
 def test_requests_that_run_are_answered_first(server, undisturbed):
-    with ThreadPoolExecutor() as pool, HeldEngines(server) as engines:
+    with ThreadPoolExecutor() as pool, held_engines(server) as engines:
         [first] = begun(server, pool, engines)
         sleep = pool.submit(fall_asleep, server)
         engines.release()
@@ -147,7 +147,7 @@ def scheduler_state(server: Server) -> str:
 
 
 def test_or_go_on_at_waking(server, undisturbed):
-    with ThreadPoolExecutor() as pool, HeldEngines(server) as engines:
+    with ThreadPoolExecutor() as pool, held_engines(server) as engines:
         asked = begun(server, pool, engines, 4)
         sleep = pool.submit(fall_asleep, server, level=2, mode="keep")
         server.wait(lambda: scheduler_state(server) == "waiting", "it waits for its engine")
@@ -159,7 +159,7 @@ def test_or_go_on_at_waking(server, undisturbed):
 
 
 def test_or_end_with_what_they_have(server, undisturbed):
-    with ThreadPoolExecutor() as pool, HeldEngines(server) as engines:
+    with ThreadPoolExecutor() as pool, held_engines(server) as engines:
         [asked] = begun(server, pool, engines)
         sleep = pool.submit(fall_asleep, server, mode="abort")
         said, finish = asked.result()

@@ -16,7 +16,7 @@ from streams import TRIES, Choice, Streams, chats
 from swaps import swap, topology_of
 
 from child_processes import children_with
-from held_engines import HeldEngines
+from held_processes import HeldProcesses, held_engines
 from pipeinfer.cli.main import main
 from pipeinfer.runtime.child import MAX_DEATHS, STANDBY_FLAG
 from servers import Server, alive, environment
@@ -33,7 +33,7 @@ def server():
 
 
 def streams(
-    server: Server, disturb: Callable[[], None] | None = None, held: HeldEngines | None = None
+    server: Server, disturb: Callable[[], None] | None = None, held: HeldProcesses | None = None
 ) -> list[Choice]:
     return asyncio.run(Streams(server, chats(STREAMS)).run(disturb, held))
 
@@ -161,7 +161,7 @@ def test_where_one_rank_is_killed_the_standbys_of_all_ranks_go_on(undisturbed):
         server.wait(lambda: server.metric("pipeinfer_standbys_ready") == 1, "they are ready")
         next_ones, before = sorted(standbys(server)), recomputed(server)
         assert len(next_ones) == 2
-        held, ranks = HeldEngines(server), engines(server)
+        held, ranks = held_engines(server), engines(server)
 
         def disturb() -> None:
             os.kill(ranks[1], signal.SIGKILL)

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from held_engines import HeldEngines
+from held_processes import held_engines
 from servers import Server, alive, environment
 
 ASKED: Any = {"model": "pipeinfer-demo", "temperature": 0, "max_output_tokens": 40}
@@ -58,7 +58,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         with pytest.raises(openai.BadRequestError, match=unstored.id) as missing:
             api.responses.create(**ASKED, input="x", previous_response_id=unstored.id)
         last = api.responses.create(**ASKED, input="Last one?")
-        with HeldEngines(server):
+        with held_engines(server):
             running = api.responses.create(**whole, input="count", extra_body={"ignore_eos": True})
             kill_all(server)
     assert missing.value.code == "previous_response_not_found"

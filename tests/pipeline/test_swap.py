@@ -17,7 +17,7 @@ from streams import TRIES, Streams, chats
 from swaps import begun_swap, swap
 
 import pipeinfer
-from held_engines import HeldEngines
+from held_processes import held_engines
 from pipeinfer.demo import copy_task
 from servers import STAGES, Server, alive
 
@@ -178,7 +178,7 @@ def test_streams_finish_though_stages_are_swapped_and_killed_while_the_server_dr
     end before."""
     undisturbed = asyncio.run(Streams(served, chats(4), LONG).run())
     pids = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
-    before, engines = len(served.log), HeldEngines(served)
+    before, engines = len(served.log), held_engines(served)
 
     def disturb() -> None:
         with begun_swap(served, "detokenizer") as swapping:
