@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import openai
 import pytest
 from terminal import Terminal
 
+from held_processes import HeldProcesses
 from pipeinfer.cli.top import StageLine
 from servers import STAGES, Server, environment
 
@@ -131,12 +131,8 @@ def test_a_line_loses_its_least_important_parts_first():
 
 
 def test_a_stage_that_says_nothing_is_shown_and_is_an_error(server):
-    pid = server.pid("detokenizer")
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with HeldProcesses(server.pid("detokenizer")):
         code, lines = top(server, "--once")
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert code == 1
     assert lines["detokenizer-0"] == "silent"
 

@@ -23,7 +23,7 @@ from leftovers import leftovers, statistics
 from streams import TRIES, Choice, Streams, chats
 from swaps import swap
 
-from held_processes import held_engines
+from held_processes import HeldProcesses, held_engines
 from servers import Server
 
 STREAMS = 12
@@ -141,9 +141,7 @@ def test_streams_survive_the_loss_of(server, undisturbed, stages):
 def test_a_server_is_ready_while_one_of_each_is_away(server):
     """SIGSTOP: they are silent, and nobody starts them again."""
     away = {stage: server.pid(stage) for stage in ("tokenizer-0", "detokenizer-1")}
-    for pid in away.values():
-        os.kill(pid, signal.SIGSTOP)
-    try:
+    with HeldProcesses(*away.values()):
 
         def lost() -> bool:
             rows = {row["stage"]: row["state"] for row in server.health()["stages"]}
@@ -158,9 +156,6 @@ def test_a_server_is_ready_while_one_of_each_is_away(server):
         for number in range(12):
             body = {"prompt": f"{number} is a number", "max_tokens": 4}
             assert server.post("/v1/completions", body)[0] == 200
-    finally:
-        for pid in away.values():
-            os.kill(pid, signal.SIGCONT)
     server.wait(lambda: server.health()["status"] == "ready", "all are back")
 
 
