@@ -58,9 +58,9 @@ def served(folder: Path, adapters: list[str], **changes: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, *adapters = sys.argv[1:]
-    from pipeinfer.kernels.gemm import add_low_rank
+    from pipeinfer.kernels.gemm import LowRankGemm
 
-    lora.low_rank_kernel = lambda device, exact: add_low_rank
+    lora.low_rank_kernel = lambda device: LowRankGemm()
     found = {
         "graphs": served(Path(folder), adapters),
         "no graphs": served(Path(folder), adapters, no_cuda_graph=True),

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from triton.testing import do_bench_cudagraph
 
-from pipeinfer.kernels import rotate_and_store, sampling
+from pipeinfer.kernels import gemm, rotate_and_store, sampling
 from pipeinfer.kernels.elementwise import rms_norm, swiglu
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.kernels.gemm import split_k_gemm
@@ -173,7 +173,43 @@ def time_norm() -> None:
         line(f"swiglu, {tokens} x {3 * size}", run, 3 * merged.numel() / BYTES_PER_US)
 
 
+def one_by_one(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def time_adapters() -> None:
+    """Low-rank products in the layers of 14B, a quarter of a model's, so that no adapter waits in
+    the L2 cache; rows have 8 adapters in turns."""
+    rank, slots, layers = 16, 8, 10
+    sizes = {"qkv": (5120, (5120, 1024, 1024)), "o": (5120, (5120,)),
+             "gate and up": (5120, (17408, 17408)), "down": (17408, (5120,))}  # fmt: skip
+    default = gemm.block_sizes, gemm.SPLIT_DEPTH, gemm.MAX_SPLITS
+    ways = ((128, 128, 512, 16), (128, 256, 512, 16), (128, 512, 512, 16), (256, 128, 512, 16),
+            (128, 128, 256, 32), (128, 256, 1024, 16), (64, 64, 512, 16))  # fmt: skip
+    for name, (depth, widths) in sizes.items():
+        ends = [sum(widths[: at + 1]) for at in range(len(widths))]
+        parts = tuple(slice(end - width, end) for end, width in zip(ends, widths, strict=True))
+        a = [randn(slots, len(widths) * rank, depth) / 90 for _ in range(layers)]
+        b = [randn(slots, sum(widths), rank) for _ in range(layers)]
+        for tokens in (1, 64, 256):
+            x, y = randn(tokens, depth), randn(tokens, sum(widths))
+            kernel = gemm.LowRankGemm()
+            kernel.begin_step(torch.arange(tokens, device="cuda").int() % slots + 1, slots)
+            calls = [partial(kernel, x, a[at], b[at], parts, y) for at in range(layers)]
+            used = min(slots, tokens) * rank * (len(widths) * depth + sum(widths))
+            floor = (2 * used + 2 * x.numel() + 4 * y.numel()) / BYTES_PER_US
+            for block_k, block_n, split_depth, max_splits in ways:
+                gemm.block_sizes = lambda rank, found=(block_k, block_n): found
+                gemm.SPLIT_DEPTH, gemm.MAX_SPLITS = split_depth, max_splits
+                shown = f"blocks of {block_k}, {block_n}, {max_splits} of {split_depth}"
+                run = partial(one_by_one, calls)
+                line(f"10 times adapters of {name}, {tokens} tokens, {shown}", run, 10 * floor)
+    gemm.block_sizes, gemm.SPLIT_DEPTH, gemm.MAX_SPLITS = default
+
+
 AREAS = {
+    "adapters": time_adapters,
     "sampling": time_sampling,
     "store": time_store,
     "norm": time_norm,

@@ -20,9 +20,9 @@ from kernels.triton_cases import (
 from pipeinfer.kernels import gemm
 from pipeinfer.kernels.elementwise import quantize_groups_reference, rms_norm_reference
 from pipeinfer.kernels.formats import dequantize_int4, pack_int4, quantize_rows, unpack_int4
-from pipeinfer.kernels.gemm import add_low_rank
+from pipeinfer.kernels.gemm import LowRankGemm
 from pipeinfer.kernels.tile_configs import GemmConfig, Int4GemmConfig
-from pipeinfer.layers.lora import add_low_rank_on_host
+from pipeinfer.layers.lora import AddLowRank, LowRankOnHost
 from pipeinfer.layers.weight import SmallMGemm
 
 WIDTH, DEPTH = 64, 256
@@ -214,6 +214,11 @@ def slots_of(kind: str, tokens: int) -> torch.Tensor:
     return found.to(torch.int32).to(DEVICE)
 
 
+def add_low_rank(kernel: AddLowRank, token_adapters, *tensors) -> None:
+    kernel.begin_step(token_adapters, SLOTS)
+    kernel(*tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize(("rank", "depth"), [(4, 72), (16, 1100), (100, 256)])
@@ -226,8 +231,9 @@ def test_each_token_gets_the_products_of_its_adapter(kind, tokens, rank, depth, 
     b = randn_on_device(2, SLOTS, 200, rank, dtype=dtype)
     y = randn_on_device(3, tokens, 200, dtype=dtype)
     before, expected = y.clone(), y.double()
-    add_low_rank_on_host(x.double(), a.double(), b.double(), parts, token_adapters, expected)
-    add_low_rank(x, a, b, parts, token_adapters, y)
+    doubles = x.double(), a.double(), b.double()
+    add_low_rank(LowRankOnHost(), token_adapters, *doubles, parts, expected)
+    add_low_rank(LowRankGemm(), token_adapters, x, a, b, parts, y)
     assert relative_error(y, expected.float()) < 4 * TOLERANCE[dtype]
     assert torch.equal(y[token_adapters == 0], before[token_adapters == 0])
 
@@ -237,9 +243,9 @@ def test_what_a_token_gets_does_not_depend_on_the_others():
     x, y = randn_on_device(0, 270, 96), randn_on_device(3, 270, 64)
     a, b = randn_on_device(1, SLOTS, 8, 96), randn_on_device(2, SLOTS, 64, 8)
     token_adapters, whole = slots_of("mixed", 270), y.clone()
-    add_low_rank(x, a, b, (slice(0, 64),), token_adapters, whole, by_adapter=False)
+    add_low_rank(LowRankGemm(), token_adapters, x, a, b, (slice(0, 64),), whole)
     for token in (0, 17, 32, 269):
         alone = y[token : token + 1].clone()
         one = slice(token, token + 1)
-        add_low_rank(x[one], a, b, (slice(0, 64),), token_adapters[one], alone, False)
+        add_low_rank(LowRankGemm(), token_adapters[one], x[one], a, b, (slice(0, 64),), alone)
         assert relative_error(alone[0], whole[token]) <= (1e-6 if INTERPRETED else 0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,8 @@ def put(slots: AdapterBank, slot: int, folder: Path) -> None:
     slots.put(slot, load_adapter(identify("any", str(folder), RANK), slots))
 
 
-@contextmanager
-def adapted(slots: AdapterBank, token_adapters: list[int]) -> Iterator[None]:
-    slots.token_adapters[: len(token_adapters)] = torch.tensor(token_adapters, dtype=torch.int32)
-    slots.active = True
-    yield
-    slots.active = False
+def adapted(slots: AdapterBank, token_adapters: list[int]) -> AbstractContextManager[None]:
+    return slots.adapting(torch.tensor(token_adapters, dtype=torch.int32))
 
 
 @torch.inference_mode()

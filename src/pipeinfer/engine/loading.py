@@ -480,7 +480,7 @@ def _adapter_bank(settings: Settings, choices: EngineChoices) -> AdapterBank | N
         return None
     where = torch.device(choices.device)
     slots, rank = settings.max_loras, settings.max_lora_rank
-    return AdapterBank(slots, rank, choices.dtype, where, exact=settings.exact)
+    return AdapterBank(slots, rank, choices.dtype, where)
 
 
 def _check_lora_modules(settings: Settings, bank: AdapterBank | None) -> None:

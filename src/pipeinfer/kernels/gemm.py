@@ -8,16 +8,16 @@ bits of two weights become mantissas in one register, and lie where a tensor cor
 of many rows are a library's business (weights of 4 bits are dequantized for it), except where
 weights have a scale for each block of 128 x 128; source: https://arxiv.org/abs/2412.19437, 3.3.2.
 
-Low-rank products of many adapters in one step are two kernels, shrink and expand (`add_low_rank`;
+Low-rank products of many adapters in one step are two kernels, shrink and expand (`LowRankGemm`;
 layers/lora.py has the same for the host):
 
     low[t] = A[a] x[t]          [T, modules * rank], in parts of the depth (shrink)
     y[t] += B[a] low[t]         (expand)
 
-a is the adapter slot of token t, read on the device. Of few tokens, which may have any adapters, a
-program has tokens of one adapter, and reads its matrices once; of many, whose neighbours mostly
-have the same one, a block of neighbours. Programs without an adapter end at once. Each token's sums
-are its own; of few and of many tokens they may differ by a bit.
+a is the adapter slot of token t, read on the device. Once a step, tokens are sorted by adapter into
+blocks of one adapter each, as those of experts are; a program has a block, and reads its adapter's
+matrices once. Tokens without an adapter are in no block. Each token's sums are its own, whatever
+other tokens there are.
 
 Needs triton. Knows rows and weights, no layer and no file; formats.py has the layout of 4 bits,
 tile_configs.py says which tiles, and where a library is the faster.
@@ -33,6 +33,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.formats import INT4_PER_WORD, INT4_TILE_K, SCALE_BLOCK, WORDS_PER_THREAD
+from pipeinfer.kernels.moe import MoeAlignment, moe_align_block_size
 from pipeinfer.kernels.tile_configs import GemmConfig, Int4GemmConfig
 from pipeinfer.kernels.triton_support import (
     BLOCK_SCALES,
@@ -579,155 +580,93 @@ LARGE_RANK = 64  # above it blocks of A and B are smaller, so that they fit into
 MIN_RANK = 16  # columns that tensor cores take at least; smaller ranks are padded
 SPLIT_DEPTH = 512  # depth of one part of shrink's sums
 MAX_SPLITS = 16
-FEW_TOKENS = 64, 256  # tokens of a step up to which programs are an adapter's, by compilation
 MAX_MODULES = 3  # modules of one launch of expand
 
 
 @triton.jit
-def _rows(
-    token_adapters, tokens, ADAPTER_SLOTS: tl.constexpr, BLOCK_T: tl.constexpr, FEW: tl.constexpr
-):
-    """Returns (tokens of this program, the adapter slot of each; 0: it has none).
-
-    - FEW: the tokens that the step has at most: programs are adapter by adapter, for each as many
-      as all tokens need. 0: a program has a block of neighbours
-    """
-    program, place = tl.program_id(0), tl.arange(0, BLOCK_T)
-    if FEW:
-        adapter, wanted = program % ADAPTER_SLOTS + 1, program // ADAPTER_SLOTS * BLOCK_T + place
-        every = tl.arange(0, FEW)
-        mine = (tl.load(token_adapters + every, mask=every < tokens, other=0) == adapter).to(
-            tl.int32
-        )
-        number = tl.cumsum(mine, 0) - 1  # number of a token among its adapter's
-        found = (mine[None, :] > 0) & (number[None, :] == wanted[:, None])
-        row = tl.sum(tl.where(found, every[None, :], 0), axis=1)
-        slot = tl.where(wanted < tl.sum(mine, axis=0), adapter, 0)
-    else:
-        row = program * BLOCK_T + place
-        slot = tl.load(token_adapters + row, mask=row < tokens, other=0)
-    return row, slot
-
-
-@triton.jit
-def _shrunk(
-    x, a, row, mine, line, split, total, x_stride, DEPTH: tl.constexpr, RANK: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """total [BLOCK_T, BLOCK_R] + x @ a.T of rows where `mine`, over one part of the depth. line:
-    the adapter's first row in a."""
-    rank, depth = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
-    per_split: tl.constexpr = (DEPTH + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
-    for begin in range(0, per_split, BLOCK_K):
-        at = split * per_split + begin + depth
-        inside = at < DEPTH
-        left = tl.load(
-            x + row.to(tl.int64)[:, None] * x_stride + at[None, :],
-            mask=mine[:, None] & inside[None, :], other=0.0,
-        )  # fmt: skip
-        right = tl.load(
-            a + (line + rank.to(tl.int64))[:, None] * DEPTH + at[None, :],
-            mask=(rank < RANK)[:, None] & inside[None, :], other=0.0,
-        )  # fmt: skip
-        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
-    return total
+def _block_rows(sorted_tokens, block, tokens, BLOCK_T: tl.constexpr):
+    """Returns (the tokens of a block, whether each is one and not padding)."""
+    row = tl.load(sorted_tokens + block * BLOCK_T + tl.arange(0, BLOCK_T))
+    return row.to(tl.int64), row < tokens
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _shrink_kernel(
-    x, a, token_adapters, low, tokens, x_stride, DEPTH: tl.constexpr, RANK: tl.constexpr,
-    MODULES: tl.constexpr, ADAPTER_SLOTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, FEW: tl.constexpr, USE_PDL: tl.constexpr,
+    x, a, sorted_tokens, block_adapters, num_padded, low, tokens, x_stride, DEPTH: tl.constexpr,
+    RANK: tl.constexpr, MODULES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens, one module, one part of the depth: low [SPLITS, T, MODULES * RANK]."""
-    module, split = tl.program_id(1), tl.program_id(2)
-    row, slot = _rows(token_adapters, tokens, ADAPTER_SLOTS, BLOCK_T, FEW)
-    if USE_PDL:
-        gdc_wait()  # for all that the kernel before it writes
-        gdc_launch_dependents()
-    adapter = tl.max(slot, axis=0)
-    if adapter == 0:
+    """Program (block of tokens, module, part of the depth): low [SPLITS, T, MODULES * RANK]."""
+    block, module, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Blocks were written before the kernel before, which waited for them.
+    if block * BLOCK_T >= tl.load(num_padded):
         return
+    row, real = _block_rows(sorted_tokens, block, tokens, BLOCK_T)
+    line = (tl.load(block_adapters + block) * MODULES + module).to(tl.int64) * RANK
+    rank, depth = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    per_split: tl.constexpr = (DEPTH + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    if USE_PDL:
+        gdc_wait()  # for x
+        gdc_launch_dependents()
     total = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
-    if FEW:
-        total = _shrunk(
-            x, a, row, slot > 0, ((adapter - 1) * MODULES + module) * RANK, split, total, x_stride,
-            DEPTH, RANK, SPLITS, BLOCK_K, BLOCK_R,
+    for begin in range(0, per_split, BLOCK_K):
+        at = split * per_split + begin + depth
+        inside = at < DEPTH
+        left = tl.load(
+            x + row[:, None] * x_stride + at[None, :],
+            mask=real[:, None] & inside[None, :], other=0.0,
         )  # fmt: skip
-    else:
-        for one in range(1, ADAPTER_SLOTS + 1):
-            mine = slot == one
-            if tl.sum(mine.to(tl.int32), axis=0) > 0:
-                total = _shrunk(
-                    x, a, row, mine, ((one - 1) * MODULES + module) * RANK, split, total, x_stride,
-                    DEPTH, RANK, SPLITS, BLOCK_K, BLOCK_R,
-                )  # fmt: skip
-    rank, width = tl.arange(0, BLOCK_R), MODULES * RANK
-    place = (split * tokens + row).to(tl.int64)[:, None] * width + module * RANK + rank[None, :]
-    tl.store(low + place, total, mask=(slot > 0)[:, None] & (rank < RANK)[None, :])
-
-
-@triton.jit
-def _expanded(
-    rounded, b, mine, line, added, there, RANK: tl.constexpr, BLOCK_R: tl.constexpr
-):  # fmt: skip
-    """added [BLOCK_T, BLOCK_N] + rounded @ b.T of rows where `mine`. line: rows of b."""
-    rank = tl.arange(0, BLOCK_R)
-    right = tl.load(
-        b + line[:, None] * RANK + rank[None, :],
-        mask=there[:, None] & (rank < RANK)[None, :], other=0.0,
-    )  # fmt: skip
-    left = tl.where(mine[:, None], rounded, tl.zeros_like(rounded))
-    return tl.dot(left, tl.trans(right), added, input_precision="ieee")
+        right = tl.load(
+            a + (line + rank)[:, None] * DEPTH + at[None, :],
+            mask=(rank < RANK)[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+    place = (split * tokens + row)[:, None] * (MODULES * RANK) + module * RANK + rank[None, :]
+    tl.store(low + place, total, mask=real[:, None] & (rank < RANK)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _expand_kernel(
-    low, b, token_adapters, y, tokens, y_stride, first_module, first_0, end_0, first_1, end_1,
-    first_2, end_2, WIDTH: tl.constexpr, RANK: tl.constexpr, MODULES: tl.constexpr,
-    ADAPTER_SLOTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, FEW: tl.constexpr, USE_PDL: tl.constexpr,
+    low, b, sorted_tokens, block_adapters, num_padded, y, tokens, y_stride, first_module, first_0,
+    end_0, first_1, end_1, first_2, end_2, WIDTH: tl.constexpr, RANK: tl.constexpr,
+    MODULES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens, one block of the columns of one module in y [T, WIDTH]. first_n, end_n: columns
-    of module first_module + n."""
-    row, slot = _rows(token_adapters, tokens, ADAPTER_SLOTS, BLOCK_T, FEW)
-    block = tl.program_id(1)
+    """Program (block of tokens, block of the columns of one module in y [T, WIDTH]). first_n,
+    end_n: columns of module first_module + n."""
+    block, part = tl.program_id(0), tl.program_id(1)
+    if block * BLOCK_T >= tl.load(num_padded):
+        return
+    row, real = _block_rows(sorted_tokens, block, tokens, BLOCK_T)
     until_1 = tl.cdiv(end_0 - first_0, BLOCK_N)
     until_2 = until_1 + tl.cdiv(end_1 - first_1, BLOCK_N)
-    here = (block >= until_1).to(tl.int32) + (block >= until_2).to(tl.int32)
+    here = (part >= until_1).to(tl.int32) + (part >= until_2).to(tl.int32)
     first = tl.where(here == 0, first_0, tl.where(here == 1, first_1, first_2))
     end = tl.where(here == 0, end_0, tl.where(here == 1, end_1, end_2))
-    block -= tl.where(here == 0, 0, tl.where(here == 1, until_1, until_2))
+    part -= tl.where(here == 0, 0, tl.where(here == 1, until_1, until_2))
+    rank, column = tl.arange(0, BLOCK_R), first + part * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = column < end
+    line = tl.load(block_adapters + block).to(tl.int64) * WIDTH + column
+    # No kernel writes B: it comes while shrink still runs.
+    right = tl.load(
+        b + line[:, None] * RANK + rank[None, :],
+        mask=there[:, None] & (rank < RANK)[None, :], other=0.0,
+    )  # fmt: skip
     if USE_PDL:
-        gdc_wait()  # for all that the kernel before it writes
+        gdc_wait()  # for low and y
         gdc_launch_dependents()
-    adapter = tl.max(slot, axis=0)
-    if adapter == 0:
-        return
-    rank = tl.arange(0, BLOCK_R)
-    column = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
-    there, has = column < end, slot > 0
+    place = y + row[:, None] * y_stride + column[None, :]
+    mask = real[:, None] & there[None, :]
+    before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     sums = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
-    for split in range(SPLITS):
-        at = (split * tokens + row).to(tl.int64)[:, None] * (MODULES * RANK)
+    for split in tl.static_range(SPLITS):  # all parts are on their way at once
+        at = (split * tokens + row)[:, None] * (MODULES * RANK)
         sums += tl.load(
             low + at + (first_module + here) * RANK + rank[None, :],
-            mask=has[:, None] & (rank < RANK)[None, :], other=0.0,
+            mask=real[:, None] & (rank < RANK)[None, :], other=0.0,
         )  # fmt: skip
     rounded = sums.to(b.dtype.element_ty)
-    added = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    if FEW:
-        line = column.to(tl.int64) + (adapter - 1) * WIDTH
-        added = _expanded(rounded, b, has, line, added, there, RANK, BLOCK_R)
-    else:
-        for one in range(1, ADAPTER_SLOTS + 1):
-            mine = slot == one
-            if tl.sum(mine.to(tl.int32), axis=0) > 0:
-                line = column.to(tl.int64) + (one - 1) * WIDTH
-                added = _expanded(rounded, b, mine, line, added, there, RANK, BLOCK_R)
-    place = y + row.to(tl.int64)[:, None] * y_stride + column[None, :]
-    mask = has[:, None] & there[None, :]
-    before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    added = tl.dot(rounded, tl.trans(right), input_precision="ieee")
     tl.store(place, (before + added).to(y.dtype.element_ty), mask=mask)
 
 
@@ -736,47 +675,55 @@ def block_sizes(rank: int) -> tuple[int, int]:
     return (32, 32) if rank > LARGE_RANK else (128, 128)
 
 
-def add_low_rank(
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    parts: tuple[slice, ...],
-    token_adapters: torch.Tensor,
-    y: torch.Tensor,
-    by_adapter: bool = True,
-) -> None:
-    """Adds to y [T, out] the products of the tokens' adapters with x [T, in]; rows may be strided.
+class LowRankGemm:
+    """Low-rank products on a GPU, see layers/lora.py's AddLowRank."""
 
-    - a: [adapter slots, modules * rank, in]
-    - b: [adapter slots, out, rank]
-    - parts: where each module's rows are in the product
-    - token_adapters: int32 [T], adapter slots from 1 on; 0: none
-    - by_adapter: programs for few tokens are adapter by adapter; False: a token's sums are the same
-      bits however many tokens there are
-    """
-    (tokens, depth), (adapter_slots, width, rank), modules = x.shape, b.shape, len(parts)
-    if not tokens:
-        return
-    splits = min(triton.cdiv(depth, SPLIT_DEPTH), MAX_SPLITS)
-    low = torch.empty(splits, tokens, modules * rank, dtype=torch.float32, device=x.device)
-    blocks, block_r = triton.cdiv(tokens, BLOCK_TOKENS), max(triton.next_power_of_2(rank), MIN_RANK)
-    few = next((most for most in FEW_TOKENS if by_adapter and tokens <= most), 0)
-    programs = blocks * adapter_slots if few else blocks
-    block_k, block_n = block_sizes(rank)
-    shared = {
-        "RANK": rank, "MODULES": modules, "ADAPTER_SLOTS": adapter_slots, "SPLITS": splits,
-        "BLOCK_T": BLOCK_TOKENS, "BLOCK_R": block_r, "FEW": few,
-        "num_stages": 2 if rank > LARGE_RANK else 3, **pdl_options(x.device),
-    }  # fmt: skip
-    _shrink_kernel[(programs, modules, splits)](
-        x, a, token_adapters, low, tokens, x.stride(0), DEPTH=depth, BLOCK_K=block_k, **shared
-    )
-    for first in range(0, modules, MAX_MODULES):
-        some = parts[first : first + MAX_MODULES]
-        bounds = [bound for part in some for bound in (part.start, part.stop)]
-        bounds += [0] * (2 * MAX_MODULES - len(bounds))
-        columns = sum(triton.cdiv(part.stop - part.start, block_n) for part in some)
-        _expand_kernel[(programs, columns)](
-            low, b, token_adapters, y, tokens, y.stride(0), first, *bounds, WIDTH=width,
-            BLOCK_N=block_n, **shared,
+    def __init__(self) -> None:
+        self._blocks: MoeAlignment | None = None
+
+    def begin_step(self, token_adapters: torch.Tensor, adapter_slots: int) -> None:
+        """Sorts the tokens of a step by adapter, on the device; see AddLowRank."""
+        self._blocks = moe_align_block_size(
+            token_adapters[:, None], adapter_slots, BLOCK_TOKENS, first_expert=1
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        parts: tuple[slice, ...],
+        y: torch.Tensor,
+    ) -> None:
+        """Adds the products of the step's adapters to y; see AddLowRank."""
+        (tokens, depth), (_, width, rank), modules = x.shape, b.shape, len(parts)
+        if not tokens:
+            return
+        if self._blocks is None:
+            raise RuntimeError("no step has begun")
+        blocks = self._blocks.expert_ids.shape[0]
+        listed = (
+            self._blocks.sorted_pair_ids,
+            self._blocks.expert_ids,
+            self._blocks.num_padded_pairs,
+        )
+        splits = min(triton.cdiv(depth, SPLIT_DEPTH), MAX_SPLITS)
+        low = torch.empty(splits, tokens, modules * rank, dtype=torch.float32, device=x.device)
+        block_k, block_n = block_sizes(rank)
+        shared = {
+            "RANK": rank, "MODULES": modules, "SPLITS": splits, "BLOCK_T": BLOCK_TOKENS,
+            "BLOCK_R": max(triton.next_power_of_2(rank), MIN_RANK), **pdl_options(x.device),
+        }  # fmt: skip
+        _shrink_kernel[(blocks, modules, splits)](
+            x, a, *listed, low, tokens, x.stride(0), DEPTH=depth, BLOCK_K=block_k,
+            num_stages=2 if rank > LARGE_RANK else 3, **shared,
         )  # fmt: skip
+        for first in range(0, modules, MAX_MODULES):
+            some = parts[first : first + MAX_MODULES]
+            bounds = [bound for part in some for bound in (part.start, part.stop)]
+            bounds += [0] * (2 * MAX_MODULES - len(bounds))
+            columns = sum(triton.cdiv(part.stop - part.start, block_n) for part in some)
+            _expand_kernel[(blocks, columns)](
+                low, b, *listed, y, tokens, y.stride(0), first, *bounds, WIDTH=width,
+                BLOCK_N=block_n, **shared,
+            )  # fmt: skip

@@ -2,7 +2,7 @@
 
     y[t] += B[a] (A[a] x[t])        a: the adapter slot of token t; slot 0 is no adapter
 
-- AdapterBank: a rank's adapters by slot, for all layers, and the adapter slot of each token.
+- AdapterBank: a rank's adapters by slot, for all layers.
 - AdaptedLinear: the matrices of one layer, which add their products to its product.
 - AdapterWeights: one adapter on the host, in the layout of the bank.
 
@@ -13,11 +13,10 @@ that CUDA graphs may hold it. Knows no request and no file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -58,42 +57,74 @@ class AdaptedModule:
     at: slice
 
 
-# (x [T, in], a [adapter slots, modules * rank, in], b [adapter slots, out, rank], where each
-# module's rows are in the product, token_adapters int32 [T], y [T, out]): adds to y.
-AddLowRank = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, tuple[slice, ...], torch.Tensor, torch.Tensor], None
-]
+class AddLowRank(Protocol):
+    """Adds the products of many adapters in the layers of one step."""
+
+    def begin_step(self, token_adapters: torch.Tensor, adapter_slots: int) -> None:
+        """Notes the adapters of a step's tokens, for all calls until the next step.
+
+        - token_adapters: int32 [T], adapter slots from 1 to `adapter_slots`; 0: none
+        """
+        ...
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        parts: tuple[slice, ...],
+        y: torch.Tensor,
+    ) -> None:
+        """Adds to y [T, out] the products of the tokens' adapters with x [T, in].
+
+        - x, y: rows may be strided
+        - a: [adapter slots, modules * rank, in]
+        - b: [adapter slots, out, rank]
+        - parts: where each module's rows are in the product
+        """
+        ...
 
 
-def add_low_rank_on_host(
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    parts: tuple[slice, ...],
-    token_adapters: torch.Tensor,
-    y: torch.Tensor,
-) -> None:
-    """Adds low-rank products on the host, see AddLowRank."""
-    rank = b.shape[2]
-    for adapter in torch.unique(token_adapters).tolist():
-        if adapter == 0:
-            continue
-        tokens = torch.nonzero(token_adapters == adapter).flatten()
-        low = torch.nn.functional.linear(x[tokens], a[adapter - 1])
-        added = [
-            torch.nn.functional.linear(low[:, at * rank : (at + 1) * rank], b[adapter - 1, part])
-            for at, part in enumerate(parts)
-        ]
-        y[tokens] += torch.cat(added, dim=1)
+class LowRankOnHost:
+    """Low-rank products on the host, adapter by adapter."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, torch.Tensor] = {}  # by adapter slot
+
+    def begin_step(self, token_adapters: torch.Tensor, adapter_slots: int) -> None:
+        """Finds the tokens of each adapter, see AddLowRank."""
+        self._tokens = {
+            slot: torch.nonzero(token_adapters == slot).flatten()
+            for slot in torch.unique(token_adapters).tolist()
+            if slot > 0
+        }
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        parts: tuple[slice, ...],
+        y: torch.Tensor,
+    ) -> None:
+        """Adds the products of the step's adapters to y, see AddLowRank."""
+        rank = b.shape[2]
+        for slot, tokens in self._tokens.items():
+            low = torch.nn.functional.linear(x[tokens], a[slot - 1])
+            added = [
+                torch.nn.functional.linear(low[:, at * rank : (at + 1) * rank], b[slot - 1, part])
+                for at, part in enumerate(parts)
+            ]
+            y[tokens] += torch.cat(added, dim=1)
 
 
-def low_rank_kernel(device: torch.device, exact: bool = False) -> AddLowRank:
-    """Returns the function that adds adapters' products on `device`. exact: as in Placement."""
+def low_rank_kernel(device: torch.device) -> AddLowRank:
+    """Returns what adds adapters' products on `device`."""
     if device.type != "cuda":
-        return add_low_rank_on_host
-    from pipeinfer.kernels.gemm import add_low_rank
+        return LowRankOnHost()
+    from pipeinfer.kernels.gemm import LowRankGemm
 
-    return partial(add_low_rank, by_adapter=not exact)
+    return LowRankGemm()
 
 
 class AdaptedLinear:
@@ -126,8 +157,7 @@ class AdaptedLinear:
     def add(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """y [T, out], to which the products of x [T, in] with its tokens' adapters were added."""
         if self._bank.active:
-            adapters = self._bank.token_adapters[: x.shape[0]]
-            self._bank.add_low_rank(x, self.a, self.b, self._parts, adapters, y)
+            self._bank.add_low_rank(x, self.a, self.b, self._parts, y)
         return y
 
     def laid_out(self, pairs: Mapping[str, LowRankPair]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,10 +191,7 @@ class AdapterBank:
     - adapter_slots: number of adapters that there is room for
     - rank: of an adapter at most
     - dtype, device: of the matrices
-    - exact: the result of a token may not depend on the others of its step
     - active: whether some token of the step that is queued now has an adapter
-    - token_adapters: int32 [tokens], the adapter slot of each token of the step, 0 for tokens
-      without; `reserve` makes it
     - layers: by the names of their modules
     """
 
@@ -172,15 +199,13 @@ class AdapterBank:
     rank: int
     dtype: torch.dtype
     device: torch.device
-    exact: bool = False
     active: bool = False
-    token_adapters: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
     layers: dict[tuple[str, ...], AdaptedLinear] = field(
         default_factory=dict[tuple[str, ...], AdaptedLinear]
     )
 
     def __post_init__(self) -> None:
-        self.add_low_rank = low_rank_kernel(self.device, self.exact)
+        self.add_low_rank = low_rank_kernel(self.device)
 
     def linear(self, modules: Iterable[AdaptedModule]) -> AdaptedLinear:
         """Returns the adapters of a layer. A model that is built again gets the same ones."""
@@ -222,7 +247,6 @@ class AdapterBank:
 
     def reserve(self, tokens: int) -> None:
         """Makes room for steps of `tokens` tokens."""
-        self.token_adapters = torch.zeros(tokens, dtype=torch.int32, device=self.device)
         self._numbers = torch.arange(tokens, dtype=torch.int32, device=self.device)
 
     @contextmanager
@@ -236,7 +260,15 @@ class AdapterBank:
             ends, numbers = step.qo_indptr[1:], self._numbers[:tokens]
             row = torch.searchsorted(ends, numbers, right=True).clamp_(max=rows - 1)
             slots = slots[row]
-        torch.index_select(adapter_slots, 0, slots, out=self.token_adapters[:tokens])
+        with self.adapting(adapter_slots[slots]):
+            yield
+
+    @contextmanager
+    def adapting(self, token_adapters: torch.Tensor) -> Generator[None]:
+        """Returns a context in which products are those of tokens with these adapters, see
+        AddLowRank.
+        """
+        self.add_low_rank.begin_step(token_adapters, self.adapter_slots)
         self.active = True
         try:
             yield
