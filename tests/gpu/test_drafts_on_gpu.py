@@ -1,10 +1,11 @@
-"""Draft tokens change no token on a GPU in exact mode, with CUDA graphs and without."""
+"""Draft tokens change no token on a GPU in exact mode, with CUDA graphs and without; in the
+fast mode only at near ties."""
 
 from __future__ import annotations
 
 import pytest
 from overlapped import GpuCores
-from test_cuda_parity import again, cores
+from test_cuda_parity import NEAR_TIE, again, cores, first_differences, generate
 
 from draws import numbers
 from pipeinfer.engine.graphs import Graphs
@@ -69,3 +70,21 @@ def test_tokens_are_the_same_with_drafts_and_without(
     eager.loaded.runner.keep_logits = False
     assert ask(eager, "") == usual
     print(f"DRAFTS {architecture} {drafts}: {accepted} of {drafted} accepted, {replays} replays")
+
+
+@pytest.mark.parametrize("drafts", ["n-grams", "model"])
+@pytest.mark.parametrize(("architecture", "head_dim"), CASES)
+def test_first_differences_in_the_fast_mode_are_near_ties(
+    gpu_checkpoints, architecture, head_dim, drafts
+):
+    """By the logits of the run without drafts. The draft model is the model itself."""
+    folder = gpu_checkpoints(architecture, head_dim)
+    made = cores(folder)
+    plain = generate(made)
+    speculate = "ngram" if drafts == "n-grams" else str(folder)
+    drafting = cores(folder, speculate=speculate, speculative_max_requests=12)
+    drafting.loaded.runner.keep_logits = False
+    margins = first_differences(made, plain, generate(drafting))
+    print(f"FLIPS {architecture} {drafts}: {len(margins)} of {len(plain)} requests, by {margins}")
+    assert drafting.steps < made.steps or drafts == "n-grams"
+    assert all(margin < NEAR_TIE for margin in margins)
