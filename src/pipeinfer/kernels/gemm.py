@@ -578,7 +578,7 @@ def _pairs_at_once(dtype: torch.dtype, device: torch.device) -> bool:
 BLOCK_TOKENS = 16  # tokens of a program: the fewest that tensor cores take
 LARGE_RANK = 64  # above it blocks of A and B are smaller, so that they fit into shared memory
 MIN_RANK = 16  # columns that tensor cores take at least; smaller ranks are padded
-SPLIT_DEPTH = 512  # depth of one part of shrink's sums
+SPLIT_DEPTH = 1024  # depth of one part of shrink's sums
 MAX_SPLITS = 16
 MAX_MODULES = 3  # modules of one launch of expand
 
@@ -598,16 +598,15 @@ def _shrink_kernel(
 ):  # fmt: skip
     """Program (block of tokens, module, part of the depth): low [SPLITS, T, MODULES * RANK]."""
     block, module, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Blocks were written before the kernel before, which waited for them.
+    if USE_PDL:
+        gdc_wait()  # for x, and in the first layer for the blocks
+        gdc_launch_dependents()
     if block * BLOCK_T >= tl.load(num_padded):
         return
     row, real = _block_rows(sorted_tokens, block, tokens, BLOCK_T)
     line = (tl.load(block_adapters + block) * MODULES + module).to(tl.int64) * RANK
     rank, depth = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     per_split: tl.constexpr = (DEPTH + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
-    if USE_PDL:
-        gdc_wait()  # for x
-        gdc_launch_dependents()
     total = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
     for begin in range(0, per_split, BLOCK_K):
         at = split * per_split + begin + depth
@@ -635,6 +634,7 @@ def _expand_kernel(
     """Program (block of tokens, block of the columns of one module in y [T, WIDTH]). first_n,
     end_n: columns of module first_module + n."""
     block, part = tl.program_id(0), tl.program_id(1)
+    # All programs of shrink waited for the blocks before they let this kernel start.
     if block * BLOCK_T >= tl.load(num_padded):
         return
     row, real = _block_rows(sorted_tokens, block, tokens, BLOCK_T)
@@ -672,7 +672,7 @@ def _expand_kernel(
 
 def block_sizes(rank: int) -> tuple[int, int]:
     """Returns (columns of x and A that shrink takes at a time, rows of B that expand takes)."""
-    return (32, 32) if rank > LARGE_RANK else (128, 128)
+    return (32, 32) if rank > LARGE_RANK else (128, 256)
 
 
 class LowRankGemm:
