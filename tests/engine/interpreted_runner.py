@@ -121,8 +121,8 @@ class LendingDevice(HostDevice):
         super().__init__()
         self._left: list[torch.Tensor] = []
 
-    def capture(self, body):
-        made = super().capture(body)
+    def capture(self, body, first_run=True):
+        made = super().capture(body, first_run)
 
         def again() -> None:
             self._forget()

@@ -32,8 +32,7 @@ from pipeinfer.engine.graphs import (
 from pipeinfer.engine.step_buffers import DeviceBuffers, SlotState, StepPacker, layout
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
-from pipeinfer.kernels.interface import NO_KV_LOCATION, NO_LOGITS
-from pipeinfer.kernels.interface import StepShape as PositiveInt
+from pipeinfer.kernels.interface import NO_KV_LOCATION, NO_LOGITS, StepShape
 from pipeinfer.step import LAST_TOKEN, RequestLogitEdits, Step, StepDelta
 from pipeinfer.wire import NO_DRAFTS
 from step_pages import all_pages, pages_of
@@ -86,7 +85,7 @@ class Side:
         self.buffer = np.full(len(self.arrays.words), -7, dtype=np.int32)  # of another step
         self.packer = StepPacker(self.buffer, SLOTS)
 
-    def expand(self, step: Step, room: PositiveInt, samples: int, graph: bool):
+    def expand(self, step: Step, room: StepShape, samples: int, graph: bool):
         views = self.arrays.views(room, samples, graph)
         changes = self.state.apply_on_host(step.delta)
         used, unpadded_rows = self.packer.pack(step, room, samples, changes)
@@ -210,7 +209,7 @@ def test_a_graph_with_prompts_reads_of_every_row_what_the_step_says(
     rows = sorted(rows, key=lambda row: row[1] != 1)
     step = make_step(*zip(*rows, strict=True), page_size)
     prompts = len(rows) - step.num_decodes
-    room = PositiveInt(
+    room = StepShape(
         len(step.tokens) + tokens, step.num_decodes + spare[0], max(prompts + spare[1], 1)
     )
     side = Side(page_size, *kind)
@@ -289,8 +288,8 @@ def test_only_a_step_that_differs_in_nothing_else_is_packed_as_what_differs(chan
 def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
     side = Side(16)
     for room, samples in (
-        (PositiveInt(401, 1, 1), 1), (PositiveInt(100, 13, 0), 12), (PositiveInt(100, 1, 13), 1),
-        (PositiveInt(9, 9, 0), 13),
+        (StepShape(401, 1, 1), 1), (StepShape(100, 13, 0), 12), (StepShape(100, 1, 13), 1),
+        (StepShape(9, 9, 0), 13),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="largest"):
             side.arrays.views(room, samples, padded=False)
@@ -303,7 +302,7 @@ def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
 @given(*[st.integers(1, 4000)] * 2, st.integers(1, 300), st.integers(0, 256))
 def test_graphs_of_mixed_steps_fit_into_the_largest_step(tokens, mixed, rows, decodes):
     decodes = min(decodes, rows, tokens)
-    most = layout(PositiveInt(tokens, rows, rows)).changes
+    most = layout(StepShape(tokens, rows, rows)).changes
     for room in mixed_ladder(tokens, rows, decodes, mixed):
         assert decodes and room.num_rows <= room.num_tokens <= tokens
         assert room.num_decodes <= decodes and room.num_prefills <= rows
@@ -324,15 +323,13 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larg
     graphs.mixed, graphs.decodes = mixed_ladder(2048, 256, 256, 512), (1, 4, 8)
     rooms = [*graphs.mixed, *map(decode_only, graphs.decodes)]
     graphs._captured = {room: room for room in rooms}
-    assert fitting(100) == PositiveInt(128, 0, 8)
-    assert fitting(1, 1, 126) == PositiveInt(128, 64, 32)
-    assert fitting(*[1] * 65, 200) == PositiveInt(320, 128, 32)
-    assert fitting(*[1] * 130, 200) == PositiveInt(384, 256, 32), "classes of rows double"
-    assert fitting(*[1] * 130, 100) == PositiveInt(256, 224, 32), (
-        "and each size holds as many as fit"
-    )
+    assert fitting(100) == StepShape(128, 0, 8)
+    assert fitting(1, 1, 126) == StepShape(128, 64, 32)
+    assert fitting(*[1] * 65, 200) == StepShape(320, 128, 32)
+    assert fitting(*[1] * 130, 200) == StepShape(384, 256, 32), "classes of rows double"
+    assert fitting(*[1] * 130, 100) == StepShape(256, 224, 32), "and each size holds as many as fit"
     assert fitting(*[1] * 65, 450) is None, "more than a mixed step ever has"
-    assert fitting(*[8] * 9) == PositiveInt(128, 64, 32), "too many prompts for the smallest"
+    assert fitting(*[8] * 9) == StepShape(128, 64, 32), "too many prompts for the smallest"
     assert fitting(2049) is None
     assert fitting(1030) is None, "a third would be padding"
     assert [fitting(*[1] * rows) for rows in (1, 2, 4, 5)] == [
@@ -402,22 +399,20 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
         step = alike_decodes(decodes, prompts, 16)
         return graphs.fitting(step if shares else replace(step, shared_prefixes=None))
 
-    assert fitting(130) == PositiveInt(192, 192, 0, shared_prefix=True)
-    assert fitting(130, shares=False) == PositiveInt(136, 136, 0)
-    assert fitting(MIN_SHARED_DECODES) == PositiveInt(16, 16, 0, shared_prefix=True)
+    assert fitting(130) == StepShape(192, 192, 0, shared_prefix=True)
+    assert fitting(130, shares=False) == StepShape(136, 136, 0)
+    assert fitting(MIN_SHARED_DECODES) == StepShape(16, 16, 0, shared_prefix=True)
     assert fitting(MIN_SHARED_DECODES - 1) == decode_only(8), "so few read as fast each for itself"
-    assert fitting(60, 30) == PositiveInt(128, 64, 32, shared_prefix=True)
-    assert fitting(65, 30) == PositiveInt(128, 96, 32, shared_prefix=True), (
+    assert fitting(60, 30) == StepShape(128, 64, 32, shared_prefix=True)
+    assert fitting(65, 30) == StepShape(128, 96, 32, shared_prefix=True), (
         "as many decodes as it has room for"
     )
-    assert fitting(65, 30, shares=False) == PositiveInt(128, 96, 32)
+    assert fitting(65, 30, shares=False) == StepShape(128, 96, 32)
     graphs.slow = frozenset((128,))
-    assert fitting(60, 30) == PositiveInt(192, 64, 32, shared_prefix=True)
-    assert fitting(128) == PositiveInt(128, 128, 0, shared_prefix=True), "which has no prompts"
+    assert fitting(60, 30) == StepShape(192, 64, 32, shared_prefix=True)
+    assert fitting(128) == StepShape(128, 128, 0, shared_prefix=True), "which has no prompts"
     graphs.shared_prefix_shapes = ()
-    assert fitting(130) == PositiveInt(136, 136, 0), (
-        "until those are captured, each reads for itself"
-    )
+    assert fitting(130) == StepShape(136, 136, 0), "until those are captured, each reads for itself"
 
 
 def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
@@ -448,12 +443,34 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
     assert left[alone_left:][: len(rest)] == rest, "behind decodes alone"
 
 
-def twin(room: PositiveInt) -> PositiveInt:
+def twin(room: StepShape) -> StepShape:
     return replace(room, shared_prefix=True)
 
 
-def captured(graphs: Graphs, rooms: list[PositiveInt]) -> None:
+def captured(graphs: Graphs, rooms: list[StepShape]) -> None:
     graphs.capture(rooms, lambda room: (room, None), lambda *_: (torch.ones(1),) * 2, int)
+
+
+def test_large_steps_are_not_run_when_they_are_captured():
+    found: dict[int, bool] = {}
+
+    class Noting(HostDevice):
+        def capture(self, body, first_run=True):
+            found[at[0].num_tokens] = first_run
+            return super().capture(body, first_run)
+
+    at: list[StepShape] = []
+
+    def pack(shape: StepShape):
+        at[:] = [shape]
+        return shape, None
+
+    shapes = mixed_ladder(2048, 64, 64, 512)
+    Graphs(Noting()).capture(shapes, pack, lambda *_: (torch.ones(1),) * 2, int)
+    assert {tokens for tokens, first in found.items() if first} == {
+        shape.num_tokens for shape in shapes if shape.num_tokens <= 512
+    }
+    assert max(found) == 2048
 
 
 def test_only_small_numbers_of_decodes_may_turn_out_slower():
@@ -482,21 +499,21 @@ def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share()
         room.shared_prefix == (room.num_decodes >= MIN_SHARED_DECODES) for room in graphs.mixed
     )
     for shares in (False, True):
-        assert fitting(40, 0, shares) == PositiveInt(48, 48, 0, shared_prefix=True)
-        assert fitting(20, 20, shares) == PositiveInt(128, 64, 32, shared_prefix=True)
+        assert fitting(40, 0, shares) == StepShape(48, 48, 0, shared_prefix=True)
+        assert fitting(20, 20, shares) == StepShape(128, 64, 32, shared_prefix=True)
         assert fitting(4, 0, shares) == decode_only(4)
     step = replace(alike_decodes(48, 0, 16), shared_prefixes=None)
-    assert graphs.like(decode_only(48), step) == PositiveInt(48, 48, 0, shared_prefix=True)
+    assert graphs.like(decode_only(48), step) == StepShape(48, 48, 0, shared_prefix=True)
     captured(graphs, left)
     assert not any(room.shared_prefix for room in graphs.mixed)
     assert graphs.decodes == decode_ladder(64) and graphs.like(
         decode_only(48), step
     ) == decode_only(48)
     for shares in (False, True):
-        assert fitting(40, 0, shares) == PositiveInt(
+        assert fitting(40, 0, shares) == StepShape(
             48 if shares else 40, 48 if shares else 40, 0, shares
         )
-        assert fitting(20, 20, shares) == PositiveInt(128, 64, 32, shares)
+        assert fitting(20, 20, shares) == StepShape(128, 64, 32, shares)
 
 
 @given(st.integers(1, 9), st.integers(0, 3), st.sampled_from([1, 16]))
@@ -533,7 +550,7 @@ def test_measured_prompts_fill_their_graph_and_write_to_the_dummy(room, depth, l
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 50))
 def test_arrays_of_a_step_do_not_overlap_and_begin_at_16_bytes(decodes, prompts, tokens):
-    room = PositiveInt(tokens, decodes, prompts)
+    room = StepShape(tokens, decodes, prompts)
     at = layout(room)
     sizes = [*[room.num_rows] * 6, tokens]
     assert all(begin % 4 == 0 for begin in at) and at[0] >= 1

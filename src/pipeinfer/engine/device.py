@@ -83,9 +83,11 @@ class Device(Protocol):
         """Submits `work` and waits for its end; raises its error."""
         ...
 
-    def capture(self, body: Callable[[], Tensors], /) -> Replay:
-        """Captures work that is to be repeated; from within `run`. `body` returns the result
-        tensors.
+    def capture(self, body: Callable[[], Tensors], /, first_run: bool = True) -> Replay:
+        """Captures work that is to be repeated; from within `run`.
+
+        - body: returns the result tensors
+        - first_run: run it once now, where the first run takes longer than others
         """
         ...
 
@@ -221,7 +223,7 @@ class HostDevice:
     def run(self, work: Work) -> None:
         self.submit(work).wait()
 
-    def capture(self, body: Callable[[], Tensors]) -> Replay:
+    def capture(self, body: Callable[[], Tensors], first_run: bool = True) -> Replay:
         """Runs `body` now, and once more for each run of the result, whose tensors it copies into
         the first ones.
         """

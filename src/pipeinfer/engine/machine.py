@@ -276,7 +276,7 @@ class CudaDevice:
             work()
             torch.cuda.synchronize()
 
-    def capture(self, body: Callable[[], Tensors]) -> Replay:
+    def capture(self, body: Callable[[], Tensors], first_run: bool = True) -> Replay:
         """Captures `body` as a CUDA graph, after some calls without a capture."""
         for _ in range(TRIES if self._memory else FIRST_TRIES):
             body()
@@ -291,7 +291,8 @@ class CudaDevice:
             tensors = body()
         finally:
             graph.capture_end()
-        graph.replay()  # the first brings it to the device: a millisecond, here outside of any step
+        if first_run:  # it brings the graph to the device: a millisecond, here outside of any step
+            graph.replay()
         # The next capture may use the same memory.
         return Replay(graph.replay, tuple(map(non_owning_view, tensors)))
 
