@@ -57,7 +57,7 @@ class Engine:
         return said
 
     def held(self) -> float:
-        return float(self.layer.a[0, 0, 0])
+        return float(self.layer.matrices.a[0, 0, 0])
 
 
 @pytest.fixture

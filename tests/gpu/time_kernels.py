@@ -16,6 +16,7 @@ from pipeinfer.kernels import gemm, rotate_and_store, sampling
 from pipeinfer.kernels.elementwise import rms_norm, swiglu
 from pipeinfer.kernels.formats import E4M3
 from pipeinfer.kernels.gemm import split_k_gemm
+from pipeinfer.kernels.interface import LowRankMatrices
 from pipeinfer.kernels.moe import fused_experts, moe_align_block_size, topk_softmax
 from pipeinfer.kernels.tile_configs import small_m_gemm_config
 
@@ -190,13 +191,19 @@ def time_adapters() -> None:
     for name, (depth, widths) in sizes.items():
         ends = [sum(widths[: at + 1]) for at in range(len(widths))]
         parts = tuple(slice(end - width, end) for end, width in zip(ends, widths, strict=True))
-        a = [randn(slots, len(widths) * rank, depth) / 90 for _ in range(layers)]
-        b = [randn(slots, sum(widths), rank) for _ in range(layers)]
+        model = [
+            LowRankMatrices(
+                randn(slots, len(widths) * rank, depth) / 90,
+                randn(slots, sum(widths), rank),
+                parts,
+            )
+            for _ in range(layers)
+        ]
         for tokens in (1, 64, 256):
             x, y = randn(tokens, depth), randn(tokens, sum(widths))
             kernel = gemm.LowRankGemm()
             kernel.begin_step(torch.arange(tokens, device="cuda").int() % slots + 1, slots)
-            calls = [partial(kernel, x, a[at], b[at], parts, y) for at in range(layers)]
+            calls = [partial(kernel, x, matrices, y) for matrices in model]
             used = min(slots, tokens) * rank * (len(widths) * depth + sum(widths))
             floor = (2 * used + 2 * x.numel() + 4 * y.numel()) / BYTES_PER_US
             for block_k, block_n, split_depth, max_splits in ways:

@@ -21,6 +21,7 @@ from pipeinfer.kernels import gemm
 from pipeinfer.kernels.elementwise import quantize_groups_reference, rms_norm_reference
 from pipeinfer.kernels.formats import dequantize_int4, pack_int4, quantize_rows, unpack_int4
 from pipeinfer.kernels.gemm import LowRankGemm
+from pipeinfer.kernels.interface import LowRankMatrices
 from pipeinfer.kernels.tile_configs import GemmConfig, Int4GemmConfig
 from pipeinfer.layers.lora import AddLowRank, LowRankOnHost
 from pipeinfer.layers.weight import SmallMGemm
@@ -214,9 +215,10 @@ def slots_of(kind: str, tokens: int) -> torch.Tensor:
     return found.to(torch.int32).to(DEVICE)
 
 
-def add_low_rank(kernel: AddLowRank, token_adapters, *tensors) -> None:
+def add_low_rank(kernel: AddLowRank, token_adapters, x, *matrices_and_y) -> None:
+    *matrices, y = matrices_and_y
     kernel.begin_step(token_adapters, SLOTS)
-    kernel(*tensors)
+    kernel(x, LowRankMatrices(*matrices), y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])

@@ -33,6 +33,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.formats import INT4_PER_WORD, INT4_TILE_K, SCALE_BLOCK, WORDS_PER_THREAD
+from pipeinfer.kernels.interface import LowRankMatrices
 from pipeinfer.kernels.moe import MoeAlignment, moe_align_block_size
 from pipeinfer.kernels.tile_configs import GemmConfig, Int4GemmConfig
 from pipeinfer.kernels.triton_support import (
@@ -687,15 +688,9 @@ class LowRankGemm:
             token_adapters[:, None], adapter_slots, BLOCK_TOKENS, first_expert=1
         )
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        parts: tuple[slice, ...],
-        y: torch.Tensor,
-    ) -> None:
+    def __call__(self, x: torch.Tensor, matrices: LowRankMatrices, y: torch.Tensor) -> None:
         """Adds the products of the step's adapters to y; see AddLowRank."""
+        a, b, parts = matrices
         (tokens, depth), (_, width, rank), modules = x.shape, b.shape, len(parts)
         if not tokens:
             return

@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -250,6 +250,20 @@ class SlotLogitEdits:
 # Sampling tensors [L] of the rows of logits, by name: the fields of engine/step_builder.py (a seed
 # as the bits of the uint64), and sample_positions and write_slots, int64.
 SamplingTensors = Mapping[str, torch.Tensor]
+
+
+class LowRankMatrices(NamedTuple):
+    """Low-rank adapters of one layer, by adapter slot.
+
+    Attributes:
+    - a: [adapter slots, modules * rank, in]
+    - b: [adapter slots, out, rank]
+    - parts: where each module's rows are in the layer's product
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    parts: tuple[slice, ...]
 
 
 class Kernels(Protocol):

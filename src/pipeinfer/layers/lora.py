@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pipeinfer.kernels.interface import DeviceStep
+from pipeinfer.kernels.interface import DeviceStep, LowRankMatrices
 
 
 class LowRankPair(NamedTuple):
@@ -67,20 +67,9 @@ class AddLowRank(Protocol):
         """
         ...
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        parts: tuple[slice, ...],
-        y: torch.Tensor,
-    ) -> None:
-        """Adds to y [T, out] the products of the tokens' adapters with x [T, in].
-
-        - x, y: rows may be strided
-        - a: [adapter slots, modules * rank, in]
-        - b: [adapter slots, out, rank]
-        - parts: where each module's rows are in the product
+    def __call__(self, x: torch.Tensor, matrices: LowRankMatrices, y: torch.Tensor) -> None:
+        """Adds to y [T, out] the products of the tokens' adapters with x [T, in]. The rows of both
+        may be strided.
         """
         ...
 
@@ -99,15 +88,9 @@ class LowRankOnHost:
             if slot > 0
         }
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        parts: tuple[slice, ...],
-        y: torch.Tensor,
-    ) -> None:
+    def __call__(self, x: torch.Tensor, matrices: LowRankMatrices, y: torch.Tensor) -> None:
         """Adds the products of the step's adapters to y, see AddLowRank."""
+        a, b, parts = matrices
         rank = b.shape[2]
         for slot, tokens in self._tokens.items():
             low = torch.nn.functional.linear(x[tokens], a[slot - 1])
@@ -128,10 +111,11 @@ def low_rank_kernel(device: torch.device) -> AddLowRank:
 
 
 class AdaptedLinear:
-    """The adapters of one layer: a [adapter slots, modules * rank, in] and b [adapter slots, out,
-    rank], zeros if the adapter in a slot does not change the layer.
+    """The adapters of one layer.
 
     Attributes:
+    - modules: parts of the layer's product
+    - matrices: zeros in the slot of an adapter that does not change the layer
     - permutation: int64 [n]; the layer's row i < n is row permutation[i] on disk; None: rows are as
       on disk
     """
@@ -140,13 +124,15 @@ class AdaptedLinear:
         self._bank = bank
         self.modules = tuple(modules)
         self.permutation: torch.Tensor | None = None
-        self._parts = tuple(module.at for module in self.modules)
+        parts = tuple(module.at for module in self.modules)
         columns = self.modules[0].columns
         size = bank.rank * len(self.modules), columns.stop - columns.start
-        rows = max(part.stop for part in self._parts)
-        self.a = torch.zeros(bank.adapter_slots, *size, dtype=bank.dtype, device=bank.device)
-        self.b = torch.zeros(
-            bank.adapter_slots, rows, bank.rank, dtype=bank.dtype, device=bank.device
+        rows = max(part.stop for part in parts)
+        slots, options = bank.adapter_slots, {"dtype": bank.dtype, "device": bank.device}
+        self.matrices = LowRankMatrices(
+            torch.zeros(slots, *size, **options),
+            torch.zeros(slots, rows, bank.rank, **options),
+            parts,
         )
 
     @property
@@ -157,14 +143,14 @@ class AdaptedLinear:
     def add(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """y [T, out], to which the products of x [T, in] with its tokens' adapters were added."""
         if self._bank.active:
-            self._bank.add_low_rank(x, self.a, self.b, self._parts, y)
+            self._bank.add_low_rank(x, self.matrices, y)
         return y
 
     def laid_out(self, pairs: Mapping[str, LowRankPair]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the content of one slot of `a` and of `b`, on the host."""
-        rank = self._bank.rank
-        a = torch.zeros(self.a.shape[1:], dtype=torch.float32)
-        b = torch.zeros(self.b.shape[1:], dtype=torch.float32)
+        rank, dtype = self._bank.rank, self._bank.dtype
+        a = torch.zeros(self.matrices.a.shape[1:], dtype=torch.float32)
+        b = torch.zeros(self.matrices.b.shape[1:], dtype=torch.float32)
         for at, module in enumerate(self.modules):
             pair = pairs.get(module.name)
             if pair is None:
@@ -174,7 +160,7 @@ class AdaptedLinear:
             b[module.at, :size] = pair.b[module.rows].float() * pair.scale
         if self.permutation is not None:
             b[: len(self.permutation)] = b[self.permutation]
-        return a.to(self.a.dtype), b.to(self.b.dtype)
+        return a.to(dtype), b.to(dtype)
 
 
 class AdapterWeights(NamedTuple):
@@ -239,7 +225,7 @@ class AdapterBank:
         """
         for layer in self.layers.values():
             found = weights.layers.get(layer)
-            for target, at in ((layer.a, 0), (layer.b, 1)):
+            for at, target in enumerate((layer.matrices.a, layer.matrices.b)):
                 if found is None:
                     target[adapter_slot - 1].zero_()
                 else:
