@@ -6,7 +6,7 @@ Prints medians in microseconds beside the time that the bytes or operations need
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -174,7 +174,7 @@ def time_norm() -> None:
         line(f"swiglu, {tokens} x {3 * size}", run, 3 * merged.numel() / BYTES_PER_US)
 
 
-def one_by_one(calls: list[Callable[[], object]]) -> None:
+def one_by_one(calls: Sequence[Callable[[], object]]) -> None:
     for call in calls:
         call()
 
