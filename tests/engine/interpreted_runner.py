@@ -21,6 +21,7 @@ import msgspec  # noqa: E402
 import torch  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
 from runner_requests import good_ones, logprobs_of, masks_for, run_alike, submit_all  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from pipeinfer.attention import triton_backend  # noqa: E402
 from pipeinfer.attention.interface import BackendCapabilities, PagedKind, qo_indptr_of  # noqa: E402
@@ -115,7 +116,8 @@ KINDS = {
 
 class LendingDevice(HostDevice):
     """As a GPU, where graphs leave their results in the same memory: what one has left is gone when
-    another one runs, or is captured."""
+    another one runs, or is captured. Its time is that of the operations of all products, so that a
+    busy host does not make one step look faster than another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,6 +133,11 @@ class LendingDevice(HostDevice):
         self._forget()
         self._left += made.tensors
         return Replay(again, made.tensors)
+
+    def seconds(self, work, times):
+        with FlopCounterMode(display=False) as counter:
+            work()
+        return counter.get_total_flops() * 1e-9
 
     def _forget(self) -> None:
         for tensor in self._left:
